@@ -5,7 +5,7 @@ SHELL := /bin/bash
 
 # OpenMP threads of torch would spin at barriers; on shared cores that made a step twenty times as long.
 export OMP_WAIT_POLICY ?= PASSIVE
-# What pytest compiles of the tests is kept for its next process: ten seconds of each.
+# pytest's compiled tests are kept for its next process, which saves ten seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Kept beside the other caches, so that a new clone has them. Python would compile 7,500 files of packages again; it finds those of a
@@ -26,7 +26,7 @@ SOAK ?=
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-preflight: # what the machine must have, asked of the system's Python before anything is changed
+preflight: # requirements of the machine, checked by the system's Python before anything is changed
 	@tools/make-venv --check
 	@$(PYTHON) -m tools.devcluster.preflight $(PREFLIGHT)
 
@@ -69,7 +69,7 @@ cluster-down: venv ## end it; nothing stays but the cache
 digits: venv ## train the model and the adapters of examples/digits again
 	@$(PY) examples/digits/train.py
 
-bench: venv ## one benchmark (GOAL=P4) or all of them
+bench: venv ## a single benchmark (GOAL=P4) or all of them
 	@$(PY) -m benchmarks $(GOAL)
 
 soak: venv ## the fuzz tests and soaks at full size, and all images of the digits' exam (SOAK="--minutes 5", SOAK="--help")

@@ -48,7 +48,7 @@ class BenchmarkRanks(StandInRanks):
         self._wire = wire
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """One message for all ranks."""
+        """Send a message to all ranks."""
         self.sent += 1
         self._wire.send(tick, frames)
 
@@ -238,7 +238,7 @@ async def _pickled_round_trips(count: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         endpoints = Endpoints(f"ipc://{folder}/broadcast", f"ipc://{folder}/answers")
         broadcast, answers = context.socket(zmq.XPUB), context.socket(zmq.PULL)
-        # Else the second rank's subscription, being the same, is not told.
+        # Without this option the second rank's equal subscription is not reported.
         broadcast.setsockopt(zmq.XPUB_VERBOSE, 1)
         broadcast.bind(endpoints.broadcast)
         answers.bind(endpoints.answers)

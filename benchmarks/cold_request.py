@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """P11: how long after a request at the Service of a sleeping deployment its first denoise step is made, beyond the wake itself.
 
-On the development cluster, with the deployment of examples/sleep/on-idle.yaml. The request is made in the cluster, by name and through
-the Service, with no connection open before, and is timed there until the event of its first step; how long the wake took is what the
-worker says of it. The same from an awake deployment is measured beside it, for the record.
+On the development cluster, with the deployment of examples/sleep/on-idle.yaml. The request is made in the cluster, by name and through the
+Service, without an open connection. It is timed there until the event of its first step. The worker reports the time of the wake. The same
+from an awake deployment is measured beside it, for the record.
 """
 
 import json
@@ -61,7 +61,7 @@ def measure_on(kubectl: Kubectl, *, rounds: int) -> Measured:
 
 
 def _round(kubectl: Kubectl) -> dict[str, float]:
-    """One request to the sleeping deployment, and one after it to the same, awake."""
+    """Send a request to the sleeping deployment, and another after it, awake."""
     pod = _asleep(kubectl)
     before = read_state(kubectl, pod)["lastOperation"]
     cold = _ask(kubectl, pod)

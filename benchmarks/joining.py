@@ -9,7 +9,7 @@ Both count rows of steps per second that the thread computed, on the real runner
 at different steps decode alone, which is dear for a decoder that is bound by launches, as the tiny model's is, and should be
 nothing for one that is bound by arithmetic (not measured). `vs_static_batch_decoded` is the same with it.
 
-What a machine with two cores cannot show: the same on a GPU, where launches cost more and the batch that pays is larger.
+Not shown on a machine with two cores: the same on a GPU, where launches cost more and larger batches pay.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from benchmarks.stand_ins.tiny_dit import TinyDevice, request
 from diffusion_worker.engine.scheduling.scheduler import StepScheduler
 
 SMALL_SIDE, LARGE_SIDE = 32, 192
-# Of 12 on average, for the static batch exactly.
+# The average is 12; the static batch has exactly 12.
 STEPS = 12
 LENGTHS = (6, 8, 10, 12, 14, 16, 18)
 BATCHES = (1, 2, 4, 8, 16)
@@ -44,7 +44,7 @@ TINY = Size(requests=32, large_requests=2, plan=TINY_PLAN)
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Steps per second of ours over those of the best static batch, and over those of one request after another."""
+    """Measure our steps per second against the best static batch, and against one request after another."""
     size = TINY if tiny else Size()
     with TinyDevice() as device:
         for side, batch in itertools.product((SMALL_SIDE, LARGE_SIDE), (1, 2)):

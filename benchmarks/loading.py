@@ -4,11 +4,11 @@
 The digits pipeline with a transformer of about two gigabytes of random float16 in four shards, written by the run itself. Ours
 is the whole load of a rank, from the model's folder to a runner that can take requests.
 
-The plain read takes the same files into a fresh mapping of the kind that weights live in: bytes that are dropped again are
-not loaded. `from_pretrained` loads the whole pipeline into float32, a CPU's default, where it has to convert all of it. Told to
-keep the file's dtype it reads nothing, it maps the files: that is timed too, with every page touched, for the record; and so is
-`from_pretrained` with its weights then put into slabs, which is the state that ours is in. Both ratios are medians of adjacent pairs;
-what is for the record is the faster of two runs.
+The plain read takes the same files into a fresh mapping of the kind for weights, because bytes dropped at once are not loaded.
+`from_pretrained` loads the whole pipeline into float32, a CPU's default, where it has to convert all of it. Told to keep the file's dtype
+it reads nothing, it maps the files: that is timed too, with every page touched, for the record; and so is `from_pretrained` with its
+weights then put into slabs, which is the state that ours is in. Both ratios are medians of adjacent pairs; what is for the record is the
+faster of two runs.
 
 A cold file's pages are dropped before each reading of it, a warm one's are read. Before each the memory that it will need is
 touched and given back: a virtual machine's host takes its time for memory that the machine did not use lately, whoever asks.
@@ -210,7 +210,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _placed(pipeline: Any, folder: Path) -> ModelWeights:
-    """What a rank needs, made of what `from_pretrained` gives: weights in slabs, and what of them is in the files."""
+    """Build a rank's state from the pipeline of `from_pretrained`: weights in slabs, and their mirror in the files."""
     weights = ModelWeights(torch.device("cpu"))
     for name, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module):
@@ -219,7 +219,7 @@ def _placed(pipeline: Any, folder: Path) -> ModelWeights:
 
 
 def _touched(pipeline: Any) -> Any:
-    """What a first step would do: read all that was only mapped."""
+    """Read everything that was only mapped, as a first step would."""
     for part in pipeline.components.values():
         for parameter in part.parameters() if isinstance(part, torch.nn.Module) else ():
             parameter.view(-1).view(torch.uint8)[:: os.sysconf("SC_PAGE_SIZE")].sum()

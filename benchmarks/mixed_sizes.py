@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """P7: nine small requests of 4 steps to each large one of 50, at random times, at 0.8 of what the device can do.
 
-The engine's scheduler against first come, first served, each request run to its end: the same arrivals, runner and
-steps, in adjacent pairs. Steps are real ones of a tiny transformer; the clock counts the seconds that they compute and
-jumps while nobody is there, so that a minute of arrivals takes less. The same arrivals, and 5,000 more, are also replayed on
-the measured costs alone.
+The engine's scheduler against first come, first served, each request run to its end: the same arrivals, runner and steps, in adjacent
+pairs. Steps are real ones of a tiny transformer. The clock counts their seconds and jumps while nobody is there, so that a minute of
+arrivals takes less. The same arrivals, and 5,000 more, are also replayed on the measured costs alone.
 
 What a machine with two cores cannot show: that steps of a large model on a GPU are preempted as cheaply (its latents stay on
 the device), how its curve of costs bends (here 32 pixels are bound by launches and 128 by arithmetic, as 512 and 1024 are
@@ -68,7 +67,7 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def _service_s(device: TinyDevice, side: int, steps: int, *, rounds: int) -> float:
-    """What a request takes alone."""
+    """Return the seconds of a request alone."""
     return min(sum(done.seconds for done in device.run_together([request("alone", side=side, steps=steps)])) for _ in range(rounds))
 
 

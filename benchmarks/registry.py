@@ -42,5 +42,6 @@ GOALS: dict[str, Goal] = {
     "P9": Goal("broadcast", 1),
     "P10": Goal("server", 2),
     "P11": Goal("cold_request", 5, Needs.CLUSTER),
-    "P12": Goal("operator_scale", 14, Needs.APISERVER),
+    "P12": Goal("operators.scale", 14, Needs.APISERVER),
+    "P17": Goal("operators.watch", 15, Needs.APISERVER),
 }

@@ -20,7 +20,7 @@ TICK_S = 1e-4
 
 
 class Policy(Protocol):
-    """What `StepScheduler` and its rivals have in common."""
+    """The interface shared by `StepScheduler` and its rivals."""
 
     def add(self, spec: RequestSpec, now_s: float) -> None:
         """Queue a request."""
@@ -36,7 +36,7 @@ class Policy(Protocol):
 
 
 class Device(Protocol):
-    """What executes ticks, in order, and says how long each took."""
+    """The executor of ticks, in order, which reports the time of each."""
 
     def execute(self, tick: Tick) -> TickDone:
         """Run one tick."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark gives back."""
+"""The result of a benchmark."""
 
 from collections.abc import Sequence
 

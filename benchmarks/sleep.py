@@ -24,7 +24,7 @@ SIZES_GB, ROUNDS = (0.5, 2.0, 8.0), 3
 TINY_SIZES_GB, TINY_ROUNDS = (0.05,), 1
 # Until the weights are in place, or given back, or read again.
 ANSWER_S = 180.0
-# What a process needs beside its weights, and what must stay for everybody else.
+# Memory that a process needs beside its weights, and that must stay free for others.
 SPARE_BYTES = 2_000_000_000
 
 

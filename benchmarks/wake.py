@@ -116,7 +116,7 @@ def _mapped(path: Path) -> torch.Tensor:
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | MAP_POPULATE, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it cannot be written to
+        warnings.simplefilter("ignore", UserWarning)  # the tensor is read-only
         return torch.frombuffer(content, dtype=torch.uint8)
 
 

@@ -12,18 +12,18 @@ import hypothesis.internal.observability  # noqa: F401
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.operator.real_apiserver import kubeconfig_of_apiserver
+from support.apiserver.real_apiserver import kubeconfig_of_apiserver
 
 __all__ = ["kubeconfig_of_apiserver"]
 
-# How long an example takes is the machine's affair.
+# The duration of an example depends on the machine.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 # Modules and test items stay to the end: looking for garbage among them took a quarter of the imports' time.
 gc.disable()
 
-pytest_plugins = ("tools.suite.ledger", "tools.suite.order", "tools.suite.skips")
+pytest_plugins = ("tools.suite.canary", "tools.suite.ledger", "tools.suite.order", "tools.suite.skips")
 
 
 def pytest_collection_finish() -> None:

@@ -16,7 +16,7 @@ START_TIMEOUT_MS = 60_000
 
 
 def program() -> str:
-    """Where Chromium is; installed from Debian where it is missing.
+    """Return the path of Chromium; install it from Debian if it is missing.
 
     Raises:
         PrerequisiteMissing: it is not there and cannot be installed by this user on this system.
@@ -35,7 +35,7 @@ def program() -> str:
 @contextmanager
 def browser() -> Iterator[Browser]:
     """A running browser. Playwright keeps an event loop in this thread until the end: nothing else can run one meanwhile."""
-    # As root Chromium's own sandbox does not start; /dev/shm is small in containers.
+    # Chromium's own sandbox does not start as root; /dev/shm is small in containers.
     arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking", "--hide-scrollbars"]
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=program(), args=arguments, timeout=START_TIMEOUT_MS)

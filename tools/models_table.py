@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "models.md"
 BASES = ("DiffusionPipeline", "ModularPipeline")
 IMAGES = frozenset({"image", "images", "mask_image", "control_image", "video", "source_image", "cond_image", "control_video", "references"})
 
-# What the classes that make neither images nor videos make instead.
+# Outputs of the classes that make neither images nor videos.
 MAKES = {
     "DiffusionGemmaPipeline": "text",
     "FluxPriorReduxPipeline": "embeddings",
@@ -40,11 +40,11 @@ MAKES = {
     "StableCascadePriorPipeline": "embeddings",
     "WuerstchenPriorPipeline": "embeddings",
 }
-# What cannot run for a reason that no look at the class tells.
+# Classes that cannot run for a reason outside their source.
 NOT = {
     "VersatileDiffusionPipeline": "has no call of its own; its parts are pipelines of their own",
 }
-# What is stepped and shares less than others do.
+# Stepped classes that share less than others.
 SHARES = {
     "Flux2KleinKVPipeline": "requests with reference images share no calls: each caches their keys and values",
     "GlmImagePipeline": "requests with reference images share no calls: each caches their keys and values",
@@ -57,25 +57,25 @@ INTRODUCTION = """\
 
 Every pipeline that diffusers {version} exports, and how the worker runs it. Made by `python -m tools.models_table`; do not edit.
 
-**stepped**: requests with other prompts, seeds, steps, guidance and conditioning share model calls and advance step by step.
-**whole**: a request does not step with others. One whose class changes the shared model runs while nobody else advances; one that
-steps no scheduler advances by single model calls instead, which it shares where it can.
+**stepped**: requests with other prompts, seeds, steps, guidance and conditioning share model calls, step by step.
+**whole**: a request does not step with others. A class that changes the shared model runs while nobody else advances. A class that
+steps no scheduler advances by single model calls instead, shared where possible.
 **not**: the worker refuses it at start, with the reason.
 
-*tested* means that a tiny model of the class runs through the engine in the tests: alone bit-equal to diffusers, in company equal up
+*tested* means that the tests run a tiny model of the class through the engine: alone bit-equal to diffusers, in company equal up
 to rounding. All others are run by the same mechanism and were judged by reading their source only. The images API takes
-prompts, and images for classes that make an image from text and images; which of its routes a loaded model serves is at `/v1/models`.
+prompts, and images for classes that make an image from text and images. `/v1/models` lists the routes that a loaded model serves.
 A route for videos is not there yet.
 
 {counts}
 
-| pipeline | makes | takes | runs | why | tested |
+| pipeline | makes | takes | runs | reason | tested |
 |---|---|---|---|---|---|
 """
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """A line of the table."""
 
     name: str
     makes: str
@@ -86,7 +86,7 @@ class Row(NamedTuple):
 
 
 def row_of(name: str, tested: frozenset[str]) -> Row:
-    """What there is to say of one exported class."""
+    """Describe an exported class."""
     found = getattr(diffusers, name)
     if not issubclass(found, diffusers.DiffusionPipeline | diffusers.ModularPipeline):
         return Row(name, "", "", "not", f"needs {' and '.join(missing_libraries(found))}, which the worker does not have", "")

@@ -17,7 +17,7 @@ TIMEOUT_MS = 60_000
 
 
 def take(page: Page, folder: Path) -> list[Path]:
-    """One while an image is made, one of the image, one of an error; the files."""
+    """Take a screenshot while an image is made, one of the image, and one of an error; return the files."""
     expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=TIMEOUT_MS)
     page.get_by_label("Adapters", exact=True).select_option("stripes")
     page.locator("#prompt").fill("a yellow digit three")

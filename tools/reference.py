@@ -21,14 +21,14 @@ PAGE = ROOT / "docs" / "reference.md"
 KINDS = ("diffusiondeployments", "loraadapters")
 # A description that says so is true for everything below it, until one says otherwise.
 REPLACES, KEEPS = "A change replaces the replicas.", "A change does not replace the replicas."
-# What Kubernetes documents is one row.
-KUBERNETES_OWN = ("As in a pod", "As Kubernetes has")
+# Fields that Kubernetes documents take one row.
+KUBERNETES_OWN = ("The tolerations of the pods", "The affinity of the pods", "Conditions in Kubernetes' form")
 INTRODUCTION = """# Reference
 
 Every field of both kinds, written by `python -m tools.reference` from the CRDs; `kubectl explain dd.spec --recursive` says the same. Every
-field here works; there are no others. Defaults are in the schema, so `kubectl get -o yaml` shows what will happen; a dash is no default,
-and what is required is so where the object around it is given. `≤` is the most characters of a string, items of a list or entries of a map.
-What is out of bounds or breaks a rule is refused by the API server with a message that names the field. *Replaces*: a change makes new
+field here works; there are no others. Defaults are in the schema, so `kubectl get -o yaml` shows what will happen; a dash is no default.
+A required field must be set if the object around it is. `≤` is the most characters of a string, items of a list or entries of a map.
+The API server refuses a value that is out of bounds or breaks a rule, with a message that names the field. *Replaces*: a change makes new
 pods, as `rollout` says; everything else reaches the pods that run. Conditions and their reasons are in
 [troubleshooting](troubleshooting.md), what the objects mean in [concepts](concepts.md), and the routes of a model in
 [its HTTP API](http-api.md).
@@ -55,7 +55,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Field:
-    """One row of a table: where it is, what it may be, and whether a change makes new pods."""
+    """A row of a table: the field's path, its values, and whether a change makes new pods."""
 
     path: str
     schema: Schema
@@ -69,7 +69,7 @@ def page(crds: list[Schema]) -> str:
 
 
 def fields(schema: Schema, path: str = "", *, replaces: bool = False) -> Iterator[Field]:
-    """What is below a schema, in its order; an object has a row where something is said of it."""
+    """Yield the fields below a schema, in its order; an object has a row if it has a description."""
     for name, inner in schema.get("properties", {}).items():
         said = inner.get("description", "")
         changed = (replaces or REPLACES in said) and KEEPS not in said
@@ -83,7 +83,7 @@ def fields(schema: Schema, path: str = "", *, replaces: bool = False) -> Iterato
 
 
 def rules(schema: Schema, path: str = "") -> Iterator[tuple[str, str]]:
-    """Where each rule is, and its message."""
+    """Yield each rule's path and message."""
     for rule in schema.get("x-kubernetes-validations", ()):
         yield f"{path}{rule.get('fieldPath', '')}".removeprefix("."), rule["message"]
     for name, inner in schema.get("properties", {}).items():

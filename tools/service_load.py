@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests at a Service from inside the cluster, each at its time, while the memory of the ranks that serve them is looked at.
 
-It runs in the worker's container, which has Python and the token of its control port, and imports nothing of ours:
+It runs in the worker's container, which has Python and the token of its control port, and imports none of our code:
 
     kubectl exec POD -c worker -- python3 -c "$(cat tools/service_load.py)" PLAN
 
@@ -45,7 +45,7 @@ def main(plan: Found) -> Found:
 
 
 def _ask(url: str, wanted: Found, began: float, told: Found) -> None:
-    """One streamed request: `status`, `code` of a refusal, and seconds to the first event of each kind, and to the end."""
+    """Send a streamed request and record `status`, `code` of a refusal, and seconds to the first event of each kind, and to the end."""
     time.sleep(max(0.0, began + wanted["at"] - time.monotonic()))
     body = json.dumps({**wanted["body"], "stream": True}).encode()
     request = urllib.request.Request(f"{url}/v1/images/generations", data=body, headers={"Content-Type": "application/json"})

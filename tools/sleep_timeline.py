@@ -37,7 +37,8 @@ COLOURS = {"ready": AWAKE, "asleep": ASLEEP}
 
 
 def bursts(seed: int, count: int) -> Iterator[float]:
-    """When `count` requests come: bursts of 4 to 24 within two seconds, 2 to 30 s apart, so that the model sleeps between some of them."""
+    """Yield the times of `count` requests: bursts of 4 to 24 within two seconds. They are 2 to 30 s apart, so that the model sleeps
+    between some."""
     chance, at, left = random.Random(seed), 3.0, count
     while left:
         size = min(left, chance.randint(4, 24))
@@ -47,7 +48,7 @@ def bursts(seed: int, count: int) -> Iterator[float]:
 
 
 def plan(seed: int = SEED, count: int = REQUESTS) -> Found:
-    """What tools/service_load.py is told."""
+    """Return the input of tools/service_load.py."""
     chance = random.Random(seed)
     requests = [
         {"at": at, "body": {**BODY, "prompt": chance.choice(PROMPTS), "seed": number}} for number, at in enumerate(bursts(seed, count))
@@ -56,7 +57,7 @@ def plan(seed: int = SEED, count: int = REQUESTS) -> Found:
 
 
 def summary(found: Found, events: Sequence[str]) -> Found:
-    """Counts and seconds; `events` are the reasons of the deployment's Events, as often as each was told."""
+    """Return counts and seconds; `events` are the reasons of the deployment's Events, repeated for each one."""
     requests, samples = found["requests"], found["samples"]
     served = [one for one in requests if "completed" in one]
     held = [one["seconds"] for one in served if "held" in one]
@@ -79,7 +80,7 @@ def summary(found: Found, events: Sequence[str]) -> Found:
 
 
 def operations(samples: Sequence[Found], kind: str) -> int:
-    """How many of a kind ended well while it was looked."""
+    """Return how many operations of a kind succeeded during the observation."""
     ended = [one["lastOperation"] for one in samples[1:] if one["lastOperation"] != samples[0]["lastOperation"]]
     return len({one["operationId"] for one in ended if one["kind"] == kind and not one["error"]})
 
@@ -140,7 +141,7 @@ class Panels:
         scale = self._axis(panel, label, 0.0 if from_zero else smallest, largest)
         steps: list[tuple[float, float]] = []
         for at, value in values:
-            # What was seen holds until the next look.
+            # An observation holds until the next look.
             steps += [(self._x(at), steps[-1][1])] if steps else []
             steps.append((self._x(at), scale(value)))
         self._pen.line(steps, fill=(21, 101, 192), width=2)
@@ -172,7 +173,7 @@ class Panels:
 
 
 def run(kubectl: Kubectl) -> tuple[Found, list[str]]:
-    """What the load told, and the reasons of the deployment's Events."""
+    """Return the load's report, and the reasons of the deployment's Events."""
     kubectl.apply(MANIFEST)
     wait_for(kubectl, f"dd/{NAME}", Wanted("Ready", "True", ["Serving"]), deadline_s=START_S)
     (pod,) = kubectl.get("pods", "--selector", f"diffusion-operator.dev/deployment={NAME}")["items"]

@@ -17,8 +17,8 @@ CLIENTS = 20
 DEADLINE_S = 120.0
 # The clients stand for other machines: what they do with an answer is not to take the core that the server needs.
 NICENESS = 10
-HEALTH = b"GET /healthz HTTP/1.1\r\nHost: worker\r\n\r\n"
-METRICS = b"GET /metrics HTTP/1.1\r\nHost: worker\r\n\r\n"
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+METRICS = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 IN_FLIGHT = re.compile(rb"^diffusion_worker_requests_(?:queued|in_flight) ([0-9.]+)$", re.MULTILINE)
 
@@ -54,7 +54,7 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Whether all of it arrived."""
+        """Return whether all of it arrived."""
         return self._read == self._length
 
     def read(self, connection: socket.socket, *, keep: bool = True) -> None:
@@ -77,7 +77,7 @@ class Answer:
 
 
 def burst(connections: list[socket.socket], request: bytes, control: socket.socket) -> None:
-    """One request on every connection; returns when all answers were read."""
+    """Send a request on every connection; return when all answers were read."""
     for connection in connections:
         connection.sendall(request)
     _wait_for_requests(control, len(connections))
@@ -106,10 +106,11 @@ def _wait_for_requests(control: socket.socket, wanted: int) -> None:
 
 
 def main(port: int, size: int) -> None:
-    """Bursts, as they are told."""
+    """Send bursts on command."""
     os.nice(NICENESS)
     body = json.dumps({"prompt": "an image", "size": f"{size}x{size}"}).encode()
-    head = f"POST /v1/images/generations HTTP/1.1\r\nHost: worker\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    fields = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/images/generations HTTP/1.1\r\n{fields}\r\n\r\n"
     connections, control = [connect(port) for _ in range(CLIENTS)], connect(port)
     for _ in sys.stdin:
         burst(connections, head.encode() + body, control)

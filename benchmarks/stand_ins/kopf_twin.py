@@ -11,14 +11,14 @@ from typing import Any
 
 import kopf
 
-from benchmarks.operator_children import AT_ONCE, children
+from benchmarks.operators.children import AT_ONCE, children
 from diffusion_operator.api.names import DEPLOYMENT, GROUP, VERSION
 from diffusion_operator.cluster import KubernetesCluster, connect
 
 
 @kopf.on.startup()  # type: ignore[untyped-decorator]
 async def start(memo: kopf.Memo, **_: Any) -> None:
-    """One client for all."""
+    """Open a single client for all."""
     memo.cluster = await connect()
     memo.gate = asyncio.Semaphore(AT_ONCE)
 

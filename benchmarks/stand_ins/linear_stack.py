@@ -30,7 +30,7 @@ def write_stack(folder: Path, size: int) -> Path:
     }
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    # One layer's worth again and again: nothing here looks at what the bytes are.
+    # The same layer's bytes again and again: nothing here looks at their values.
     layer = torch.rand(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.safetensors"

@@ -9,12 +9,24 @@ import os
 
 import msgspec
 
-from diffusion_worker.engine.state.rank_protocol import Loss
+from diffusion_worker.engine.state.rank_protocol import Loss, PreparedAdapter
 from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.errors import ErrorCode, Fault, GroupFailed, RequestError
-from diffusion_worker.messages import Fingerprint, MemoryReport, ModelInfo, RpcReply
+from diffusion_worker.messages import Fingerprint, MemoryReport, ModelInfo, PreparedPart, RpcReply
 
 MODEL = ModelInfo(pipeline="Benchmark", dtype="none", size_multiple=8, weights_bytes=0)
+
+
+class NothingPrepared:
+    """An adapter of which ranks keep nothing."""
+
+    @property
+    def parts(self) -> list[PreparedPart]:
+        """None."""
+        return []
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
 class StandInRanks:
@@ -46,6 +58,10 @@ class StandInRanks:
         if method != "fingerprint":
             raise RequestError(ErrorCode.RANK_FAILED, f"{method}: expected ranks, found a benchmark")
         return [RpcReply(0, 0, msgspec.msgpack.encode(Fingerprint(weights="none", probe="none")))]
+
+    async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
+        """Nothing is prepared for ranks that are not there."""
+        return NothingPrepared()
 
     async def failed(self) -> Loss:
         """Returns after `lose`."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A diffusion transformer of 0.4 million random parameters on the real model runner, for benchmarks of the engine.
 
-On a CPU it has both regimes of a large model on a GPU: at 32 pixels a step is bound by launches and several images cost
-little more than one, at 256 pixels by arithmetic and they cost as much as one after another.
+On a CPU it has both regimes of a large model on a GPU. At 32 pixels a step is bound by launches, and several images cost little more than
+one. At 256 pixels arithmetic binds, and costs add up.
 """
 
 import time
@@ -55,7 +55,7 @@ class TinyDevice:
         self.runner = DiffusionModelRunner(config, CPU, self._rank)
         self.runner.adopt(_pipeline(), torch.float32, lambda done, total: None)
         self._number = 0
-        # Whether requests end with an image, or with the latents it would be decoded from.
+        # Requests end with an image if set, else with the latents.
         self.decodes = True
 
     def __enter__(self) -> "TinyDevice":

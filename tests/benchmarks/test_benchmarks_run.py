@@ -41,7 +41,8 @@ def test_a_benchmark_runs_tiny_and_gives_a_figure_for_each_target(name: str) -> 
 
 def test_every_module_that_measures_is_in_the_registry() -> None:
     folder = Path(__file__).parents[2] / "benchmarks"
-    measuring = {path.stem for path in folder.glob("*.py") if "\ndef measure(" in path.read_text()}
+    sources = [path for path in folder.rglob("*.py") if "\ndef measure(" in path.read_text()]
+    measuring = {".".join(path.relative_to(folder).with_suffix("").parts) for path in sources}
     assert measuring == {goal.module for goal in GOALS.values()}
 
 

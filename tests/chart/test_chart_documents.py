@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rendering of the chart has to hold, for each value set in its ci/ folder."""
+"""Properties of every rendering of the chart, for each value set in its ci/ folder."""
 
 import kubernetes_validate
 import pytest
@@ -65,9 +65,22 @@ def test_the_test_pod_is_not_taken_for_the_operator(documents: list[Document]) -
     assert not selector.items() <= the_only(documents, "Pod")["metadata"]["labels"].items()
 
 
-def test_the_operator_is_one_replica_that_is_never_two(documents: list[Document]) -> None:
+def test_an_upgrade_makes_a_new_pod_of_the_operator_before_an_old_one_goes(documents: list[Document]) -> None:
     spec = the_only(documents, "Deployment")["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
+
+
+def test_several_pods_of_the_operator_have_a_budget_and_prefer_nodes_of_their_own(documents: list[Document]) -> None:
+    deployment = the_only(documents, "Deployment")
+    labels = deployment["spec"]["selector"]["matchLabels"]
+    (apart,) = deployment["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert (apart["podAffinityTerm"]["topologyKey"], apart["podAffinityTerm"]["labelSelector"]["matchLabels"]) == (
+        "kubernetes.io/hostname",
+        labels,
+    )
+    budgets = of_kind(documents, "PodDisruptionBudget")
+    assert bool(budgets) == (deployment["spec"]["replicas"] > 1)
+    assert [one["spec"] for one in budgets] == [{"maxUnavailable": 1, "selector": {"matchLabels": labels}}] * len(budgets)
 
 
 def test_every_role_writes_its_verbs_out(documents: list[Document]) -> None:

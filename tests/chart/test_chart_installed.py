@@ -72,7 +72,7 @@ def test_the_whole_life_of_a_release(helm: Command, kubectl: Command) -> None:
 
     install(helm, "one", "--set", "crds.keep=true", "--set", "podAnnotations.changed=yes")
     assert read(kubectl, "one", KEY_SECRET)["data"] == key
-    assert read(kubectl, "one", "deployment/diffusion-operator")["spec"]["template"]["metadata"]["annotations"] == {"changed": "yes"}
+    assert read(kubectl, "one", "deployment/diffusion-operator")["spec"]["template"]["metadata"]["annotations"]["changed"] == "yes"
 
     kubectl("--namespace", "one", "apply", "--filename", str(ROOT / "examples" / "quickstart"))
     helm("uninstall", "diffusion-operator", "--namespace", "one")

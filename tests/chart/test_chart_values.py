@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
-from support.operator.chart_rendering import CHART, NAMESPACE, Chart, Document, RenderError, leaves, of_kind, pod_specs, the_only
+from support.operator.chart_rendering import (
+    CHART,
+    KUBERNETES,
+    NAMESPACE,
+    Chart,
+    Document,
+    RenderError,
+    leaves,
+    of_kind,
+    pod_specs,
+    role_of_objects,
+    the_only,
+)
 
 NO_NAMESPACE_RIGHTS = {"Role", "RoleBinding"}
 
@@ -34,11 +46,18 @@ def test_the_operator_is_started_with_the_release_namespace_by_default(chart: Ch
     assert operator_arguments(documents) == [
         *("run", "--engine-image", "registry.example/diffusion-worker:0.1.0", "--operator-key-file", "/etc/diffusion-operator/key/key"),
         *("--operator-key-secret", "demo-diffusion-operator-key"),
+        *("--lease-namespace", NAMESPACE, "--lease-name", "demo-diffusion-operator", "--identity", "$(POD_NAME)_$(POD_UID)"),
+        *("--operator-service-account", "demo-diffusion-operator"),
         *("--operator-namespace", NAMESPACE, "--operator-label", "app.kubernetes.io/component=operator"),
         *("--operator-label", "app.kubernetes.io/instance=demo", "--operator-label", "app.kubernetes.io/name=diffusion-operator"),
         *("--namespace", NAMESPACE, "--liveness-port", "8080", "--metrics-port", "9090", "--log-format", "plain"),
     ]
-    assert the_only(documents, "Role")["metadata"]["namespace"] == NAMESPACE
+    assert role_of_objects(documents)["metadata"]["namespace"] == NAMESPACE
+
+
+def test_access_to_nodes_is_allowed_by_a_value_only(chart: Chart) -> None:
+    assert "--allow-host-access" not in operator_arguments(chart.documents())
+    assert "--allow-host-access" in operator_arguments(chart.documents(overrides={"workers.allowHostAccess": True}))
 
 
 def test_the_operator_is_told_which_labels_its_own_pods_have(chart: Chart) -> None:
@@ -53,7 +72,7 @@ def test_named_namespaces_get_a_role_each_and_nothing_else(chart: Chart) -> None
     documents = chart.documents("namespaces-values.yaml")
     assert operator_arguments(documents).count("--namespace") == 2
     for kind in NO_NAMESPACE_RIGHTS:
-        assert [d["metadata"]["namespace"] for d in of_kind(documents, kind)] == ["team-a", "team-b"]
+        assert [d["metadata"]["namespace"] for d in of_kind(documents, kind)] == [NAMESPACE, "team-a", "team-b"]
     assert of_kind(documents, "ClusterRoleBinding") == [], "no right beyond its namespaces"
     bound = {binding["roleRef"]["name"] for binding in of_kind(documents, "RoleBinding")}
     assert not bound & {role["metadata"]["name"] for role in of_kind(documents, "ClusterRole")}, "those are for people"
@@ -62,10 +81,10 @@ def test_named_namespaces_get_a_role_each_and_nothing_else(chart: Chart) -> None
 def test_a_star_watches_everything_by_a_cluster_role(chart: Chart) -> None:
     documents = chart.documents("cluster-wide-values.yaml")
     assert "--all-namespaces" in operator_arguments(documents) and "--namespace" not in operator_arguments(documents)
-    assert not NO_NAMESPACE_RIGHTS & {d["kind"] for d in documents}
+    assert {d["metadata"]["name"] for d in documents if d["kind"] in NO_NAMESPACE_RIGHTS} == {"demo-diffusion-operator-leases"}
     bound = the_only(documents, "ClusterRoleBinding")["roleRef"]["name"]
     (cluster_role,) = (d for d in of_kind(documents, "ClusterRole") if d["metadata"]["name"] == bound)
-    assert cluster_role["rules"] == the_only(chart.documents(), "Role")["rules"]
+    assert cluster_role["rules"] == role_of_objects(chart.documents())["rules"]
 
 
 def test_the_image_is_named_by_tag_or_digest(chart: Chart) -> None:
@@ -113,16 +132,29 @@ def test_optional_keys_of_the_pod_arrive(chart: Chart) -> None:
     values = yaml.safe_load((CHART / "ci" / "namespaces-values.yaml").read_text())
     documents = chart.documents("namespaces-values.yaml")
     pod = operator_pod(documents)
-    for key in ("nodeSelector", "tolerations", "affinity", "priorityClassName", "imagePullSecrets"):
+    for key in ("nodeSelector", "tolerations", "priorityClassName", "imagePullSecrets"):
         assert pod[key] == values[key], key
+    assert pod["affinity"].items() > values["affinity"].items()
     assert operator_container(documents)["resources"] == values["resources"]
     assert operator_container(documents)["imagePullPolicy"] == "Always"
-    assert the_only(documents, "Deployment")["spec"]["template"]["metadata"]["annotations"] == values["podAnnotations"]
-    assert operator_container(documents)["env"] == values["env"]
+    assert values["podAnnotations"].items() <= the_only(documents, "Deployment")["spec"]["template"]["metadata"]["annotations"].items()
+    assert operator_container(documents)["env"][2:] == values["env"]
     assert the_only(documents, "Deployment")["spec"]["template"]["metadata"]["labels"].items() > values["podLabels"].items()
     assert the_only(documents, "ServiceAccount")["metadata"]["annotations"] == values["serviceAccount"]["annotations"]
     assert the_only(documents, "ServiceAccount")["metadata"]["name"] == pod["serviceAccountName"] == "images-operator"
     assert the_only(documents, "Pod")["spec"]["containers"][0]["image"] == "registry.example/python:3.13"
+
+
+def test_calls_of_workers_pass_no_mesh_unless_the_values_say_so(chart: Chart) -> None:
+    direct = {"traffic.sidecar.istio.io/excludeOutboundPorts": "8001", "config.linkerd.io/skip-outbound-ports": "8001"}
+
+    def annotations(**overrides: Any) -> dict[str, str]:
+        pod: dict[str, str] = the_only(chart.documents(overrides=overrides), "Deployment")["spec"]["template"]["metadata"]["annotations"]
+        return pod
+
+    assert annotations() == direct
+    own = {"config.linkerd.io/skip-outbound-ports": "8001,9000"}
+    assert annotations(podAnnotations=own) == direct | own
 
 
 def test_the_operators_user_is_that_of_its_image_unless_it_is_left_to_the_platform(chart: Chart) -> None:
@@ -132,6 +164,41 @@ def test_the_operators_user_is_that_of_its_image_unless_it_is_left_to_the_platfo
     documents = chart.documents("namespaces-values.yaml")
     assert operator_pod(documents)["securityContext"] == the_only(documents, "Pod")["spec"]["securityContext"] == restricted
     assert operator_pod(chart.documents(overrides={"podSecurityContext.runAsUser": 7}))["securityContext"]["runAsUser"] == 7
+
+
+def test_the_pods_of_the_operator_elect_one_by_a_lease_of_the_release(chart: Chart) -> None:
+    documents = chart.documents()
+    (lease,) = (one for one in of_kind(documents, "Role") if one["metadata"]["name"].endswith("-leases"))
+    assert lease["metadata"]["namespace"] == NAMESPACE
+    assert [(rule["verbs"], rule.get("resourceNames")) for rule in lease["rules"]] == [
+        (["create"], None),
+        (["get", "patch"], ["demo-diffusion-operator"]),
+        (["create"], None),
+    ]
+    assert lease["rules"][-1]["resources"] == ["events"]
+    variables = {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in operator_container(documents)["env"]}
+    assert variables == {"POD_NAME": "metadata.name", "POD_UID": "metadata.uid"}
+    with pytest.raises(RenderError, match="env: the variable POD_UID is the chart's own"):
+        chart.text(overrides={"env": [{"name": "POD_UID", "value": "mine"}]})
+
+
+def test_there_are_two_pods_of_the_operator_unless_another_number_is_asked_for(chart: Chart) -> None:
+    assert the_only(chart.documents(), "Deployment")["spec"]["replicas"] == 2
+    single = chart.documents(overrides={"replicas": 1})
+    assert (the_only(single, "Deployment")["spec"]["replicas"], of_kind(single, "PodDisruptionBudget")) == (1, [])
+
+
+def test_anti_affinity_of_the_values_goes_before_that_of_the_chart(chart: Chart) -> None:
+    mine = {"preferredDuringSchedulingIgnoredDuringExecution": []}
+    assert operator_pod(chart.documents(overrides={"affinity": {"podAntiAffinity": mine}}))["affinity"]["podAntiAffinity"] == mine
+
+
+def test_leases_of_other_releases_are_read_where_the_values_say_so(chart: Chart) -> None:
+    documents = chart.documents(overrides={"rbac.readLeasesIn": ["theirs"]})
+    (role,) = (one for one in of_kind(documents, "Role") if one["metadata"]["namespace"] == "theirs")
+    assert role["rules"] == [{"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get"]}]
+    (binding,) = (one for one in of_kind(documents, "RoleBinding") if one["metadata"]["namespace"] == "theirs")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
 
 def test_a_label_of_the_charts_own_is_refused_by_its_name(chart: Chart) -> None:
@@ -159,7 +226,7 @@ def test_names_follow_their_overrides(chart: Chart) -> None:
 
 def test_what_is_switched_off_is_not_there(chart: Chart) -> None:
     documents = chart.documents("bare-values.yaml")
-    assert {d["kind"] for d in documents} == {"Deployment", "Secret", "Service", "Pod"}
+    assert {d["kind"] for d in documents} == {"Deployment", "PodDisruptionBudget", "Secret", "Service", "Pod"}
     assert {spec["serviceAccountName"] for _, spec in pod_specs(documents)} == {"made-elsewhere"}
     assert "resources" not in operator_container(documents)
 
@@ -226,7 +293,9 @@ def test_a_parent_chart_may_hand_down_its_globals(chart: Chart) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"replicas": 2},
+        {"replicas": "2"},
+        {"replicas": -1},
+        {"rbac.readLeasesIn": "theirs"},
         {"image.repositry": "x"},
         {"image.pullPolicy": "Sometimes"},
         {"image.digest": "sha256:1234"},
@@ -243,6 +312,8 @@ def test_a_parent_chart_may_hand_down_its_globals(chart: Chart) -> None:
         {"operatorKey.secretKey": "../key"},
         {"serviceAccount.automount": True},
         {"rbac.clusterWide": True},
+        {"workers.allowHostAccess": "yes"},
+        {"workers.hostNetwork": True},
         {"resources.limits": {"memory": "lots"}},
         {"resources.claims": []},
         {"podAnnotations": {"a": 1}},
@@ -269,3 +340,36 @@ def test_a_parent_chart_may_hand_down_its_globals(chart: Chart) -> None:
 def test_bad_values_are_refused_by_the_schema(chart: Chart, bad: dict[str, object]) -> None:
     with pytest.raises(RenderError, match="values don't meet the specifications of the schema"):
         chart.text(overrides=bad)
+
+
+def test_it_renders_for_the_oldest_and_the_newest_supported_kubernetes_and_refuses_older_ones(chart: Chart) -> None:
+    oldest = str(yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"]).removeprefix(">=").removesuffix("-0")
+    named = {"operatorKey.existingSecret": "key"}  # without it each rendering makes a random one
+    texts = [chart.text(kubernetes=version, overrides=named) for version in (oldest, KUBERNETES)]
+    assert texts[0] == texts[1]
+    major, minor, _ = oldest.split(".")
+    with pytest.raises(RenderError, match="incompatible with Kubernetes"):
+        chart.text(kubernetes=f"{major}.{int(minor) - 1}.99")
+
+
+@pytest.mark.parametrize("nothing", [False, None], ids=["false", "null"])
+def test_without_roles_of_its_own_the_chart_has_no_right_at_all(chart: Chart, nothing: bool | None) -> None:
+    """`null` takes the default of values.yaml away, so that a template finds nothing there."""
+    documents = chart.documents(overrides={"rbac.create": nothing, "rbac.aggregateRoles": False})
+    assert not {one["kind"] for one in documents} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+
+
+def test_a_test_pod_that_was_left_is_replaced_by_the_next_test(chart: Chart) -> None:
+    """helm refuses a hook whose object is there, unless it may delete it first."""
+    hooks = [one["metadata"] for one in chart.documents() if "helm.sh/hook" in one["metadata"].get("annotations", {})]
+    assert len(hooks) == 2
+    assert all("before-hook-creation" in one["annotations"]["helm.sh/hook-delete-policy"].split(",") for one in hooks)
+    (pod,) = of_kind(chart.documents(), "Pod")
+    selector = the_only(chart.documents(), "Deployment")["spec"]["selector"]["matchLabels"]
+    assert not selector.items() <= pod["metadata"]["labels"].items(), "one that is left is no pod of the operator"
+
+
+def test_values_of_an_earlier_chart_that_are_reused_are_refused_with_the_remedy(chart: Chart) -> None:
+    """`helm upgrade --reuse-values` gives them so: without what is new."""
+    with pytest.raises(RenderError, match="--reset-then-reuse-values in place of --reuse-values"):
+        chart.documents(overrides={"dashboards": None})

@@ -31,7 +31,7 @@ class Client(NamedTuple):
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """By labels only; the policy uses nothing else."""
+    """Return whether a selector matches by labels; the policy uses nothing else."""
     assert selector.keys() <= {"matchLabels"}
     return bool(selector.get("matchLabels", {}).items() <= labels.items())
 

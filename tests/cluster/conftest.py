@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster with our images and our chart in it, once a session; ended afterwards if it was not running before.
 
-At the end its audit log must show that the operator was refused nothing; after all of the tests here also, that it has no right it did
-not use.
+At the end the audit log must show that the operator was refused nothing. After all of the tests here it must also show that no right was
+unused.
 """
 
 from collections.abc import Generator, Iterator

@@ -16,6 +16,7 @@ from support.cluster.prometheus import Prometheus, prometheus
 from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, START_S, ClusterRig
 from support.runner import digit_judge
 from tools import dashboard
+from tools.demo.errors import DemoFailed
 from tools.demo.images import DemoImage, Request, ask_and_be_refused
 from tools.demo.installation import CHART
 from tools.demo.kubectl import Wanted
@@ -63,6 +64,28 @@ def test_the_adapter_is_served_under_its_name_and_changes_the_image(rig_with_dig
 def test_an_adapter_nobody_declared_is_not_found_and_never_the_base(rig_with_digits: ClusterRig) -> None:
     refused = rig_with_digits.refusal(NAME, "no-such-style")
     assert (refused.status, refused.code) == (404, "NotFound")
+
+
+READ_FILES = """
+import hashlib, json, pathlib
+folder = pathlib.Path("/etc/diffusion/desired")
+main = json.loads((folder / "desired.json").read_text())
+right = [hashlib.sha256((folder / one["file"]).read_bytes()).hexdigest() == one["sha256"] for one in main["shards"]]
+print(main["adapters"], right)
+"""
+
+
+def test_the_kubelet_brings_the_file_with_an_adapter_that_is_younger_than_its_pod(rig_with_digits: ClusterRig) -> None:
+    """The pod was made before any shard: the kubelet adds an optional one to the folder later (T2)."""
+    rig = rig_with_digits
+
+    def read() -> bool:
+        try:
+            return rig.kubectl.text("exec", rig.pod(NAME), "-c", "worker", "--", "python3", "-c", READ_FILES).strip() == "[] [True]"
+        except DemoFailed:  # a file that is named is not there yet
+            return False
+
+    rig.eventually("the shard as the main file names it", read, deadline_s=180)
 
 
 def test_kubectl_shows_the_model_and_its_adapter_with_their_columns(rig_with_digits: ClusterRig) -> None:

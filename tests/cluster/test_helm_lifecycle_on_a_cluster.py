@@ -99,7 +99,7 @@ def test_an_upgrade_with_a_changed_crd_and_another_default_image_restarts_nothin
 
 
 def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmRig]) -> None:
-    """As `kubectl rollout restart` does with a Deployment's pods. Leaves other pods."""
+    """The effect equals `kubectl rollout restart` on a Deployment's pods. Leaves other pods."""
     rig, _ = release
     before = lives(rig)
     rig.kubectl.text("annotate", DD, "diffusion-operator.dev/restartedAt=2026-01-01T00:00:00Z")
@@ -124,7 +124,7 @@ def test_after_the_uninstall_pods_serve_on_and_what_is_deleted_is_gone(release: 
 
 
 def test_a_later_install_takes_over_without_a_restart(release: tuple[ClusterRig, HelmRig]) -> None:
-    """What was deleted meanwhile is taken out of the worker. Leaves the operator back."""
+    """Adapters deleted meanwhile are removed from the worker. Leaves the operator back."""
     rig, helm = release
     before = lives(rig)
     helm.upgrade()

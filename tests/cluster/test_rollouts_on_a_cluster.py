@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from support.cluster.faults import service_address
-from support.cluster.rig import PROMPT, SERVING, START_S, Clients, ClusterRig
+from support.cluster.rig import PROMPT, ROLLED_OUT, SERVING, START_S, Clients, ClusterRig
 from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted, condition
 
@@ -20,9 +20,8 @@ NAME, TIGHT = "rolled", "tight"
 DD = f"dd/{NAME}"
 REPLICAS = 2
 REQUEST = Request(PROMPT, 1, NAME, steps=8)
-DONE = Wanted("Progressing", "True", ["RolloutComplete"])
 DEADLINE_S = 60  # the shortest that the API allows
-# Of memory: a Python begins in it, and the worker's server does not.
+# Memory limits: in the smaller a Python starts, and the worker's server does not.
 TOO_LITTLE, ENOUGH = "24Mi", "2Gi"
 
 
@@ -52,12 +51,12 @@ def right(rolled: ClusterRig) -> DemoImage:
 
 @dataclass
 class Course:
-    """What was to be seen of the pods, from look to look."""
+    """Observations of the pods, from look to look."""
 
     fewest: int = REPLICAS
     """In service."""
     most: int = 0
-    """That are not on their way out."""
+    """Pods that are not terminating."""
     templates: int = 0
     """At a time, those on their way out included."""
     uids: set[str] = field(default_factory=set)
@@ -97,7 +96,7 @@ def roll_out(rig: ClusterRig, **spec: object) -> Course:
     course, old = Course(), uids(rig.pods(NAME))
     course.uids = set(old)
     rig.kubectl.patch(DD, {"spec": spec})
-    rig.eventually("rolled out", lambda: DONE.holds(course.look(rig)), deadline_s=START_S)
+    rig.eventually("rolled out", lambda: ROLLED_OUT.holds(course.look(rig)), deadline_s=START_S)
     rig.wait(DD, SERVING)
     assert not uids(rig.pods(NAME)) & old
     return course
@@ -136,7 +135,7 @@ def test_a_template_that_cannot_start_stops_at_its_deadline_and_is_gone_with_the
         assert uids([pod for pod in rig.pods(NAME) if in_service(pod)]) == old and len(rig.pods(NAME)) == REPLICAS + 1
         rig.eventually("an Event of it", lambda: len(rig.events(NAME, "DeadlineExceeded")) == 1)
         rig.kubectl.patch(DD, {"spec": {"engine": {"image": None}}})
-        rig.eventually("whole again", lambda: DONE.holds(rig.kubectl.get(DD)) and uids(rig.pods(NAME)) == old)
+        rig.eventually("whole again", lambda: ROLLED_OUT.holds(rig.kubectl.get(DD)) and uids(rig.pods(NAME)) == old)
         rig.wait(DD, SERVING, deadline_s=30)
     assert asking.answered > 5 and not asking.lost and not asking.refused, asking.told()
     assert rig.condition(DD, "Degraded")["status"] == "False"

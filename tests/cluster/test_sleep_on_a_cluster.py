@@ -45,7 +45,7 @@ def rig_on_idle(rig: ClusterRig) -> Iterator[ClusterRig]:
 
 @pytest.fixture(scope="module")
 def awake_memory(rig_on_idle: ClusterRig) -> list[RankMemory]:
-    """Of the ranks, before they slept for the first time."""
+    """Return the ranks' memory before their first sleep."""
     return read_weights_memory(rig_on_idle.kubectl, rig_on_idle.pod(NAME))
 
 
@@ -155,7 +155,7 @@ def test_a_server_that_is_killed_asleep_comes_back_asleep_and_wakes_on_a_request
 
 
 def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None:
-    """Its state document once it is; meanwhile the container may not answer."""
+    """Return its state document once it is asleep; meanwhile the container may not answer."""
     found = rig.state_if_any(NAME)
     if found is None or (found["bootId"], found["generation"]) == (before["bootId"], before["generation"]):
         return None

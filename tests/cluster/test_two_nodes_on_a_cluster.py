@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node that is lost with a replica on it, and comes back: RF4, on two nodes of a real cluster."""
+"""A node that is lost with a replica on it, and comes back: RF4, on two nodes of a real cluster. And a minute of the soak that `make soak
+SOAK="--part operators"` runs for longer.
+"""
 
 from collections.abc import Iterator
 
@@ -7,6 +9,8 @@ import pytest
 
 from support.cluster.faults import service_address
 from support.cluster.rig import PROMPT, SERVING, START_S, Clients, ClusterRig
+from support.soak.node import NAME as SOAKED
+from support.soak.operators import OperatorsSoak
 from tools.demo.images import Request
 from tools.demo.kubectl import Document, condition
 from tools.devcluster import cluster
@@ -72,10 +76,25 @@ def test_a_lost_node_takes_its_replica_out_of_service_and_another_takes_its_plac
 
 
 def replaced(rig: ClusterRig, lost: Document) -> bool:
-    """Whether there are two replicas without it, and both serve."""
+    """Return whether two replicas other than the lost one serve."""
     uids = {pod["metadata"]["uid"] for pod in rig.pods(NAME)}
     return lost["metadata"]["uid"] not in uids and indexes(rig) == ["0", "1"] and SERVING.holds(rig.kubectl.get(DD))
 
 
 def indexes(rig: ClusterRig) -> list[str]:
     return sorted(pod["metadata"]["labels"]["diffusion-operator.dev/replica-index"] for pod in rig.pods(NAME))
+
+
+@pytest.fixture
+def soak(rig: ClusterRig, second: str) -> Iterator[OperatorsSoak]:
+    yield OperatorsSoak(rig, seed=1, nodes=[cluster.provider().own_nodes().first, second])
+    rig.kubectl.text("delete", f"dd/{SOAKED}", "--ignore-not-found", deadline_s=10)
+    rig.kubectl.text("delete", "lora", "--all", deadline_s=10)
+
+
+def test_a_dead_leader_a_drained_node_and_a_rollout_cost_no_request(soak: OperatorsSoak) -> None:
+    outcome = soak.run(300, rounds=[["leader-killed"], ["node-drained"], ["rolled-out"]])
+    assert outcome.wrong == []
+    assert outcome.lost == []
+    assert outcome.answered > 10
+    assert outcome.lead_changes > 1

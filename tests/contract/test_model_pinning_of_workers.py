@@ -37,11 +37,11 @@ class Pods:
         self._clients: dict[str, HttpWorkerClient] = {}
         rig.workers = rig.runtime.workers = self  # type: ignore[assignment]
 
-    async def state(self, ip: str, *, token: str) -> WorkerState:
-        return await self._clients[ip].state("127.0.0.1", token=token)
+    async def state(self, ip: str, **more: Any) -> WorkerState:
+        return await self._clients[ip].state("127.0.0.1", **more | {"pod_uid": ""})
 
     def run(self, name: str) -> WorkerProcess:
-        """What a kubelet does with a pod, until its process listens."""
+        """Start the process of a pod, as a kubelet does, and wait until it listens."""
         write_desired(self.rig, self._folder / "desired.json")
         cache = self._folder / name
         cache.mkdir()

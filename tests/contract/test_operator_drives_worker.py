@@ -11,10 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from diffusion_operator import worker_client
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import DrainMode
+from diffusion_operator.api.merged_state import merged
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase
 from diffusion_operator.errors import ControlUnreachable
@@ -58,7 +60,7 @@ def test_the_codes_that_the_operator_takes_for_races_are_codes_of_the_worker() -
     codes = {code.value: code for code in ErrorCode}
     assert set(codes) >= RACES
     assert all(code in STATUS for code in ErrorCode)
-    assert {code for code in RACES if codes[code] not in RETRYABLE} == {"Conflict", "WrongBoot"}
+    assert {code for code in RACES if codes[code] not in RETRYABLE} == {"Conflict", "WrongBoot", "StaleEpoch"}
 
 
 def test_the_desired_file_that_the_operator_mounts_is_read_by_the_worker(tmp_path: Path) -> None:
@@ -125,6 +127,23 @@ async def test_adapters_come_change_and_go(driver: Driver) -> None:
     assert (adapter.digest, adapter.scale) == (fake_digest(driver.lora("two")), 1.0)
     await driver.remove("style")
     assert (await driver.state()).adapters == ()
+
+
+async def test_the_operator_follows_changes_in_pages(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "PAGE_LIMIT", 2)
+    for name in ("a", "b", "c", "d", "e"):
+        await driver.put(name, driver.lora("one"))
+    before = await driver.state()
+    assert sorted(one.name for one in before.adapters) == ["a", "b", "c", "d", "e"]
+    await driver.put("b", driver.lora("one"), scale=0.5)
+    await driver.remove("d")
+    answer = await driver.state(after=before.revision, wait_s=5)
+    assert ([one.name for one in answer.adapters], answer.adapters_removed) == (["b"], ("d",))
+    after = merged(before, answer)
+    assert {one.name: one.scale for one in after.adapters} == {"a": 1.0, "b": 0.5, "c": 1.0, "e": 1.0}
+    assert after.named["a"][0] is before.named["a"][0]
+    for name in ("a", "b", "c", "e"):
+        await driver.remove(name)
 
 
 async def test_removing_what_is_not_there_is_no_error(driver: Driver) -> None:

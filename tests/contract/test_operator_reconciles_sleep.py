@@ -49,7 +49,7 @@ async def asking(told: Story, body: dict[str, Any] = IMAGE) -> AsyncIterator["as
 
 
 async def answer(told: Story, body: dict[str, Any] = IMAGE) -> httpx2.Response:
-    """What a request gets, while the operator goes on."""
+    """Send a request and return its answer, while the operator continues."""
     async with asking(told, body) as request:
         await told.wait(request.done, told.worker.state)
         return await request
@@ -60,7 +60,7 @@ def state(told: Story) -> str:
 
 
 async def until_state(told: Story, wanted: str) -> None:
-    """By the worker's own word and by the operator's."""
+    """Wait for a state in the worker's and the operator's reports."""
     await told.wait(lambda: state(told) == wanted, told.worker.state)
     shown = {"asleep": "Asleep", "ready": "Awake"}.get(wanted)
     if shown is not None:

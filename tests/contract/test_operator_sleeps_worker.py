@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sleep and wake by the operator's own client against the worker's real server: levels, policies, idleness, conflicts.
 
-The ranks are fake. What the operator decides of it is in test_operator_reconciles_sleep.py.
+The ranks are fake. The operator's decisions are tested in test_operator_reconciles_sleep.py.
 """
 
 import asyncio
@@ -190,7 +190,7 @@ async def test_an_aborted_request_gets_a_code_that_may_be_tried_again(driver: Dr
 
 
 async def test_another_sleep_during_a_sleep_is_the_same_and_a_repeated_call_too(driver: Driver, web: httpx2.AsyncClient) -> None:
-    """What an operator does that was restarted in the middle: the same call, or one with the next attempt's id."""
+    """An operator restarted in the middle makes the same call, or one with the next attempt's id."""
     request = await begun(driver, web)
     await driver.sleep(operation_id="sleep-3-1")
     await driver.sleep(operation_id="sleep-3-1")
@@ -215,7 +215,7 @@ async def test_adapters_of_a_sleeping_worker_are_taken_deferred_and_there_when_i
     await driver.wait_for(WorkerPhase.ASLEEP)
     await driver.remove("old")
     await driver.put("new", driver.lora("new"))
-    # What is deleted now is taken out of the ranks' memory when they wake.
+    # A deleted adapter leaves the ranks' memory when they wake.
     assert {one.name: one.state for one in (await driver.state()).adapters} == {"old": "Draining", "new": "Deferred"}
     assert (await ask(web, SHORT | {"model": "old"})).status_code == 404
     assert (await driver.state()).state is WorkerPhase.ASLEEP, "a request for what is not there wakes nobody"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people ask for is theirs: no prompt is in a log, a metric, a state document, a status or an Event, however its request ends.
+"""Privacy of prompts: none is in a log, a metric, a state document, a status or an Event, however its request ends.
 
 Real ranks behind a real server, and the operator's real reconciles over it.
 """
@@ -37,7 +37,7 @@ REFUSED: list[dict[str, Any]] = [
 
 
 def ask_for_much(worker: WorkerProcess) -> None:
-    """What is refused, and what is served."""
+    """Send requests that are refused, and others that are served."""
     worker.image(prompt=f"a red digit seven, {SECRET}", negative_prompt=SECRET, seed=1)
     worker.image(prompt=" ".join(LONG), num_inference_steps=2, seed=1)
     for body in REFUSED:

@@ -41,7 +41,7 @@ def settled(rig: Rig) -> dict[str, Any]:
 
 
 def polled(rig: Rig) -> Any:
-    """What the operator knows of its only worker; fails where the last poll did."""
+    """Return the operator's knowledge of its only worker; fail if the last poll did."""
     (memory,) = rig.runtime.memories.values()
     (record,) = memory.polls.values()
     assert (record.failures, record.error) == (0, "")
@@ -93,7 +93,7 @@ async def test_keys_rotated_in_a_loop_fail_no_call_and_move_no_condition(tmp_pat
 
 
 async def test_a_key_that_was_replaced_and_not_kept_shuts_the_operator_out_until_the_token_arrives() -> None:
-    """What the second key in the file is for."""
+    """The second key in the file exists for this case."""
     async with asyncio.timeout(60), story() as told:
         rig = told.rig
         await told.until_deployment("Ready", "True", "Serving")

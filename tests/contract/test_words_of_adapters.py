@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator says of sources and adapters, read by the worker's own structs: every field, and no other."""
+"""The operator's words about sources and adapters, read by the worker's own structs: every field, and no other."""
 
 import json
 from pathlib import Path
@@ -55,11 +55,11 @@ PAIRS = [
 ]
 
 
-# Of the load and not of the source: the adapter is Failed with them, and tried again.
+# Errors of the load and not of the source: they make the adapter Failed, and are retried.
 LOAD_CODES = {"CapacityExceeded", "InsufficientMemory", "RankFailed", "Timeout", "CacheFull", "EngineFailed"}
-# Of a call that the operator never makes, of a request, or of a sleep or a wake.
+# Codes of calls that the operator never makes, of requests, and of sleeps and wakes.
 OTHER_CODES = {
-    "InvalidRequest", "Unauthorized", "Managed", "AdapterNotLoaded", "AdapterRemoved", "Cancelled",
+    "InvalidRequest", "Unauthorized", "Forbidden", "Managed", "AdapterNotLoaded", "AdapterRemoved", "Cancelled",
     "Overloaded", "VerificationFailed", "MemoryNotReleased", "RequestFailed",
 }  # fmt: skip
 
@@ -78,7 +78,7 @@ def spec(source: dict[str, Any]) -> AdapterSpec:
 
 
 def load(source: dict[str, Any]) -> AdapterLoad:
-    return adapter_load(spec(source), digest=f"sha256:{SHA256}")
+    return adapter_load(spec(source), digest=f"sha256:{SHA256}", identity="v1:" + SHA256)
 
 
 def deployment(**model_source: Any) -> DiffusionDeployment:
@@ -124,7 +124,8 @@ def test_a_put_tells_the_worker_the_same_as_the_desired_file(source: dict[str, A
     address = WorkerAddress(pod_uid="p", ip="::1", boot_id="b")
     put = PutAdapter(worker=address, key=key, operation_id="o", name="style", load=load(source), deadline_s=77)
     body = {"operationId": "o", "bootId": "b", **adapter_body(put)}
-    assert set(body) == names(documents.AdapterCall)
+    # The worker sets the last ones itself: by the token of the call, and for `load_inplace`.
+    assert set(body) | {"publicOnly", "readAgain"} == names(documents.AdapterCall)
     call = AdapterBody.model_validate_json(json.dumps(body)).call()
     told = json.loads(msgspec.json.encode(put.load))
     assert {name: value for name, value in msgspec.to_builtins(call).items() if name in told} == told

@@ -42,7 +42,7 @@ def config_of(spec: Spec) -> WorkerConfig:
 
 
 def check(found: WorkerConfig, tmp_path: Path) -> None:
-    """What the worker checks before it starts, but for the places of a pod."""
+    """Run the worker's checks before its start, except those of a pod's paths."""
     cli.check(msgspec.structs.replace(found, cache_dir=str(tmp_path), state_dir=None, desired_path=None, control_token_path=None))
 
 
@@ -133,8 +133,25 @@ def test_the_worker_reads_the_device_from_the_environment_of_its_pod(monkeypatch
     deployment = deployment_of({})
     container = pod(deployment, template_of(deployment, default_image="i"), index=0, incarnation=0)["spec"]["containers"][0]
     for variable in container["env"]:
-        monkeypatch.setenv(variable["name"], variable["value"])
+        monkeypatch.setenv(variable["name"], variable.get("value", "of the pod"))
     assert config_of_arguments(container["args"]).device is config.Device.CUDA
+
+
+def test_the_worker_reads_the_bounds_of_its_queue_from_the_environment_of_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"maxQueued": 7, "maxQueuedSeconds": 60, "maxQueuedBytes": 1000, "maxConnections": 9}
+    for spec, queue, connections in (
+        ({"requests": {"limits": limits}}, config.QueueLimits(7, 60.0, 1000), 9),
+        ({}, config.QueueLimits(), config.WorkerConfig(model="m", served_name="m").max_connections),
+    ):
+        deployment = deployment_of(spec)
+        container = pod(deployment, template_of(deployment, default_image="i"), index=0, incarnation=0)["spec"]["containers"][0]
+        names = {one["name"] for one in container["env"] if "MAX_" in one["name"]}
+        assert len(names) == (4 if spec else 0)  # an upgrade changes no pod, and an older container image ignores them
+        with monkeypatch.context() as own:
+            for variable in container["env"]:
+                own.setenv(variable["name"], variable.get("value", "of the pod"))
+            found = config_of_arguments(container["args"])
+        assert (found.queue, found.max_connections) == (queue, connections)
 
 
 def test_a_pipeline_of_ones_own_is_named_by_its_import_path() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from kubernetes import config
 
-from support.operator.kind_api import Api
+from support.apiserver.kind_api import Api
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from support.operator.kind_api import Api, Document, dd, ends, lora, merged, nested, spec_schema
+from support.apiserver.kind_api import Api, Document, dd, ends, lora, merged, nested, spec_schema
 
 pytestmark = pytest.mark.apiserver
 
 DOCUMENTS = {"diffusiondeployments": dd(), "loraadapters": lora()}
-# What else a value needs, so that no rule is about it but its own bound.
+# Further fields that a value needs, so that only its own bound can refuse it.
 COMPANIONS: dict[tuple[str, Any], Document] = {
     ("parallelism.tensor", 16): {"parallelism": {"ranksPerReplica": 16}},
     ("parallelism.sequence", 16): {"parallelism": {"ranksPerReplica": 16}},

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from diffusion_operator.api.source import AdapterSource
+from support.apiserver.real_apiserver import ROOT, kubectl
 from support.operator.chart_rendering import CHART, KUBERNETES, NAMESPACE, Chart
-from support.operator.real_apiserver import ROOT, kubectl
 
 EXAMPLES = ROOT / "examples"
 VALUES = sorted(EXAMPLES.glob("*/values.yaml"))
@@ -43,7 +43,7 @@ def test_values_without_rights_in_the_cluster_make_nothing_that_needs_some(file:
     options = ("--namespace", NAMESPACE, "--kube-version", KUBERNETES, "--values", str(file))
     text = Chart(programs.helm()).run("template", "example", str(CHART), *options)
     kinds = [document["kind"] for document in yaml.safe_load_all(text) if document]
-    assert "Deployment" in kinds and kinds.count("RoleBinding") == 2
+    assert "Deployment" in kinds and kinds.count("RoleBinding") == 3
     assert not CLUSTER_WIDE & set(kinds)
 
 

@@ -10,12 +10,12 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.render.worker_arguments import worker_arguments
 from diffusion_worker import compatibility
 from diffusion_worker.errors import ConfigError
-from support.operator.kind_api import Api, Document, dd, merged
+from support.apiserver.kind_api import Api, Document, dd, merged
 from support.operator.worker_driver import config_of_arguments
 
 pytestmark = pytest.mark.apiserver
 
-# What a row of the worker's table may be about, as a spec says it.
+# The choices in the worker's table, as a spec states them.
 CHOICES: dict[str, Document] = {
     "--tensor": {"parallelism": {"tensor": 2}},
     "--sequence": {"parallelism": {"sequence": 2}},

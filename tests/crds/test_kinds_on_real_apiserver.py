@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both kinds are to people and autoscalers on a real API server: defaults filled in, scale, columns, explanations."""
+"""Both kinds for people and autoscalers on a real API server: defaults, scale, columns, explanations."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.operator.kind_api import Api, dd, lora
-from support.operator.real_apiserver import kubectl
+from support.apiserver.kind_api import Api, dd, lora
+from support.apiserver.real_apiserver import kubectl
 
 pytestmark = pytest.mark.apiserver
 
@@ -17,7 +17,7 @@ FILLED_IN = """
 model: {source: {path: /m}, pipeline: Auto, dtype: Auto, cache: {emptyDir: {}}}
 engine:
   {pullPolicy: IfNotPresent, maxBatchSize: 8, batchWindowMilliseconds: 0, exact: false, promptCacheSize: 32, vaeTiling: false,
-   loadFormat: Default, compile: Disabled, offload: None, quantization: None, stepCache: None}
+   loadFormat: Default, compile: Disabled, offload: None, quantization: None, stepCache: None, securityContext: {capabilities: {}}}
 replicas: 1
 parallelism: {ranksPerReplica: 1, tensor: 1, sequence: 1, shard: 1}
 resources: {sharedMemory: 8Gi}
@@ -28,7 +28,8 @@ sleep:
 coldRequests: {mode: Hold, maxHeld: 64, holdTimeoutSeconds: 300}
 startup: {timeoutSeconds: 1800, warmup: {enabled: true, steps: 1}}
 service: {type: ClusterIP, port: 80}
-requests: {defaults: {}, limits: {maxSteps: 200, maxPixels: 4194304, maxImages: 8}}
+requests: {defaults: {}, limits: {maxSteps: 200, maxPixels: 4194304, maxImages: 8, maxQueued: 512, maxQueuedSeconds: 3600,
+  maxQueuedBytes: 1073741824, maxConnections: 900}}
 rollout: {type: RollingUpdate, progressDeadlineSeconds: 1800}
 replicaRecovery: {backoffSeconds: 10, backoffMaxSeconds: 300, failureThreshold: 5, windowSeconds: 3600}
 drain: {timeoutSeconds: 300}
@@ -39,6 +40,9 @@ securityContext: {identity: Image}
 podMetadata: {}
 podDisruptionBudget: Auto
 suspend: false
+hostIPC: false
+hostNetwork: false
+hostPID: false
 """
 
 
@@ -85,4 +89,4 @@ def test_the_columns_and_short_names_work(kubeconfig_of_apiserver: Path) -> None
 
 
 def test_an_explanation_exists_for_the_fields(kubeconfig_of_apiserver: Path) -> None:
-    assert "gives the memory back" in kubectl(kubeconfig_of_apiserver, "explain", "dd.spec.sleep.policy")
+    assert "OnIdle frees it after idleSeconds" in " ".join(kubectl(kubeconfig_of_apiserver, "explain", "dd.spec.sleep.policy").split())

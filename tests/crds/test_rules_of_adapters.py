@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.operator.kind_api import Api, Document, check_creation, check_transition, lora, rules_without_a_row
+from support.apiserver.kind_api import Api, Document, check_creation, check_transition, lora, rules_without_a_row
 
 pytestmark = pytest.mark.apiserver
 
@@ -30,7 +30,7 @@ def http(url: str, sha256: str = HEX) -> Document:
 
 
 CREATIONS = [
-    # what, accepted, refused, part of the message
+    # subject, accepted, refused, part of the message
     ("A1", lora(), lora(source={}), "exactly one source"),
     ("A7 upper", lora(defaultScale="4.0"), lora(defaultScale="4.001"), "between -4 and 4"),
     ("A7 lower", lora(defaultScale="-4"), lora(defaultScale="-4.5"), "between -4 and 4"),
@@ -87,7 +87,7 @@ def test_a_rule_accepts_one_document_and_refuses_another(api: Api, accepted: Doc
 
 
 UPDATES = [
-    # what, before, accepted change of the spec, refused change of the spec, part of the message
+    # subject, before, accepted change of the spec, refused change of the spec, part of the message
     ("A4 add once", lora(), {"digest": DIGEST}, {"digest": "md5:1"}, "digest"),
     ("A4 change", lora(digest=DIGEST), {"suspend": True}, {"digest": "sha256:" + "b" * 64}, "digest can be set once"),
     ("A4 remove", lora(digest=DIGEST), {"source": {"path": "/y"}}, {"digest": None}, "digest can be set once"),

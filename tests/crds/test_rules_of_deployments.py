@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.operator.kind_api import Api, Document, check_creation, check_transition, dd, rules_without_a_row
+from support.apiserver.kind_api import Api, Document, check_creation, check_transition, dd, rules_without_a_row
 
 pytestmark = pytest.mark.apiserver
 
@@ -84,8 +84,31 @@ def place(**scheduling: Any) -> Document:
     return dd(scheduling=scheduling)
 
 
+KEY_OF_SECRET = {"secretKeyRef": {"name": "s", "key": "k"}}
+
+
+def env(name: str = "A", **fields: Any) -> Document:
+    return dd(engine={"env": [{"name": name, **fields}]})
+
+
+def volumes(name: str = "data", **source: Any) -> Document:
+    return dd(volumes=[{"name": name, **source}])
+
+
+def mounts(path: str, name: str = "data") -> Document:
+    return dd(volumes=[{"name": "data", "emptyDir": {}}], engine={"volumeMounts": [{"name": name, "mountPath": path}]})
+
+
+def twice(field: str, item: Document) -> Document:
+    return dd(**{field: [item, item]})
+
+
+def added(capability: str) -> Document:
+    return dd(engine={"securityContext": {"capabilities": {"add": [capability]}}})
+
+
 CREATIONS = [
-    # what, accepted, refused, part of the message
+    # subject, accepted, refused, part of the message
     ("D1 model source", dd(), dd(model={"source": {}}), "exactly one source"),
     ("a model is required", dd(), {**dd(), "spec": {}}, "spec.model: Required"),
     ("absolute path", dd(), dd(model={"source": {"path": "models"}}), "spec.model.source.path"),
@@ -147,6 +170,23 @@ CREATIONS = [
     ("D7 unavailable", dd(rollout={"maxUnavailable": 2}), dd(rollout={"type": "Recreate", "maxUnavailable": 2}), "belong to RollingUpdate"),
     ("D8", dd(rollout={"maxSurge": 1, "maxUnavailable": 0}), dd(rollout={"maxUnavailable": 0}), "must not both be 0"),
     ("D8 no surge", dd(rollout={"maxSurge": 0}), dd(rollout={"maxSurge": 0, "maxUnavailable": 0}), "must not both be 0"),
+    ("D8 in percent", dd(rollout={"maxSurge": "25%", "maxUnavailable": "0%"}), dd(rollout={"maxUnavailable": "0%"}), "must not both be 0"),
+    ("a percentage", dd(rollout={"maxUnavailable": "100%"}), dd(rollout={"maxUnavailable": "101%"}), "maxUnavailable"),
+    ("a percentage that is none", dd(rollout={"maxSurge": "5%"}), dd(rollout={"maxSurge": "a few"}), "maxSurge"),
+    ("a value and its source", env(value="v"), env(value="v", valueFrom=KEY_OF_SECRET), "value and valueFrom exclude each other"),
+    ("one source of a value", env(valueFrom=KEY_OF_SECRET), env(valueFrom={}), "exactly one of configMapKeyRef"),
+    ("our variables", env("HOME2", value="v"), env("HOME", value="v"), "HOME and XDG_CACHE_HOME are the operator's"),
+    ("env from", dd(engine={"envFrom": [{"secretRef": {"name": "s"}}]}), dd(engine={"envFrom": [{}]}), "exactly one of configMapRef"),
+    ("one volume source", volumes(emptyDir={}), volumes(emptyDir={}, csi={"driver": "d"}), "exactly one of configMap, secret"),
+    ("our volumes", volumes("data", emptyDir={}), volumes("tmp", emptyDir={}), "are names of the operator's volumes"),
+    ("our numbered volumes", volumes("secret-a", emptyDir={}), volumes("secret-0", emptyDir={}), "are names of the operator's volumes"),
+    ("our mounts", mounts("/data"), mounts("/var/run/diffusion-operator/secrets"), "are the operator's"),
+    ("a path that only looks like ours", mounts("/tmpfiles"), mounts("/tmp"), "are the operator's"),
+    ("a path without ..", mounts("/a.b/.c"), mounts("/data/../tmp"), "mountPath"),
+    ("a mount of a volume", mounts("/data"), mounts("/data", name="another"), "must be one of spec.volumes"),
+    ("volumes by name", volumes("a", emptyDir={}), twice("volumes", {"name": "a", "emptyDir": {}}), "Duplicate"),
+    ("a service account", dd(serviceAccountName="team"), dd(serviceAccountName="Team"), "serviceAccountName"),
+    ("a capability", added("IPC_LOCK"), added("ipc_lock"), "capabilities"),
     ("backoff", dd(replicaRecovery={"backoffSeconds": 300}), dd(replicaRecovery={"backoffSeconds": 301}), "at most backoffMaxSeconds"),
     ("D21", claims(resourceClaimName="c"), claims({"gpuResourceName": "none"}, resourceClaimName="c"), "exclude each other"),
     ("a claim", claims(resourceClaimTemplateName="t"), claims(resourceClaimName="c", resourceClaimTemplateName="t"), "exactly one of"),
@@ -202,7 +242,7 @@ def test_a_rule_accepts_one_document_and_refuses_another(api: Api, accepted: Doc
 
 
 UPDATES = [
-    # what, before, accepted change of the spec, refused change of the spec, part of the message
+    # subject, before, accepted change of the spec, refused change of the spec, part of the message
     ("D17 change", dd(servedName="a"), {"replicas": 2}, {"servedName": "b"}, "servedName is immutable"),
     ("D17 add", dd(), {"replicas": 2}, {"servedName": "b"}, "cannot be added or removed"),
     ("D17 remove", dd(servedName="a"), {"replicas": 2}, {"servedName": None}, "cannot be added or removed"),

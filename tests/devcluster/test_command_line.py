@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person or a Makefile sees: results on stdout, errors as a sentence and code 1."""
+"""Output for a person or a Makefile: results on stdout, errors as a sentence and code 1."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo and the cluster tests stand on, on whichever provider this machine has."""
+"""The basis of the demo and the cluster tests, on this machine's provider."""
 
 import contextlib
 import json

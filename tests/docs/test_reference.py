@@ -11,7 +11,7 @@ import yaml
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.plan.replicas.revision import template_of
-from support.operator.kind_api import Document, merged, nested
+from support.apiserver.kind_api import Document, merged, nested
 from tools import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def test_every_field_of_a_spec_has_its_row_and_every_object_is_said_something_of
         assert [path for path, schema in rows.items() if not schema.get("description") and not path.endswith(obvious)] == []
 
 
-# What a change of each field does
+# Effects of a change of each field
 
 
 def leaves(schema: Document, *, replaces: bool = False, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Document, bool]]:
@@ -75,7 +75,7 @@ def revision(path: tuple[str, ...], value: Any) -> str:
     return template_of(msgspec.convert({"metadata": metadata, "spec": spec}, DiffusionDeployment), default_image="i").revision
 
 
-# One of a union excludes the others, and a served name never changes.
+# A union's members exclude each other, and a served name never changes.
 CHANGEABLE = [leaf for leaf in leaves(spec_of(CRDS[0])) if leaf[0][:2] != ("model", "source") and leaf[0] != ("servedName",)]
 
 
@@ -87,3 +87,20 @@ def test_a_change_replaces_the_pods_exactly_where_the_description_says_so(path: 
 
 def test_another_source_replaces_the_pods() -> None:
     assert revision(("model", "source", "path"), "/a") != revision(("model", "source", "path"), "/b")
+
+
+def test_t26_every_field_of_both_kinds_has_a_description() -> None:
+    """But for `metadata`, of which the API server lets nobody say anything."""
+    roots = {crd["spec"]["names"]["kind"]: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in CRDS}
+    silent = [f"{kind}{path}" for kind, root in roots.items() for path in _silent(root)]
+    assert silent == ["DiffusionDeployment.metadata", "LoRAAdapter.metadata"]
+
+
+def _silent(schema: Document, path: str = "") -> Iterator[str]:
+    for name, inner in schema.get("properties", {}).items():
+        if not inner.get("description"):
+            yield f"{path}.{name}"
+        yield from _silent(inner, f"{path}.{name}")
+    for below in (schema.get("items"), schema.get("additionalProperties")):
+        if isinstance(below, dict):
+            yield from _silent(below, f"{path}[]")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.demo`: from nothing to an image, a LoRA, a sleep and a waking, told while it happens. `make demo` calls it."""
+"""`python -m tools.demo`: from nothing to an image, a LoRA, a sleep and a wake, with comments. `make demo` calls it."""
 
 import argparse
 import sys

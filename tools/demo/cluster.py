@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo needs of tools/devcluster, and nothing else of it: a cluster with our images, kubectl, and a way to a Service."""
+"""The demo's view of tools/devcluster: a cluster with our images, kubectl, and a way to a Service."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

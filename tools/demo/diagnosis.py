@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person would look at when a step failed: objects with their conditions, events, the pods' words and logs."""
+"""Diagnosis of a failed step: objects with their conditions, events, the pods' messages and logs."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends the demo early."""
+"""Errors that end the demo early."""
 
 
 class DemoFailed(Exception):

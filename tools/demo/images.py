@@ -51,7 +51,7 @@ def client_for(url: str) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, request: Request) -> DemoImage:
-    """One image; only a connection that is not there yet is tried again."""
+    """Make an image; retry only while there is no connection yet."""
     end = time.monotonic() + CONNECT_S
     while True:
         try:
@@ -74,7 +74,7 @@ def ask_and_be_refused(client: openai.OpenAI, request: Request) -> Refusal:
 
 
 def ask_once(client: openai.OpenAI, request: Request) -> DemoImage:
-    """One image, or the error of the SDK."""
+    """Make an image, or raise the SDK's error."""
     lora = {"lora": [{"name": name, "scale": scale} for name, scale in request.adapters]} if request.adapters else {}
     answer = client.images.generate(
         model=request.model,
@@ -99,7 +99,7 @@ def mean_difference(first: DemoImage, second: DemoImage) -> float:
 
 
 def contact_sheet(columns: Sequence[tuple[str, Sequence[DemoImage]]], rows: Sequence[str]) -> Image.Image:
-    """One column a stage, one row a prompt; small images are enlarged without smoothing."""
+    """Draw a column for each stage and a row for each prompt; small images are enlarged without smoothing."""
     step = TILE + MARGIN
     sheet = Image.new("RGB", (MARGIN + step * len(columns), CAPTION + (step + CAPTION) * len(rows)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=15)

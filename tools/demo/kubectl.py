@@ -13,7 +13,7 @@ from .errors import DemoFailed, TookTooLong
 
 Document = dict[str, Any]
 POLL_S = 0.5
-# What does not get better by itself; a moment of it is normal, while a pull or a restart is tried again.
+# Reasons that do not pass by themselves; a moment of them is normal, while a pull or a restart is retried.
 HOPELESS = frozenset({"ModelError", "ImagePullError", "ContainerError", "CrashLooping", "PodsRefused", "NotAccepted", "SourceError"})
 PATIENCE_S = 45.0
 

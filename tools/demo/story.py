@@ -13,7 +13,7 @@ INDENT = " " * 9
 
 @dataclass
 class Step:
-    """One line of the table; `result` may be filled in while the step runs."""
+    """A line of the table; `result` may be filled in while the step runs."""
 
     title: str
     seconds: float = 0.0
@@ -50,7 +50,7 @@ class Story:
             self._write(f"{INDENT}{line}".rstrip())
 
     def table(self) -> str:
-        """What happened and how long each step took."""
+        """Format the steps with their results and durations."""
         total = Step("in all", self.clock() - self._began)
         rows = [("what", "seconds", "result"), *((s.title, f"{s.seconds:.1f}", s.result) for s in [*self.steps, total])]
         wide = [max(len(row[column]) for row in rows) for column in range(3)]

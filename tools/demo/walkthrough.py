@@ -32,7 +32,7 @@ ADAPTER_READY = Wanted("Ready", "True")
 
 @dataclass
 class Demo:
-    """What the steps share. `connect` gives a local address of a Service for as long as it is held."""
+    """State that the steps share. `connect` gives a local address of a Service for as long as it is held."""
 
     story: Story
     kubectl: Kubectl
@@ -188,7 +188,7 @@ STEPS: Sequence[tuple[str, Callable[[Demo, Step], None]]] = (
 def _take(
     demo: Demo, model: str, name: str, *, adapters: tuple[tuple[str, float], ...] = (), prompts: Sequence[str] = PROMPTS
 ) -> list[DemoImage]:
-    """One image a prompt, one after the other: a request alone is the same to the last bit every time."""
+    """Make an image for each prompt, one after the other: a request alone is bit for bit the same every time."""
     taken = []
     mixed = " and ".join(f"{scale:g} of {adapter!r}" for adapter, scale in adapters)
     with demo.connect(MODEL) as url:
@@ -203,7 +203,7 @@ def _take(
 
 
 def _last_operation(demo: Demo, kind: str) -> Document:
-    """What the worker says of the sleep or wake that ended last, which is to be of this kind and without an error."""
+    """Return the worker's report of its last sleep or wake, which must be of this kind and without an error."""
     found: Document = read_state(demo.kubectl, demo.only_pod())["lastOperation"] or {}
     if found.get("kind") != kind or found.get("error"):
         raise DemoFailed(f"expected a {kind} as the worker's last operation, found {found}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory the weights of a replica take: by the worker's own word, and by the kernel's (`/proc/PID/smaps`).
+"""Memory of a replica's weights, by the worker's report and by the kernel's (`/proc/PID/smaps`).
 
 Both are read by `kubectl exec` in the worker's container, so it is the same on every cluster and needs no rights on the node.
 The worker only says which address ranges are weights; what of them is in memory is the kernel's to say.
@@ -21,7 +21,7 @@ request = urllib.request.Request("http://127.0.0.1:8001/v1/state", headers={"Aut
 print(urllib.request.urlopen(request, timeout=10).read().decode())
 """
 
-# Of the weights' mapping, what may stay in memory during sleep.
+# The share of the weights' mapping that may stay in memory during sleep.
 MAY_STAY = 0.02
 
 AddressRange = tuple[int, int]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real API server and nothing behind it: etcd and kube-apiserver on loopback, ready in three seconds, for tests of CRDs and clients.
 
-No kubelet, no controllers: pods stay Pending, nothing is garbage-collected, a deleted namespace stays Terminating. Needs no root and no
-namespaces, takes free ports and a folder of its own, so it runs beside a node and beside others of its kind.
+No kubelet, no controllers: pods stay Pending, nothing is garbage-collected, a deleted namespace stays Terminating. It needs no root and no
+namespaces, and takes free ports and a folder of its own. So it runs beside a node and beside others of its kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .progress import step
 
 READY_DEADLINE_S = 60.0
 ATTEMPTS = 3  # a free port may be taken by another between our look and etcd's
-# What service accounts ask for, those of Kubernetes itself aside; and by whomever, when rights are given and taken.
+# Requests of service accounts, except those of Kubernetes itself; and grants and removals of rights by anybody.
 AUDIT_POLICY = """
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -41,7 +41,7 @@ rules:
 - {level: Metadata, userGroups: ["system:serviceaccounts"]}
 - {level: None}
 """
-AUDIT_FILES_MB = 50  # of which there are two: the tests of a whole cluster write some
+AUDIT_FILES_MB = 50  # there are two: the tests of a whole cluster write some
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def _command(binaries: Path, authority: Authority, etcd_url: str, port: int) -> 
         f"--etcd-servers={etcd_url}",
         "--bind-address=127.0.0.1",
         f"--secure-port={port}",
-        # Its own address in the `kubernetes` Service would have to be one that is not loopback.
+        # The address in the `kubernetes` Service would have to be one that is not loopback.
         "--endpoint-reconciler-type=none",
         f"--tls-cert-file={authority.file('apiserver.crt')}",
         f"--tls-private-key-file={authority.file('apiserver.key')}",

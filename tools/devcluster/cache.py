@@ -40,7 +40,7 @@ def _files_in(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(name: str, *, directory: Path | None = None) -> Iterator[None]:
-    """One process at a time; a killed one's lock goes with it. The lock lies with the cache, or in the given folder."""
+    """Admit a single process at a time; a killed one's lock goes with it. The lock lies with the cache, or in the given folder."""
     with _lock_file(name, directory) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One certificate authority, the certificates under it and the kubeconfigs with them inside: all made by openssl, good for 30 days."""
+"""A certificate authority, the certificates under it and the kubeconfigs with them inside: all made by openssl, valid for 30 days."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Authority:
 
     @classmethod
     def existing(cls, directory: Path) -> Authority:
-        """One that was made before, for another certificate."""
+        """Load an authority made before, for another certificate."""
         found = cls.__new__(cls)
         found.directory = directory
         return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine must have, asked before anything is changed; a missing thing is named with the way to get it."""
+"""Requirements of the machine, checked before anything is changed; a missing one is named with the way to get it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def prepare(images_to_build: tuple[str, ...]) -> None:
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def status(as_json: bool) -> None:
     """Say which provider there is and whether the cluster runs."""
     known = cluster.status()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one interface to the three providers, for the command line, the demo and the tests.
 
-Which one: DEVCLUSTER_PROVIDER if set; a cluster given by KUBECONFIG or CLUSTER; kind where a Docker engine answers; our own node.
+Choice of the provider: DEVCLUSTER_PROVIDER if set; a cluster given by KUBECONFIG or CLUSTER; kind if a Docker engine answers; our own node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .providers.node import NodeProvider
 
 
 class Provider(Protocol):
-    """Where a cluster comes from."""
+    """A source of clusters."""
 
     name: str
 
@@ -43,7 +43,7 @@ class Provider(Protocol):
         """Ends what `up` started; with `purge` the cache goes too."""
 
     def running(self) -> bool:
-        """Whether the cluster answers."""
+        """Return whether the cluster answers."""
         ...
 
     def kubeconfig(self) -> Path:
@@ -118,7 +118,7 @@ def environment() -> dict[str, str]:
 
 
 def status() -> dict[str, str | bool]:
-    """What there is, for people and programs."""
+    """Return the existing parts, for people and programs."""
     where = provider()
     running = where.running()
     known: dict[str, str | bool] = {"provider": where.name, "running": running}

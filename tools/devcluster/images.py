@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our two images, built by a Docker engine or by buildah; the tag is the hash of what goes in, so an unchanged tree builds nothing."""
+"""Our two images, built by a Docker engine or by buildah. The tag is the hash of the inputs, so an unchanged tree builds nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .errors import CommandFailed, DevclusterError
 from .paths import IMAGES_RUN, REPOSITORY, image_store, log_dir
 from .progress import run_logged, run_quiet, say
 
-# What each Dockerfile copies; a test holds the two together.
+# Files that each Dockerfile copies; a test holds the two together.
 INPUTS = {
     "worker": ("constraints.txt", "worker/pyproject.toml", "worker/src", "examples/digits/model", "examples/digits/loras"),
     "operator": ("constraints.txt", "operator/pyproject.toml", "operator/src"),
@@ -28,7 +28,7 @@ _BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 def docker_answers() -> bool:
-    """Whether there is a Docker engine, not only its client."""
+    """Return whether there is a Docker engine, not only its client."""
     if shutil.which("docker") is None:
         return False
     try:
@@ -57,6 +57,19 @@ def build(image: str) -> str:
     return name
 
 
+def build_upon(base: str, folder: Path, name: str) -> str:
+    """Builds a folder with a Dockerfile upon one of our images, its argument BASE_IMAGE; gives the reference."""
+    reference = f"localhost/{name}:{content_hash([*sorted(folder.iterdir()), base], relative_to=folder)}"
+    build = ["build", "--tag", reference, f"--build-arg=BASE_IMAGE={base}", str(folder)]
+    log = log_dir() / f"image-{name}.log"
+    with locked("images"):
+        if docker_answers():
+            run_logged(["docker", *build], what=f"image {name}", log=log)
+        elif not _has(reference):
+            run_logged([*buildah(), *build], what=f"image {name}", log=log, env=_environment())
+    return reference
+
+
 def docker_build_command(image: str, name: str) -> list[str]:
     """`docker build` of the image."""
     arguments = [f"--build-arg={a}" for a in _build_arguments()]
@@ -64,7 +77,7 @@ def docker_build_command(image: str, name: str) -> list[str]:
 
 
 def buildah_build_command(image: str, name: str, base: str) -> list[str]:
-    """The same by buildah, in a chroot, upon a base image of ours."""
+    """Build the same command for buildah, in a chroot, upon our base image."""
     arguments = [f"--build-arg={a}" for a in (f"BASE_IMAGE={base}", *_build_arguments())]
     ignore = ["--ignorefile", ".dockerignore"]
     what = ["--file", f"Dockerfile.{image}", *ignore, "--tag", name, *arguments, "."]

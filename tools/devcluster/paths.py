@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where things lie: the repository, the cache (kept, keyed by content) and the state of what runs (gone after `down`)."""
+"""Paths: the repository, the cache (kept, keyed by content) and the state of running programs (gone after `down`)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Process:
     started_ticks: int
 
     def alive(self) -> bool:
-        """Whether it still runs; collects it if it was ours."""
+        """Return whether it still runs; collect it if it was ours."""
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
         return _started_ticks(self.pid) == self.started_ticks
@@ -57,7 +57,7 @@ def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str,
 
 
 def _not_inherited() -> list[tuple[int, int]]:
-    """What our own parent left open to us, as a lock or a pipe of its: it would stay so for as long as the program runs."""
+    """Find descriptors that our parent left open to us, such as a lock or a pipe: the program would keep them open."""
     inherited = [int(entry.name) for entry in Path("/proc/self/fd").iterdir() if int(entry.name) > 2]
     return [(os.POSIX_SPAWN_CLOSE, fd) for fd in inherited if _inheritable(fd)]
 
@@ -69,7 +69,7 @@ def _inheritable(fd: int) -> bool:
 
 
 def save(processes: Sequence[Process], file: Path) -> None:
-    """Notes processes for a later run of ours."""
+    """Record our processes for a later run."""
     file.write_text(json.dumps([asdict(p) for p in processes]))
 
 

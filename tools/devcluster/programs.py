@@ -78,17 +78,17 @@ def kube() -> Path:
 
 def coredns() -> Path:
     """The cluster's name server."""
-    return _own_program("coredns", what="CoreDNS (about 90 s, once)")
+    return own_program("coredns", HERE / "coredns", what="CoreDNS (about 90 s, once)")
 
 
 def pause() -> Path:
     """The first process of a pod and of the node."""
-    return _own_program("pause", what="pause")
+    return own_program("pause", HERE / "pause", what="pause")
 
 
 def device_driver() -> Path:
     """The driver of a device that is none, for tests of resource claims."""
-    return _own_program("device_driver", what="the test device's driver (about 30 s, once)")
+    return own_program("device_driver", HERE / "device_driver", what="the test device's driver (about 30 s, once)")
 
 
 def helm() -> Path:
@@ -134,7 +134,7 @@ def packet_filters() -> Path:
 
 def kubeadms_etcd() -> Path:
     """Return an etcd that knows the options kubeadm gives it; Debian's is older."""
-    return _own_program("etcd", what="etcd (about 2 minutes, once)")
+    return own_program("etcd", HERE / "etcd", what="etcd (about 2 minutes, once)")
 
 
 def debian() -> Path:
@@ -188,8 +188,8 @@ def _unpacked(name: str, packages: tuple[str, ...], *, what: str) -> Path:
     return cached(name, content_hash([*packages], relative_to=HERE), make)
 
 
-def _own_program(name: str, *, what: str) -> Path:
-    sources = HERE / name
+def own_program(name: str, sources: Path, *, what: str) -> Path:
+    """Return the program of a Go module of this repository."""
     folder = cached(
         name, content_hash([sources], relative_to=sources), lambda draft: _go_build(sources, draft / name, ldflags="-s -w", what=what)
     )

@@ -22,7 +22,7 @@ _started = time.monotonic()
 
 
 def say(text: str) -> None:
-    """One line, with the seconds since this program began."""
+    """Print a line, with the seconds since this program began."""
     print(f"[{time.monotonic() - _started:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 

@@ -79,6 +79,18 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
+{{/* The operator's pods prefer different nodes; affinity of the values goes before. */}}
+{{- define "diffusion-operator.apart" -}}
+podAntiAffinity:
+  preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 100
+      podAffinityTerm:
+        topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels:
+            {{- include "diffusion-operator.selectorLabels" . | nindent 12 }}
+{{- end -}}
+
 {{/* What the operator does, verb by verb; the same in a Role and in a ClusterRole. */}}
 {{- define "diffusion-operator.rules" -}}
 # Our kinds are only watched: no finalizer and no annotation is ever written to them.

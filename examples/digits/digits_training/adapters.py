@@ -21,7 +21,7 @@ FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an adapter changes. The ranks and targets differ on purpose: whoever serves them has to cope with that."""
+    """An adapter's effect on the image. The ranks and targets differ on purpose, since a server must cope with that."""
 
     rank: int
     targets: tuple[str, ...]

@@ -16,8 +16,8 @@ from digits_training.images import SIZE
 
 START, END, UNKNOWN = "<|startoftext|>", "<|endoftext|>", "<|unknown|>"
 WORD_END = "</w>"
-# Neighbouring latents are much alike, so a digit shows through noise that would hide finer images: which digit it is gets decided at
-# very high noise levels, and training and sampling both spend more of their steps there (as SD3 does for large images).
+# Neighbouring latents are much alike, so a digit shows through noise that would hide finer images. The digit's identity is decided at very
+# high noise levels. So training and sampling spend more of their steps there, as SD3 does for large images.
 NOISE_SHIFT = 3.0
 PROMPT_TOKENS = 16
 TEXT_WIDTH = 64
@@ -32,7 +32,7 @@ MAX_PATCHES = 32
 
 
 def build_tokenizer() -> CLIPTokenizer:
-    """One token for every word in our captions; other words fall apart into letters."""
+    """Every word in our captions is one token; other words fall apart into letters."""
     letters = [*string.ascii_lowercase, *string.digits, *string.punctuation]
     merges = merge_words(known_words())
     tokens = [START, END, UNKNOWN, *letters, *(letter + WORD_END for letter in letters), *("".join(pair) for pair in merges)]
@@ -158,7 +158,7 @@ def let_everyone_read(folder: Path) -> None:
 
 
 def load_pipeline(folder: Path) -> StableDiffusion3Pipeline:
-    # Diffusers does not fill in components that a folder names as absent, unless it is told so.
+    # Diffusers fills in components that a folder names as absent only if these arguments ask for it.
     pipeline = StableDiffusion3Pipeline.from_pretrained(folder, dtype=torch.float32, text_encoder_3=None, tokenizer_3=None)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

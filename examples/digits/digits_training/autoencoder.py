@@ -33,7 +33,7 @@ def prescribed_latents(pixels: Tensor) -> Tensor:
 
 
 def denoiser_latents(pixels: Tensor) -> Tensor:
-    """What the denoiser works on."""
+    """Return the latents that the denoiser works on."""
     return (prescribed_latents(pixels) - LATENT_SHIFT) * LATENT_SCALE
 
 

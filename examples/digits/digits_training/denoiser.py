@@ -28,7 +28,7 @@ STEPS = 3000
 BATCH = 32
 PEAK_RATE = 1.5e-3
 AVERAGE_DECAY = 0.998
-# What StableDiffusion3Pipeline adds for the absent encoder (its max_sequence_length).
+# The tokens that StableDiffusion3Pipeline adds for the absent encoder (its max_sequence_length).
 ABSENT_TOKENS = 256
 
 

@@ -9,14 +9,16 @@ import kopf
 
 from diffusion_operator.errors import SettingsError
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
+from diffusion_operator.kopf_storage import NoMemories
 from diffusion_operator.logs import ObjectFields
 from diffusion_operator.metrics import serve_metrics
-from diffusion_operator.settings import Settings, operator_pods, read_operator_keys
+from diffusion_operator.open_files import raise_limit
+from diffusion_operator.settings import Settings, election_settings, operator_pods, read_operator_keys
 
 
 @click.group(context_settings={"auto_envvar_prefix": "DIFFUSION_OPERATOR"})
 def main() -> None:
-    """Keeps DiffusionDeployments and LoRAAdapters as their specs ask."""
+    """Run the operator, which keeps DiffusionDeployments and LoRAAdapters as their specs ask."""
 
 
 @main.command()
@@ -28,8 +30,17 @@ def main() -> None:
     help="A file with the key that control tokens are derived from; further lines hold keys from before a rotation.",
 )
 @click.option("--operator-key-secret", default="", help="The Secret with that key in the operator's namespace, which no worker may mount.")
+@click.option("--operator-service-account", default="", help="The operator's own ServiceAccount, which no worker may have.")
+@click.option(
+    "--allow-host-access", is_flag=True, help="Let deployments ask for host namespaces, host paths, privileges and added capabilities."
+)
 @click.option("--operator-namespace", default=None, help="Namespace of the operator's own pods, for NetworkPolicies that let them in.")
 @click.option("--operator-label", "operator_labels", multiple=True, metavar="NAME=VALUE", help="A label of those pods; may be repeated.")
+@click.option("--lease-namespace", default=None, help="Namespace of the Lease that elects a leader, the operator's own.")
+@click.option("--lease-name", default=None, help="Name of that Lease, and of this release in the status of objects.")
+@click.option(
+    "--identity", default=None, help="This process's name in the Lease. Without these three there is no election: run one process only."
+)
 @click.option("--namespace", "namespaces", multiple=True, help="A namespace to watch; may be repeated.")
 @click.option("--all-namespaces", is_flag=True, help="Watch every namespace.")
 @click.option("--metrics-port", type=int, default=None, help="Serve Prometheus metrics there.")
@@ -39,10 +50,15 @@ def run(
     engine_image: str,
     operator_key_file: Path,
     operator_key_secret: str,
+    operator_service_account: str,
     operator_namespace: str | None,
     operator_labels: tuple[str, ...],
+    lease_namespace: str | None,
+    lease_name: str | None,
+    identity: str | None,
     namespaces: tuple[str, ...],
     *,
+    allow_host_access: bool,
     all_namespaces: bool,
     metrics_port: int | None,
     liveness_port: int,
@@ -54,6 +70,7 @@ def run(
     try:
         current, *previous = read_operator_keys(operator_key_file)
         own_pods = operator_pods(operator_namespace, operator_labels)
+        election = election_settings(lease_namespace, lease_name, identity)
     except SettingsError as error:
         raise click.UsageError(str(error)) from error
     settings = Settings(
@@ -61,22 +78,36 @@ def run(
         operator_key=current,
         previous_keys=tuple(previous),
         operator_key_secret=operator_key_secret,
+        operator_service_account=operator_service_account,
+        allow_host_access=allow_host_access,
         operator_pods=own_pods,
+        election=election,
         namespaces=namespaces,
         metrics_port=metrics_port,
         liveness_port=liveness_port,
     )
     configure_logs(log_format)
+    try:
+        raise_limit()
+    except SettingsError as error:
+        raise click.UsageError(str(error)) from error
     if metrics_port is not None:
         serve_metrics(metrics_port)
-    kopf.run(
-        registry=build_registry(Process(settings)),
-        settings=build_kopf_settings(),
-        standalone=True,
-        namespaces=namespaces,
-        clusterwide=all_namespaces,
-        liveness_endpoint=f"http://0.0.0.0:{liveness_port}/healthz",
-    )
+    process = Process(settings)
+    try:
+        kopf.run(
+            registry=build_registry(process),
+            settings=build_kopf_settings(),
+            memories=NoMemories(),
+            standalone=True,
+            namespaces=namespaces,
+            clusterwide=all_namespaces,
+            liveness_endpoint=f"http://0.0.0.0:{liveness_port}/healthz",
+        )
+    except Exception:
+        if process.failure:
+            raise click.ClickException(process.failure) from None
+        raise
 
 
 def configure_logs(log_format: str) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
 from urllib.parse import quote
@@ -20,7 +21,8 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic import DynamicClient, Resource
 
-from diffusion_operator.api.names import FIELD_MANAGER, KINDS, Kind
+from diffusion_operator import watch_stream
+from diffusion_operator.api.names import FIELD_MANAGER, GROUP, KINDS, VERSION, Kind
 from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused, ClusterUnavailable, NamespaceEnds
 
 Manifest = dict[str, Any]
@@ -50,7 +52,7 @@ def _ignore(kind: Kind, manifest: Manifest) -> None:
 class Page(msgspec.Struct, frozen=True):
     items: list[Manifest]
     version: str
-    """Of the whole listing: what is not in it was gone then."""
+    """The version of the whole listing; an object missing from the listing did not exist at that version."""
 
 
 class Cluster(Protocol):
@@ -58,8 +60,8 @@ class Cluster(Protocol):
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None: ...
 
-    async def adapters_of(self, namespace: str, deployment: str) -> list[Manifest]:
-        """The LoRAAdapters that name a deployment."""
+    async def adapter_versions(self, namespace: str, deployment: str) -> Mapping[str, object]:
+        """Return the LoRAAdapters that name a deployment, keyed by name; a changed adapter has another version."""
 
     async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]: ...
 
@@ -67,7 +69,7 @@ class Cluster(Protocol):
         """Ask the API server itself, and get the object whole, with its managedFields."""
 
     async def create(self, manifest: Manifest) -> bool:
-        """False if there is one of that name already."""
+        """Create an object; return False if the name is taken."""
 
     async def try_create(self, manifest: Manifest) -> None:
         """Ask whether it would be made, and make nothing. Raises what `create` would; a name that is taken is no refusal."""
@@ -78,7 +80,8 @@ class Cluster(Protocol):
     async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
         """Send a JSON patch (RFC 6902) and return the object after it. A test that fails is a ClusterRefused with status 422."""
 
-    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None: ...
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest, version: str) -> None:
+        """Bound to the version that the status was computed from. An object that is gone is no failure."""
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None: ...
 
@@ -120,15 +123,19 @@ class KubernetesCluster:
                 return None
             raise
 
-    async def adapters_of(self, namespace: str, deployment: str) -> list[Manifest]:
+    async def adapter_versions(self, namespace: str, deployment: str) -> Mapping[str, object]:
         found = await self.list(KINDS["LoRAAdapter"], namespace)
-        return [one for one in found if one["spec"]["deploymentRef"]["name"] == deployment]
+        return {
+            one["metadata"]["name"]: (one["metadata"]["uid"], one["metadata"]["resourceVersion"])
+            for one in found
+            if one["spec"]["deploymentRef"]["name"] == deployment
+        }
 
     async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]:
         return [manifest async for page in self.pages(kind, namespace, labels=labels) for manifest in page.items]
 
     async def pages(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> AsyncIterator[Page]:
-        """Of all namespaces with an empty one. One page at a time is in memory."""
+        """Yield pages of objects; an empty namespace lists all namespaces. Only one page at a time is in memory."""
         position: str | None = None
         while True:
             page = await self._send("get", kind, namespace, None, label_selector=_selector(labels), limit=PAGE, _continue=position)
@@ -137,8 +144,45 @@ class KubernetesCluster:
             if not position:
                 return
 
+    @asynccontextmanager
+    async def watch(
+        self, kind: Kind, namespace: str, *, since: str, labels: Mapping[str, str] | None = None
+    ) -> AsyncIterator[AsyncIterator[watch_stream.Event]]:
+        """Open the stream of changes since a version, which the API server ends. An empty namespace stands for all of them.
+
+        Raises a ClusterError where it is refused, breaks or brings not even a bookmark. With the status 410 the version is forgotten.
+        """
+        path, what = self._resources[kind].path(namespace=namespace), f"watch {kind.plural} {namespace}/*"
+        try:
+            response = await self._client.request(
+                "get", path, serialize=False, _request_timeout=watch_stream.TIMEOUT, watch="true", timeout_seconds=watch_stream.WATCH_S,
+                resource_version=since, label_selector=_selector(labels), query_params=[("allowWatchBookmarks", "true")],
+            )  # fmt: skip
+            try:
+                yield watch_stream.read_events(what, response.content)
+            finally:
+                response.close()
+        except ApiException as error:
+            raise _translate(what, error) from error
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
+
+    async def published_kinds(self) -> Manifest:
+        """Return the OpenAPI document of our kinds, which every account may read; an empty one where it may not, or where there is none."""
+        what, path = "get the schema of our kinds", f"/openapi/v3/apis/{GROUP}/{VERSION}"
+        try:
+            response = await self._client.request("get", path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S)
+            content: Manifest = await response.json(loads=msgspec.json.decode)
+        except ApiException as error:
+            if error.status in (403, 404):
+                return {}
+            raise _translate(what, error) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
+        return content
+
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
-        """A list with a field selector: the right to list is there, and the right to get is not needed."""
+        """Find an object by a list with a field selector, since we have the right to list and not to get."""
         page = await self._send("get", kind, namespace, None, field_selector=f"metadata.name={name}")
         found = next(iter(page["items"]), None)
         return {"apiVersion": kind.api_version, "kind": kind.kind, **found} if found is not None else None
@@ -164,9 +208,9 @@ class KubernetesCluster:
         kind, namespace, name = _identity(manifest)
         return await self._apply(kind, namespace, name, manifest)
 
-    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
-        """Not bound to a UID: the status endpoint ignores one. A status of an object made again meanwhile lasts until its own pass."""
-        metadata = {"name": name, "namespace": namespace}
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest, version: str) -> None:
+        """Write a status for one version: the status endpoint ignores a UID, but a recreated object has another version."""
+        metadata = {"name": name, "namespace": namespace, "resourceVersion": version}
         body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "status": status}
         try:
             await self._apply(kind, namespace, name, body, subresource="/status")
@@ -175,11 +219,9 @@ class KubernetesCluster:
                 raise
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
-        """Of an object that is gone, or another one by now, nothing is changed."""
-        body = {"metadata": {"uid": uid, "labels": dict(labels)}}
-        content_type = "application/merge-patch+json"
+        """Change nothing if the object is gone or its UID differs."""
         try:
-            await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
+            await self._merge(kind, namespace, name, {"metadata": {"uid": uid, "labels": dict(labels)}})
         except ClusterError as error:
             if error.status not in (404, 409):
                 raise
@@ -194,6 +236,15 @@ class KubernetesCluster:
 
     async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
         body, content_type = list(operations), "application/json-patch+json"
+        return await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
+
+    async def merge(self, manifest: Manifest) -> Manifest:
+        """Send a merge patch, bound to the UID and the resourceVersion of the manifest's metadata, and return the object after it."""
+        kind, namespace, name = _identity(manifest)
+        return await self._merge(kind, namespace, name, manifest)
+
+    async def _merge(self, kind: Kind, namespace: str, name: str, body: Manifest) -> Manifest:
+        content_type = "application/merge-patch+json"
         return await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
 
     async def _apply(self, kind: Kind, namespace: str, name: str, body: Manifest, *, subresource: str = "") -> Manifest:
@@ -275,7 +326,7 @@ def _retry_after_s(error: ApiException) -> float:
 
 
 def _answer(error: ApiException) -> tuple[str, str]:
-    """The API server's reason and sentence, where there are any."""
+    """Return the API server's reason and message, empty if it gave none."""
     try:
         status = json.loads(error.body)
         return str(status.get("reason") or _REASONS.get(error.status, "")), str(status["message"])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong, and who deals with it.
+"""The operator's exceptions, grouped by the code that handles them.
 
 OperatorError
  ├─ SettingsError
+ ├─ KindsOutdated
  ├─ WatchStale
  ├─ ClusterError
  │   ├─ ClusterUnavailable
@@ -12,6 +13,8 @@ OperatorError
  └─ ControlError
      ├─ ControlUnreachable
      └─ ControlRefused
+
+NotLeading stands apart: no part of a pass may take it for its own failure.
 """
 
 from diffusion_operator.api.worker_state import WireError
@@ -21,8 +24,16 @@ class OperatorError(Exception):
     """Base of all our errors; the queue logs it in one line and tries the key again."""
 
 
+class NotLeading(BaseException):
+    """Another process leads, or may lead by now: the pass ends, and says nothing. Like a cancellation it is no Exception."""
+
+
 class SettingsError(OperatorError):
     """A flag or file the process was started with is unusable; __main__ prints it and exits 2."""
+
+
+class KindsOutdated(OperatorError):
+    """The kinds in the cluster are older than the operator; the process ends with it, and is started again."""
 
 
 class WatchStale(OperatorError):

@@ -6,10 +6,12 @@ Only `on.event` handlers: kopf then keeps no annotation and no finalizer on any 
 
 import asyncio
 import itertools
+import logging
 import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextvars import Context
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,19 +21,32 @@ from prometheus_client.registry import Collector
 from diffusion_operator import metrics
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, Kind
 from diffusion_operator.cluster import KubernetesCluster, Manifest, connect
-from diffusion_operator.errors import ClusterRefused, WatchStale
+from diffusion_operator.election.elector import Elector
+from diffusion_operator.election.gated import GatedCluster, GatedWorkers
+from diffusion_operator.election.leadership import Leadership
+from diffusion_operator.election.other_releases import OtherReleases
+from diffusion_operator.errors import ClusterRefused, OperatorError, WatchStale
 from diffusion_operator.kopf_storage import NoDiffBase, NoProgress
 from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
-from diffusion_operator.reconcile.listing import Listing, Scope
-from diffusion_operator.reconcile.object_store import ObjectStore
+from diffusion_operator.reconcile.kinds_check import require_kinds
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
-from diffusion_operator.reconcile.watched_cluster import CHILD_KINDS, WATCHED, WatchedCluster
+from diffusion_operator.reconcile.scope_events import tell_refusals
+from diffusion_operator.reconcile.store.child_watch import ChildWatch
+from diffusion_operator.reconcile.store.listing import Listing, Scope
+from diffusion_operator.reconcile.store.object_store import ObjectStore
+from diffusion_operator.reconcile.store.watched_cluster import CHILD_KINDS, DECLARED_KINDS, WATCHED, WatchedCluster
+from diffusion_operator.reconcile.workers.calls import WorkerCalls
+from diffusion_operator.reconcile.workers.watches import WorkerWatches
 from diffusion_operator.settings import Settings
 from diffusion_operator.worker_client import HttpWorkerClient
 
 FORBIDDEN = 403
 BACKOFFS_S = (1, 1, 2, 4, 8, 16, 30)
+PATIENCE_S = 5.0
+"""For the passes that run when SIGTERM comes. The Lease is kept meanwhile."""
+
+log = logging.getLogger(__name__)
 
 
 class EndlessBackoffs:
@@ -45,45 +60,132 @@ class EndlessBackoffs:
 
 
 class Process:
-    """What lives from kopf's start-up to its clean-up: connections, watches, runtime, queue."""
+    """The parts that live from kopf's start-up to its clean-up: connections, watches, runtime, queue."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cluster: KubernetesCluster | None = None
         self._workers: HttpWorkerClient | None = None
         self._store = ObjectStore(self._changed)
+        self._elector: Elector | None = None
+        self._election: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._telling: set[asyncio.Task[None]] = set()
         self._collectors: tuple[Collector, ...] = ()
         self.listings: tuple[Listing, ...] = ()
+        self.leadership = Leadership() if settings.election is not None else Leadership.for_ever()
+        self.failure = ""
+        """The error for which it did not start. Empty where it did."""
         self.queue: KeyedQueue | None = None
+        """There while this process leads."""
         self.runtime: Runtime | None = None
+        self.watches: WorkerWatches | None = None
+        self.calls: WorkerCalls | None = None
 
-    async def start(self, **_: Any) -> None:
-        """List everything before the first pass; where the CRDs or all rights are missing it fails here, with a clear error."""
-        settings = self._settings
+    async def begin(self, **_: Any) -> None:
+        """Start, or fail with one clear sentence: kopf logs no traceback of an error that it knows."""
+        try:
+            await self.start()
+        except OperatorError as error:
+            self.failure = str(error)
+            raise kopf.PermanentError(self.failure) from None
+
+    async def start(self) -> None:
+        """List everything before the first pass; where the CRDs or all rights are missing it fails here, with a clear error.
+
+        A follower keeps its watches and its store warm, and does nothing else.
+        """
+        settings, leadership = self._settings, self.leadership
         self._cluster = await connect(self._answered)
         cluster = self._cluster
-        self.listings = tuple(Listing(cluster, self._store, scope, clock=time.monotonic) for scope in _scopes(settings))
+        self.listings = tuple(
+            Listing(cluster, self._store, scope, clock=time.monotonic, refused=self._scope_refused) for scope in _scopes(settings)
+        )
         await self._list_first()
-        self._workers = HttpWorkerClient(poll_timeout_s=settings.poll_timeout_s, call_timeout_s=settings.call_timeout_s)
+        await require_kinds(cluster)
+        self._workers = HttpWorkerClient(
+            poll_timeout_s=settings.poll_timeout_s, call_timeout_s=settings.call_timeout_s, epoch=lambda: leadership.epoch
+        )
         self.runtime = Runtime(
-            cluster=WatchedCluster(self._cluster, self._store),
-            workers=self._workers,
+            cluster=GatedCluster(WatchedCluster(self._cluster, self._store), leadership),
+            workers=GatedWorkers(self._workers, leadership),
             settings=settings,
             clock=lambda: datetime.now(UTC),
             wake=self.wake,
             meter=metrics.METER,
+            release=settings.election.release if settings.election is not None else None,
+            others=OtherReleases(self._cluster),
         )
-        measured = metrics.measured(self._reconcile, time.monotonic)
-        self.queue = KeyedQueue(measured, resync_s=settings.resync_s, parallel=settings.parallel_reconciles, random=random.random)
-        self._collectors = metrics.register(self.runtime, self.queue, self.listings)
-        for kind in (DEPLOYMENT, ADAPTER):
-            for namespace, name in self._store.places(kind, ""):
-                self.wake(Key(kind.kind, namespace, name))
+        self.watches = self.runtime.watches = WorkerWatches(self.runtime, random=random.random, monotonic=time.monotonic)
+        self.calls = self.runtime.calls = WorkerCalls(self.runtime)
+        self._collectors = metrics.register(self.runtime, lambda: self.queue, self.listings, leadership)
         self._tasks = [asyncio.create_task(one.run(settings.resync_s), name=f"listing {one.scope}") for one in self.listings]
+        for one in self.listings:
+            if one.scope.kind in CHILD_KINDS:
+                watch = ChildWatch(cluster, self._store, one)
+                self._tasks.append(asyncio.create_task(watch.run(), name=f"watch of {one.scope}"))
+        self._take_part()
+
+    def _take_part(self) -> None:
+        """Begin the election, or lead at once where there is none."""
+        if self._settings.election is None or self._cluster is None:
+            log.warning("no election: no --lease-namespace, --lease-name and --identity; a second operator beside this one would fight it")
+            self._lead(again=False)
+            return
+        self._elector = Elector(
+            self._cluster,
+            self._settings.election,
+            self.leadership,
+            lead=self._lead,
+            follow=self._follow,
+            wall=lambda: datetime.now(UTC),
+            random=random.random,
+        )
+        self._election = asyncio.create_task(self._elector.run(), name="election")
+
+    def _lead(self, again: bool) -> None:
+        """Look at every object, first at those that nobody has looked at since they were changed.
+
+        `again`: nobody else led meanwhile, so what is remembered of the objects still holds.
+        """
+        if self.runtime is None:
+            return
+        if not again:
+            self.runtime.forget_all()
+        if self.watches is not None:
+            self.watches.start()
+        settings, measured = self._settings, metrics.measured(self._reconcile, time.monotonic)
+        self.queue = KeyedQueue(measured, resync_s=settings.resync_s, parallel=settings.parallel_reconciles, random=random.random)
+        if any(one.refusal for one in self.listings):
+            self._scope_refused()
+        for kind in DECLARED_KINDS:
+            for manifest in self._store.manifests(kind, ""):
+                self.wake(Key(kind.kind, manifest["metadata"]["namespace"], manifest["metadata"]["name"]), first=not _looked_at(manifest))
+
+    def _scope_refused(self) -> None:
+        """Report the namespaces that are set aside, if this process leads; else it does so when it begins to."""
+        if self.runtime is not None and self.queue is not None:
+            telling = asyncio.create_task(tell_refusals(self.runtime, self._settings.election, self.listings), name="refusals")
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+
+    async def _follow(self) -> None:
+        """End all passes, whose writes are held back by then. The memory stays for the case that nobody else leads."""
+        queue, self.queue = self.queue, None
+        if queue is not None:
+            await queue.close()
+        await self._call_nobody()
+        if self.runtime is not None:
+            self.runtime.show_nothing()
+
+    async def _call_nobody(self) -> None:
+        """Close the watches of workers, and give up the calls that are under way."""
+        if self.watches is not None and self.calls is not None:
+            await self.watches.stop()
+            await self.calls.close()
 
     async def _list_first(self) -> None:
-        """A named namespace that is gone has taken the rights with it; the others are served."""
+        """List everything once. A named namespace that is gone took its rights with it; the others are served."""
         for listing in self.listings:
             try:
                 await listing.list()
@@ -95,11 +197,16 @@ class Process:
                     raise
 
     async def stop(self, **_: Any) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """End what runs, then give the Lease up: another process leads at once."""
         if self.queue is not None:
-            await self.queue.close()
+            await self.queue.close(patience_s=PATIENCE_S)
+        await self._call_nobody()
+        tasks = [*self._tasks, *self._telling, *filter(None, (self._election,))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._elector is not None:
+            await self._elector.release()
         for collector in self._collectors:
             metrics.REGISTRY.unregister(collector)
         if self._workers is not None:
@@ -108,17 +215,19 @@ class Process:
             await self._cluster.__aexit__(None, None, None)
 
     async def probe(self, **_: Any) -> dict[str, int]:
-        """Return the seconds that each watch has been stalled; raise WatchStale for one that reopening did not mend."""
+        """Return the seconds that each watch has been stalled; raise WatchStale for one that stays so, or that ended."""
+        if ended := [task.get_name() for task in self._tasks if task.done()]:
+            raise WatchStale(f"ended, though it should run for ever: {', '.join(ended)}")
         stalled = {str(one.scope): round(one.stalled_s) for one in self.listings}
         stale = {name: seconds for name, seconds in stalled.items() if seconds > self._settings.watch_dead_s}
         if stale:
             raise WatchStale("watch stalled: " + ", ".join(f"no events of {name} for {seconds} s" for name, seconds in stale.items()))
         return stalled
 
-    def wake(self, key: Key) -> None:
-        if self.queue is not None and self.runtime is not None:
-            self.runtime.touched.add(key)
-            self.queue.wake(key)
+    def wake(self, key: Key, *, first: bool = False) -> None:
+        """`first`: before those that wait for their turn without it."""
+        if self.queue is not None:
+            self.queue.wake(key, first=first)
 
     async def _reconcile(self, key: Key) -> Result:
         if self.runtime is None:  # the queue exists only after it
@@ -126,37 +235,39 @@ class Process:
         return await reconcile(self.runtime, key)
 
     def event_handler(self, kind: Kind) -> Callable[..., Awaitable[None]]:
-        """The handler of a kind's events."""
+        """Return the handler of a kind's events."""
 
         async def told(event: kopf.RawEvent, **_: Any) -> None:
             manifest = dict(event["object"])
             for listing in self.listings:
                 if listing.scope.kind == kind and listing.scope.namespace in ("", manifest["metadata"]["namespace"]):
                     listing.record_event()
-            if event["type"] == "DELETED":
-                self._store.remove(kind, manifest)
-            else:
-                self._store.put(kind, manifest)
+            take = self._store.remove if event["type"] == "DELETED" else self._store.put
+            # kopf keeps the event in context variables. The timers and tasks that follow would inherit them, and pass them on for ever.
+            Context().run(take, kind, manifest)
 
         return told
 
     def _changed(self, kind: Kind, manifest: Manifest) -> None:
-        """Wake the key for a change by another client than the operator.
+        """Wake the key for a change by another client than the operator; what a user declared goes first.
 
         An adapter's own key is for its status, and the key of its deployment for all work.
         """
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         if kind == DEPLOYMENT:
-            self.wake(deployment_key(namespace, name))
+            self.wake(deployment_key(namespace, name), first=True)
         elif kind == ADAPTER:
-            self.wake(adapter_key(namespace, name))
-            self.wake(deployment_key(namespace, manifest["spec"]["deploymentRef"]["name"]))
+            self.wake(adapter_key(namespace, name), first=True)
+            self.wake(deployment_key(namespace, manifest["spec"]["deploymentRef"]["name"]), first=True)
         elif self.runtime is not None:
             for deployment in _deployments(manifest):
-                self.runtime.child_changed(namespace, deployment, kind.kind)
+                self.runtime.child_changed(namespace, deployment, kind.kind, name)
+                if kind == POD and self.watches is not None:
+                    self.watches.see_pod(namespace, deployment, manifest, gone=self._store.get(POD, namespace, name) is None)
 
     def _answered(self, kind: Kind, manifest: Manifest) -> None:
-        """By a write of ours, whose event will be no news. What we do to pods is looked at again; what we apply is as it should be."""
+        """Handle the answer to our own write, whose event will repeat it. A changed pod is looked at again; an applied object is already in
+        its desired state."""
         if kind in WATCHED:
             self._store.learn(kind, manifest)
         if kind == POD:
@@ -164,8 +275,12 @@ class Process:
                 self.wake(deployment_key(manifest["metadata"]["namespace"], deployment))
 
 
+def _looked_at(manifest: Manifest) -> bool:
+    return bool(manifest.get("status", {}).get("observedGeneration") == manifest["metadata"].get("generation"))
+
+
 def _deployments(child: Manifest) -> set[str]:
-    """By its label and by its owner: somebody may have changed either."""
+    """Return deployments by the child's label and by its owner, because another client may have changed either."""
     label = child["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)
     owners = {one["name"] for one in child["metadata"].get("ownerReferences", ()) if one["kind"] == DEPLOYMENT.kind}
     return owners | {label} if label else owners
@@ -189,11 +304,11 @@ async def login(**context: Any) -> kopf.ConnectionInfo | None:
 def build_registry(process: Process) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
     kopf.on.login(registry=registry, id="login")(login)
-    # Permanent: a process that cannot start ends with the reason, and is started again by whoever runs it.
-    kopf.on.startup(registry=registry, id="start", errors=kopf.ErrorsMode.PERMANENT)(process.start)
+    # Permanent: a process that cannot start exits with the reason, and its supervisor restarts it.
+    kopf.on.startup(registry=registry, id="start", errors=kopf.ErrorsMode.PERMANENT)(process.begin)
     kopf.on.cleanup(registry=registry, id="stop")(process.stop)
     kopf.on.probe(registry=registry, id="watches", errors=kopf.ErrorsMode.PERMANENT)(process.probe)
-    for kind in WATCHED:
+    for kind in DECLARED_KINDS:
         group, version = kind.group_and_version
         kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(process.event_handler(kind))
     return registry
@@ -209,9 +324,8 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     result.watching.client_timeout = 660
     result.watching.inactivity_timeout = 70  # the API server sends a bookmark about once a minute
     result.watching.chunk_size = 500
-    for kind in CHILD_KINDS:
-        group, version = kind.group_and_version
-        result.watching.label_selectors[group, version, kind.plural] = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
+    # Each object with news has a task, which keeps the last event until it ends; handlers take no time here.
+    result.queueing.idle_timeout = 0.2
     result.persistence.finalizer = f"{GROUP}/operator"  # none is ever set in this shape
     result.persistence.progress_storage = NoProgress()
     result.persistence.diffbase_storage = NoDiffBase()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a line of the log is about: as fields with `--log-format json`, where a search needs them; plain lines stay sentences."""
+"""Log lines with their object: as fields with `--log-format json`, for searches; as sentences in plain text."""
 
 import logging
 

@@ -5,15 +5,17 @@ import collections
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
 from diffusion_operator.api.worker_state import CODES
+from diffusion_operator.election.leadership import Leadership
 from diffusion_operator.plan.results.worker_changes import WorkerChanges
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
-from diffusion_operator.reconcile.listing import Listing
+from diffusion_operator.reconcile.memory import DeploymentMemory, Followed
 from diffusion_operator.reconcile.runtime import Runtime
+from diffusion_operator.reconcile.store.listing import Listing
 
 REGISTRY = CollectorRegistry()
 RECONCILE_SECONDS = Histogram(
@@ -21,7 +23,7 @@ RECONCILE_SECONDS = Histogram(
 )
 
 
-# From host memory to minutes: a load from a cache takes tenths of a second, a wake that reads a large model's files, or a fetch, minutes.
+# Buckets from tenths of a second (a load from a cache) to minutes (a fetch, or a wake that reads large files).
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 CALL_CODES = CODES | {"OK", "Unreachable"}
@@ -29,7 +31,7 @@ CALL_CODES = CODES | {"OK", "Unreachable"}
 
 
 class PrometheusMeter:
-    """What the reconciles hand over (`Meter`)."""
+    """The reconciles' counters (`Meter`) in Prometheus."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Histogram(
@@ -99,21 +101,25 @@ class ObjectsByReason(Collector):
 
 
 class Replicas(Collector):
-    """How many replicas are in each state, and how many requests they hold, counted when somebody asks."""
+    """Replicas of each namespace by state, and the requests that they hold, counted when somebody asks."""
 
     def __init__(self, statuses: Mapping[Key, DeploymentStatus]) -> None:
         self._statuses = statuses
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """In the thread of the metrics server, as above. Every state is there, as 0."""
-        statuses = list(self._statuses.values())
-        groups = GaugeMetricFamily("diffusion_operator_replicas", "Replicas by state.", labels=["state"])
-        counts = collections.Counter(group.state for status in statuses for group in status.replica_states)
-        for state in ReplicaState:
-            groups.add_metric([state.value], counts[state])
-        yield groups
-        held = sum(status.held.current or 0 for status in statuses if status.held is not None)
-        yield GaugeMetricFamily("diffusion_operator_held_requests", "Requests that wait for a replica to be awake.", value=held)
+        """In the thread of the metrics server, as above. Every state of a namespace with deployments is there, as 0."""
+        statuses = [(key.namespace, status) for key, status in list(self._statuses.items())]
+        replicas = GaugeMetricFamily("diffusion_operator_replicas", "Replicas by state.", labels=["object_namespace", "state"])
+        held = GaugeMetricFamily(
+            "diffusion_operator_held_requests", "Requests that wait for a replica to be awake.", labels=["object_namespace"]
+        )
+        states = collections.Counter((namespace, one.state) for namespace, status in statuses for one in status.replica_states)
+        for namespace in sorted({namespace for namespace, _ in statuses}):
+            for state in ReplicaState:
+                replicas.add_metric([namespace, state.value], states[namespace, state])
+            waiting = [status.held.current or 0 for where, status in statuses if where == namespace and status.held is not None]
+            held.add_metric([namespace], sum(waiting))
+        yield from (replicas, held)
 
 
 class Watches(Collector):
@@ -149,17 +155,61 @@ class Watches(Collector):
 class Waiting(Collector):
     """Objects that are due and wait for their turn."""
 
-    def __init__(self, queue: KeyedQueue) -> None:
+    def __init__(self, queue: Callable[[], KeyedQueue | None]) -> None:
+        """Count a queue, which a process that follows does not have."""
         self._queue = queue
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        yield GaugeMetricFamily("diffusion_operator_queue_length", "Objects that wait for a pass.", value=self._queue.waiting)
-        yield GaugeMetricFamily("diffusion_operator_queue_age_seconds", "Age of the oldest of them.", value=self._queue.oldest_s)
+        queue = self._queue()
+        waiting, oldest_s = (queue.waiting, queue.oldest_s) if queue is not None else (0, 0.0)
+        yield GaugeMetricFamily("diffusion_operator_queue_length", "Objects that wait for a pass.", value=waiting)
+        yield GaugeMetricFamily("diffusion_operator_queue_age_seconds", "Age of the oldest of them.", value=oldest_s)
 
 
-def register(runtime: Runtime, queue: KeyedQueue, listings: Sequence[Listing]) -> tuple[Collector, ...]:
-    """What is counted when somebody asks; to be unregistered at the end of the process's life."""
-    collectors = (ObjectsByReason(runtime.ready_reasons), Replicas(runtime.statuses), Watches(listings), Waiting(queue))
+class Workers(Collector):
+    """Workers by how they are followed: `watched`, `polled` where they are of a version without revisions, `lost` or `unheard`."""
+
+    def __init__(self, memories: Mapping[tuple[str, str], DeploymentMemory]) -> None:
+        self._memories = memories
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """In the thread of the metrics server; each copy is one step of the interpreter. Every state is there, as 0."""
+        records = [record for memory in list(self._memories.values()) for record in list(memory.polls.values())]
+        counts = collections.Counter(record.followed for record in records)
+        family = GaugeMetricFamily("diffusion_operator_workers", "Workers by how the operator follows them.", labels=["followed"])
+        for state in Followed:
+            family.add_metric([state.value], counts[state])
+        yield family
+
+
+class Leads(Collector):
+    """The lead of this process: its epoch, and the time since it renewed its Lease."""
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+
+    def collect(self) -> Iterator[Metric]:
+        found = self._leadership
+        yield GaugeMetricFamily("diffusion_operator_leader", "1 for the process that leads, and writes.", value=found.is_open)
+        yield GaugeMetricFamily("diffusion_operator_leader_epoch", "Epoch of its last lead; 0 without election.", value=found.epoch or 0)
+        yield GaugeMetricFamily(
+            "diffusion_operator_lease_age_seconds", "Time since the process that leads renewed its Lease.", value=found.renewed_ago_s
+        )
+        yield CounterMetricFamily("diffusion_operator_leaderships_lost", "Leads that this process lost.", value=found.lost)
+
+
+def register(
+    runtime: Runtime, queue: Callable[[], KeyedQueue | None], listings: Sequence[Listing], leadership: Leadership
+) -> tuple[Collector, ...]:
+    """Register collectors that read their values at scrape time; unregister them when the process ends."""
+    collectors = (
+        ObjectsByReason(runtime.ready_reasons),
+        Replicas(runtime.statuses),
+        Watches(listings),
+        Waiting(queue),
+        Workers(runtime.memories),
+        Leads(leadership),
+    )
     for collector in collectors:
         REGISTRY.register(collector)
     return collectors
@@ -172,7 +222,8 @@ def measured(reconcile: Callable[[Key], Awaitable[Result]], clock: Callable[[], 
         begun, outcome = clock(), "error"
         try:
             result = await reconcile(key)
-            outcome = "gone" if result.gone else "ok"
+            if result.failure is None:
+                outcome = "gone" if result.gone else "ok"
             return result
         finally:
             RECONCILE_SECONDS.labels(kind=key.kind, outcome=outcome).observe(clock() - begun)

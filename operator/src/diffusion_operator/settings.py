@@ -13,10 +13,23 @@ KEYS_MAXIMUM = 3  # each may cost a call that is refused; two are a rotation, an
 
 
 class OperatorPods(msgspec.Struct, frozen=True):
-    """By what a NetworkPolicy knows the operator's own pods."""
+    """The labels by which a NetworkPolicy selects the operator's own pods."""
 
     namespace: str
     labels: Mapping[str, str]
+
+
+class ElectionSettings(msgspec.Struct, frozen=True):
+    """The Lease by which this process and others agree on a leader, and its own name there."""
+
+    namespace: str
+    name: str
+    identity: str
+
+    @property
+    def release(self) -> str:
+        """The name of the release that these processes are."""
+        return f"{self.namespace}/{self.name}"
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -28,29 +41,42 @@ class Settings(msgspec.Struct, frozen=True):
     """Keys from before a rotation: tokens of theirs are tried with workers that do not have the new one yet."""
     operator_pods: OperatorPods | None = None
     """None, as for an operator outside the cluster: no policy could let it in, so none is made."""
+    election: ElectionSettings | None = None
+    """None: this process leads for ever. For one that runs outside of a cluster, and alone."""
     operator_key_secret: str = ""
     """The Secret in the operator's namespace that has the key; empty where it comes from elsewhere."""
+    operator_service_account: str = ""
+    """The operator's own ServiceAccount, which no worker may have. Empty where it runs as somebody else."""
+    allow_host_access: bool = False
+    """Specs may ask for host namespaces, host paths, privileges and capabilities."""
     namespaces: tuple[str, ...] = ()
     """Namespaces to watch; empty means all of them."""
     metrics_port: int | None = None
     """None: no metrics server."""
     liveness_port: int = 8080
     poll_timeout_s: float = 2.0
-    """For GET /v1/state: a worker answers it without a lock, so 2 s is long."""
+    """For a connection, and for an answer that need not wait: a worker gives it without a lock, so 2 s is long."""
     call_timeout_s: float = 10.0
     """No action holds a reconcile longer; what takes longer is started, then observed."""
-    steady_poll_s: float = 10.0
-    """Between looks at a deployment in which nothing moves; its pods' events wake it earlier."""
     resync_s: float = 600.0
-    """Everything is listed, looked at and blindly re-applied about this often, for what no watch told."""
+    """Everything is listed, reconciled and re-applied this often, in case a watch missed a change."""
     watch_dead_s: float = 120.0
     """A watch that is stalled for so long fails the liveness probe; kopf reopens one after 70 s without events."""
     parallel_reconciles: int = 16
     """Bounds the load on the API server after a restart with many objects."""
 
 
+def election_settings(namespace: str | None, name: str | None, identity: str | None) -> ElectionSettings | None:
+    """From the command line's words."""
+    if namespace and name and identity:
+        return ElectionSettings(namespace=namespace, name=name, identity=identity)
+    if namespace or name or identity:
+        raise SettingsError("--lease-namespace, --lease-name and --identity make an election together: give all three or none")
+    return None
+
+
 def read_operator_keys(path: Path) -> tuple[bytes, ...]:
-    """One a line: the current one, then those from before."""
+    """Read the keys, one a line: the current one first, then earlier ones."""
     try:
         keys = tuple(line.strip() for line in path.read_bytes().splitlines() if line.strip())
     except OSError as error:

@@ -6,36 +6,65 @@ raise ControlUnreachable and nothing is concluded from them.
 
 A worker runs a container image of a tenant, so its answer may be anything. No redirect is followed, no proxy and no cookie is used, and
 only an IP address is called. An answer is read up to a bound, is never decompressed, and is parsed before anything of it reaches a status.
+The token goes to nobody that has not proved to have it, see worker_proof.py.
 """
 
 import asyncio
+import contextlib
+import functools
 import ipaddress
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, urlencode
 
 import aiohttp
 import msgspec
 
 from diffusion_operator.api.foreign_text import plain_text
+from diffusion_operator.api.merged_state import together
 from diffusion_operator.api.names import CONTROL_PORT
 from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
-from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
+from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
+from diffusion_operator.worker_proof import PATH as IDENTITY_PATH
+from diffusion_operator.worker_proof import POD_UID_HEADER, Identity, NeedsProof, keepalive_socket, new_nonce, only_proven, proves
 
 STATE_BYTES = 4 << 20
-"""The largest state document that is read."""
+"""The largest state document of a worker that answers without pages."""
+PAGE_BYTES = 1 << 20
+"""The largest answer of one that has pages."""
+PAGE_LIMIT = 1000
+"""Names of adapters in an answer, which takes about 724 bytes of it for each."""
+MOST_PAGES = 256
+MOST_ADAPTERS = 50_000
+"""Records in all pages together: twice as many as a deployment may have."""
+EPOCH_HEADER = "X-Operator-Epoch"
+"""Workers refuse a lower epoch than they have seen, so a leader that was replaced changes nothing."""
 ANSWER_BYTES = 64 << 10
 """The largest of all other answers."""
+WAIT_GRACE_S = 5.0
+"""Beyond the time that a worker was asked to wait."""
+PROOF_TRIES = 3
+UNAUTHORIZED = 401
+CANNOT_PROVE = (UNAUTHORIZED, 404)
+"""The first is what a worker answers that guards all paths alike, because it is of a version without the proof."""
+PLAIN = {"Accept-Encoding": "identity"}
 
 
 class WorkerClient(Protocol):
+    def expect_proof(self, ip: str, pod_uid: str) -> None:
+        """Never take this pod's worker for one of a version that cannot prove itself."""
+
     """The port; tests of reconcile script it."""
 
-    async def state(self, ip: str, *, token: str) -> WorkerState: ...
+    async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
+        """With `after`, the next one whose revision is another, or the same one after `wait_s`; it may tell changes only."""
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None: ...
 
     async def wake(self, call: WakeWorker, *, token: str) -> None: ...
+
+    async def drain(self, call: DrainWorker, *, token: str) -> None: ...
 
     async def put_adapter(self, call: PutAdapter, *, token: str) -> None: ...
 
@@ -45,20 +74,53 @@ class WorkerClient(Protocol):
 class HttpWorkerClient:
     """WorkerClient over aiohttp; owns its session."""
 
-    def __init__(self, *, poll_timeout_s: float, call_timeout_s: float, port: int = CONTROL_PORT) -> None:
+    def __init__(
+        self, *, poll_timeout_s: float, call_timeout_s: float, port: int = CONTROL_PORT, epoch: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """`epoch` gives the leader's, which every call carries. None: there is no election."""
         # The defaults of the library may change: none of these may.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), trust_env=False, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=keepalive_socket),
+            trust_env=False,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trace_configs=[only_proven()],
+            timeout=aiohttp.ClientTimeout(total=None),  # each request has its own
         )
+        self._proved: dict[str, str] = {}
+        """UIDs of pods that have proved themselves, to this process or an earlier one, by address.
+
+        They are never again taken for workers of a version that cannot.
+        """
         self._poll_timeout_s = poll_timeout_s
         self._call_timeout_s = call_timeout_s
         self._port = port
+        self._epoch = epoch
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def state(self, ip: str, *, token: str) -> WorkerState:
-        body = await self._send("GET", ip, "/v1/state", token=token, timeout_s=self._poll_timeout_s, most=STATE_BYTES)
+    def expect_proof(self, ip: str, pod_uid: str) -> None:
+        self._proved[ip] = pod_uid
+
+    async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
+        query = {"after": after, "wait": f"{wait_s:g}"} if after else {}
+        timeout_s = wait_s + WAIT_GRACE_S if wait_s else self._poll_timeout_s
+        ask = functools.partial(self._page, ip, token=token, pod_uid=pod_uid)
+        pages = [await ask(query, timeout_s=timeout_s, most=PAGE_BYTES if after else STATE_BYTES)]
+        count = len(pages[0].adapters)
+        if pages[0].adapters_since not in (None, after):
+            raise ControlUnreachable(f"the state document of {ip} tells changes since another revision than {after}")
+        while (token_of_next := pages[-1].adapters_continue) is not None:
+            pages.append(await ask({"continue": token_of_next}, timeout_s=self._poll_timeout_s, most=PAGE_BYTES))
+            count += len(pages[-1].adapters)
+            if len(pages) > MOST_PAGES or count > MOST_ADAPTERS or pages[-1].boot_id != pages[0].boot_id:
+                raise ControlUnreachable(f"the state document of {ip} has pages that do not end or do not go together")
+        return together(pages)
+
+    async def _page(self, ip: str, query: dict[str, str], *, token: str, pod_uid: str, timeout_s: float, most: int) -> WorkerState:
+        path = f"/v1/state?{urlencode({**query, 'limit': PAGE_LIMIT})}"
+        body = await self._send("GET", ip, path, token=token, pod_uid=pod_uid, timeout_s=timeout_s, most=most)
         try:
             return msgspec.json.decode(body, type=WorkerState)
         except (ValueError, RecursionError) as error:
@@ -72,6 +134,9 @@ class HttpWorkerClient:
     async def wake(self, call: WakeWorker, *, token: str) -> None:
         await self._call("POST", "/v1/wake", call, {"deadlineSeconds": call.deadline_s, "policy": call.policy.value}, token=token)
 
+    async def drain(self, call: DrainWorker, *, token: str) -> None:
+        await self._call("POST", "/v1/drain", call, {"deadlineSeconds": call.deadline_s}, token=token)
+
     async def put_adapter(self, call: PutAdapter, *, token: str) -> None:
         await self._call("PUT", f"/v1/adapters/{quote(call.name, safe='')}", call, adapter_body(call), token=token)
 
@@ -79,39 +144,110 @@ class HttpWorkerClient:
         query = urlencode({"operationId": call.operation_id, "bootId": call.worker.boot_id, "drainSeconds": call.drain_s})
         path = f"/v1/adapters/{quote(call.name, safe='')}?{query}"  # a worker's own words, where nobody declared the adapter
         try:
-            await self._send("DELETE", call.worker.ip, path, token=token, timeout_s=self._call_timeout_s)
+            await self._send("DELETE", call.worker.ip, path, token=token, pod_uid=call.worker.pod_uid, timeout_s=self._call_timeout_s)
         except ControlRefused as error:
             if error.status != 404:
                 raise
 
-    async def _call(self, method: str, path: str, call: SleepWorker | WakeWorker | PutAdapter, body: dict[str, Any], *, token: str) -> None:
+    async def _call(
+        self, method: str, path: str, call: SleepWorker | WakeWorker | DrainWorker | PutAdapter, body: dict[str, Any], *, token: str
+    ) -> None:
         fenced = {"operationId": call.operation_id, "bootId": call.worker.boot_id, **body}
-        await self._send(method, call.worker.ip, path, token=token, timeout_s=self._call_timeout_s, body=fenced)
+        pod_uid = call.worker.pod_uid
+        await self._send(method, call.worker.ip, path, token=token, pod_uid=pod_uid, timeout_s=self._call_timeout_s, body=fenced)
 
     async def _send(
-        self, method: str, ip: str, path: str, *, token: str, timeout_s: float, body: dict[str, Any] | None = None, most: int = ANSWER_BYTES
+        self,
+        method: str,
+        ip: str,
+        path: str,
+        *,
+        token: str,
+        pod_uid: str,
+        timeout_s: float,
+        body: dict[str, Any] | None = None,
+        most: int = ANSWER_BYTES,
     ) -> bytes:
         """Return the body of a success, JSON or nothing, of at most `most` bytes; all of it within `timeout_s`."""
-        what, headers = f"{method} {path} of {ip}", {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
-        url = f"http://{_host(ip)}:{self._port}{path}"
+        what, headers, epoch = f"{method} {path} of {ip}", {"Authorization": f"Bearer {token}", **PLAIN}, self._epoch()
+        if epoch is not None:
+            headers[EPOCH_HEADER] = str(epoch)
+        request = _Request(method, f"http://{_host(ip)}:{self._port}{path}", headers, body, pod_uid, what, most)
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.request(method, url, json=body, headers=headers, allow_redirects=False) as response,
-            ):
-                try:
-                    return await _read(response, what, most)
-                except BaseException:
-                    response.close()  # whatever is still to come is not read, and not taken for the next answer
-                    raise
+            async with asyncio.timeout(timeout_s):
+                for _ in range(PROOF_TRIES):
+                    with contextlib.suppress(NeedsProof):
+                        return await self._once(request, opens=False)
+                    async with asyncio.timeout(self._poll_timeout_s):
+                        proven = await self._prove(ip, token=token, pod_uid=pod_uid)
+                    if not proven:
+                        return await self._once(request, opens=True)
+            raise ControlUnreachable(f"{what}: the worker closes each connection after it has proved itself")
         except TimeoutError as error:
             raise ControlUnreachable(f"{what}: no whole answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise ControlUnreachable(f"{what}: {_fault(error)}") from error
 
+    async def _once(self, request: "_Request", *, opens: bool) -> bytes:
+        """Send it; it may open a connection if `opens`. Raises NeedsProof where it may not and there is none."""
+        async with self._session.request(
+            request.method,
+            request.url,
+            json=request.body,
+            headers=request.headers,
+            allow_redirects=False,
+            trace_request_ctx=opens,
+        ) as response:
+            try:
+                found = response.headers.get(POD_UID_HEADER, "")
+                if found and request.pod_uid and found != request.pod_uid:
+                    raise ControlUnreachable(f"{request.what}: another pod answered, with the UID {plain_text(found, 64)}")
+                return await _read(response, request.what, request.most)
+            except BaseException:
+                response.close()  # whatever is still to come is not read, and not taken for the next answer
+                raise
+
+    async def _prove(self, ip: str, *, token: str, pod_uid: str) -> bool:
+        """Have the worker prove itself on a connection that is then free. False: it is of a version that cannot, and is called as ever.
+
+        Raises ControlRefused with status 401 where it has another token, ControlUnreachable where another pod answered.
+        """
+        nonce, address = new_nonce(), str(ipaddress.ip_address(ip))
+        path = f"{IDENTITY_PATH}?nonce={nonce}"
+        request = _Request(
+            "GET", f"http://{_host(ip)}:{self._port}{path}", PLAIN, None, pod_uid, f"GET {IDENTITY_PATH} of {ip}", ANSWER_BYTES
+        )
+        try:
+            body = await self._once(request, opens=True)
+        except ControlRefused as error:
+            if error.status in CANNOT_PROVE and (not pod_uid or self._proved.get(ip) != pod_uid):
+                return False
+            raise
+        try:
+            identity = msgspec.json.decode(body, type=Identity)
+        except (ValueError, RecursionError) as error:
+            raise ControlUnreachable(f"{request.what}: the proof is not understood: {plain_text(str(error), 200)}") from error
+        if identity.pod_uid and pod_uid and identity.pod_uid != pod_uid:
+            raise ControlUnreachable(f"{request.what}: another pod answered, with the UID {plain_text(identity.pod_uid, 64)}")
+        if not proves(identity, token=token, nonce=nonce, address=address):
+            refusal = WireError(code="Unauthorized", message=f"{request.what}: the worker has not proved that it has the control token")
+            raise ControlRefused(refusal, status=UNAUTHORIZED)
+        self._proved[ip] = pod_uid
+        return True
+
+
+class _Request(NamedTuple):
+    method: str
+    url: str
+    headers: dict[str, str]
+    body: dict[str, Any] | None
+    pod_uid: str
+    what: str
+    most: int
+
 
 def adapter_body(call: PutAdapter) -> dict[str, Any]:
-    return {**msgspec.to_builtins(call.load), "deadlineSeconds": call.deadline_s}
+    return {**call.load.wire(), "deadlineSeconds": call.deadline_s}
 
 
 def _host(ip: str) -> str:

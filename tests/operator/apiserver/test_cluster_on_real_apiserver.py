@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from diffusion_operator import cluster as cluster_module
+from diffusion_operator import watch_stream
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, SECRET, SERVICE, Kind
 from diffusion_operator.cluster import KubernetesCluster, connect
@@ -26,7 +27,7 @@ from diffusion_operator.plan.observed.ownership import (
     was_posted,
 )
 from diffusion_operator.plan.replicas.template_trial import answer_of
-from support.operator.real_apiserver import kubectl
+from support.apiserver.real_apiserver import kubectl
 
 pytestmark = pytest.mark.apiserver
 NAMESPACE = "verbs"
@@ -127,15 +128,25 @@ async def test_a_status_is_replaced_as_a_whole_and_the_spec_is_not_touched(clust
     before = await cluster.get(DEPLOYMENT, NAMESPACE, "stated")
     assert before is not None
     for status in ({"replicas": 1, "servedName": "a"}, {"replicas": 2}):
-        await cluster.apply_status(DEPLOYMENT, NAMESPACE, "stated", status=status)
+        await cluster.apply_status(DEPLOYMENT, NAMESPACE, "stated", status=status, version=await _version(cluster))
     found = await cluster.get(DEPLOYMENT, NAMESPACE, "stated")
     assert found is not None
     assert found["status"] == {"replicas": 2}
     assert found["spec"] == before["spec"]
     assert found["metadata"]["generation"] == before["metadata"]["generation"]
-    await cluster.apply_status(DEPLOYMENT, NAMESPACE, "none", status={})  # gone meanwhile is no failure
+    await cluster.apply_status(DEPLOYMENT, NAMESPACE, "none", status={}, version="1")  # gone meanwhile is no failure
     with pytest.raises(ClusterError, match="replicas"):
-        await cluster.apply_status(DEPLOYMENT, NAMESPACE, "stated", status={"replicas": "many"})
+        await cluster.apply_status(DEPLOYMENT, NAMESPACE, "stated", status={"replicas": "many"}, version=await _version(cluster))
+    version = await _version(cluster)
+    await cluster.set_labels(DEPLOYMENT, NAMESPACE, "stated", uid=found["metadata"]["uid"], labels={"by": "somebody"})
+    with pytest.raises(ClusterConflict):
+        await cluster.apply_status(DEPLOYMENT, NAMESPACE, "stated", status={"replicas": 3}, version=version)
+
+
+async def _version(cluster: KubernetesCluster) -> str:
+    found = await cluster.get(DEPLOYMENT, NAMESPACE, "stated")
+    assert found is not None
+    return str(found["metadata"]["resourceVersion"])
 
 
 async def test_any_character_can_be_applied(cluster: KubernetesCluster) -> None:
@@ -381,3 +392,46 @@ async def test_a_quota_and_a_webhook_that_is_away_say_nothing_of_a_template(
         while not (told := await answer(cluster, pod("p"), "hooked"))[1]:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
     assert (told[0], "failed calling webhook" in told[1]) == (Answer.UNDECIDED, True)
+
+
+async def test_a_watch_brings_what_came_changed_and_went_since_a_version_by_label_and_in_lines_of_any_length(
+    cluster: KubernetesCluster,
+) -> None:
+    labels = {"watched": "true"}
+    since = [page.version async for page in cluster.pages(CONFIG_MAP, NAMESPACE)][-1]
+    large = config_map("watched", text="x" * 900_000)
+    large["metadata"]["labels"] = labels
+    await cluster.create(config_map("not-watched"))
+    await cluster.create(large)
+    await cluster.apply(large | {"data": {"text": "y"}})
+    uid = (await cluster.list(CONFIG_MAP, NAMESPACE, labels=labels))[0]["metadata"]["uid"]
+    await cluster.delete(CONFIG_MAP, NAMESPACE, "watched", uid=uid)
+    seen = []
+    async with asyncio.timeout(20), cluster.watch(CONFIG_MAP, NAMESPACE, since=since, labels=labels) as events:
+        async for event in events:
+            seen.append((event.type, event.object["metadata"]["name"]))
+            if event.type == "DELETED":
+                break
+    assert seen == [("ADDED", "watched"), ("MODIFIED", "watched"), ("DELETED", "watched")]
+
+
+async def test_a_watch_ends_by_itself_without_an_error_and_a_bookmark_tells_of_changes_elsewhere(
+    cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_stream, "WATCH_S", 8)
+    since = [page.version async for page in cluster.pages(CONFIG_MAP, NAMESPACE)][-1]
+    async with asyncio.timeout(30), cluster.watch(CONFIG_MAP, NAMESPACE, since=since, labels={"watched": "true"}) as events:
+        await cluster.create(config_map("elsewhere"))
+        found = [event async for event in events]
+    assert {event.type for event in found} == {"BOOKMARK"}
+    assert int(found[-1].object["metadata"]["resourceVersion"]) > int(since)
+
+
+async def test_a_watch_of_a_version_that_no_api_server_knows_is_an_error(cluster: KubernetesCluster) -> None:
+    async def opened(since: str) -> None:
+        async with asyncio.timeout(20), cluster.watch(CONFIG_MAP, NAMESPACE, since=since) as events:
+            async for _ in events:
+                pass
+
+    with pytest.raises(ClusterError, match="nonsense"):
+        await opened("nonsense")

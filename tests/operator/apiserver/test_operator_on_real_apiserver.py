@@ -26,10 +26,11 @@ from diffusion_operator.api.meta import Condition, ConditionStatus
 from diffusion_operator.api.names import ADAPTER
 from diffusion_operator.cluster import connect
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
-from diffusion_operator.reconcile.observe import parse
 from diffusion_operator.reconcile.status_write import encode_status
+from diffusion_operator.reconcile.store.parsing import parse
 from diffusion_operator.settings import Settings
-from support.operator.real_apiserver import kubectl
+from support.apiserver.real_apiserver import kubectl
+from support.operator.mounted import mounted_desired
 
 pytestmark = pytest.mark.apiserver
 DEADLINE_S = 20.0
@@ -227,7 +228,8 @@ async def test_the_schema_takes_every_field_of_a_status_and_gives_it_back(
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig_of_apiserver))
     await namespace.create(adapter())
     async with await connect() as cluster:
-        await cluster.apply_status(ADAPTER, namespace.name, "x", status=encode_status(FULL_STATUS))
+        version = (await cluster.get(ADAPTER, namespace.name, "x") or {})["metadata"]["resourceVersion"]
+        await cluster.apply_status(ADAPTER, namespace.name, "x", status=encode_status(FULL_STATUS), version=version)
         found = parse(await cluster.get(ADAPTER, namespace.name, "x") or {}, LoRAAdapter)
     assert found.status == FULL_STATUS
 
@@ -296,7 +298,8 @@ async def _is(answer: Awaitable[str | None], expected: str) -> bool:
 
 
 async def _desired(namespace: Namespace) -> Any:
-    content = json.loads((await namespace.get("configmap", "d-desired"))["data"]["desired.json"])
+    maps = {one["metadata"]["name"]: one for one in await namespace.list("configmap")}
+    content = mounted_desired(maps.get, "d")
     return content if content["adapters"] else None
 
 
@@ -443,3 +446,32 @@ async def test_a_replica_waits_in_a_queue_of_kueue_and_one_that_ended_there_is_r
         held = await namespace.get("pod", "d-0-0")
         assert held["metadata"]["deletionTimestamp"] and held["metadata"]["finalizers"] == [HELD]
         await namespace.kubectl("patch", "pod", "d-0-0", "--type=merge", "-p", '{"metadata": {"finalizers": null}}')
+
+
+async def test_t19_what_a_spec_adds_to_a_pod_is_in_the_pod_that_the_api_server_made(
+    kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volumes = [{"name": "ca", "configMap": {"name": "authority", "optional": True}}, {"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}}]
+    env = [{"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k", "optional": True}}}, {"name": "PLAIN", "value": "v"}]
+    engine = {"env": env, "envFrom": [{"secretRef": {"name": "s", "optional": True}}], "volumeMounts": [{"name": "ca", "mountPath": "/ca"}]}
+    async with running_operator(kubeconfig_of_apiserver, monkeypatch, namespace.name):
+        await namespace.kubectl("create", "serviceaccount", "team")
+        await namespace.create(deployment(serviceAccountName="team", volumes=volumes, engine=engine, rollout={"maxUnavailable": "50%"}))
+        pod = await eventually(lambda: namespace.get("pod", "d-0-0"))
+        (container,) = pod["spec"]["containers"]
+        assert pod["spec"]["serviceAccountName"] == "team"
+        assert [one for one in container["env"] if one["name"] in ("KEY", "PLAIN")] == env
+        assert container["envFrom"] == engine["envFrom"]
+        assert {"name": "ca", "mountPath": "/ca"} in container["volumeMounts"]
+        assert {"ca", "scratch"} <= {one["name"] for one in pod["spec"]["volumes"]}
+        assert pod["metadata"]["annotations"]["diffusion-operator.dev/owner-uid"] == (await namespace.get("dd", "d"))["metadata"]["uid"]
+
+
+async def test_t19_lists_of_a_spec_merge_by_name(kubeconfig_of_apiserver: Path, namespace: Namespace) -> None:
+    """Two appliers, each with a variable and a volume of its own."""
+    for manager in ("one", "two"):
+        spec = {"volumes": [{"name": manager, "emptyDir": {}}], "engine": {"env": [{"name": manager.upper(), "value": "v"}]}}
+        await namespace.kubectl("apply", "--server-side", f"--field-manager={manager}", "-f", "-", stdin=json.dumps(deployment(**spec)))
+    spec = (await namespace.get("dd", "d"))["spec"]
+    assert [one["name"] for one in spec["volumes"]] == ["one", "two"]
+    assert [one["name"] for one in spec["engine"]["env"]] == ["ONE", "TWO"]

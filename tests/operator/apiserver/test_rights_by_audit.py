@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator's account asks of a real API server, beside what the chart lets it: nothing is refused, and nothing is granted unused.
+"""Calls of the operator's account on a real API server, compared with the chart's rights: nothing is refused, and nothing is granted
+unused.
 
-The operator is the real program under the chart's own account, in a namespace that enforces the restricted profile; one pod has a real
-worker for it, made to run by hand as there is no kubelet.
+The operator is the real program under the chart's own account, in a namespace that enforces the restricted profile. A pod has a real
+worker, started by hand because there is no kubelet.
 """
 
 import copy
@@ -15,10 +16,10 @@ import pytest
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.render.control_secret import control_token
-from support.cluster.audit import BY_ADMISSION, Right, granted
-from support.operator.audited_apiserver import AuditedApiserver, audited_apiserver
-from support.operator.chart_rendering import NAMESPACE, Chart, Document, of_kind, pod_specs, the_only
-from support.operator.real_apiserver import kubectl
+from support.apiserver.audited_apiserver import AuditedApiserver, audited_apiserver
+from support.apiserver.real_apiserver import kubectl
+from support.cluster.audit import BY_ADMISSION, SECURITY_PAGE, Right, documented, granted
+from support.operator.chart_rendering import NAMESPACE, Chart, Document, of_kind, pod_specs, role_of_objects, the_only
 from support.worker.process import DIGITS, DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 from tools.devcluster import programs
 
@@ -90,7 +91,7 @@ class Team:
         return next((one["reason"] for one in conditions if one["type"] == condition), "")
 
     def run_pod(self, name: str) -> None:
-        """What a scheduler and a kubelet say of a pod that runs."""
+        """Write the status of a running pod, as a scheduler and a kubelet do."""
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": "node"}}
         path = f"/api/v1/namespaces/{self._namespace}/pods/{name}/binding"
         self._cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(binding))
@@ -155,19 +156,28 @@ def test_every_right_of_the_role_is_used_and_nothing_else_is_asked_for(cluster: 
     cluster.give_rights(documents)
     live(cluster, Team(cluster), documents)
     account = the_only(documents, "ServiceAccount")["metadata"]["name"]
-    rights, usage = granted(the_only(documents, "Role")), cluster.usage(account)
+    rights, usage = set[Right]().union(*map(granted, of_kind(documents, "Role"))), cluster.usage(account)
     print(usage.table(rights))
     assert usage.refused == []
     used = set(usage.used)
     assert used - rights == set(), "allowed by something else than the chart's role"
     # Never a request by itself: the next test shows what asks for it.
     assert rights - used == {BY_ADMISSION}
+    assert documented() == rights, "the table of docs/security.md"
+
+
+def test_the_documented_rights_are_those_of_the_chart_and_say_what_a_patch_of_secrets_means(cluster: AuditedApiserver) -> None:
+    rights = set[Right]().union(*map(granted, of_kind(cluster.rendered(), "Role")))
+    assert documented() == rights
+    secrets = {right.verb for right in rights if right.resource == "secrets"}
+    assert secrets == {"create", "patch"}
+    assert "a right to patch Secrets is a right to read those whose names are known" in SECURITY_PAGE.read_text()
 
 
 def test_where_owner_references_are_checked_a_child_takes_the_right_to_its_owners_finalizers(cluster: AuditedApiserver) -> None:
-    """As in OpenShift; this server does it too."""
+    """OpenShift checks these references; this server does too."""
     documents = copy.deepcopy(cluster.rendered(fullnameOverride="poor", watchNamespaces=[TEAM]))
-    role = the_only(documents, "Role")
+    role = role_of_objects(documents)
     role["rules"] = [rule for rule in role["rules"] if BY_ADMISSION.resource not in rule["resources"]]
     cluster.give_rights(documents)
     owner = {"apiVersion": API, "kind": "DiffusionDeployment", "name": "d", "uid": "u", "controller": True, "blockOwnerDeletion": True}
@@ -189,7 +199,8 @@ def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(clus
     usage = cluster.usage("wide")
     assert usage.refused == []
     assert Right("", "pods", "create") in usage.used
-    assert set(usage.used) <= granted(role) == granted(the_only(cluster.rendered(), "Role"))
+    leases = {right for right in usage.used if right.resource == "leases"}
+    assert set(usage.used) - leases <= granted(role) == granted(role_of_objects(cluster.rendered()))
 
 
 def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_when_they_are_back(cluster: AuditedApiserver) -> None:
@@ -207,10 +218,16 @@ def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_w
         assert refused
         assert all(f'object_namespace="{SECOND}"' in one for one in refused)
         assert second.names("pods") == []
+        operator.eventually(lambda: "namespace second is set aside" in notes_of(cluster, "NamespaceRefused"))
         cluster.give_rights(documents)
         operator.eventually(lambda: "f-0-0" in second.names("pods"))
         for place in (team, second):
             place.kubectl("delete", "dd", "f", "--wait=false")
+
+
+def notes_of(cluster: AuditedApiserver, reason: str) -> str:
+    """The messages of Events in the operator's own namespace."""
+    return cluster.kubectl("--namespace", NAMESPACE, "get", "events", "--field-selector", f"reason={reason}", "--output=yaml")
 
 
 PEOPLE = [

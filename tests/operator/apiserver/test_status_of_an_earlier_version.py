@@ -10,7 +10,7 @@ import yaml
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, Kind
 from diffusion_operator.cluster import KubernetesCluster, connect
-from support.operator.real_apiserver import CRDS, kubectl
+from support.apiserver.real_apiserver import CRDS, kubectl
 from tools.devcluster.apiserver import apiserver
 
 pytestmark = pytest.mark.apiserver
@@ -78,14 +78,20 @@ async def test_a_status_with_the_earlier_names_of_replicas_is_replaced_and_nothi
         for kind, spec in SPECS.items():
             metadata = {"name": "x", "namespace": NAMESPACE}
             await cluster.create({"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "spec": spec})
-            await cluster.apply_status(kind, NAMESPACE, "x", status=STORED[kind])
+            await _write(cluster, kind, STORED[kind])
             assert await _status(cluster, kind) == STORED[kind], "the earlier kinds keep the earlier names"
     define(kubeconfig, *today)
     async with await connect() as cluster:
         for kind, statuses in WRITTEN.items():
             for status in statuses:
-                await cluster.apply_status(kind, NAMESPACE, "x", status=status)
+                await _write(cluster, kind, status)
                 assert await _status(cluster, kind) == status
+
+
+async def _write(cluster: KubernetesCluster, kind: Kind, status: Any) -> None:
+    found = await cluster.get(kind, NAMESPACE, "x")
+    assert found is not None
+    await cluster.apply_status(kind, NAMESPACE, "x", status=status, version=found["metadata"]["resourceVersion"])
 
 
 async def _status(cluster: KubernetesCluster, kind: Kind) -> Any:

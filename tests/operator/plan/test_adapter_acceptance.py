@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters a deployment takes, by tables over the pure decision: what is asked for on the left, the reason on the right."""
+"""Acceptance of adapters by a deployment, by tables over the pure decision: the request on the left, the reason on the right."""
 
 from typing import Any
 
@@ -8,10 +8,13 @@ import pytest
 
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError
-from diffusion_operator.plan.adapters.acceptance import Decision, decide_all, overruled
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerPhase
+from diffusion_operator.plan.adapters.acceptance import Decision, overruled
 from diffusion_operator.plan.adapters.error_codes import FINAL, SOURCE_REASONS
+from diffusion_operator.plan.deployment import plan_deployment
+from diffusion_operator.plan.observed.observed import Observed, Poll
 from diffusion_worker.errors import ErrorCode
+from support.operator.plan_builders import NOW, pod, says
 
 HUB = {"huggingFace": {"repo": "org/style", "tokenSecretRef": {"name": "hub"}}}
 BUCKET = {"s3": {"uri": "s3://bucket/a/", "credentialsSecretRef": {"name": "bucket"}}}
@@ -43,8 +46,11 @@ def held(path: str, state: RecordState = RecordState.LOADED) -> AdapterRecord:
 
 
 def decided(adapter: LoRAAdapter, *others: LoRAAdapter, records: tuple[AdapterRecord, ...] = (), **lora: Any) -> Decision:
-    decisions = decide_all(deployed(**lora), [adapter, *others], holders={"x": records})
-    return next(one for one in decisions if one.adapter is adapter)
+    """Return the decision of a plan where one replica is awake."""
+    polls = {pod().uid: Poll(state=says(WorkerPhase.READY, adapters=records))}
+    adapters = (adapter, *others)
+    observed = Observed(deployment=deployed(**lora), default_image="worker:1", pods=(pod(),), polls=polls, adapters=adapters)
+    return plan_deployment(observed, NOW).adapters.rows[adapter.metadata.uid].decision
 
 
 REFUSALS: list[tuple[str, LoRAAdapter, tuple[LoRAAdapter, ...], dict[str, Any], str, list[str]]] = [

@@ -9,16 +9,16 @@ import pytest
 
 from diffusion_operator.plan.adapters import acceptance
 from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, SOURCE_REASONS
-from diffusion_operator.plan.observed.children import CONTESTED, LEAVING, NAME_CONFLICT, PASS_FAILED, REFUSALS, REFUSED
+from diffusion_operator.plan.observed.children import ANOTHER_OPERATOR, CONTESTED, LEAVING, NAME_CONFLICT, PASS_FAILED, REFUSALS, REFUSED
 from support.operator.condition_reasons import PROBLEM, problems, reasons_of, returned
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
 REASONS = reasons_of(
-    # What no reader of the source can follow: the words of a decision, and of a worker's code.
+    # Reasons that no reader of the source can follow: the words of a decision, and of a worker's code.
     {
         "view.decision.reason": {acceptance.Decision.__struct_defaults__[0], *DEPLOYMENT_REASONS, *returned(acceptance)},
         "_source_error(view)": set(SOURCE_REASONS.values()),
-        "worst.reason": {CONTESTED, NAME_CONFLICT, LEAVING, REFUSED, PASS_FAILED, *REFUSALS},
+        "worst.reason": {ANOTHER_OPERATOR, CONTESTED, NAME_CONFLICT, LEAVING, REFUSED, PASS_FAILED, *REFUSALS},
     }
 )
 KINDS = {"DiffusionDeployment": REASONS.deployment, "LoRAAdapter": REASONS.adapter}
@@ -49,7 +49,7 @@ def test_every_reason_of_a_condition_is_explained(kind: str, type_: str) -> None
 @pytest.mark.parametrize(("kind", "type_"), CASES)
 def test_nothing_is_explained_that_is_no_reason_of_its_condition(kind: str, type_: str) -> None:
     wanted = KINDS[kind][type_]
-    # What keeps a replica from getting on is explained under Ready, and where it helps under another one too.
+    # A problem that blocks a replica is explained under Ready, and under another condition if that helps.
     allowed = wanted | (problems() if PROBLEM in wanted else set())
     assert explained(kind)[type_] - allowed == set()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is shown of a replica that is not ready yet, by a table, and how calmly, in a life."""
+"""Load progress of a replica that is not ready yet: by a table, and its calm over a life."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model replicas are held to, by tables and by lives of deployments: pinned once, told to the next, and why it cannot be had."""
+"""The model version that replicas must serve, by tables and lives: pinned once, passed to the next, and the reason without
+one."""
 
 from datetime import timedelta
 from typing import Any
@@ -50,7 +51,7 @@ def resolved(
 
 
 def pin(revision: str | None = None, digest: str | None = None, **how: Any) -> ModelStatus:
-    """As one replica that had this leaves it in the status."""
+    """Return the pin that a single replica with this version leaves in the status."""
     return resolved(ready(revision, digest), **how).model
 
 

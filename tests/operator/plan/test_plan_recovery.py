@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of replicas that fail, by tables; rows of the fault table are named by their number."""
+"""Handling of failing replicas, by tables; rows of the fault table are named by their number."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replicas a rollout replaces and makes, by tables; rows of the fault table are named by their number."""
+"""Replicas that a rollout replaces and makes, by tables; rows of the fault table are named by their number."""
 
 from datetime import timedelta
 from typing import Any
@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffusion_operator.api.deployment_spec import SleepPolicy
+from diffusion_operator.api.deployment_spec import Rollout, SleepPolicy
 from diffusion_operator.api.meta import condition_of
 from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerState
 from diffusion_operator.plan.deployment import DeploymentPlan
 from diffusion_operator.plan.observed.pods import Container, Exit, Pod
-from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SleepWorker, WakeWorker
+from diffusion_operator.plan.replicas.rollout import max_surge, max_unavailable
+from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SetRoutable, SleepWorker, WakeWorker
 from diffusion_operator.plan.results.events import deployment_events
 from support.operator.fake_cluster import EPOCH
 from support.operator.plan_builders import NOW, REVISION, made, planned, pod, says
@@ -233,6 +234,36 @@ def test_a_stuck_rollout_keeps_nobody_awake(minutes: float, calls: list[type]) -
 
 
 @pytest.mark.parametrize(
+    ("surge", "missing", "replicas", "expected"),
+    [
+        (None, None, 4, (0, 1)),
+        ("25%", "25%", 4, (1, 1)),
+        ("25%", "25%", 10, (3, 2)),
+        ("10%", "10%", 3, (1, 0)),
+        (None, "10%", 3, (0, 1)),
+        ("0%", "34%", 3, (0, 1)),
+        ("100%", 0, 3, (3, 0)),
+        (2, "50%", 1, (2, 0)),
+        ("1%", "1%", 0, (0, 1)),
+    ],
+)
+def test_t19_a_share_of_the_replicas_is_rounded_as_kubernetes_does(
+    surge: int | str | None, missing: int | str | None, replicas: int, expected: tuple[int, int]
+) -> None:
+    """And both are never 0, or nothing could be replaced."""
+    rollout = Rollout(max_surge=surge, max_unavailable=missing)
+    assert (max_surge(rollout, replicas), max_unavailable(rollout, replicas)) == expected
+
+
+def test_t19_a_rollout_in_percent_replaces_as_many_as_the_number_that_it_stands_for() -> None:
+    for share, number in (("50%", 2), ("25%", 1), ("100%", 4)):
+        pods = [old(index) for index in range(4)]
+        in_percent, as_number = (planned(*pods, replicas=4, rollout={"maxUnavailable": one}) for one in (share, number))
+        assert in_percent.pods == as_number.pods
+        assert in_percent.pods
+
+
+@pytest.mark.parametrize(
     ("rollout", "serving", "enough"), [({}, 3, True), ({}, 2, False), (SURGE, 3, False), ({"maxUnavailable": 3}, 1, True)]
 )
 def test_available_means_that_no_more_are_missing_than_may_be(rollout: dict[str, Any], serving: int, enough: bool) -> None:
@@ -241,3 +272,24 @@ def test_available_means_that_no_more_are_missing_than_may_be(rollout: dict[str,
     available = condition_of(plan.status.conditions, "Available")
     assert available is not None
     assert (available.status.value == "True") is enough
+
+
+GATED: dict[str, Any] = {"gated": True, "scheduled": False, "ready": False, "ip": "", "container": Container()}
+
+
+def test_t17_with_a_surge_the_old_replica_serves_until_the_new_one_is_admitted_and_without_one_it_goes_first() -> None:
+    """Without a surge the old one has the quota that the new one waits for."""
+    waits = planned(old(0), pod(1, 1, **GATED), replicas=1, rollout=SURGE)
+    assert waits.pods == ()
+    admitted = planned(old(0), new(1), replicas=1, rollout=SURGE)
+    assert [action.name for action in admitted.pods if isinstance(action, SetRoutable) and not action.routable] == ["d-0-0"]
+    first = planned(old(0), replicas=1)
+    assert [type(action) for action in first.pods] == [SetRoutable]
+    assert [type(action) for action in planned(old(0, routable=False), replicas=1).pods] == [DeletePod]
+
+
+@pytest.mark.parametrize("rollout", [{}, SURGE, {"type": "Recreate"}], ids=str)
+def test_t17_a_pod_that_ended_and_that_a_finalizer_holds_counts_as_gone(rollout: dict[str, Any]) -> None:
+    """Kueue's finalizer does so, until Kueue has counted the pod's end."""
+    held = old(0, terminating=True, finished=True, ready=False, container=Container())
+    assert planned(held, replicas=1, rollout=rollout).pods == (CreatePod(index=0, incarnation=1),)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sleeps and who wakes, by tables: what the replicas say on the left, the calls on the right (reconcile.md 5, RF14-RF20, RF25)."""
+"""Choice of sleeping and waking replicas, by tables: reports of the replicas on the left, calls on the right."""
 
 from datetime import timedelta
 from typing import Any
@@ -104,7 +104,7 @@ LOADED, FETCHING, DEFERRED = RecordState.LOADED, RecordState.FETCHING, RecordSta
 NO_WAKE = op("wake", "wake-3-1-aa", "InsufficientMemory")
 
 IDLE = [
-    # what, what the replicas say, the sleep of the spec beside the policy, calls
+    # subject, reports of the replicas, the spec's sleep beside the policy, calls
     ("one that had no request for long enough sleeps", [awake(300)], {}, ["sleep 0"]),
     ("one that had one since does not", [awake(299)], {}, []),
     ("one that was never asked sleeps when it was ready for as long", [awake(None, awake_s=300)], {}, ["sleep 0"]),
@@ -270,10 +270,11 @@ def test_the_time_at_which_the_next_one_may_sleep(states: list[WorkerState], sle
     assert plan.status.sleep_eligible_time == (None if seconds is None else NOW + timedelta(seconds=seconds))
 
 
-def test_it_looks_again_when_one_may_sleep_and_often_while_one_sleeps_that_a_request_may_wake() -> None:
+def test_it_looks_again_when_one_may_sleep_and_a_sleeper_that_cannot_be_watched_is_asked_often() -> None:
     routed = pod(routable=True)
     assert planned(routed, states={0: awake(100)}, sleep=DECIDING).look_again_s == 200
-    assert planned(routed, states={0: asleep()}, sleep=DECIDING).look_again_s == 2.0
+    sleeper = planned(routed, states={0: asleep()}, sleep=DECIDING)
+    assert (sleeper.look_again_s, sleeper.poll_every_s) == (None, 2.0)
     assert planned(routed, states={0: told(ASLEEP)}, sleep={"policy": "Asleep"}).look_again_s is None
     assert planned(routed, states={0: awake(100)}).look_again_s is None
 

@@ -14,7 +14,7 @@ from diffusion_operator.plan.deployment import plan_deployment
 from diffusion_operator.plan.observed.observed import Observed
 from diffusion_operator.plan.observed.pods import Container, Exit, read_pod
 from diffusion_operator.plan.results.events import adapter_events, deployment_events
-from diffusion_operator.reconcile.observe import parse
+from diffusion_operator.reconcile.store.parsing import parse
 from support.operator.plan_builders import NOW, made, pod
 from support.operator.rig import Rig, adapter, serving
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of sleep, by tables: what replicas say on the left, conditions on the right (api.md, RF14-RF20)."""
+"""Conditions about sleep, by tables: reports of the replicas on the left, conditions on the right."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def told(*states: WorkerState, ready: bool = True, **spec: Any) -> dict[str, str
 
 
 TOLD = [
-    # what, the replicas, the policy, Ready, Awake, Available, Degraded
+    # subject, the replicas, the policy, Ready, Awake, Available, Degraded
     ("awake", [READY], ON_IDLE, "True Serving", "True AllAwake", "True MinimumAvailable", "False AsExpected"),
     ("asleep and wakeable", [ASLEEP], ON_IDLE, "True AsleepWakeable", "False AllAsleep", "False Sleeping", "False AsExpected"),
     ("going to sleep for idleness", [DRAINING], ON_IDLE, "True AsleepWakeable", "False GoingToSleep", "False Sleeping", "False AsExpected"),

@@ -246,3 +246,18 @@ async def test_replicas_that_fail_are_not_given_up_for_a_template_that_cannot_be
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"]
     assert rig.condition("Ready")[0] == "True"
     assert rig.condition("Progressing") == ("False", "TemplateInvalid")
+
+
+async def test_t1_a_trial_that_fails_in_a_way_nobody_expected_ends_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = await serving(1)
+    rig.survives = Exception
+
+    async def broken(_: Any) -> None:
+        raise ValueError("nobody expected this")
+
+    monkeypatch.setattr(rig.cluster, "try_create", broken)
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={"maxBatchSize": 2}))
+    await rig.run(3)
+    assert rig.status()["observedGeneration"] == 2
+    assert rig.condition("Ready") == ("True", "Serving")
+    assert "nobody expected this" in rig.errors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two state documents of a replica tell, and that each of it is counted once: by loads, evictions and what a wake found wrong."""
+"""Changes between two state documents of a replica, each counted once: loads, evictions and failed verifications."""
 
 from typing import Any
 
@@ -95,7 +95,7 @@ def worker(rig: Rig) -> ScriptedWorker:
 
 
 def counted(rig: Rig) -> dict[str, float]:
-    """What the metrics server would show of adapters and of what was found wrong, where it is not 0."""
+    """Return the metrics of adapters and of failed verifications that are not 0."""
     lines = [line for line in generate_latest(rig.registry).decode().splitlines() if not line.startswith("#")]
     values = {name.removeprefix("diffusion_operator_"): float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
     of = (

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from diffusion_operator import __main__ as program
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
-from diffusion_operator.reconcile.watched_cluster import WATCHED
+from diffusion_operator.reconcile.store.watched_cluster import DECLARED_KINDS
 from diffusion_operator.settings import OperatorPods, Settings, operator_pods, read_operator_keys
 
 
@@ -99,11 +99,11 @@ def test_settings_come_from_the_environment_too(key_file: Path, monkeypatch: pyt
     assert result.exit_code == 0, result.output
 
 
-def test_only_event_handlers_are_registered_one_a_kind() -> None:
+def test_only_event_handlers_are_registered_one_for_each_kind_that_users_write() -> None:
     """Any other handler of kopf would write annotations or finalizers."""
     settings = Settings(engine_image="i", operator_key=b"k" * 16)
     registry = build_registry(Process(settings))
-    assert {handler.id for handler in registry._watching.get_all_handlers()} == {kind.plural for kind in WATCHED}
+    assert {handler.id for handler in registry._watching.get_all_handlers()} == {kind.plural for kind in DECLARED_KINDS}
     for others in (registry._changing, registry._spawning, registry._indexing, registry._webhooks):
         assert not others.get_all_handlers()
     assert build_kopf_settings().posting.enabled is False

@@ -11,14 +11,14 @@ import pytest
 
 from support.operator.story import Teller, Told
 
-# Nothing is left to remember by that nobody was told yet: of an adapter that was deleted, and of a child that another client touched.
+# After a death nothing recalls these unreported events: a deleted adapter, and a child that another client changed.
 MAY_BE_LOST = {"AdapterUnloaded", "Repaired"}
 DEATHS_IN_A_ROW = 20
 OVERLAPS = 8
 
 
 async def undisturbed() -> tuple[Told, list[str]]:
-    """What should be, and the places."""
+    """Return the undisturbed story, and its places."""
     teller = Teller()
     return await teller.tell(), teller.points.passed
 
@@ -40,7 +40,7 @@ async def test_rf5_the_operator_may_die_before_and_after_everything_it_does() ->
     assert expected.wrong == []
     assert len(places) > 100
     assert {place.split()[1] for place in places} == {
-        "create", "apply", "patch", "apply_status", "set_labels", "delete", "sleep", "wake", "put_adapter", "remove_adapter",
+        "create", "apply", "patch", "apply_status", "set_labels", "delete", "sleep", "wake", "drain", "put_adapter", "remove_adapter",
     }, "the story does everything that the ports have"  # fmt: skip
     for number, place in enumerate(places, start=1):
         told = await Teller(number).tell(to_the_end=False)

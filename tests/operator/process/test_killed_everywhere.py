@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RF5 with real processes: the operator's program is killed before and after every kind of action in a deployment's life, against a
-real API server and a fake kubelet. `test_fault_points` has every single place in virtual time.
+"""The operator's program is killed before and after every kind of action in a deployment's life, with real processes. The API server is
+real, the kubelet fake. `test_fault_points` has every single place in virtual time.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, SERVICE
+from support.apiserver.rest_client import RestClient
 from support.operator.fake_kubelet import FakeKubelet
-from support.operator.rest_client import RestClient
 from support.operator.sole_operator import Namespaces, adapter, complaints, deployment, eventually_nothing
 from support.soak.operator_process import OperatorProcess
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
 STEP_S = 120.0
 QUIET_S = 2.0
-ACTIONS = {"create", "apply", "patch", "apply_status", "set_labels", "delete", "sleep", "wake", "put_adapter", "remove_adapter"}
+ACTIONS = {"create", "apply", "patch", "apply_status", "set_labels", "delete", "sleep", "wake", "drain", "put_adapter", "remove_adapter"}
 
 Step = Callable[[RestClient], Awaitable[Any]]
 
@@ -50,7 +50,7 @@ async def test_rf5_the_process_may_be_killed_before_and_after_every_kind_of_acti
     operator = OperatorProcess(tmp_path, kubeconfig, control_port=kubelet.port)
 
     async def unsettled() -> list[str]:
-        """What is wrong, or the places of the last deaths, a moment ago."""
+        """Return the problems, or the places of the last deaths, a moment ago."""
         before = died_at.read_text()
         if wrong := await there.untrue():
             return [f"{wrong}"]

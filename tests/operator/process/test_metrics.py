@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator counts: objects by the reason of Ready, with no object's name in a label, and how long they wait."""
+"""The operator's counters: objects by the reason of Ready, with no object's name in a label, and their waiting times."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
+from diffusion_operator.election.leadership import Leadership
 from diffusion_operator.errors import ClusterUnavailable
 from diffusion_operator.metrics import REGISTRY, ObjectsByReason, PrometheusMeter, Waiting, Watches, measured, register
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
@@ -48,7 +49,7 @@ async def nothing(key: Key) -> Result:
 async def test_every_metric_of_the_operator_has_its_line_in_the_docs() -> None:
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text().partition("## The operator")[2]
     rig, queue = Rig(), KeyedQueue(nothing, resync_s=100, parallel=1, random=lambda: 0.5)
-    collectors = register(rig.runtime, queue, ())
+    collectors = register(rig.runtime, lambda: queue, (), Leadership.for_ever())
     try:
         text = generate_latest(REGISTRY).decode()
     finally:
@@ -61,7 +62,13 @@ async def test_every_metric_of_the_operator_has_its_line_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "outcome"), [(Result(), "ok"), (Result(gone=True), "gone"), (ClusterUnavailable("connection refused"), "error")]
+    ("result", "outcome"),
+    [
+        (Result(), "ok"),
+        (Result(gone=True), "gone"),
+        (ClusterUnavailable("connection refused"), "error"),
+        (Result(failure=ClusterUnavailable("of a part")), "part"),
+    ],
 )
 async def test_a_pass_is_counted_with_its_time_by_kind_and_outcome(result: Result | ClusterUnavailable, outcome: str) -> None:
     async def reconcile(key: Key) -> Result:
@@ -70,7 +77,7 @@ async def test_a_pass_is_counted_with_its_time_by_kind_and_outcome(result: Resul
         return result
 
     def samples() -> list[float]:
-        labels = {"kind": f"Test{outcome}", "outcome": outcome}
+        labels = {"kind": f"Test{outcome}", "outcome": "error" if outcome == "part" else outcome}
         return [REGISTRY.get_sample_value(f"diffusion_operator_reconcile_seconds_{end}", labels) or 0.0 for end in ("count", "sum")]
 
     with contextlib.suppress(ClusterUnavailable):
@@ -99,11 +106,11 @@ async def test_what_waits_for_its_turn_is_counted_with_the_age_of_the_first() ->
     for name in ("a", "b", "c"):
         queue.wake(Key("DiffusionDeployment", "n", name))
     await asyncio.sleep(5)
-    length, age = Waiting(queue).collect()
+    length, age = Waiting(lambda: queue).collect()
     assert length.samples[0].value == 2
     assert age.samples[0].value == pytest.approx(4.95)
     await asyncio.sleep(50)
-    length, age = Waiting(queue).collect()
+    length, age = Waiting(lambda: queue).collect()
     assert (length.samples[0].value, age.samples[0].value) == (0, 0)
     await queue.close()
 

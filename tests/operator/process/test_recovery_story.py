@@ -12,7 +12,7 @@ def dies(rig: Rig, pod: str, *, restarts: int, code: int = 70, message: str = "r
 
 
 async def loops(rig: Rig, pod: str, times: int, *, code: int = 70) -> None:
-    """Its container ends, and is started again in place, so many times; then it waits for the next try."""
+    """End a container and restart it in place, so many times; then it waits for the next try."""
     for count in range(1, times + 1):
         ended = {"exitCode": code, "reason": "Error", "message": "rank 1 died", "finishedAt": "2026-01-01T00:00:00Z"}
         rig.cluster.running(pod, "10.9.9.9", restarts=count, last=ended)

@@ -10,10 +10,10 @@ import pytest
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, SERVICE
 from diffusion_operator.handlers import build_kopf_settings
+from support.apiserver.rest_client import RestClient
+from support.apiserver.stalling_proxy import StallingProxy
 from support.operator.fake_kubelet import FakeKubelet
-from support.operator.rest_client import RestClient
 from support.operator.sole_operator import Namespaces, adapter, complaints, deployment, eventually_nothing, running
-from support.operator.stalling_proxy import StallingProxy
 from support.soak.operator_process import OperatorProcess
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
@@ -23,7 +23,7 @@ RESYNC_S = 2.0
 DEAD_S = 4.0
 SILENT_S = 45.0
 KEPT = 20
-"""Connections that stay open for a while for the next call, one for each pass that ran at once; a leak would be of each call."""
+"""Connections stay open for a while for the next call, one for each concurrent pass. A leak would add one for each call."""
 KINDS = ("DiffusionDeployment", "LoRAAdapter", "Pod", "Service")
 
 
@@ -166,5 +166,5 @@ async def test_rf7_an_api_server_that_does_what_it_is_asked_for_and_stays_silent
         assert operator.passes() - passes < 300
         assert complaints(operator) == []
     assert kubelet.wrong == []
-    # Its own may be made again when they were collected already, by an operator that has not heard of its end.
+    # A deployment's own pods may be recreated after their collection, by an operator that has not heard of its end.
     assert {pod: count for pod, count in kubelet.pods_made.items() if count > 1 and not pod.startswith(deleted)} == {}

@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, POD
+from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, POD, SERVICE
 from diffusion_operator.errors import ClusterError, ClusterRefused, ClusterUnavailable
 from support.operator.fake_cluster import Manifest
 from support.operator.rig import Rig, deployment, serving, with_adapter
@@ -37,7 +37,7 @@ class Tries:
 
 async def woken_each_second(rig: Rig, seconds: int) -> None:
     for _ in range(seconds):
-        rig.runtime.child_changed("default", "d", CONFIG_MAP.kind)
+        rig.runtime.child_changed("default", "d", CONFIG_MAP.kind, "d-desired")
         await rig.run(1)
 
 
@@ -63,6 +63,16 @@ async def test_the_api_servers_retry_after_is_obeyed() -> None:
     assert min(tries.pauses) >= 120
 
 
+async def test_the_retry_after_of_a_child_is_obeyed() -> None:
+    rig = Rig()
+    rig.survives = ClusterUnavailable
+    tries = Tries(rig, "create", SERVICE.kind, PATIENT)
+    rig.cluster.put(deployment())
+    await woken_each_second(rig, 250)
+    assert len(tries.times) == 3
+    assert min(tries.pauses) >= 120
+
+
 async def test_a_pod_that_a_quota_refuses_is_tried_each_minute_at_last_and_the_status_says_so_all_the_time() -> None:
     rig = Rig()
     tries = Tries(rig, "create", POD.kind, QUOTA)
@@ -76,6 +86,19 @@ async def test_a_pod_that_a_quota_refuses_is_tried_each_minute_at_last_and_the_s
     rig.cluster.refuse = lambda verb, manifest: None
     await rig.run(70)
     assert rig.cluster.names(POD) == ["d-0-0"]
+
+
+async def test_a_child_that_cannot_be_written_delays_nothing_that_is_due_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass with a failure is tried again after minutes at last: what does not depend on the failure comes at its time."""
+    monkeypatch.setattr("support.operator.rig.RETRY_S", 300.0)
+    rig = await serving(1, sleep={"policy": "OnIdle", "idleSeconds": 60, "minAwakeSeconds": 20})
+    away = ClusterUnavailable("failed calling webhook", status=500, reason="InternalError")
+    rig.cluster.refuse = lambda verb, manifest: away if manifest["kind"] == SERVICE.kind else None
+    rig.cluster.remove(SERVICE, "d")
+    await rig.run(80)
+    assert rig.errors, "the Service fails all the time"
+    assert rig.states() == ["Asleep"]
+    assert rig.condition("ChildrenReady") == ("False", "InternalError")
 
 
 async def test_an_edit_of_the_spec_ends_the_pause() -> None:

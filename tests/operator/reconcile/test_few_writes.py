@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing is written twice: one write a child and one status, none at rest, none by an operator that only starts again."""
 
-from diffusion_operator.api.names import ANNOTATION_APPLIED, POD, SECRET, SERVICE, Kind
+from diffusion_operator.api.names import ADAPTER, ANNOTATION_APPLIED, POD, SECRET, SERVICE, Kind
+from diffusion_operator.reconcile.dispatch import reconcile
+from diffusion_operator.reconcile.runtime import deployment_key
 from support.operator.fake_cluster import Manifest
 from support.operator.fault_points import FaultPoints
-from support.operator.rig import Rig, deployment, serving
+from support.operator.rig import Rig, adapter, deployment, serving
 
 
 def count_writes(rig: Rig) -> list[str]:
-    """What is written from now on, each as its place."""
+    """Record every write from now on, by its place."""
     points = FaultPoints(lambda place: None)
     rig.runtime.cluster = points.wrap(rig.cluster)
     return points.passed
@@ -33,6 +35,49 @@ async def test_an_operator_that_starts_again_writes_nothing() -> None:
     places = count_writes(rig)
     await rig.run(300)
     assert written(places) == []
+
+
+async def with_five_adapters() -> Rig:
+    rig = await serving(2)
+    for number in range(5):
+        rig.cluster.put(adapter(f"a{number}", f"/loras/{number}"))
+    await rig.run(60)
+    assert [rig.adapter_condition("Ready", f"a{number}")[0] for number in range(5)] == ["True"] * 5
+    return rig
+
+
+async def test_an_operator_that_starts_again_rewrites_no_status_of_an_adapter() -> None:
+    rig = await with_five_adapters()
+    rig.restart_operator()
+    places = count_writes(rig)
+    await rig.run(300)
+    assert written(places) == []
+
+
+async def test_a_change_of_one_adapter_is_written_for_that_alone() -> None:
+    rig = await with_five_adapters()
+    places = count_writes(rig)
+    rig.cluster.change(ADAPTER, "a3", lambda spec: spec.update(defaultScale="0.5"))
+    await rig.run(60)
+    about_adapters = {place for place in written(places) if "LoRAAdapter" in place}
+    assert about_adapters == {"apply_status LoRAAdapter a3"}
+
+
+async def test_a_pass_reads_the_adapters_that_changed_and_no_others() -> None:
+    rig = await with_five_adapters()
+    reads: list[str] = []
+    get = rig.cluster.get
+
+    async def counted(kind: Kind, namespace: str, name: str) -> Manifest | None:
+        reads.extend([name] if kind == ADAPTER else [])
+        return await get(kind, namespace, name)
+
+    rig.cluster.get = counted  # type: ignore[method-assign]
+    await reconcile(rig.runtime, deployment_key("default", "d"))
+    assert reads == []
+    rig.cluster.change(ADAPTER, "a3", lambda spec: spec.update(defaultScale="0.5"))
+    await reconcile(rig.runtime, deployment_key("default", "d"))
+    assert reads == ["a3"]
 
 
 async def test_at_rest_only_the_secret_that_cannot_be_read_is_looked_at_again() -> None:
@@ -83,9 +128,9 @@ async def test_the_first_status_waits_for_the_first_pod_also_where_another_opera
         await create(manifest)
         return await create(manifest) if manifest["kind"] == "Pod" else True
 
-    async def note_status(kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
+    async def note_status(kind: Kind, namespace: str, name: str, *, status: Manifest, version: str) -> None:
         statuses.append(status)
-        await apply_status(kind, namespace, name, status=status)
+        await apply_status(kind, namespace, name, status=status, version=version)
 
     rig.cluster.create, rig.cluster.apply_status = create_after_the_other, note_status  # type: ignore[method-assign]
     rig.cluster.put(deployment())

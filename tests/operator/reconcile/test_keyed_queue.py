@@ -14,7 +14,7 @@ ONE, TWO = Key("K", "n", "one"), Key("K", "n", "two")
 
 
 class Recorder:
-    """A reconcile that notes when it ran and does what it is told."""
+    """A reconcile that records its runs and follows its script."""
 
     def __init__(self) -> None:
         self.times: dict[Key, list[float]] = {}
@@ -99,6 +99,29 @@ async def test_failures_back_off_and_a_success_ends_it(queue: KeyedQueue, record
     assert recorder.times[ONE] == [0.05, 1.05, 3.05, 7.05]
 
 
+async def test_a_part_that_fails_delays_no_pass_that_is_due_sooner(
+    queue: KeyedQueue, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def failing(key: Key) -> Result:
+        return Result(requeue_after_s=3, failure=OperatorError("a webhook is away"))
+
+    recorder.result = failing
+    queue.wake(ONE)
+    await asyncio.sleep(13)
+    assert recorder.times[ONE] == [0.05, 1.05, 3.05, 6.05, 9.05, 12.05], "with backoff at first, and no later than it asks for"
+    assert "reconcile failed object=K n/one error=OperatorError: a webhook is away" in caplog.text
+
+
+async def test_a_part_that_fails_is_tried_with_backoff_where_no_pass_is_due(queue: KeyedQueue, recorder: Recorder) -> None:
+    async def failing(key: Key) -> Result:
+        return Result(failure=ValueError("no"))
+
+    recorder.result = failing
+    queue.wake(ONE)
+    await asyncio.sleep(8)
+    assert recorder.times[ONE] == [0.05, 1.05, 3.05, 7.05]
+
+
 async def test_a_wake_cuts_a_backoff_short(queue: KeyedQueue, recorder: Recorder) -> None:
     async def failing(key: Key) -> Result:
         raise OperatorError("no")
@@ -143,10 +166,27 @@ async def test_keys_run_beside_each_other_up_to_the_limit(queue: KeyedQueue, rec
 
     recorder.result = slow
     for key in (ONE, TWO, Key("K", "n", "three")):
-        queue.wake(key)
+        queue.wake(key, first=True)
     await asyncio.sleep(5)
     assert len(recorder.times) == 3
     assert recorder.most_running == 2
+
+
+async def test_half_of_the_places_are_kept_for_the_first_lane(queue: KeyedQueue, recorder: Recorder) -> None:
+    async def slow(key: Key) -> Result:
+        await asyncio.sleep(1)
+        return Result()
+
+    recorder.result = slow
+    queue.wake(ONE)
+    queue.wake(TWO)
+    await asyncio.sleep(0.1)
+    assert (recorder.running, queue.waiting) == (1, 1)
+    queue.wake(Key("K", "n", "declared"), first=True)
+    await asyncio.sleep(0.1)
+    assert recorder.running == 2
+    await asyncio.sleep(3)
+    assert len(recorder.times) == 3
 
 
 async def test_closing_ends_a_pass_that_hangs(queue: KeyedQueue, recorder: Recorder) -> None:
@@ -159,3 +199,70 @@ async def test_closing_ends_a_pass_that_hangs(queue: KeyedQueue, recorder: Recor
     await asyncio.sleep(1)
     await queue.close()
     assert recorder.running == 0
+
+
+async def test_what_a_user_declared_goes_before_what_waits_already(recorder: Recorder) -> None:
+    order, queue = await _busy_queue(recorder)
+    for number in range(4):
+        queue.wake(Key("K", "n", f"later{number}"))
+    await asyncio.sleep(0.1)
+    queue.wake(Key("K", "n", "declared"), first=True)
+    await asyncio.sleep(10)
+    assert order[:2] == ["running", "declared"]
+    await queue.close()
+
+
+async def test_a_key_that_waits_gets_ahead_when_its_spec_changes(recorder: Recorder) -> None:
+    order, queue = await _busy_queue(recorder)
+    for number in range(4):
+        queue.wake(Key("K", "n", f"later{number}"))
+    await asyncio.sleep(0.1)
+    queue.wake(Key("K", "n", "later3"), first=True)
+    await asyncio.sleep(0.1)
+    assert queue.waiting == 4
+    await asyncio.sleep(10)
+    assert order == ["running", "later3", "later0", "later1", "later2"]
+    await queue.close()
+
+
+async def test_the_other_lane_has_every_fourth_turn(recorder: Recorder) -> None:
+    order, queue = await _busy_queue(recorder)
+    for number in range(3):
+        queue.wake(Key("K", "n", f"later{number}"))
+    for number in range(8):
+        queue.wake(Key("K", "n", f"first{number}"), first=True)
+    await asyncio.sleep(30)
+    lanes = "".join(name[0] for name in order[1:])
+    assert lanes == "ffflffflffl"
+    await queue.close()
+
+
+async def test_a_wake_that_goes_first_counts_for_one_turn(recorder: Recorder) -> None:
+    order, queue = await _busy_queue(recorder)
+    queue.wake(ONE, first=True)
+    await asyncio.sleep(3)
+    assert order == ["running", "one"]
+    queue.wake(Key("K", "n", "running"))
+    await asyncio.sleep(0.1)
+    queue.wake(TWO)
+    await asyncio.sleep(0.1)
+    queue.wake(ONE)
+    await asyncio.sleep(5)
+    assert order == ["running", "one", "running", "two", "one"]
+    await queue.close()
+
+
+async def _busy_queue(recorder: Recorder) -> tuple[list[str], KeyedQueue]:
+    """Return a queue that makes a pass at a time, of a second each; the first is under way."""
+    order: list[str] = []
+
+    async def slow(key: Key) -> Result:
+        order.append(key.name)
+        await asyncio.sleep(1)
+        return Result()
+
+    recorder.result = slow
+    queue = KeyedQueue(recorder, resync_s=1000, parallel=1, random=lambda: 0.5)
+    queue.wake(Key("K", "n", "running"))
+    await asyncio.sleep(0.1)
+    return order, queue

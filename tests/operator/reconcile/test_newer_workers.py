@@ -45,6 +45,27 @@ async def test_a_ready_replica_in_a_state_of_a_newer_worker_serves_on_and_says_s
     assert "the worker says 'resharding', which this operator does not know" in replica["message"]
 
 
+async def test_a_replica_with_a_policy_a_level_and_a_residency_of_a_newer_worker_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = await with_adapter()
+    (worker,) = rig.workers
+    known, ended = worker.state, {"operationId": "o", "kind": "sleep", "level": "Disk"}
+    ranks = [{"rank": 0, "state": "ready", "memory": {"level": "Disk"}}]
+    newer = read(policy="Nightly", ranks=ranks, lastOperation=ended, adapters=[{"name": "x", "state": "Loaded", "residency": "Pinned"}])
+    residency = newer.adapters[0].residency
+
+    def more() -> WorkerState:
+        state = known()
+        adapters = tuple(replace(one, residency=residency) for one in state.adapters)
+        return replace(state, policy=newer.policy, ranks=newer.ranks, last_operation=newer.last_operation, adapters=adapters)
+
+    monkeypatch.setattr(worker, "state", more)
+    await rig.run(60)
+    assert rig.condition("Ready") == ("True", "Serving")
+    assert rig.condition("Degraded") == ("False", "AsExpected")
+    (replica,) = rig.status()["replicaStates"]
+    assert "level" not in replica["lastOperation"], "the schema of a status knows no such word"
+
+
 async def test_an_adapter_in_a_state_of_a_newer_worker_is_loading_and_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = await with_adapter()
     (worker,) = rig.workers

@@ -93,7 +93,7 @@ async def test_a_deleted_service_and_a_changed_configmap_are_repaired() -> None:
     config = rig.cluster.find(CONFIG_MAP, "d-desired")
     assert config is not None
     config["data"] = {"desired.json": "{}"}
-    rig.runtime.child_changed("default", "d", "ConfigMap")
+    rig.runtime.child_changed("default", "d", "ConfigMap", "d-desired")
     await rig.run()
     assert rig.cluster.names(SERVICE) == ["d"]
     assert rig.desired()["sleep"]["policy"] == "AlwaysAwake"
@@ -402,7 +402,7 @@ async def test_a_replica_that_starts_its_ranks_again_is_told_as_degraded_and_lef
     assert (rig.condition("Degraded"), rig.condition("Ready")) == (("True", "RankLost"), ("False", "RankLost"))
     assert rig.condition("Progressing") == ("True", "LoadingModel")
     assert words in rig.message("Degraded")
-    # Its server keeps the requests it has and takes new ones.
+    # The server keeps the requests it has and takes new ones.
     assert rig.routable() == ["d-0-0"]
     worker.phase, worker.failure = WorkerPhase.READY, None
     await rig.run(15)
@@ -430,6 +430,21 @@ async def test_the_operator_restarts_without_a_trace() -> None:
     assert rig.cluster.status_writes == writes
     assert calls == [rig.workers.at(ip).calls for ip in ("10.0.0.1", "10.0.0.2")]
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"]
+
+
+async def test_t28_a_worker_that_proved_itself_is_held_to_it_by_the_next_process_of_the_operator() -> None:
+    rig = await serving(2)
+    found = rig.cluster.find(POD, "d-0-0")
+    assert found is not None
+    uid = rig.workers.at("10.0.0.1").pod_uid = found["metadata"]["uid"]
+    await rig.run(60)
+    assert [one.get("controlProven") for one in rig.status()["replicaStates"]] == [True, None]
+    rig.workers.expected.clear()
+    rig.workers.at("10.0.0.1").unreachable = True
+    rig.restart_operator()
+    await rig.run(60)
+    assert rig.workers.expected == {"10.0.0.1": uid}
+    assert [one.get("controlProven") for one in rig.status()["replicaStates"]] == [True, None]
 
 
 async def test_an_api_server_that_is_away_is_waited_for() -> None:

@@ -13,7 +13,7 @@ from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import AdapterRecord, Operation, RecordState, WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ClusterUnavailable
 from diffusion_operator.metrics import Replicas
-from support.operator.rig import Rig, adapter, serving
+from support.operator.rig import LOOK_S, Rig, adapter, serving
 from support.operator.scripted_workers import ScriptedWorker
 
 SHORT = {"policy": "OnIdle", "idleSeconds": 60, "minAwakeSeconds": 20}
@@ -28,7 +28,7 @@ def _time(text: str) -> datetime:
 
 
 def scraped(rig: Rig) -> dict[str, float]:
-    """What the metrics server would show, by name and labels."""
+    """Return the metrics server's values, by name and labels."""
     registry = CollectorRegistry()
     registry.register(Replicas(rig.runtime.statuses))
     lines = [line for one in (registry, rig.registry) for line in generate_latest(one).decode().splitlines() if not line.startswith("#")]
@@ -115,10 +115,10 @@ async def test_an_event_is_one_though_the_status_could_not_be_written_after_it(m
     rig = await idle()
     write = rig.cluster.apply_status
 
-    async def fail_while_asleep(*args: Any, status: dict[str, Any]) -> None:
+    async def fail_while_asleep(*args: Any, **options: Any) -> None:
         if "Slept" in rig.cluster.events() and len(rig.errors) < 3:
             raise ClusterUnavailable("connection refused")
-        await write(*args, status=status)
+        await write(*args, **options)
 
     monkeypatch.setattr(rig.cluster, "apply_status", fail_while_asleep)
     await rig.run(90)
@@ -142,16 +142,16 @@ async def test_a_request_that_came_after_the_look_wins_and_nothing_is_said_of_it
     rig = await idle()
     asked, poll = worker(rig), rig.workers.state
 
-    async def look_then_ask(ip: str, *, token: str) -> WorkerState:
-        seen = await poll(ip, token=token)
-        if (seen.last_request_age_seconds or 0) >= 60:
+    async def look_then_ask(ip: str, **more: Any) -> WorkerState:
+        seen = await poll(ip, **more)
+        if (seen.last_request_age_seconds or 0) >= 60 - LOOK_S:  # the last look before the time is over
             asked.request()
         return seen
 
     rig.workers.state = look_then_ask  # type: ignore[method-assign]
     await rig.run(200)
     assert (rig.states(), asked.calls) == (["Awake"], [])
-    assert scraped(rig)['diffusion_operator_control_call_seconds_count{code="Busy",verb="sleep"}'] >= 2
+    assert scraped(rig)['diffusion_operator_control_call_seconds_count{code="Busy",verb="sleep"}'] >= 1
     assert rig.condition("Degraded") == ("False", "AsExpected")
 
 
@@ -178,26 +178,20 @@ async def test_nothing_is_written_while_it_sleeps_or_is_idle() -> None:
     assert (rig.states(), rig.cluster.status_writes) == (["Asleep"], writes)
 
 
-async def test_a_model_that_sleeps_asks_the_api_server_no_more_often_than_one_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_sleeps_is_not_looked_at_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = await idle(2)
-    listed, polled = [], []
-    listing, state = rig.cluster.list, rig.workers.state
+    listed = []
+    listing = rig.cluster.list
 
     async def counted_list(*args: Any, **kwargs: Any) -> Any:
         listed.append(rig.now)
         return await listing(*args, **kwargs)
 
-    async def counted_state(ip: str, *, token: str) -> WorkerState:
-        polled.append(rig.now)
-        return await state(ip, token=token)
-
     await rig.run(90)
     assert rig.states() == ["Asleep", "Asleep"]
     monkeypatch.setattr(rig.cluster, "list", counted_list)
-    monkeypatch.setattr(rig.workers, "state", counted_state)
-    await rig.run(100)
-    assert len(listed) <= 2 * 11, "pods and adapters, each ten seconds"
-    assert len(polled) >= 2 * 45, "each of the two every two seconds"
+    await rig.run(300)
+    assert listed == []
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=3))
     await rig.run(1)
     assert len(rig.cluster.names(POD)) == 3, "what somebody changes is seen at once"
@@ -220,19 +214,19 @@ async def test_an_adapter_that_a_sleeper_lets_go_when_it_wakes_does_not_keep_it_
     gone = AdapterRecord(name="x", state=RecordState.DRAINING)
     worker(rig).draining["x"] = gone
     await rig.run(20)
-    polled = []
-    state = rig.workers.state
+    listed = []
+    listing = rig.cluster.list
 
-    async def counted_state(ip: str, *, token: str) -> WorkerState:
-        polled.append(ip)
-        return await state(ip, token=token)
+    async def counted_list(*args: Any, **kwargs: Any) -> Any:
+        listed.append(rig.now)
+        return await listing(*args, **kwargs)
 
-    rig.workers.state = counted_state  # type: ignore[method-assign]
+    rig.cluster.list = counted_list  # type: ignore[method-assign]
     await rig.run(60)
-    assert len(polled) <= 31
+    assert listed == []
 
 
-async def test_the_status_tells_the_last_request_and_when_sleep_comes_and_requests_alone_write_it_each_fifteen_seconds() -> None:
+async def test_the_status_tells_the_last_request_and_when_sleep_comes_and_requests_alone_write_it_once_a_minute() -> None:
     rig = await idle()
     asked = rig.now
     await rig.run(20)
@@ -243,9 +237,9 @@ async def test_the_status_tells_the_last_request_and_when_sleep_comes_and_reques
     for _ in range(60):
         worker(rig).request()
         await rig.run(1)
-    assert rig.cluster.status_writes - writes <= 5
+    assert rig.cluster.status_writes - writes <= 2
     await rig.run(20)
-    assert (rig.now - _time(rig.status()["lastRequestTime"])).total_seconds() < 25
+    assert (rig.now - _time(rig.status()["lastRequestTime"])).total_seconds() < 85
     await rig.run(60)
     assert rig.states() == ["Asleep"]
     assert "sleepEligibleTime" not in rig.status()
@@ -260,7 +254,7 @@ async def test_held_requests_are_told() -> None:
     worker(rig).request()
     await rig.run(20)
     assert rig.status()["held"] == {"current": 2, "oldestSeconds": 1}
-    assert scraped(rig)["diffusion_operator_held_requests"] == 2
+    assert scraped(rig)['diffusion_operator_held_requests{object_namespace="default"}'] == 2
     worker(rig).finish()
     await rig.run(20)
     assert rig.status()["held"] == {"current": 0}
@@ -412,7 +406,8 @@ async def test_metrics_count_calls_wakes_and_replicas() -> None:
     assert found['diffusion_operator_control_call_seconds_count{code="OK",verb="sleep"}'] == 2
     assert found['diffusion_operator_wake_seconds_count{level="HostMemory"}'] == 1
     assert found['diffusion_operator_wake_seconds_sum{level="HostMemory"}'] == 0.25
-    assert (found['diffusion_operator_replicas{state="Asleep"}'], found['diffusion_operator_replicas{state="Awake"}']) == (1, 1)
+    replicas = 'diffusion_operator_replicas{object_namespace="default",state="%s"}'
+    assert [found[replicas % state] for state in ("Asleep", "Awake", "Failed")] == [1, 1, 0]
     rig.cluster.remove(DEPLOYMENT, "d")
     await rig.run(5)
-    assert scraped(rig)['diffusion_operator_replicas{state="Awake"}'] == 0
+    assert replicas % "Awake" not in scraped(rig), "a namespace without deployments has no rows"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which change of a deployment's status is written at once, and which only counts."""
+"""Changes of a deployment's status: some are written at once, others only count."""
 
 from datetime import timedelta
 

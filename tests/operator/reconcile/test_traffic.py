@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a status says of requests: times that do not move with the jitter of looks, and counts over all replicas."""
+"""Requests in a status: times that do not move with the jitter of looks, and counts over all replicas."""
 
 from datetime import timedelta
 
@@ -59,10 +59,10 @@ def test_held_requests_are_counted_over_all_replicas_and_the_oldest_is_told() ->
     assert status(asked(0)).held == HeldStatus(current=0)
 
 
-def test_what_requests_change_is_written_every_fifteen_seconds() -> None:
+def test_what_requests_change_is_written_once_a_minute() -> None:
     old, new = status(asked(100)), status(asked(0, held=HeldReport(current=2, oldest_age_seconds=1.0)))
     assert (old.held, old.last_request_time, old.sleep_eligible_time) != (new.held, new.last_request_time, new.sleep_eligible_time)
-    assert not worth_writing(old, new, last=NOW, now=NOW + timedelta(seconds=14))
-    assert worth_writing(old, new, last=NOW, now=NOW + timedelta(seconds=15))
+    assert not worth_writing(old, new, last=NOW, now=NOW + timedelta(seconds=59))
+    assert worth_writing(old, new, last=NOW, now=NOW + timedelta(seconds=60))
     both = msgspec.structs.replace(new, awake_replicas=7)
     assert worth_writing(old, both, last=NOW, now=NOW), "with anything else at once"

@@ -2,19 +2,21 @@
 """The control API's client against a server on loopback: what goes over the wire, and what each answer becomes."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from diffusion_operator import worker_client
 from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
 from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
 from diffusion_operator.plan.observed.observed import AttemptKey
-from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
+from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
 from diffusion_operator.worker_client import HttpWorkerClient
 
 ADDRESS = WorkerAddress(pod_uid="p", ip="127.0.0.1", boot_id="b")
@@ -25,7 +27,7 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Server:
-    """Notes what it is asked and answers as told."""
+    """Records its requests and answers by script."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any]] = []
@@ -33,6 +35,8 @@ class Server:
         self.answer: Answer = self._fine
 
     async def handle(self, request: web.Request) -> web.Response:
+        if request.path == "/v1/identity":
+            return web.json_response(status=404)  # a worker that cannot prove itself
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.method, request.path_qs, body))
         self.authorization.append(request.headers.get("Authorization"))
@@ -65,8 +69,52 @@ async def client(server: Server) -> AsyncIterator[HttpWorkerClient]:
 async def test_the_state_document_is_read_and_unknown_members_are_ignored(server: Server, client: HttpWorkerClient) -> None:
     state = await client.state("127.0.0.1", token="t")
     assert (state.boot_id, state.state) == ("b", WorkerPhase.ASLEEP)
-    assert server.asked == [("GET", "/v1/state", None)]
+    assert server.asked == [("GET", "/v1/state?limit=1000", None)]
     assert server.authorization == ["Bearer t"]
+
+
+def pages(*answers: dict[str, Any]) -> Answer:
+    """Give these in turn, the last one again and again."""
+    left = list(answers)
+
+    async def give(_: web.Request) -> web.Response:
+        return web.json_response({"bootId": "b", "state": "ready", "revision": "b.7"} | (left.pop(0) if len(left) > 1 else left[0]))
+
+    return give
+
+
+def one(name: str) -> dict[str, Any]:
+    return {"name": name, "state": "Loaded"}
+
+
+async def test_the_pages_of_a_state_document_are_taken_together(server: Server, client: HttpWorkerClient) -> None:
+    server.answer = pages({"adapters": [one("a")], "adaptersContinue": "b.1"}, {"adapters": [one("b")]})
+    state = await client.state("127.0.0.1", token="t", after="b.3", wait_s=0.1)
+    assert [record.name for record in state.adapters] == ["a", "b"]
+    assert [path for _, path, _ in server.asked] == ["/v1/state?after=b.3&wait=0.1&limit=1000", "/v1/state?continue=b.1&limit=1000"]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ({"adapters": [one("a")], "adaptersContinue": "b.1"},),
+        ({"adapters": [one("a")], "adaptersContinue": "b.1"}, {"bootId": "c", "adapters": [one("b")]}),
+        ({"adapters": [], "adaptersSince": "b.2"},),
+    ],
+    ids=["without an end", "of two lives of the server", "since another revision"],
+)
+async def test_pages_that_do_not_go_together_are_no_answer(server: Server, client: HttpWorkerClient, answers: Any) -> None:
+    server.answer = pages(*answers)
+    with pytest.raises(ControlUnreachable, match="the state document of"):
+        await client.state("127.0.0.1", token="t", after="b.3", wait_s=0.1)
+
+
+async def test_a_page_is_read_up_to_a_mebibyte(server: Server, client: HttpWorkerClient) -> None:
+    """A worker that has a revision has pages. The whole document of one that has none may be four times as large."""
+    server.answer = pages({"features": {"a": "x" * (2 << 20)}})
+    assert (await client.state("127.0.0.1", token="t")).revision == "b.7"
+    with pytest.raises(ControlUnreachable, match="1048576"):
+        await client.state("127.0.0.1", token="t", after="b.7")
 
 
 async def test_calls_carry_operation_and_boot_id(server: Server, client: HttpWorkerClient) -> None:
@@ -83,6 +131,7 @@ async def test_calls_carry_operation_and_boot_id(server: Server, client: HttpWor
         token="t",
     )
     await client.wake(WakeWorker(worker=ADDRESS, operation_id="w", attempt=1, deadline_s=8, policy=SleepPolicy.ALWAYS_AWAKE), token="t")
+    await client.drain(DrainWorker(worker=ADDRESS, operation_id="d", deadline_s=6), token="t")
     await client.put_adapter(PUT, token="t")
     await client.remove_adapter(RemoveAdapter(worker=ADDRESS, operation_id="r", name="x", drain_s=5), token="t")
     sleep = {"operationId": "s", "bootId": "b", "level": "Discard", "mode": "Abort", "deadlineSeconds": 7, "policy": "OnIdle"}
@@ -93,6 +142,7 @@ async def test_calls_carry_operation_and_boot_id(server: Server, client: HttpWor
     assert server.asked == [
         ("POST", "/v1/sleep", sleep),
         ("POST", "/v1/wake", {"operationId": "w", "bootId": "b", "deadlineSeconds": 8, "policy": "AlwaysAwake"}),
+        ("POST", "/v1/drain", {"operationId": "d", "bootId": "b", "deadlineSeconds": 6}),
         ("PUT", "/v1/adapters/x", put),
         ("DELETE", "/v1/adapters/x?operationId=r&bootId=b&drainSeconds=5", None),
     ]
@@ -137,6 +187,37 @@ async def test_silence_ends_after_the_limit(server: Server, client: HttpWorkerCl
     async with asyncio.timeout(2):
         with pytest.raises(ControlUnreachable, match="no whole answer within"):
             await client.state("127.0.0.1", token="t")
+
+
+async def test_a_watch_ends_five_seconds_after_the_time_that_the_worker_was_given(
+    server: Server, client: HttpWorkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(request: web.Request) -> web.Response:
+        await asyncio.sleep(5)
+        return web.Response()
+
+    assert worker_client.WAIT_GRACE_S == 5
+    monkeypatch.setattr(worker_client, "WAIT_GRACE_S", 0.2)
+    server.answer = silent
+    begun = asyncio.get_running_loop().time()
+    with pytest.raises(ControlUnreachable, match=r"no whole answer within 0\.7 s"):
+        await client.state("127.0.0.1", token="t", after="b.1", wait_s=0.5)
+    assert asyncio.get_running_loop().time() - begun >= 0.7
+
+
+async def test_the_kernel_asks_every_five_seconds_whether_a_worker_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    make = worker_client.keepalive_socket
+    monkeypatch.setattr(worker_client, "keepalive_socket", lambda address: made.append(make(address)) or made[-1])
+    client = HttpWorkerClient(poll_timeout_s=1, call_timeout_s=1, port=1)
+    with pytest.raises(ControlUnreachable):
+        await client.state("127.0.0.1", token="t")
+    await client.close()
+    with make((socket.AF_INET, socket.SOCK_STREAM, 0)) as one:
+        asked = [one.getsockopt(socket.IPPROTO_TCP, option) for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)]
+        assert (one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), asked) == (1, [5, 5, 3])
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+    assert made, "each connection is made so"
 
 
 async def test_a_document_of_another_shape_is_not_believed(server: Server, client: HttpWorkerClient) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is rendered is valid Kubernetes, strictly, and says what the spec says."""
+"""Rendered objects are strictly valid Kubernetes, and match the spec."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.disruption_budget import disruption_budget
 from diffusion_operator.render.event import event
 from diffusion_operator.render.network_policy import network_policy
-from diffusion_operator.render.pod import pod
+from diffusion_operator.render.pod import MESH_ANNOTATIONS, pod
 from diffusion_operator.render.service import service
 from support.operator.fake_cluster import EPOCH
 from support.operator.rig import OPERATOR_PODS
@@ -192,7 +192,7 @@ def test_a_model_from_elsewhere_is_given_as_its_source_that_the_kubelet_leaves_a
 
 
 def mounts(**spec: Any) -> dict[str, tuple[dict[str, Any], bool]]:
-    """What is mounted where, and whether read-only."""
+    """Return the mounts by path, and whether each is read-only."""
     found = rendered_pod(**spec)["spec"]
     volumes = {one["name"]: {key: value for key, value in one.items() if key != "name"} for one in found["volumes"]}
     assert len(volumes) == len(found["volumes"])
@@ -218,7 +218,7 @@ def test_the_claims_that_sources_may_lie_on_are_mounted_read_only() -> None:
 
 
 def test_what_the_operator_is_told_of_secrets_is_their_names() -> None:
-    """A user's Secret reaches the pod by its name alone: nothing of ours says what is in it, and no role lets the operator ask."""
+    """A user's Secret reaches the pod by its name alone. None of our objects repeats its content, and no role lets the operator read it."""
     source = AdapterSource(s3=S3Source(uri="s3://b/x.safetensors", credentials_secret_ref=SecretRef(name="keys")))
     content = desired_config(made(lora={"secrets": ["keys"]}), [wanted("x", AdapterLoad(source=source))])["data"]["desired.json"]
     assert json.loads(content)["adapters"][0]["source"] == {"s3": {"uri": "s3://b/x.safetensors", "credentialsSecretRef": {"name": "keys"}}}
@@ -353,7 +353,8 @@ def test_labels_of_the_spec_never_make_a_pod_look_like_what_it_is_not() -> None:
         "team": "images",
         "diffusion-operator.dev/revision": metadata["labels"]["diffusion-operator.dev/revision"],
     }
-    assert metadata["annotations"] == {"example.com/scrape": "yes"}
+    own = {"diffusion-operator.dev/desired": "Shards", "diffusion-operator.dev/owner-uid": "u"}
+    assert metadata["annotations"] == {"example.com/scrape": "yes", **dict.fromkeys(MESH_ANNOTATIONS, "8001"), **own}
 
 
 def test_the_image_is_pulled_with_the_secrets_of_the_spec() -> None:
@@ -425,7 +426,8 @@ def test_the_startup_probe_waits_longer_than_the_worker_itself() -> None:
 def test_the_users_environment_follows_ours_and_cannot_take_a_name_twice() -> None:
     given = [{"name": "HOME", "value": "/root"}, {"name": "A", "value": "b"}]
     env = worker(resources={"gpuResourceName": "none"}, engine={"env": given})["env"]
-    assert env == [{"name": "HOME", "value": "/tmp"}, {"name": "XDG_CACHE_HOME", "value": "/tmp/.cache"}, {"name": "A", "value": "b"}]
+    uid = {"name": "DIFFUSION_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    assert env == [{"name": "HOME", "value": "/tmp"}, {"name": "XDG_CACHE_HOME", "value": "/tmp/.cache"}, uid, {"name": "A", "value": "b"}]
 
 
 def test_the_service_selects_routable_pods_and_only_the_data_port() -> None:
@@ -434,11 +436,18 @@ def test_the_service_selects_routable_pods_and_only_the_data_port() -> None:
     assert [(port["port"], port["targetPort"]) for port in spec["ports"]] == [(80, 8000)]
 
 
+def test_the_control_port_is_kept_out_of_meshes_beside_what_the_spec_keeps_out() -> None:
+    istio, linkerd = MESH_ANNOTATIONS
+    asked = {istio: "9000, 9001", linkerd: "8001"}
+    annotations = rendered_pod(podMetadata={"annotations": asked})["metadata"]["annotations"]
+    assert (annotations[istio], annotations[linkerd]) == ("9000,9001,8001", "8001")
+
+
 def test_the_service_has_the_annotations_of_the_spec() -> None:
     annotations = {"example.com/class": "internal"}
     metadata = service(made(service={"annotations": annotations | {"diffusion-operator.dev/x": "y"}}))["metadata"]
-    assert metadata["annotations"] == annotations
-    assert "annotations" not in service(made())["metadata"]
+    assert metadata["annotations"] == annotations | {"diffusion-operator.dev/owner-uid": "u"}
+    assert service(made())["metadata"]["annotations"] == {"diffusion-operator.dev/owner-uid": "u"}
 
 
 def test_the_desired_file_is_the_same_for_the_same_content() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tools.demo.installation import RELEASE
 from tools.demo.kubectl import Document, Kubectl
 from tools.devcluster import cluster
 
@@ -54,11 +55,36 @@ def control_port_cut_off(pod: Document) -> Iterator[None]:
 
 
 def kill_operator(kubectl: Kubectl) -> None:
-    """SIGKILL to the operator's process, without a chance to end anything it began."""
-    (pod,) = operator_pods(kubectl)
-    for pid in processes_of(pod):
-        if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/pause"):  # the sandbox's own
-            os.kill(pid, signal.SIGKILL)
+    """SIGKILL to the process of the operator that leads, without a chance to end anything it began."""
+    signal_operator(leader(kubectl), signal.SIGKILL)
+
+
+@contextmanager
+def operator_stopped(pod: Document) -> Iterator[None]:
+    """It stands still, with its connections open. The kubelet may end it meanwhile for its probe."""
+    stopped = signal_operator(pod, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def signal_operator(pod: Document, number: signal.Signals) -> list[int]:
+    """Return the pids of its processes, the sandbox's own aside."""
+    pids = [pid for pid in processes_of(pod) if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/pause")]
+    for pid in pids:
+        os.kill(pid, number)
+    return pids
+
+
+def leader(kubectl: Kubectl) -> Document:
+    """The operator's pod that the Lease of the release names."""
+    holder = str(kubectl.get(f"lease/{RELEASE}")["spec"].get("holderIdentity") or "").partition("_")[0]
+    found = [pod for pod in operator_pods(kubectl) if pod["metadata"]["name"] == holder]
+    assert found, f"the Lease names {holder or 'nobody'}, and no such pod of the operator is there"
+    return found[0]
 
 
 def kill_server_in(pod: Document) -> None:
@@ -75,7 +101,7 @@ def kill_server_in(pod: Document) -> None:
 
 
 def resident_mib(pod: Document) -> float:
-    """What all its processes have in memory."""
+    """Return the resident memory of all its processes."""
     lines = [line for pid in processes_of(pod) for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return round(sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024, 1)
 

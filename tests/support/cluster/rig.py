@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx2
 import openai
 import yaml
 
@@ -30,10 +31,11 @@ from tools.devcluster import cluster, programs
 T = TypeVar("T")
 
 SERVING = Wanted("Ready", "True", ["Serving"])
+ROLLED_OUT = Wanted("Progressing", "True", ["RolloutComplete"])
 ADAPTER_READY = Wanted("Ready", "True", ["LoadedEverywhere"])
 START_S = 240.0
 PROMPT = "a red digit seven"
-# Of 255: a batch of another size rounds its sums in another order.
+# The scale is 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 1.0
 ANSWER_S = 120.0
 # The SDK's own patience with a connection.
@@ -45,7 +47,7 @@ OLDER_WORDS = "How many replicas it had in version 0.0.9."
 
 
 class ClusterRig:
-    """One namespace with the operator in it."""
+    """A namespace with the operator in it."""
 
     def __init__(self, kubectl: Kubectl, worker_image: str) -> None:
         self.kubectl = kubectl
@@ -135,7 +137,7 @@ class ClusterRig:
             return ask_and_be_refused(client, Request(PROMPT, 1, model or deployment, steps=8))
 
     def eventually(self, what: str, look: Callable[[], T], *, deadline_s: float = 60.0) -> T:
-        """What `look` returns once it is true."""
+        """Return the result of `look` once it is true."""
         end = time.monotonic() + deadline_s
         while not (found := look()):
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
@@ -147,18 +149,32 @@ class Clients:
     """An application in a thread of its own, for as long as the block lasts. The SDK's own retries are all its patience.
 
     A request is lost that gets neither the right image in the end, nor an error that allows another try (`retryable` in its body).
-    `address` is asked again for every request, because a Service that was made again has another one. `allowed` are codes of answers
-    that are right at that time although nobody may try again, such as those about an adapter that comes and goes.
+    `address` is asked again for every request, because a Service that was made again has another one. `allowed` are codes that are right at
+    the time although a retry cannot help, such as those about an adapter that comes and goes. `may_be_unreachable` counts a request that no
+    server accepted in any try as refused: a server that was killed refuses connections until its kubelet knows.
     """
 
-    def __init__(self, address: Callable[[], str], right: DemoImage, request: Request, *, allowed: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        address: Callable[[], str],
+        right: DemoImage,
+        request: Request,
+        *,
+        allowed: frozenset[str] = frozenset(),
+        may_be_unreachable: bool = False,
+    ) -> None:
         self._address, self._right, self._request, self._allowed = address, right, request, allowed
+        self._may_be_unreachable = may_be_unreachable
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_asking, daemon=True)
         self.sent = self.answered = 0
         self.refused: Counter[str] = Counter()
         self.lost: list[str] = []
+        self.refused_at: list[tuple[float, float, str]] = []
+        """When each that may be tried again was asked and refused, by time.monotonic(), and its code."""
         self.slowest_s = 0.0
+        self.tries = 0
+        """All requests, the SDK's own repetitions among them."""
 
     def __enter__(self) -> "Clients":
         self._thread.start()
@@ -176,13 +192,22 @@ class Clients:
         while not self._ended.is_set():
             began, address = time.monotonic(), self._address()
             self.sent += 1
-            with openai.OpenAI(base_url=f"{address}/v1", api_key="not-needed", timeout=PATIENCE) as client:
-                if wrong := self._ask(client):
+            http = openai.DefaultHttpxClient(event_hooks={"request": [self._count_try]}, timeout=PATIENCE)
+            with openai.OpenAI(base_url=f"{address}/v1", api_key="not-needed", timeout=PATIENCE, http_client=http) as client:
+                if wrong := self._ask(client, began):
                     self.lost.append(f"{time.strftime('%H:%M:%S')} {wrong}")
             self.slowest_s = max(self.slowest_s, time.monotonic() - began)
             self._ended.wait(PAUSE_S)
 
-    def _ask(self, client: openai.OpenAI) -> str:
+    def _count_try(self, _: object) -> None:
+        self.tries += 1
+
+    def _refused(self, code: str, began: float, *, retryable: bool = True) -> None:
+        self.refused[code] += 1
+        if retryable:
+            self.refused_at.append((began, time.monotonic(), code))
+
+    def _ask(self, client: openai.OpenAI, began: float) -> str:
         """Return what went wrong; empty for an image and for an error that may be tried again."""
         try:
             difference = mean_difference(ask_once(client, self._request), self._right)
@@ -190,10 +215,13 @@ class Clients:
             body = error.body if isinstance(error.body, dict) else {}
             code = str(body.get("code"))
             if body.get("retryable") or code in self._allowed:
-                self.refused[code] += 1
+                self._refused(code, began, retryable=bool(body.get("retryable")))
                 return ""
             return f"{error.status_code} {error.body}"
         except openai.APIConnectionError as error:
+            if self._may_be_unreachable and isinstance(error.__cause__, httpx2.ConnectError):
+                self._refused("no connection", began)
+                return ""
             return f"{type(error).__name__}: {error.__cause__ or error}"
         if difference > TOLERANCE:
             return f"an image {difference:.1f} levels away from the right one"

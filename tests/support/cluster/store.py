@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket and a hub in a pod of a test's namespace, with a certificate of its own authority, and claims that lie in the node's /tmp.
+"""A bucket and a hub in a pod of a test's namespace, with a certificate of its own authority, and claims on the node's /tmp.
 
 Real: the pod, its Service, its TLS and the claims. Not real: S3 and the Hugging Face hub, in whose place `servers` answers.
 """
@@ -23,7 +23,7 @@ def host_of(rig: ClusterRig) -> str:
 
 
 def worker_environment(rig: ClusterRig) -> list[Document]:
-    """What makes a worker with the Secret TRUST mounted ask this hub."""
+    """Return the variables that make a worker with the Secret TRUST mounted ask this hub."""
     trusted = {"name": "SSL_CERT_FILE", "value": f"/var/run/diffusion-operator/secrets/{TRUST}/ca.crt"}
     return [trusted, {"name": "HF_ENDPOINT", "value": f"https://{host_of(rig)}"}]
 

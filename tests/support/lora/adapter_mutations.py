@@ -23,7 +23,7 @@ class RawFile:
     entries: list[tuple[str, Any]]
     data: bytearray
     metadata: Any = None
-    # What peft has beside it; None for a single file.
+    # peft's configuration beside the file; None for a single file.
     config: bytes | None = None
     length_off_by: int = 0
 
@@ -65,7 +65,7 @@ class Mutation:
 
 
 def mutation(rng: random.Random, good: RawFile, other: RawFile) -> Mutation:
-    """One wrong file out of a good one; `other` is a good one for another model."""
+    """Make a wrong file out of a good one; `other` is a good one for another model."""
     kind = rng.choice(sorted(KINDS - {"config"}) + (["config"] * 3 if good.config else []))
     mutator = Mutator(rng, RawFile.parse(good.content(), good.config), other)
     getattr(mutator, kind)()
@@ -96,7 +96,7 @@ class Mutator:
         entry["shape"] = self.rng.choice(shapes)
 
     def other_width(self) -> None:
-        """As many rows, of another length."""
+        """Give the factor as many rows, of another length."""
         index, entry = self._tensor()
         shape = [*entry["shape"]]
         axis = 0 if _is(B, self.file.entries[index][0]) else 1
@@ -117,7 +117,7 @@ class Mutator:
         self.file.set_tensor(entry, entry["dtype"], shape, b"")
 
     def half_a_module(self) -> None:
-        """One factor of a module is missing."""
+        """Drop a factor of a module."""
         index, entry = self._tensor()
         self.file.set_tensor(entry, entry["dtype"], entry["shape"], b"")
         del self.file.entries[index]
@@ -260,7 +260,7 @@ class Mutator:
 
 
 KINDS = {name for name in vars(Mutator) if not name.startswith("_")}
-# What is changed there may not matter: such a file has to be as good as it was before.
+# Mutations that may be harmless: such a file must be as good as before.
 MAYBE_GOOD = {"bits", "config", "header_bytes", "metadata", "other_shape"}
 # The names of the two factors: as peft has them, and the part of Kohya's that follows "lora".
 A, B = ("lora_A", "down"), ("lora_B", "up")

@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from diffusion_worker.lora.adapter_file import PEFT_WEIGHTS
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors
-from diffusion_worker.lora.peft_settings import CONFIG_FILE
+from diffusion_worker.lora.located import CONFIG_FILE, PEFT_WEIGHTS
 from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 
 Factors = Mapping[str, LoRAFactors]
@@ -53,10 +52,11 @@ def layers_of(model: nn.Module, **options: Any) -> AdapterLayers:
 def load(layers: AdapterLayers, slot: int, factors: Factors) -> None:
     """Put an adapter into a slot."""
     layers.write(slot, layers.pack(checkpoint_of(factors), name=f"adapter {slot}"))
+    layers.fill()
 
 
 def run(layers: AdapterLayers, model: nn.Module, x: torch.Tensor, uses: Sequence[Sequence[tuple[int, float]]]) -> torch.Tensor:
-    """One call of the model, with the adapters (slot and strength) of each of its rows."""
+    """Run the model with the adapters (slot and strength) of each row."""
     with torch.inference_mode(), layers.rows([[SlotUse(*use) for use in row] for row in uses]):
         result: torch.Tensor = model(x)
         return result

@@ -26,7 +26,7 @@ from support.lora.namings import SWAPPED, Table, both, clip, flat, old_attention
 
 
 class Style(NamedTuple):
-    """How a naming ends: the names of the two factors, and whether each module has an alpha."""
+    """The end of a naming: the names of the two factors, and the presence of alphas."""
 
     a: str
     b: str
@@ -44,10 +44,10 @@ XLABS = Style(".down.weight", ".up.weight")
 
 @dataclass(frozen=True)
 class Case:
-    """One naming of one family, and what diffusers 0.42.1 makes of it.
+    """A naming of a family, and diffusers 0.42.1's result for it.
 
-    `lost` are modules that it drops without a word; with `one_alpha` it mixes up alphas that differ between modules, by their
-    names; `diffusers_refuses` says why nothing is loaded there at all.
+    `lost` are modules that it silently drops. With `one_alpha` it mixes up alphas that differ between modules, by their names.
+    `diffusers_refuses` is the reason why it loads nothing.
     """
 
     family: str

@@ -39,10 +39,17 @@ class Chart:
             raise RenderError(done.stderr)
         return done.stdout
 
-    def text(self, values: str = "default-values.yaml", *, overrides: Mapping[str, object] | None = None, chart: Path = CHART) -> str:
+    def text(
+        self,
+        values: str = "default-values.yaml",
+        *,
+        overrides: Mapping[str, object] | None = None,
+        chart: Path = CHART,
+        kubernetes: str = KUBERNETES,
+    ) -> str:
         """Render one value set of ci/, with single keys set to other values on top, e.g. {"crds.keep": False}."""
         sets = [part for key, value in (overrides or {}).items() for part in ("--set-json", f"{key}={json.dumps(value)}")]
-        arguments = ["--namespace", NAMESPACE, "--kube-version", KUBERNETES, "--values", str(CHART / "ci" / values), *sets]
+        arguments = ["--namespace", NAMESPACE, "--kube-version", kubernetes, "--values", str(CHART / "ci" / values), *sets]
         return self.run("template", "demo", str(chart), *arguments)
 
     def documents(self, values: str = "default-values.yaml", *, overrides: Mapping[str, object] | None = None) -> list[Document]:
@@ -57,6 +64,12 @@ def the_only(documents: list[Document], kind: str) -> Document:
     found = of_kind(documents, kind)
     assert len(found) == 1, f"expected one {kind}, found {[document['metadata']['name'] for document in found]}"
     return found[0]
+
+
+def role_of_objects(documents: list[Document]) -> Document:
+    """Return the Role for the objects that are watched, and not the ones for Leases."""
+    (found,) = (one for one in of_kind(documents, "Role") if not one["metadata"]["name"].endswith("leases"))
+    return found
 
 
 def pod_specs(documents: list[Document]) -> Iterator[tuple[str, Document]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reasons that the operator's conditions can have, read from the source of everything that calls `verdict`.
 
-An expression that is a reason is followed through conditional expressions, assignments, loops over tables and tuples that functions
-return. One that cannot be followed is an error with its place, unless the test says what it stands for: so no reason is missed.
+An expression that is a reason is followed through conditional expressions, assignments, loops over tables and tuples that functions return.
+An expression that cannot be followed is an error with its place, unless the test gives its values. So no reason is missed.
 """
 
 import ast
@@ -26,14 +26,14 @@ ADAPTER_MODULE = "adapters.conditions"
 
 
 class Reasons(NamedTuple):
-    """By condition, for each kind."""
+    """Reasons by condition, for each kind."""
 
     deployment: Found
     adapter: Found
 
 
 class _Source:
-    """One module: its tree, and the function that each expression is in."""
+    """A module: its tree, and the function around each expression."""
 
     def __init__(self, module: ModuleType, known: Mapping[str, Collection[str]]) -> None:
         self.module = module
@@ -46,7 +46,7 @@ class _Source:
         return ((function, node) for function, node in inside if isinstance(node, ast.Call) and ast.unparse(node.func) == "verdict")
 
     def texts(self, node: ast.expr, function: ast.FunctionDef) -> set[str]:
-        """What an expression can be."""
+        """Return the possible values of an expression."""
         text = ast.unparse(node)
         if text in self._known:
             return set(self._known[text])
@@ -81,7 +81,7 @@ class _Source:
         return found
 
     def _taken(self, name: str, target: ast.expr, value: ast.expr, function: ast.FunctionDef) -> set[str]:
-        """What a name is by one assignment."""
+        """Return the values that an assignment gives a name."""
         names = [ast.unparse(one) for one in target.elts] if isinstance(target, ast.Tuple) else []
         match target, value:
             case ast.Name(id=taken), _ if taken == name:
@@ -95,7 +95,8 @@ class _Source:
 
 
 def reasons_of(known: Mapping[str, Collection[str]]) -> Reasons:
-    """Of all modules of the plan. `known` tells what expressions stand for that cannot be followed, as they are written."""
+    """Collect the reasons in all modules of the plan. `known` tells what expressions stand for that cannot be followed, as they are
+    written."""
     reasons = Reasons(defaultdict(set), defaultdict(set))
     for info in pkgutil.walk_packages(plan.__path__, "diffusion_operator.plan."):
         source = _Source(importlib.import_module(info.name), known)

@@ -50,9 +50,13 @@ class FakeCluster:
         there = [manifest for key, manifest in sorted(self._objects.items()) if key[:2] == (kind.kind, namespace)]
         return [copy.deepcopy(one) for one in there if wanted <= one["metadata"].get("labels", {}).items()]
 
-    async def adapters_of(self, namespace: str, deployment: str) -> list[Manifest]:
+    async def adapter_versions(self, namespace: str, deployment: str) -> Mapping[str, object]:
         found = await self.list(ADAPTER, namespace)
-        return [one for one in found if one["spec"]["deploymentRef"]["name"] == deployment]
+        return {
+            one["metadata"]["name"]: (one["metadata"]["uid"], one["metadata"]["resourceVersion"])
+            for one in found
+            if one["spec"]["deploymentRef"]["name"] == deployment
+        }
 
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         return await self.get(kind, namespace, name)
@@ -88,10 +92,12 @@ class FakeCluster:
         self._admit("patch", existing)
         return copy.deepcopy(self._replace(existing, patched(existing, operations)))
 
-    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest) -> None:
+    async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest, version: str) -> None:
         self._check()
         if (manifest := self.find(kind, name, namespace=namespace)) is not None:
             self._admit("apply_status", manifest)
+            if version != manifest["metadata"]["resourceVersion"]:
+                raise ClusterConflict("the object has been modified", status=409, reason="Conflict")
             self.status_writes += 1
             self._changed(manifest, status=copy.deepcopy(status))
 
@@ -137,6 +143,17 @@ class FakeCluster:
             if manifest["metadata"]["uid"] in [owner["uid"] for owner in found["metadata"].get("ownerReferences", ())]:
                 self.remove(KINDS[child], its_name, namespace=its_namespace)
 
+    def remove_alone(self, kind: Kind, name: str) -> None:
+        """Deleted as with `--cascade=orphan`: what it owns stays, and nobody owns it."""
+        manifest = self._objects.pop((kind.kind, "default", name))
+        self.on_change("DELETED", manifest)
+        for found in list(self._objects.values()):
+            owners = found["metadata"].get("ownerReferences", [])
+            left = [owner for owner in owners if owner["uid"] != manifest["metadata"]["uid"]]
+            if len(left) < len(owners):
+                found["metadata"] = {name: value for name, value in found["metadata"].items() if name != "ownerReferences"}
+                self._changed(found, metadata=found["metadata"] | ({"ownerReferences": left} if left else {}))
+
     def find(self, kind: Kind, name: str, *, namespace: str = "default", uid: str | None = None) -> Manifest | None:
         found = self._objects.get((kind.kind, namespace, name))
         return found if found is None or uid in (None, found["metadata"]["uid"]) else None
@@ -149,7 +166,7 @@ class FakeCluster:
         return [manifest["reason"] for manifest in self._objects.values() if manifest["kind"] == "Event"]
 
     def notes(self, reason: str) -> list[str]:
-        """What the Events of a reason say."""
+        """Return the messages of the Events with a reason."""
         return [manifest["message"] for manifest in self._objects.values() if manifest["kind"] == "Event" and manifest["reason"] == reason]
 
     # the kubelet, by hand ---------------------------------------------------------------------------------------------

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake of what a real API server alone has not: a scheduler and a kubelet whose containers are scripted workers that answer over
-HTTP on addresses of 127.0.0.0/8, and a garbage collector. It watches by looking, several times a second, at all namespaces.
+"""A fake of all that a real API server alone lacks: a scheduler, a kubelet, and two controllers. The containers are scripted workers that
+answer over HTTP on addresses of 127.0.0.0/8. It looks at all namespaces several times a second.
 
 Real: the API server that it writes to, and the HTTP of the operator's calls. Not real: the containers.
 """
 
 import asyncio
+import hashlib
+import hmac
 import itertools
-import json
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,21 +21,30 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from diffusion_operator.api import names
-from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, EVENT, KINDS, POD, Kind
+from diffusion_operator.api.names import CONFIG_MAP, POD
+from diffusion_operator.api.worker_state import WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
-from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
+from diffusion_operator.plan.observed.pods import NODE_FAULTS
+from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
+from diffusion_operator.reconcile.memory import without_ages
+from diffusion_operator.worker_client import EPOCH_HEADER
+from diffusion_operator.worker_proof import CONTEXT
+from diffusion_operator.worker_proof import PATH as IDENTITY_PATH
+from support.apiserver.rest_client import RestClient, path_of
 from support.operator.fake_cluster import terminated
-from support.operator.rest_client import RestClient, path_of
-from support.operator.scripted_workers import ScriptedWorker, ScriptedWorkers
+from support.operator.mounted import mounted_desired
+from support.operator.scripted_workers import DIGITS, ScriptedWorker, ScriptedWorkers
+from support.soak.fake_controllers import FakeControllers
 
 TICK_S = 0.15
-OURS = f"?labelSelector={names.LABEL_MANAGED_BY}%3D{names.FIELD_MANAGER}"
+LOOK_S = 0.05
 # Fields of calls that have another name on the wire.
 WIRE = {"operationId": "operation_id", "deadlineSeconds": "deadline_s", "ifIdleSince": "if_idle_since_s", "drainSeconds": "drain_s"}
 # Each call by its path, those about an adapter by their method: the action that it means, and the method that takes it.
 CALLS = {
     "/v1/sleep": (SleepWorker, ScriptedWorkers.sleep),
     "/v1/wake": (WakeWorker, ScriptedWorkers.wake),
+    "/v1/drain": (DrainWorker, ScriptedWorkers.drain),
     "PUT": (PutAdapter, ScriptedWorkers.put_adapter),
     "DELETE": (RemoveAdapter, ScriptedWorkers.remove_adapter),
 }
@@ -41,14 +52,41 @@ CALLS = {
 
 @dataclass
 class Container:
-    """What runs in a pod."""
+    """The container of a pod."""
 
     worker: ScriptedWorker
     ip: str
     server: TestServer
     restarts: int = 0
     token: str = ""
-    """That it asks callers for; empty: it takes any."""
+    """The token that it asks callers for, and proves to have; empty: it takes any, and proves nothing."""
+    epoch: int = 0
+    """The highest of a leader that called it, as a worker's server keeps it."""
+    cut_off: bool = False
+    """It takes connections and answers nothing, as where packets are dropped."""
+    said: WorkerState | None = None
+    number: int = 0
+    """The number in its revision."""
+
+    def state(self) -> WorkerState:
+        """Return the state document with its revision, another one after each change that is no age."""
+        state = msgspec.structs.replace(self.worker.state(), operator_epoch=self.epoch)
+        said = self.said
+        if said is None or (without_ages(state), state.adapters) != (without_ages(said), said.adapters):
+            self.said, self.number = state, self.number + 1
+        return msgspec.structs.replace(state, revision=f"{state.boot_id}.{self.number}")
+
+    async def state_after(self, revision: str, wait_s: float) -> WorkerState:
+        """Return the next one, or the same one after the time."""
+        ends = time.monotonic() + wait_s
+        while (state := self.state()).revision == revision and time.monotonic() < ends:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        return state
+
+    def identity(self, nonce: str) -> dict[str, str]:
+        """Prove as a worker does whose pod says no UID."""
+        message = f"{CONTEXT}\n{nonce}\n{self.ip}\n"
+        return {"podUid": "", "proof": hmac.new(self.token.encode(), message.encode(), hashlib.sha256).hexdigest()}
 
 
 class FakeKubelet:
@@ -56,18 +94,26 @@ class FakeKubelet:
 
     def __init__(self, client: RestClient, rng: random.Random) -> None:
         self._client = client
+        self.controllers = FakeControllers(client)
+        self._rng = rng
         self._numbers = itertools.count(1)
-        # Of 127.0.0.0/8 an own part, because several of these may run on a machine.
+        # A part of 127.0.0.0/8 of its own, because several of these may run on a machine.
         self._net = f"127.{rng.randrange(16, 250)}"
         self.port = unused_port()
         self._workers = ScriptedWorkers()
         self.containers: dict[str, Container] = {}
-        """By UID of the pod."""
+        """Containers by UID of the pod."""
         self.wrong: list[str] = []
         self.pods_made: Counter[str] = Counter()
-        """By the deployment's UID and the pod's name; more than one only where somebody deleted a pod that nobody had seen."""
+        """Pods by the deployment's UID and the pod's name; more than one only if somebody deleted a pod that nobody had seen."""
         self.refused = 0
         """Calls with another token than the container's."""
+        self.stale: list[str] = []
+        """Calls of leaders that were replaced."""
+        self.proofs = 0
+        """Those that were asked for."""
+        self.rejecting: set[str] = set()
+        """Namespaces whose new pods their node rejects."""
         self._task: asyncio.Task[None] | None = None
         self._seen: set[str] = set()
 
@@ -87,42 +133,58 @@ class FakeKubelet:
             try:
                 await self._look()
                 if number % 5 == 0:
-                    await self._collect()
+                    await self.controllers.step()
             except (OSError, TimeoutError) as error:  # the API server is busy
                 print(f"fake kubelet: {type(error).__name__}: {error}", flush=True)
+            except Exception as error:
+                self.wrong.append(f"the fake kubelet failed: {error!r}")
+                raise
             await asyncio.sleep(TICK_S)
 
     # the kubelet ------------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        pods = (await self._client.send("GET", f"/api/v1/pods{OURS}"))[1]["items"]
+        found = (await self._client.send("GET", "/api/v1/pods"))[1]["items"]
+        # Known by their container: labels may be changed by anybody.
+        pods = [pod for pod in found if names.CONTAINER in [one["name"] for one in pod["spec"]["containers"]]]
         there = {pod["metadata"]["uid"]: pod for pod in pods}
         for uid in self.containers.keys() - there.keys():
             await self._end(uid)  # deleted by force
         made = [pod["metadata"] for uid, pod in there.items() if uid not in self._seen]
-        self.pods_made.update(f"{one['ownerReferences'][0]['uid']} {one['name']}" for one in made)
+        self.pods_made.update(f"{one['ownerReferences'][0]['uid']} {one['name']}" for one in made if "ownerReferences" in one)
         self._seen |= there.keys()
         self._watch_for_twins([pod["metadata"] for pod in pods if not pod["metadata"].get("deletionTimestamp")])
         await asyncio.gather(*(self._tend(pod) for pod in pods))
 
     def _watch_for_twins(self, living: list[Any]) -> None:
         """Without surge no replica ever has two pods, one of them terminating perhaps; and no name is made twice."""
-        replicas = Counter((one["ownerReferences"][0]["uid"], one["name"].split("-")[1]) for one in living)
+        drain = {uid for uid, container in self.containers.items() if container.worker.drains}
+        owned = [one for one in living if "ownerReferences" in one and one["uid"] not in drain]  # nobody owns an orphan
+        replicas = Counter((one["ownerReferences"][0]["uid"], one["name"].split("-")[1]) for one in owned)
         self.wrong += [f"{count} pods of replica {index} of {uid} at once" for (uid, index), count in replicas.items() if count > 1]
 
     async def _tend(self, pod: Any) -> None:
         metadata = pod["metadata"]
         if metadata.get("deletionTimestamp"):
             await self._end(metadata["uid"])
-            await self._client.delete(POD, metadata["namespace"], metadata["name"], at_once=True)
-        elif metadata["uid"] not in self.containers:
-            await self._start(pod)
+            await self._client.delete(POD, metadata["namespace"], metadata["name"], at_once=True, uid=metadata["uid"])
+        elif metadata["uid"] not in self.containers and pod.get("status", {}).get("phase") != "Failed":
+            await (self._reject if metadata["namespace"] in self.rejecting else self._start)(pod)
 
-    async def _start(self, pod: Any) -> None:
+    async def _bind(self, pod: Any) -> None:
         namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
         if not pod["spec"].get("nodeName"):
             binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": "node"}}
             await self._client.send("POST", f"{path_of(POD, namespace)}/{name}/binding", binding)
+
+    async def _reject(self, pod: Any) -> None:
+        """The node refuses a pod that was bound to it."""
+        await self._bind(pod)
+        status = {"phase": "Failed", "reason": self._rng.choice((*NODE_FAULTS, "OutOfmemory")), "message": "the node rejects all pods"}
+        await self._client.patch(POD, pod["metadata"]["namespace"], pod["metadata"]["name"], {"status": status}, subresource="/status")
+
+    async def _start(self, pod: Any) -> None:
+        await self._bind(pod)
         number = next(self._numbers)
         ip = f"{self._net}.{number // 250 % 250}.{number % 250 + 1}"
         application = web.Application()
@@ -133,10 +195,11 @@ class FakeKubelet:
         await self._begin(pod, container)
 
     def _worker(self, ip: str) -> ScriptedWorker:
-        return self._workers.add(ip, ScriptedWorker(boot_id=f"boot-{next(self._numbers)}", clock=lambda: datetime.now(UTC)))
+        model = msgspec.structs.replace(DIGITS, digest="sha256:digits")
+        return self._workers.add(ip, ScriptedWorker(boot_id=f"boot-{next(self._numbers)}", clock=lambda: datetime.now(UTC), model=model))
 
     async def crash(self, pod: Any) -> None:
-        """Its container ends and is started again in place."""
+        """End a container and restart it in place."""
         container = self.containers.get(pod["metadata"]["uid"])
         if container is not None:
             container.worker, container.restarts = self._worker(container.ip), container.restarts + 1
@@ -145,9 +208,8 @@ class FakeKubelet:
     async def _begin(self, pod: Any, container: Container) -> None:
         """It tries the mounted adapters, and runs."""
         namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
-        mounted = names.desired_config_name(pod["metadata"]["labels"][names.LABEL_DEPLOYMENT])
-        status, found = await self._client.send("GET", f"{path_of(CONFIG_MAP, namespace)}/{mounted}")
-        container.worker.load_mounted(json.loads(found["data"]["desired.json"])["adapters"] if status == 200 else ())
+        maps = {one["metadata"]["name"]: one for one in await self._client.list(CONFIG_MAP, namespace)}
+        container.worker.load_mounted(mounted_desired(maps.get, name.rsplit("-", 2)[0])["adapters"])
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         ended = {"terminated": terminated(137) | {"finishedAt": now}} if container.restarts else {}
         state = {"name": names.CONTAINER, "ready": True, "restartCount": container.restarts, "image": "worker:1", "imageID": ""}
@@ -165,21 +227,6 @@ class FakeKubelet:
         if container is not None:
             await container.server.close()
 
-    # the garbage collector --------------------------------------------------------------------------------------------
-
-    async def _collect(self) -> None:
-        """What is owned by an object that is gone. Owners are listed last, so that none is younger than the list."""
-        owned = [one for kind in KINDS.values() if kind not in (DEPLOYMENT, ADAPTER, EVENT) for one in await self._all(kind, OURS)]
-        living = {one["metadata"]["uid"] for one in await self._all(DEPLOYMENT)}
-        for one in owned:
-            owners = {owner["uid"] for owner in one["metadata"].get("ownerReferences", ())}
-            if owners and not owners & living:
-                await self._client.delete(KINDS[one["kind"]], one["metadata"]["namespace"], one["metadata"]["name"])
-
-    async def _all(self, kind: Kind, query: str = "") -> list[Any]:
-        status, answer = await self._client.send("GET", path_of(kind) + query)
-        return [one | {"kind": kind.kind} for one in answer["items"]] if status == 200 else []
-
     # the control ports of workers -------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -188,9 +235,21 @@ class FakeKubelet:
         container = next((one for one in self.containers.values() if one.ip == ip), None)
         if container is None:
             raise web.HTTPServiceUnavailable
+        if container.cut_off:
+            await asyncio.Event().wait()
+        if request.path == IDENTITY_PATH:
+            if not container.token:
+                raise web.HTTPNotFound
+            self.proofs += 1
+            return web.json_response(container.identity(request.query["nonce"]))
         if container.token and request.headers.get("Authorization") != f"Bearer {container.token}":
             self.refused += 1
             raise web.HTTPUnauthorized
+        epoch = int(request.headers.get(EPOCH_HEADER, "0"))
+        if 0 < epoch < container.epoch and request.method != "GET":
+            self.stale.append(f"{request.method} {request.path}")
+            return web.json_response({"code": "StaleEpoch", "message": "another operator leads", "retryable": False}, status=409)
+        container.epoch = max(container.epoch, epoch)
         try:
             return web.json_response(body=msgspec.json.encode(await self._do(request, container)))
         except ControlRefused as error:
@@ -202,7 +261,8 @@ class FakeKubelet:
 
     async def _do(self, request: web.Request, container: Container) -> Any:
         if request.path == "/v1/state":
-            return container.worker.state()
+            after, wait_s = request.query.get("after", ""), float(request.query.get("wait", "0"))
+            return await container.state_after(after, wait_s)
         told = await request.json() if request.can_read_body else dict(request.query)
         fields = {WIRE.get(name, name): value for name, value in told.items()}
         fields["worker"] = {"pod_uid": "", "ip": container.ip, "boot_id": told.get("bootId", "")}

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 Action = Callable[..., Awaitable[Any]]
-LOOKS = frozenset({"get", "look_up", "list", "pages", "adapters_of", "state", "try_create", "close"})
+LOOKS = frozenset({"get", "look_up", "list", "pages", "watch", "adapter_versions", "published_kinds", "state", "try_create", "close"})
 
 
 class OperatorDied(BaseException):
@@ -21,7 +21,7 @@ class FaultPoints:
     """Counts the places that are passed, and dies at one of them; after that nothing is done any more."""
 
     def __init__(self, die: Callable[[str], None], *, at: int | None = None) -> None:
-        """`at` counts from 1; None: never. `die` is told the place."""
+        """`at` counts from 1; None: never. `die` is called with the place."""
         self._die = die
         self._at = at
         self.passed: list[str] = []
@@ -62,7 +62,7 @@ class Wrapped:
 
 
 def _about(given: tuple[Any, ...]) -> str:
-    """What an action is about, for people."""
+    """Return an action's subject, for people."""
     first = given[0] if given else None
     if isinstance(first, dict):
         return f"{first['kind']} {first['metadata']['name']}"

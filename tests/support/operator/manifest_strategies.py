@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manifests of both kinds, made by hypothesis of the schema files themselves: inside the schema, and just outside it.
 
-A new field of a schema is covered by being there. Of the rules in CEL three forms are understood, so that enough manifests pass
-them: exactly one of some fields, a value of a list, and an end that a string must have. Real: the schemas. Not real: the users.
+A new field of a schema is covered by being there. Three forms of CEL rules are understood, so that enough manifests pass them. These are
+exactly one of some fields, a value of a list, and a required end of a string. Real: the schemas. Not real: the users.
 """
 
 import copy
@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, Kind
-from support.operator.kind_api import schemas, spec_schema
+from support.apiserver.kind_api import schemas, spec_schema
 
-OPTIONAL_FIELDS = 20  # of 100; more, and hardly a manifest meets all the rules between fields
+OPTIONAL_FIELDS = 20  # out of 100; with more, hardly a manifest meets all the rules between fields
 MOST_ITEMS = 3
-FEW = {"replicas": 3}  # of these, less than the schema would take: each is a pod
+FEW = {"replicas": 3}  # fewer than the schema allows: each is a pod
 SUFFIXES = ("", "-" + "a" * 33, "-" + "a" * 80, "-" + "b" * 250, ".x", "-", "É", "X", "_x", " ", "/x")
 KEYS = ("cpu", "memory", "ephemeral-storage", "example.com/dongle", "a", "topology.kubernetes.io/zone", "Ü", "", "a b", "x" * 64, "-x-")
 ODD: tuple[Any, ...] = (
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     kind: Kind
     document: Any
     suffix: str
-    """Of the name."""
+    """The name's suffix."""
     touched: tuple[str, ...]
 
 
@@ -52,7 +52,7 @@ def cases(number: int, *, count: int) -> list[Case]:
 
 
 def field_names(schema: Any) -> Iterator[str]:
-    """Of a schema, all the way down."""
+    """Yield a schema's fields at all depths."""
     return (name for one in schemas(schema) for name in one.get("properties", ()))
 
 

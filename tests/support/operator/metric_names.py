@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from diffusion_operator import metrics
+from diffusion_operator.election.leadership import Leadership
 from support.operator.chart_rendering import ROOT
 
-# What the PodMonitors' scrape configuration adds to every series.
+# Labels that the PodMonitors' scrape configuration adds to every series.
 TARGET_LABELS = {"namespace", "pod", "diffusion_operator_dev_deployment"}
 
 
@@ -51,9 +52,9 @@ def of_workers() -> dict[str, set[str]]:
 def of_the_operator() -> dict[str, set[str]]:
     """Labels by series, from its registry and from what is registered when it begins."""
     found: dict[str, set[str]] = {}
-    runtime: Any = SimpleNamespace(ready_reasons={}, statuses={})
+    runtime: Any = SimpleNamespace(ready_reasons={}, statuses={}, memories={})
     queue: Any = SimpleNamespace(waiting=0, oldest_s=0.0)
-    registered = metrics.register(runtime, queue, [])
+    registered = metrics.register(runtime, lambda: queue, [], Leadership.for_ever())
     collectors = list(metrics.REGISTRY._collector_to_names)
     for one in registered:
         metrics.REGISTRY.unregister(one)

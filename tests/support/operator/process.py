@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `diffusion-operator`, which can be told where to die and which counts what it does.
+"""The program `diffusion-operator` with commanded deaths and counted actions.
 
-Real: the program, all but its two ports, which are wrapped where the process makes them. `OPERATOR_UNDER_TEST` in the environment is a
-JSON object: `dieAt`, the number of the place to die at; `diedAt`, a file of the kinds of places where it died before: it dies at each
-that is not in it and lives again, always as a process of its own; `controlPort`, where workers listen; `settings`, other values of
-them. Among the metrics are how often each kind of action was begun, how much is kept of objects, and the most passes that one object had.
+Real: the program, all but its two ports, which are wrapped where the process makes them. `OPERATOR_UNDER_TEST` in the environment is a JSON
+object. `dieAt` is the number of the place to die at. `diedAt` is a file of the kinds of places where it died before. It dies at each that
+is not in it and lives again, always as a process of its own. `controlPort` is the port of workers, and `settings` are other values of them.
+After `strangersS` seconds an object of others is looked at again, in place of a minute. The metrics include the number of each kind of
+action begun, the number of kept objects, and the most passes of an object.
 """
 
 import json
@@ -12,6 +13,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from diffusion_operator import handlers, metrics
 from diffusion_operator.__main__ import main
+from diffusion_operator.plan.observed import children
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from support.operator.fault_points import FaultPoints
 
@@ -34,7 +37,7 @@ def _die(place: str) -> None:
 class DyingOnce(FaultPoints):
     """At each kind of place, over all lives: before or after, what is done, and to which kind of object or by which call.
 
-    Where one life died another one begins, without the imports, which take most of the time of a start.
+    After a life's death the next one begins without the imports, which take most of a start's time.
     """
 
     def __init__(self, died_at: Path) -> None:
@@ -80,7 +83,7 @@ class CountingProcess(handlers.Process, Collector):
             actions.add_metric([what], count)
         yield actions
         known = self.runtime
-        kept = 0 if known is None else sum(map(len, (known.memories, known.ready_reasons, known.touched, known.statuses)))
+        kept = 0 if known is None else sum(map(len, (known.memories, known.ready_reasons, known.statuses)))
         yield GaugeMetricFamily("under_test_kept", "Entries about objects.", value=kept + len(self.queue or ()))
         yield GaugeMetricFamily("under_test_most_passes", "Of one object.", value=max(self.passes.values(), default=0))
 
@@ -102,6 +105,8 @@ if __name__ == "__main__":
     if isinstance(POINTS, DyingOnce):
         POINTS.live()
     _wrap_ports()
+    if "strangersS" in TOLD:
+        children.PAUSES[children.NAME_CONFLICT] = timedelta(seconds=TOLD["strangersS"])
     import diffusion_operator.__main__ as program
 
     program.Process = CountingProcess  # type: ignore[misc]

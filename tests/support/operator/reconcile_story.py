@@ -19,8 +19,9 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT
 from diffusion_operator.render.control_secret import control_token
 from diffusion_operator.worker_client import HttpWorkerClient
+from support.apiserver.kind_api import merged
 from support.operator.fake_cluster import terminated
-from support.operator.kind_api import merged
+from support.operator.mounted import mounted_files
 from support.operator.rig import Rig, deployment
 from support.worker.process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
@@ -30,7 +31,7 @@ POD_NAME = "d-0-0"
 
 
 class Story:
-    """One deployment of one replica, whose pod is a worker process."""
+    """A deployment of one replica, whose pod is a worker process."""
 
     def __init__(self, rig: Rig, worker: WorkerProcess, desired: Path, closing: AsyncExitStack) -> None:
         self.rig = rig
@@ -89,15 +90,15 @@ class Story:
 
 
 def write_desired(rig: Rig, path: Path) -> None:
-    """All at once, as the kubelet replaces a mounted ConfigMap; only where it changed."""
-    config = rig.cluster.find(CONFIG_MAP, "d-desired")
-    assert config is not None
-    text = config["data"]["desired.json"]
-    if path.exists() and path.read_text() == text:
-        return
-    fresh = path.with_suffix(".new")
-    fresh.write_text(text)
-    fresh.rename(path)
+    """Replace the files of the mounted folder as the kubelet does, only where they changed; the main one is the last."""
+    files = mounted_files(lambda name: rig.cluster.find(CONFIG_MAP, name), "d")
+    assert path.name in files
+    for name in sorted(files):
+        place = path.with_name(name)
+        if not place.exists() or place.read_bytes() != files[name]:
+            fresh = place.with_suffix(".new")
+            fresh.write_bytes(files[name])
+            fresh.rename(place)
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ Real: every reconcile and plan. Not real: the API server, which is FakeCluster, 
 """
 
 import itertools
-import json
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -19,12 +18,16 @@ from diffusion_operator.metrics import PrometheusMeter
 from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
+from diffusion_operator.reconcile.workers.calls import WorkerCalls
 from diffusion_operator.settings import OperatorPods, Settings
+from support.apiserver.kind_api import dd, lora
 from support.operator.fake_cluster import EPOCH, FakeCluster, terminated
-from support.operator.kind_api import dd, lora
+from support.operator.looking_watches import LookingWatches
+from support.operator.mounted import mounted_desired
 from support.operator.scripted_workers import ScriptedWorker, ScriptedWorkers
 
 JOIN_S = 0.05
+LOOK_S = 0.5
 RETRY_S = 1.0
 OPERATOR_PODS = OperatorPods(namespace="operators", labels={"app.kubernetes.io/name": "diffusion-operator"})
 
@@ -44,6 +47,7 @@ class Rig:
         self.cluster.on_change = self._changed
         self.workers = ScriptedWorkers()
         self._due: dict[Key, datetime] = {}
+        self._look_at = EPOCH
         self._boots = itertools.count(1)
         self.errors: list[str] = []
         self.survives: type[Exception] = OperatorError
@@ -59,7 +63,10 @@ class Rig:
         settings = Settings(engine_image="worker:1", operator_key=self.keys[0], previous_keys=self.keys[1:], operator_pods=OPERATOR_PODS)
         self.registry = CollectorRegistry()
         meter = PrometheusMeter(self.registry)
-        return Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=self.clock, wake=self._wake, meter=meter)
+        runtime = Runtime(cluster=self.cluster, workers=self.workers, settings=settings, clock=self.clock, wake=self._wake, meter=meter)
+        self.watches = runtime.watches = LookingWatches(runtime)
+        self.calls = runtime.calls = WorkerCalls(runtime)
+        return runtime
 
     def restart_operator(self) -> None:
         """Memory is lost; everything is looked at again."""
@@ -70,29 +77,44 @@ class Rig:
 
     async def run(self, seconds: float = 5.0) -> None:
         end = self.now + timedelta(seconds=seconds)
-        while self._due and (soonest := min(self._due.items(), key=lambda item: item[1]))[1] <= end:
-            key, when = soonest
+        await self.watches.look()
+        while (when := min([self._look_at, *self._due.values()])) <= end:
             self.now = max(self.now, when)
-            del self._due[key]
-            await self._reconcile(key)
+            for key in [key for key, due in self._due.items() if due <= self.now]:
+                del self._due[key]
+                await self._reconcile(key)
+            await self.watches.look()
+            self._look_at = self.now + timedelta(seconds=LOOK_S)
         self.now = end
 
     async def _reconcile(self, key: Key) -> None:
         try:
             result = await reconcile(self.runtime, key)
-            again_s = None if result.gone else result.requeue_after_s
+            resync_s = self.runtime.settings.resync_s
+            again_s = None if result.gone else resync_s if result.requeue_after_s is None else result.requeue_after_s
+            if result.failure is not None:
+                again_s = min(RETRY_S, again_s or RETRY_S)
+                self._survive(result.failure)
         except self.survives as error:
             self.errors.append(str(error))
             again_s = RETRY_S
+        except BaseException:
+            await self.calls.close()  # a process that ends takes its calls with it
+            raise
+        await self.calls.settled()
         if again_s is not None:
             self._due.setdefault(key, self.now + timedelta(seconds=again_s))
 
+    def _survive(self, failure: Exception) -> None:
+        if not isinstance(failure, self.survives):
+            raise failure
+        self.errors.append(str(failure))
+
     def _wake(self, key: Key) -> None:
-        self.runtime.touched.add(key)
         self._due[key] = min(self._due.get(key, EPOCH + timedelta(days=9999)), self.now + timedelta(seconds=JOIN_S))
 
     def _changed(self, change: str, manifest: dict[str, Any]) -> None:
-        """What handlers.py does."""
+        """Handle a change as handlers.py does."""
         metadata, kind = manifest["metadata"], manifest["kind"]
         if kind == DEPLOYMENT.kind:
             self._wake(deployment_key(metadata["namespace"], metadata["name"]))
@@ -100,7 +122,7 @@ class Rig:
             self._wake(adapter_key(metadata["namespace"], metadata["name"]))
             self._wake(deployment_key(metadata["namespace"], manifest["spec"]["deploymentRef"]["name"]))
         elif LABEL_DEPLOYMENT in metadata.get("labels", {}):
-            self.runtime.child_changed(metadata["namespace"], metadata["labels"][LABEL_DEPLOYMENT], kind)
+            self.runtime.child_changed(metadata["namespace"], metadata["labels"][LABEL_DEPLOYMENT], kind, metadata["name"])
 
     # a kubelet and workers --------------------------------------------------------------------------------------------
 
@@ -131,8 +153,7 @@ class Rig:
     # looking ----------------------------------------------------------------------------------------------------------
 
     def desired(self, name: str = "d") -> dict[str, Any]:
-        found = self.cluster.find(CONFIG_MAP, f"{name}-desired")
-        return json.loads(found["data"]["desired.json"]) if found else {"adapters": []}
+        return mounted_desired(lambda config: self.cluster.find(CONFIG_MAP, config), name)
 
     def status(self, name: str = "d") -> dict[str, Any]:
         return (self.cluster.find(DEPLOYMENT, name) or {}).get("status", {})

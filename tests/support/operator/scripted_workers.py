@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A WorkerClient over workers in memory, by IP: each does what it is told at once, unless its script says otherwise.
+"""A WorkerClient over workers in memory, by IP: each obeys at once, unless its script says otherwise.
 
 Real: the messages. Not real: the model, its ranks, and the bytes of adapters. Sleep is as the real one's: harmless calls, conflicts, a
 drain that a wake ends, a wake by a held request, ages by a clock.
@@ -20,14 +20,29 @@ from diffusion_operator.api.deployment_spec import SleepLevel, SleepPolicy
 from diffusion_operator.api.source import identity
 from diffusion_operator.api.worker_state import AdapterRecord, Operation, RecordState, WireError, WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable, OperatorError
-from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
+from diffusion_operator.plan.adapters.records import contradicts
+from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
 from support.operator.fake_cluster import EPOCH
 
 RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
 DIGITS = worker_state.ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
+READS_SHARDS = worker_state.DesiredReport(reads_shards=True, reads_identity=True)
 NO_MEMORY = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
 # These are in the state document as they are.
-SAID = ("boot_id", "in_flight", "operation", "last_operation", "load", "model", "failure", "generation", "last_loss", "policy")
+SAID = (
+    "boot_id",
+    "in_flight",
+    "operation",
+    "last_operation",
+    "load",
+    "model",
+    "failure",
+    "generation",
+    "last_loss",
+    "policy",
+    "desired",
+    "pod_uid",
+)
 
 
 @dataclass
@@ -38,6 +53,12 @@ class ScriptedWorker:
     slow: bool = False
     """Sleep and wake stay in progress until `finish`."""
     unreachable: bool = False
+    drains: bool | None = False
+    """It was drained by a call. None: it is of the first version, and has no such call."""
+    pod_uid: str = ""
+    """Empty: its version cannot prove itself."""
+    token: str = ""
+    """The token that callers must have; empty: it takes any."""
     failing_operations: int = 0
     """So many sleeps or wakes end with `operation_error`."""
     operation_error: WireError = NO_MEMORY
@@ -50,34 +71,37 @@ class ScriptedWorker:
     held_requests: int = 0
     last_request_at: datetime | None = None
     refusals: dict[str, WireError] = field(default_factory=dict)
-    """By identity of an adapter's source."""
+    """Refusals by identity of an adapter's source."""
     digests: dict[str, str] = field(default_factory=dict)
-    """By identity; otherwise made from it."""
+    """Digests by identity; otherwise made from it."""
+    identities: dict[str, str] = field(default_factory=dict)
+    """Effects that are reported, by identity of the source."""
     revisions: dict[str, str] = field(default_factory=dict)
-    """By identity: what a branch is found to be."""
+    """The commits found for branches, by identity."""
     held: set[str] = field(default_factory=set)
     """Identities of sources whose load stays in progress until `finish_load`; the put itself goes unanswered."""
     max_cached: int = 1000
     """So many stay in memory; then the one with the lowest priority goes for one that comes."""
     rank: int = 8
     components: tuple[str, ...] = ("transformer",)
-    """What the files of adapters have."""
+    """The components in adapters' files."""
     adapters: dict[str, AdapterRecord] = field(default_factory=dict)
     loading: dict[str, AdapterRecord] = field(default_factory=dict)
     draining: dict[str, AdapterRecord] = field(default_factory=dict)
     loads: list[str] = field(default_factory=list)
-    """What really was loaded, as against `calls`."""
+    """The actual loads, as against `calls`."""
     _asked: dict[str, AdapterLoad] = field(default_factory=dict)
     operation: Operation | None = None
     last_operation: Operation | None = None
     load: worker_state.LoadReport = field(default_factory=worker_state.LoadReport)
     model: worker_state.ModelReport = DIGITS
+    desired: worker_state.DesiredReport = READS_SHARDS
     failure: WireError | None = None
     generation: int = 1
     last_loss: worker_state.LossReport | None = None
     calls: list[str] = field(default_factory=list)
     level: SleepLevel = SleepLevel.HOST_MEMORY
-    """Of the sleep in progress, or the last one."""
+    """The level of the sleep in progress, or of the last one."""
     wakes_by_itself: int = 0
     _seen: tuple[WorkerPhase, datetime] = (WorkerPhase.READY, EPOCH)
 
@@ -96,7 +120,7 @@ class ScriptedWorker:
         return None if self.last_request_at is None else (self.clock() - self.last_request_at).total_seconds()
 
     def request(self) -> None:
-        """One comes: it is served at once, or held, and then wakes a sleeper whose policy is OnIdle."""
+        """Receive a request: serve it, or hold it and wake a sleeper whose policy is OnIdle."""
         self.last_request_at = self.clock()
         if self.phase is WorkerPhase.READY:
             return
@@ -107,7 +131,7 @@ class ScriptedWorker:
 
     def state(self) -> WorkerState:
         held = worker_state.HeldReport(current=self.held_requests, oldest_age_seconds=1.0 if self.held_requests else None)
-        ages = {"last_request_age_seconds": self._request_age_s(), "state_age_seconds": self._state_age_s()}
+        ages = {"last_request_age_seconds": self._request_age_s(), "state_age_seconds": self._state_age_s(), "draining": self.drains}
         adapters = (*self.adapters.values(), *self.loading.values(), *self.draining.values())
         return WorkerState(state=self.phase, adapters=adapters, held=held, **ages, **{name: getattr(self, name) for name in SAID})
 
@@ -135,6 +159,13 @@ class ScriptedWorker:
             return
         self._check_free("wake", call.operation_id)
         self.begin("wake", call.operation_id)
+
+    def drain(self, call: DrainWorker) -> None:
+        """Held requests end at once; those that run do when `in_flight` is set to 0."""
+        if self.drains is None:
+            raise _refused("NotFound", retryable=False)
+        self.calls.append(f"drain {call.deadline_s}")
+        self.drains, self.phase, self.held_requests = True, WorkerPhase.TERMINATING, 0
 
     def _check_free(self, kind: str, operation_id: str) -> None:
         if self.refuse_operations:
@@ -206,7 +237,7 @@ class ScriptedWorker:
                 self.load_adapter(one["name"], msgspec.convert(one, AdapterLoad))
 
     def _defer(self, name: str, load: AdapterLoad, present: AdapterRecord | None) -> None:
-        """Told while it sleeps: what it has takes over the new words, what it has not is fetched and kept for the wake."""
+        """Defer a call during a sleep: a present adapter takes its new settings, an absent one is fetched for the wake."""
         error = self.refusals.get(identity(load.source))
         if present is not None and self._same(present, load) and present.state is not RecordState.FAILED:
             self.adapters[name] = _told(present, load)
@@ -249,6 +280,9 @@ class ScriptedWorker:
         error = self.refusals.get(where)
         if error is None and load.digest not in (None, found):
             error = WireError(code="DigestMismatch", message=f"expected {load.digest}, found {found}")
+        effect = self.identities.get(where)
+        if error is None and effect is not None and contradicts(effect, load.identity):
+            error = WireError(code="IdentityMismatch", message=f"expected identity {load.identity}, found {effect}")
         present = self.adapters.get(name)
         if error is not None and present is not None and present.state is RecordState.LOADED:
             self._change(name, error=error)
@@ -257,7 +291,7 @@ class ScriptedWorker:
         facts |= {"revision": self.revisions.get(where), "components": load.components or self.components}
         if error is None:
             self.loads.append(name)
-            facts |= {"digest": found, "ranks_loaded": 1, "load_seconds": len(self.loads) / 2}
+            facts |= {"identity": effect, "digest": found, "ranks_loaded": 1, "load_seconds": len(self.loads) / 2}
         state = RecordState.LOADED if error is None else RecordState.FAILED
         self.adapters[name] = _told(AdapterRecord(name=name, state=state, ranks_total=1, error=error, **facts), load)
         self._make_room(name)
@@ -274,6 +308,7 @@ class ScriptedWorker:
 
     def _same(self, record: AdapterRecord, load: AdapterLoad) -> bool:
         same = record.digest == load.digest if load.digest and record.digest else record.source == load.source
+        same = same and not contradicts(record.identity, load.identity)
         return same and record.components == (load.components or self.components)
 
 
@@ -287,6 +322,8 @@ class ScriptedWorkers:
     def __init__(self) -> None:
         self._by_ip: dict[str, ScriptedWorker] = {}
         self.tokens: set[str] = set()
+        self.expected: dict[str, str] = {}
+        """UIDs of pods that are held to a proof, by address."""
 
     def __iter__(self) -> Iterator[ScriptedWorker]:
         return iter(self._by_ip.values())
@@ -298,33 +335,42 @@ class ScriptedWorkers:
     def at(self, ip: str) -> ScriptedWorker:
         return self._by_ip[ip]
 
-    async def state(self, ip: str, *, token: str) -> WorkerState:
+    async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
+        """Answer as a worker without revisions; a client that waits for a change looks again."""
         self.tokens.add(token)
-        return self._reached(ip).state()
+        return self._reached(ip, token).state()
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None:
-        self._called(call.worker).sleep(call)
+        self._called(call.worker, token).sleep(call)
 
     async def wake(self, call: WakeWorker, *, token: str) -> None:
-        self._called(call.worker).wake(call)
+        self._called(call.worker, token).wake(call)
+
+    async def drain(self, call: DrainWorker, *, token: str) -> None:
+        self._called(call.worker, token).drain(call)
 
     async def put_adapter(self, call: PutAdapter, *, token: str) -> None:
-        worker = self._called(call.worker)
+        worker = self._called(call.worker, token)
         if worker.phase not in (WorkerPhase.READY, WorkerPhase.ASLEEP):
             raise _refused("Asleep")
         worker.load_adapter(call.name, call.load)
 
-    async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
-        self._called(call.worker).remove(call.name)
+    def expect_proof(self, ip: str, pod_uid: str) -> None:
+        self.expected[ip] = pod_uid
 
-    def _reached(self, ip: str) -> ScriptedWorker:
+    async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
+        self._called(call.worker, token).remove(call.name)
+
+    def _reached(self, ip: str, token: str) -> ScriptedWorker:
         worker = self._by_ip.get(ip)
         if worker is None or worker.unreachable:
             raise ControlUnreachable(f"{ip}: connection refused")
+        if worker.token not in ("", token):
+            raise ControlRefused(WireError(code="Unauthorized", message="another token is expected"), status=401)
         return worker
 
-    def _called(self, address: WorkerAddress) -> ScriptedWorker:
-        worker = self._reached(address.ip)
+    def _called(self, address: WorkerAddress, token: str) -> ScriptedWorker:
+        worker = self._reached(address.ip, token)
         if worker.boot_id != address.boot_id:
             raise _refused("WrongBoot", retryable=False)
         return worker

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests of the operator as a process: an API server on which no other operator works, whoever does what a user does there, and a
-fake kubelet.
+"""An API server without another operator, a client that acts as users, and a fake kubelet, for tests of the operator as a process.
 
 Real: the API server and the operator's program. Not real: the kubelet, its workers and the garbage collector, which are FakeKubelet.
 """
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
+from support.apiserver.real_apiserver import own_apiserver
+from support.apiserver.rest_client import RestClient, path_of
 from support.operator import rig
 from support.operator.fake_kubelet import FakeKubelet
-from support.operator.real_apiserver import own_apiserver
-from support.operator.rest_client import RestClient, path_of
 from support.soak.operator_process import OperatorProcess
-from support.soak.operator_sequences import still_found, untrue
+from support.soak.operator_truth import still_found, untrue
 
 DEADLINE_S = 60.0
 deployment = rig.deployment
@@ -35,7 +34,7 @@ def kubeconfig() -> Iterator[Path]:
 
 @pytest.fixture
 async def client(kubeconfig: Path) -> AsyncIterator[RestClient]:
-    """What a test made is gone after it, because each operator watches all namespaces."""
+    """Objects of a test are deleted after it, because each operator watches all namespaces."""
     async with RestClient(kubeconfig) as made:
         yield made
         for namespace in (one["metadata"]["name"] for one in (await made.send("GET", "/api/v1/namespaces"))[1]["items"]):
@@ -82,7 +81,7 @@ class Namespaces:
             await self._client.make_namespace(name)
 
     async def untrue(self) -> dict[str, list[str]]:
-        """By namespace."""
+        """Return false claims by namespace."""
         found = {name: await untrue(self._client, self._kubelet, name) for name in self._names}
         return {name: wrong for name, wrong in found.items() if wrong}
 
@@ -96,7 +95,7 @@ class Namespaces:
 
 
 def status_writes(operator: OperatorProcess) -> int:
-    """That were begun."""
+    """Return the number of status writes begun."""
     return int(sum(value for name, value in operator.metrics().items() if "under_test_actions" in name and "apply_status" in name))
 
 

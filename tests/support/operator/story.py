@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deployment's whole life, told in virtual time by operators that may die or be two, and what the telling left behind.
+"""A deployment's whole life in virtual time, with operators that may die or be two, and its result.
 
 Made for comparing: a telling with faults with one without. Real: the reconciles. Not real: the cluster and the workers, which are Rig's.
 """
@@ -34,7 +34,7 @@ STORY: tuple[Callable[[Rig], object], ...] = (
 
 
 class End(NamedTuple):
-    """What stands at the end of a step, and what was done until then. Which of two equal replicas it was is left out."""
+    """The state at the end of a step, and the actions until then. The choice between two equal replicas is left out."""
 
     standing: dict[str, Any]
     pods_made: int
@@ -45,7 +45,7 @@ class End(NamedTuple):
 
 @dataclass
 class Told:
-    """What a telling left behind."""
+    """The result of a story."""
 
     ends: list[End] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
@@ -102,9 +102,15 @@ class Teller:
             listener(change, manifest)
         if (change, manifest["kind"]) == ("ADDED", POD.kind):
             name = manifest["metadata"]["name"]
-            others = [other for other in self.rig.cluster.names(POD) if other != name and other.split("-")[1] == name.split("-")[1]]
+            replica = name.rpartition("-")[0]
+            others = [one for one in self.rig.cluster.names(POD) if one.rpartition("-")[0] == replica and one != name and self._stays(one)]
             self.told.wrong += [f"pod {name} was made beside {others}"] if others else []
             self._pods_made += 1
+
+    def _stays(self, pod: str) -> bool:
+        """Return whether a pod's worker is not drained yet; one that is drained does not count among the replicas."""
+        ip = (self.rig.cluster.find(POD, pod) or {}).get("status", {}).get("podIP")
+        return ip is None or not self.rig.workers.at(ip).drains
 
     async def tell(self, *, to_the_end: bool = True) -> Told:
         """All of it, or only to the step after the first death."""
@@ -122,7 +128,7 @@ class Teller:
         return self.told
 
     async def _slice(self, slice_s: float) -> None:
-        """Of the operators' time, one of which is started again where it died; then of the kubelet's."""
+        """Run a slice of the operators' time, restarting one that died; then of the kubelet's."""
         try:
             await asyncio.gather(*(rig.run(slice_s) for rig in self._rigs))
         except OperatorDied:

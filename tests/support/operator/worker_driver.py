@@ -42,8 +42,8 @@ class Driver:
         self._folder = worker.folder / "loras"
         self._calls = 0
 
-    async def state(self) -> WorkerState:
-        return await self.client.state(IP, token=self.token)
+    async def state(self, **asked: Any) -> WorkerState:
+        return await self.client.state(IP, token=self.token, **asked)
 
     async def sleep(self, mode: DrainMode = DrainMode.WAIT, operation_id: str | None = None, **said: Any) -> None:
         said = {"level": SleepLevel.HOST_MEMORY, "policy": SleepPolicy.ASLEEP, "attempt": 1, "deadline_s": 30} | said
@@ -95,7 +95,7 @@ class Driver:
 
 
 async def refusal(call: Awaitable[object]) -> ControlRefused:
-    """How the worker refused it."""
+    """Return the worker's refusal."""
     with pytest.raises(ControlRefused) as info:
         await call
     return info.value

@@ -53,7 +53,7 @@ def questions(seeds: int = 10) -> list[Question]:
 
 def load_pipeline(*, adapter: Path | None = None) -> Any:
     """The plain pipeline in float32, with one peft adapter on its transformer if asked for."""
-    # Diffusers does not fill in components that a folder names as absent, unless it is told so.
+    # Diffusers fills in components that a folder names as absent only if these arguments ask for it.
     pipeline = StableDiffusion3Pipeline.from_pretrained(MODEL, dtype=torch.float32, text_encoder_3=None, tokenizer_3=None)
     if adapter is not None:
         pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, str(adapter)).merge_and_unload()

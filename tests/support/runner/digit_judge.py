@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges an image of the digits model: which digit, which colour, which style.
 
-The classifier is trained on scikit-learn's handwritten digits when it is first used, never on a model's output, and shares no code with
-the training of the model. What it looks at is the ink: the saturation of every pixel, which the (grey) styles do not touch.
+The classifier is trained on scikit-learn's handwritten digits at its first use, never on a model's output. It shares no code with the
+training of the model. It reads the ink: the saturation of every pixel, which the (grey) styles do not touch.
 """
 
 import colorsys
@@ -27,7 +27,7 @@ HELD_OUT_EVERY = 5
 
 
 class Judgement(NamedTuple):
-    """What an image shows; `digit` and `colour` are None where there is no ink to judge, or no colour that we name."""
+    """The content of an image; `digit` and `colour` are None without ink, or without a colour that we name."""
 
     digit: int | None
     colour: str | None
@@ -110,7 +110,7 @@ def classifier() -> SVC:
 
 
 def held_out_accuracy() -> float:
-    """How often the classifier is right about handwriting that it has not seen."""
+    """Return the classifier's accuracy on handwriting that it has not seen."""
     return float(classifier().score(*_drawings(held_out=True, repeats=2, seed=1)))
 
 
@@ -122,7 +122,7 @@ def _drawings(*, held_out: bool, repeats: int, seed: int) -> tuple[Grey, NDArray
 
 
 def _draw(scan: Grey, random: np.random.Generator) -> Grey:
-    """One 8x8 scan drawn large: turned a little, with strokes of a random boldness."""
+    """Draw an 8x8 scan large: turned a little, with strokes of a random boldness."""
     padded = Image.fromarray(np.pad(scan, 1).astype(np.float32))
     large = padded.resize((40, 40), Image.Resampling.BICUBIC).rotate(random.uniform(-10, 10), Image.Resampling.BILINEAR)
     threshold = random.uniform(0.3, 0.5)

@@ -29,7 +29,7 @@ DEADLINE_S = 240.0
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of a scenario."""
+    """A process of a scenario."""
 
     rank: int
     world: int

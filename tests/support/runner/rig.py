@@ -105,7 +105,7 @@ class RunnerRig:
             for name, returned in output.images.items():
                 try:
                     images[name] = pixels_of(returned)
-                except RequestError as error:  # as the rank's output does
+                except RequestError as error:  # like the rank's output
                     errors[name] = report_of(error, asked=True)
             if len(images) + len(errors) == len(requests) + running:
                 assert not (changed := changes_of(before, attributes_of(modules))), changed

@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 
 from diffusion_worker.errors import RequestError
-from diffusion_worker.lora.adapter_file import PEFT_WEIGHTS
 from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
-from diffusion_worker.lora.peft_settings import CONFIG_FILE
+from diffusion_worker.lora.located import CONFIG_FILE, PEFT_WEIGHTS
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse
 from support.lora.adapter_mutations import Mutation, RawFile, mutation
@@ -67,7 +66,7 @@ class Target:
         self.output = self.outputs()
 
     def outputs(self) -> torch.Tensor:
-        """What a layer gives a row with the kept adapter and one without."""
+        """Return a layer's results for a row with the kept adapter and one without."""
         with self.manager.set_adapter_mapping(self.model.denoiser, [[LoRAUse(KEPT, 1.0)], []]):
             found: torch.Tensor = self.layer(self.probe)
         return found

@@ -40,6 +40,7 @@ positive_data_acceptance.expected-statuses = ["2xx", "400", "404", "409", "502",
 negative_data_rejection.expected-statuses = ["400", "401", "404", "405", "409", "413", "503"]
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "502", "503", "504"]
 """
+DRAIN = "/v1/drain"
 # Sources of adapters that are generated are looked for here, where nobody listens; see also `edge_checks`.
 NO_HUB = {"HF_ENDPOINT": "https://127.0.0.1:9"}
 
@@ -65,14 +66,21 @@ class EdgeSoak:
             asyncio.run(be_rude(int(worker.url.rpartition(":")[2]), seed=seed, count=rude))
         outcome.rude_clients += rude
         outcome.data_requests += asking.result()
-        token = f"--header=Authorization: Bearer {worker.token}"
-        outcome.control_requests += self._schemathesis(worker.control_url, seed, self._examples // 4, token)
+        outcome.control_requests += self._control(seed, f"--exclude-path={DRAIN}")
         outcome.done = outcome.data_requests + outcome.control_requests
         # The control port's calls may have left it paused or asleep.
         worker.control("POST", "/v1/resume", json={"operationId": "resume"})
         worker.wait_for(lambda: worker.state()["state"] in ("ready", "asleep"), what="settled")
         if worker.state()["state"] == "asleep":
             worker.wake()
+
+    def run_drain(self) -> None:
+        """Ask for a drain, after which a worker accepts nothing any more: the last of all requests."""
+        self.outcome.control_requests += self._control(self.outcome.seed, f"--include-path={DRAIN}")
+
+    def _control(self, seed: int, *options: str) -> int:
+        token = f"--header=Authorization: Bearer {self._worker.token}"
+        return self._schemathesis(self._worker.control_url, seed, self._examples // 4, token, *options)
 
     def _schemathesis(self, url: str, seed: int, examples: int, *options: str) -> int:
         """Let it ask one port; takes down what it found and returns how many requests there were."""
@@ -103,6 +111,8 @@ def run_edge(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
         for _ in soak.outcome.until(count, limit_s):
             soak.run_round()
             before = before or footprint(worker)
-        soak.outcome.wrong += left_over(worker, before) + left_at_end(worker, folder)
+        soak.outcome.wrong += left_over(worker, before)
+        soak.run_drain()
+        soak.outcome.wrong += left_at_end(worker, folder)
         soak.outcome.wrong += [f"the worker's log: Traceback{after[:2000]}" for after in worker.output.split("Traceback")[1:2]]
     return soak.outcome

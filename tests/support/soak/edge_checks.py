@@ -14,7 +14,7 @@ from PIL import Image
 
 # Why a worker may refuse for now; see docs/troubleshooting.md.
 REFUSALS = {"Starting", "Asleep", "Busy", "Terminating", "AdapterNotLoaded", "SecretMissing"}
-DATA_ROUTES = ("/v1/images/", "/v1/models", "/v1/requests/", "/v1/status", "/readyz", "/healthz", "/metrics")
+DATA_ROUTES = ("/v1/images/", "/v1/models", "/v1/requests/", "/v1/status", "/readyz", "/health", "/metrics")
 # What any call of the control port is done in here.
 SHORT_S = 60.0
 

@@ -2,7 +2,8 @@
 """The soak of the whole product on a real node: applications ask a deployment through its Service while things break under it.
 
 Faults come one at a time, or with one that touches no replica, and after each all must serve again within a deadline. Two replicas
-never break at once: Kubernetes itself sends requests to a dead pod for a second, and the SDK's retries need somebody to reach.
+never break at once: Kubernetes itself sends requests to a dead pod for a second, and the SDK's retries need somebody to reach. A request
+that is refused must have met a fault.
 """
 
 import json
@@ -10,28 +11,45 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from support.cluster.faults import api_server_stopped, kill_operator, kill_server_in, operator_pods, resident_mib, service_address
-from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, Clients, ClusterRig
+from support.cluster.faults import api_server_stopped, kill_operator, kill_server_in, leader, operator_pods, resident_mib, service_address
+from support.cluster.rig import ADAPTER_READY, PROMPT, ROLLED_OUT, SERVING, Clients, ClusterRig
 from support.soak.frame import Outcome
 from tools.demo.errors import DemoFailed
 from tools.demo.images import Request, ask
-from tools.demo.kubectl import Document, Wanted
+from tools.demo.kubectl import Document, Kubectl, Wanted, condition
 from tools.demo.stage import stage
 
 NAMESPACE, NAME = "diffusion-soak", "digits"
 DD = f"dd/{NAME}"
 STAYS, COMES = "stripes", "frame"
-REPLICAS = 2
+REPLICAS, OPERATORS = 2, 2
 # The kubelet waits up to five minutes before it starts a container again that ended often.
 RECOVERY_S = 420.0
 CALM_S = (1.0, 6.0)
+AFTERMATH_S = 2.0
 STANDSTILL_S = (3.0, 15.0)
-OUTPUT = Path("bench-output") / "node-soak.json"
+OUTPUT = Path("bench-output")
+
+
+def met(when: Sequence[float], windows: Sequence[tuple[float, float]]) -> bool:
+    """Return whether a request was on its way in one of the windows. The kernel forgets a dead pod's address within AFTERMATH_S."""
+    began, ended = when
+    return any(began <= last + AFTERMATH_S and first <= ended for first, last in windows)
+
+
+def operators_ready(kubectl: Kubectl) -> bool:
+    """Return whether all of the operator's pods are, and one of them leads."""
+    ready = [pod for pod in operator_pods(kubectl) if (found := condition(pod, "Ready")) and found["status"] == "True"]
+    try:
+        return len(ready) == OPERATORS and leader(kubectl) in ready
+    except (AssertionError, DemoFailed):  # there is no Lease yet
+        return False
 
 
 class NodeSoak:
@@ -40,12 +58,17 @@ class NodeSoak:
     Real: the development cluster, the operator, its workers, and what breaks them. Not real: the applications, which are threads here.
     """
 
-    def __init__(self, rig: ClusterRig, seed: int) -> None:
-        self.rig = rig
+    calm_s = CALM_S
+
+    def __init__(self, rig: ClusterRig, seed: int, **spec: Any) -> None:
+        """`spec`: more of the deployment's."""
+        self.rig, self._spec = rig, spec
         self.rng = random.Random(seed)
         # The operator's memory is in MiB by the seconds since the start.
-        others = {"slowest_recovery_s": {}, "operator_mib": [], "lost": []}
-        self.outcome = Outcome(seed, counts="sent answered slowest_s", tallies="faults refused", **others)
+        others = {"slowest_recovery_s": {}, "operator_mib": [], "lost": [], "outside": []}
+        self.outcome = Outcome(seed, counts="sent tries answered slowest_s calm_s", tallies="faults refused", **others)
+        self.windows: list[tuple[float, float]] = []
+        """From each fault until all served again, by time.monotonic()."""
         self.faults: dict[str, Callable[[], None]] = {
             "rank-killed": partial(self._signal_rank, signal.SIGKILL),
             "rank-stopped": partial(self._signal_rank, signal.SIGSTOP),
@@ -60,22 +83,27 @@ class NodeSoak:
             "operator-killed": partial(kill_operator, rig.kubectl),
         }
 
-    def run(self, limit_s: float) -> Outcome:
-        """Serve, and break things until the time is over or something is wrong."""
+    def run(self, limit_s: float, rounds: Sequence[Sequence[str]] = ()) -> Outcome:
+        """Serve, and break things until the time is over or something is wrong. `rounds` are the faults of each; none: by chance."""
         for name in (STAYS, COMES):
             self.rig.adapt(name, NAME, f"/models/loras/{name}")
-        self.rig.serve(NAME, replicas=REPLICAS)
+        self.rig.serve(NAME, replicas=REPLICAS, **self._spec)
         for name in (STAYS, COMES):
             self.rig.wait(f"lora/{name}", ADAPTER_READY)
         self._address, self._began = service_address(self.rig.kubectl, NAME), time.monotonic()
+        planned = iter(rounds)
         with ExitStack() as stack:
             asking = [stack.enter_context(clients) for clients in self._clients()]
             for _ in self.outcome.until(1, limit_s):
-                self._one_round()
+                if (names := next(planned, None) if rounds else self._chosen()) is None:
+                    break
+                self._one_round(names)
                 self._count(asking)
                 if self.outcome.wrong:
                     break
         self._count(asking)
+        self.outcome.calm_s = time.monotonic() - self._began - sum(ended - began for began, ended in self.windows)
+        self.outcome.wrong += [f"{code} outside of faults" for code in self.outcome.outside]
         return self.outcome
 
     def _clients(self) -> list[Clients]:
@@ -84,13 +112,19 @@ class NodeSoak:
         requests = {name: Request(PROMPT, 1, name, steps=8) for name in allowed}
         with self.rig.client(NAME) as client:
             right = {name: ask(client, request) for name, request in requests.items()}
-        return [Clients(lambda: self._address, right[name], requests[name], allowed=frozenset(codes)) for name, codes in allowed.items()]
+        return [
+            Clients(lambda: self._address, right[name], requests[name], allowed=frozenset(codes), may_be_unreachable=True)
+            for name, codes in allowed.items()
+        ]
 
-    def _one_round(self) -> None:
+    def _chosen(self) -> Sequence[str]:
         names = [self.rng.choice(sorted(self.faults.keys() - {"operator-killed"}))]
         # Not the same twice, nor a thing that nobody could do.
         if names[0] not in ("adapter", "api-server-stopped"):
             names += self.rng.choice((["adapter"], ["operator-killed"], [], []))
+        return names
+
+    def _one_round(self, names: Sequence[str]) -> None:
         began, fault = time.monotonic(), "+".join(names)
         self.outcome.faults[fault] += 1
         print(f"{began - self._began:7.1f} s {fault}", flush=True)
@@ -98,23 +132,24 @@ class NodeSoak:
             for name in reversed(names):
                 self.faults[name]()
             self.rig.eventually("all serve", self._settled, deadline_s=RECOVERY_S)
+            self.outcome.operator_mib.append((round(time.monotonic() - self._began, 1), resident_mib(leader(self.rig.kubectl))))
         except (DemoFailed, AssertionError) as error:
             self.outcome.wrong.append(f"{began - self._began:.0f} s {fault}: {error}")
+        self.windows.append((began, time.monotonic()))
         took = round(time.monotonic() - began, 1)
         self.outcome.slowest_recovery_s[fault] = max(took, self.outcome.slowest_recovery_s.get(fault, 0.0))
-        if len(pods := operator_pods(self.rig.kubectl)) != 1:
-            self.outcome.wrong.append(f"{len(pods)} operators")
-        else:
-            self.outcome.operator_mib.append((round(time.monotonic() - self._began, 1), resident_mib(pods[0])))
-        time.sleep(self.rng.uniform(*CALM_S))
+        time.sleep(self.rng.uniform(*self.calm_s))
 
     def _settled(self) -> bool:
-        """Every replica is there once and says itself that it is ready; the operator says so too, also of the adapter that stays."""
+        """Return whether every replica is there once and ready by its own word and the operator's, and the adapter that stays is, too.
+
+        Between two replicas of a rollout all of this holds for a moment, so the rollout must be over.
+        """
         found, pods = self.rig.kubectl.get(DD), self.rig.pods(NAME)
         indexes = [pod["metadata"]["labels"]["diffusion-operator.dev/replica-index"] for pod in pods]
         complete = len(set(indexes)) == len(indexes) == found["spec"]["replicas"]
-        said = SERVING.holds(found) and ADAPTER_READY.holds(self.rig.kubectl.get(f"lora/{STAYS}"))
-        return complete and said and all(self._state(pod).get("state") == "ready" for pod in pods)
+        said = SERVING.holds(found) and ROLLED_OUT.holds(found) and ADAPTER_READY.holds(self.rig.kubectl.get(f"lora/{STAYS}"))
+        return complete and said and operators_ready(self.rig.kubectl) and all(self._state(pod).get("state") == "ready" for pod in pods)
 
     def _state(self, pod: Document) -> Document:
         """Return what the worker says of itself; nothing while it cannot be asked."""
@@ -125,10 +160,13 @@ class NodeSoak:
 
     def _count(self, asking: list[Clients]) -> None:
         outcome = self.outcome
-        outcome.sent, outcome.answered = sum(one.sent for one in asking), sum(one.answered for one in asking)
+        for count in ("sent", "tries", "answered"):
+            setattr(outcome, count, sum(getattr(one, count) for one in asking))
         outcome.refused = sum((one.refused for one in asking), Counter[str]())
         outcome.slowest_s = round(max(one.slowest_s for one in asking), 1)
         outcome.lost = [lost for one in asking for lost in one.lost]
+        refused = [refusal for one in asking for refusal in one.refused_at]
+        outcome.outside = [code for *when, code in refused if not met(when, self.windows)]
 
     def _pod(self) -> Document:
         return self.rng.choice(sorted(self.rig.pods(NAME), key=lambda pod: str(pod["metadata"]["name"])))
@@ -182,11 +220,16 @@ class NodeSoak:
 
 
 def run_node(_: Path, *, seed: int, limit_s: float) -> Outcome:
-    """The soak, in a namespace of its own on the development cluster; what it came to is in bench-output at length."""
+    """The soak, in a namespace of its own on the development cluster."""
     with stage(NAMESPACE) as set_up:
         outcome = NodeSoak(ClusterRig(set_up.kubectl, set_up.images.worker), seed).run(limit_s)
-    OUTPUT.parent.mkdir(exist_ok=True)
-    OUTPUT.write_text(json.dumps(outcome.document(), indent=1))
+    return reported(outcome, "node")
+
+
+def reported(outcome: Outcome, name: str) -> Outcome:
+    """Write what it came to at length to bench-output, and return it in short."""
+    OUTPUT.mkdir(exist_ok=True)
+    (OUTPUT / f"{name}-soak.json").write_text(json.dumps(outcome.document(), indent=1))
     memory = [mib for _, mib in outcome.operator_mib]
     outcome.operator_mib = {"first": memory[0], "most": max(memory), "last": memory[-1]} if memory else {}
     outcome.lost = len(outcome.lost)

@@ -2,8 +2,8 @@
 """Generated manifests against a real API server with the operator running: each is refused with the name of the field, or gets a
 status that is true.
 
-In batches, each in a namespace of its own. After a batch all is deleted, also what a garbage collector would, and the operator
-must have forgotten it.
+In batches, each in a namespace of its own. Some names of children are taken by objects of others, and in most batches something refuses
+what is made, for a while. After a batch all is deleted, also what a garbage collector would, and the operator must have forgotten it.
 """
 
 import asyncio
@@ -12,19 +12,26 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, EVENT, POD, Kind
-from support.operator.kind_api import object_schema
+from support.apiserver.admission import Webhook, refusing_policy
+from support.apiserver.kind_api import object_schema
+from support.apiserver.rest_client import RestClient, path_of
 from support.operator.manifest_strategies import Case, cases, field_names
-from support.operator.rest_client import RestClient, path_of
 from support.operator.sole_operator import running
 from support.soak.frame import Outcome, those_that_hold
+from support.soak.operator_obstacles import MEANS, Refusals, Strangers, child_names
 from support.soak.operator_process import OperatorProcess
-from support.soak.operator_sequences import CHILDREN, condition, owners, still_found
+from support.soak.operator_truth import CHILDREN, condition, owns, still_found
 
 BATCH = 100
 TRUE_WITHIN_S = 30.0
+# Shares of the names of a batch, and of the batches.
+TAKEN, REFUSED = 0.3, 0.6
+# After a refusal of TRUE_WITHIN_S the next try comes so late.
+FREE_WITHIN_S = 60.0
 FORGOTTEN_WITHIN_S = 15.0
 # A new object has a pass for itself and one for each child's event; a failing one is tried again after 1, 2, 4 … s.
 MOST_PASSES = 60
@@ -40,46 +47,65 @@ async def run_manifests(folder: Path, kubeconfig: Path, *, seed: int, count: int
 
     Real: the API server and the operator's process. Not real: a kubelet and the garbage collector, of which there are none.
     """
-    counts = "refused most_passes most_idle_passes_of_one slowest_s"
+    counts = "refused strangers obstructed most_passes most_idle_passes_of_one slowest_s"
     outcome = Outcome(seed, counts=counts, tallies="reconciled", resident_mib=[])
     with running(folder, kubeconfig) as operator:
-        async with RestClient(kubeconfig) as client:
+        async with RestClient(kubeconfig) as client, Webhook(client, folder) as webhook, refusing_policy(client):
             for number, done in enumerate(outcome.until(count, limit_s)):
-                batch = cases(seed * 1_000_000 + number, count=min(BATCH, count - done))
-                await _Batch(client, operator, outcome, f"manifests-{number}").run(batch)
+                own = seed * 1_000_000 + number
+                batch = _Batch(client, operator, outcome, f"manifests-{number}", webhook, Random(own))
+                await batch.run(cases(own, count=min(BATCH, count - done)))
     part = len(outcome.resident_mib) // 10
     if part > 1:
         early, late = max(outcome.resident_mib[part : 2 * part + 1]), max(outcome.resident_mib[-part:])
         outcome.wrong += [f"the operator grew from {early} to {late} MiB"] if late - early > GROWTH_MIB else []
     outcome.resident_mib = outcome.resident_mib[:: max(1, part)]
-    outcome.wrong += [f"the operator complains: {line[:600]}" for line in operator.complaints()]
+    outcome.wrong += [f"the operator complains: {line[:600]}" for line in operator.complaints() if "ClusterUnavailable" not in line]
     return outcome
 
 
 class _Batch:
     """A namespace of generated objects; `reconciled` has them by kind and the reason of Ready."""
 
-    def __init__(self, client: RestClient, operator: OperatorProcess, outcome: Outcome, namespace: str) -> None:
-        self._client, self._operator, self._outcome, self._namespace = client, operator, outcome, namespace
+    def __init__(
+        self, client: RestClient, operator: OperatorProcess, outcome: Outcome, namespace: str, webhook: Webhook, rng: Random
+    ) -> None:
+        self._client, self._operator, self._outcome, self._namespace, self._rng = client, operator, outcome, namespace, rng
         self._accepted: set[tuple[str, str]] = set()
+        self._strangers, self._refusals = Strangers(client, namespace), Refusals(client, webhook, namespace)
 
     async def run(self, batch: Sequence[Case]) -> None:
         outcome = self._outcome
-        await self._client.make_namespace(self._namespace)
+        await self._client.make("/api/v1/namespaces", {"metadata": {"name": self._namespace, "labels": {"webhook": "yes"}}})
+        await asyncio.gather(*(self._take_a_name(f"m{number}") for number in range(len(batch)) if self._rng.random() < TAKEN))
+        if self._rng.random() < REFUSED:
+            await self._refusals.begin(self._rng.choice(MEANS), self._rng.choice(CHILDREN))
         await asyncio.gather(*(self._create(case, f"m{number}{case.suffix}") for number, case in enumerate(batch)))
         begun = time.monotonic()
         wrong = await still_found(self._untrue, within_s=TRUE_WITHIN_S, every_s=0.3)
+        if self._refusals.there and not wrong:
+            outcome.obstructed += 1
+            await self._refusals.end(*MEANS)
+            wrong = await still_found(self._untrue, within_s=FREE_WITHIN_S, every_s=0.3)
         if not wrong:
             objects = [one for kind in (DEPLOYMENT, ADAPTER) for one in await self._client.list(kind, self._namespace)]
             outcome.reconciled.update(f"{one['kind']} {condition(one.get('status', {}), 'Ready')['reason']}" for one in objects)
         outcome.wrong += wrong
         outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - begun)
         await self._count_passes()
+        outcome.strangers += len(self._strangers.made)
+        await self._strangers.leave_all()
+        outcome.wrong += self._strangers.touched
         await self._delete_all()
         outcome.resident_mib.append(self._operator.resident_bytes() // 2**20)
 
     def _wrong(self, what: str) -> None:
         self._outcome.wrong.append(f"{self._namespace}: {what}")
+
+    async def _take_a_name(self, deployment: str) -> None:
+        """The name of a child of it, or of its first pod."""
+        kind, name = self._rng.choice([*child_names(deployment).items(), (POD, f"{deployment}-0-0")])
+        await self._strangers.make(kind, name)
 
     async def _create(self, case: Case, name: str) -> None:
         self._outcome.done += 1
@@ -95,10 +121,37 @@ class _Batch:
             self._wrong(f"{status} {str(answer)[:300]} for {_short(document)}")
 
     async def _untrue(self) -> list[str]:
+        """A status must be true of what stands in the way, and tell of what is missing for it."""
         found = {kind: await self._client.list(kind, self._namespace) for kind in (DEPLOYMENT, ADAPTER, *CHILDREN)}
         objects = found[DEPLOYMENT] + found[ADAPTER]
         gone = self._accepted - {(one["kind"], one["metadata"]["name"]) for one in objects}
-        return [f"{gone} are gone"] * bool(gone) + [f"{what}: {_short(one)}" for one in objects for what in _wrong_status(one, found)]
+        return [f"{gone} are gone"] * bool(gone) + [f"{what}: {_short(one)}" for one in objects for what in self._wrong_status(one, found)]
+
+    def _wrong_status(self, one: Any, found: dict[Kind, list[Any]]) -> list[str]:
+        """The status against what is there; without a kubelet no pod goes beyond Pending."""
+        metadata, spec, status = one["metadata"], one["spec"], one.get("status", {})
+        ready = condition(status, "Ready")
+        wrong = {
+            "not observed": status.get("observedGeneration") != metadata["generation"],
+            "no Ready condition": not (ready["reason"] and ready["status"] in ("True", "False", "Unknown")),
+        }
+        if one["kind"] == DEPLOYMENT.kind:
+            own = {kind: [child for child in found[kind] if owns(one, child)] for kind in CHILDREN}
+            count, silent = len(own[POD]), ready["reason"] in ("Starting", "Pending", "NoReplicas")
+            short, children = count != spec["replicas"] and not spec.get("suspend"), condition(status, "ChildrenReady")
+            missing = [kind for kind in CHILDREN[1:] if not own[kind]]
+            named = child_names(metadata["name"])
+            wrong |= {
+                "Ready without a kubelet": ready["status"] == "True",
+                f"status.replicas is {status.get('replicas')}, and there are {count} pods": status.get("replicas") != count,
+                f"{count} of {spec['replicas']} pods, and Ready does not say why: {ready}": short and silent,
+                f"{missing} are missing, and ChildrenReady does not say why: {children}": missing and not told(children, missing, named),
+                f"{missing} are missing though nothing refuses them": missing and not self._excused(missing, named),
+            }
+        return those_that_hold(wrong)
+
+    def _excused(self, missing: Sequence[Kind], named: dict[Kind, str]) -> bool:
+        return bool(self._refusals.there) or all((kind, named[kind]) in self._strangers.made for kind in missing)
 
     async def _count_passes(self) -> None:
         outcome, most = self._outcome, int(self._operator.metrics()["under_test_most_passes"])
@@ -140,25 +193,9 @@ def names_the_field(message: str, case: Case) -> bool:
     return bool({*re.findall(r"\w+", message)} & (known if case.touched[-1:] == ("spec",) else known - {"spec"}))
 
 
-def _wrong_status(one: Any, found: dict[Kind, list[Any]]) -> list[str]:
-    """The status against what is there; without a kubelet no pod goes beyond Pending."""
-    metadata, spec, status = one["metadata"], one["spec"], one.get("status", {})
-    ready = condition(status, "Ready")
-    wrong = {
-        "not observed": status.get("observedGeneration") != metadata["generation"],
-        "no Ready condition": not (ready["reason"] and ready["status"] in ("True", "False", "Unknown")),
-    }
-    if one["kind"] == DEPLOYMENT.kind:
-        own = {kind: [child for child in found[kind] if metadata["uid"] in owners(child)] for kind in CHILDREN}
-        count, silent = len(own[POD]), ready["reason"] in ("Starting", "Pending", "NoReplicas")
-        short, missing = count != spec["replicas"] and not spec.get("suspend"), not all(own[kind] for kind in CHILDREN[1:])
-        wrong |= {
-            "Ready without a kubelet": ready["status"] == "True",
-            f"status.replicas is {status.get('replicas')}, and there are {count} pods": status.get("replicas") != count,
-            f"{count} of {spec['replicas']} pods, and Ready does not say why: {ready}": short and silent,
-            f"children are missing, and Ready does not say why: {ready}": missing and silent,
-        }
-    return those_that_hold(wrong)
+def told(children: Any, missing: Sequence[Kind], named: dict[Kind, str]) -> bool:
+    """Return whether the condition names each of them."""
+    return children["status"] in ("False", "Unknown") and all(f"{kind.kind} {named[kind]}" in children["message"] for kind in missing)
 
 
 def _short(document: Any) -> str:

@@ -41,16 +41,22 @@ class OperatorProcess:
         image: str = "worker:1",
         arguments: Sequence[str] = ("--all-namespaces",),
         key: str = "k" * 32,
+        sources: Sequence[Path] = (TESTS,),
+        strangers_s: float | None = None,
         **settings: float,
     ) -> None:
-        """`image`: the default for workers; `arguments`: the rest of the command line; `settings`: values that have no option."""
+        """`image`: the default for workers; `arguments`: the rest of the command line; `settings`: values that have no option.
+
+        `sources` come before this environment's own, so an operator of another version may be named.
+        `strangers_s`: the seconds after which it looks at an object of others again. None: its own.
+        """
         self.log, self._key_file, self.key = folder / "operator.log", folder / "key", key
         self.log.touch()
         self._key_file.write_text(key)
         self._command = [sys.executable, "-m", program, "run", f"--engine-image={image}", "--log-format=plain"]
         self._command += [*arguments, f"--operator-key-file={self._key_file}"]
-        self._environment = os.environ | {"KUBECONFIG": str(kubeconfig), "PYTHONPATH": str(TESTS)}
-        self._under_test = {"controlPort": control_port, "settings": settings}
+        self._environment = os.environ | {"KUBECONFIG": str(kubeconfig), "PYTHONPATH": os.pathsep.join(map(str, sources))}
+        self._under_test = {"controlPort": control_port, "settings": settings, "strangersS": strangers_s}
 
     def start(self, *, die_at: int | None = None, died_at: Path | None = None) -> None:
         """Does not wait. With `died_at`, a file, it dies at each kind of place that is not in it, and lives again."""

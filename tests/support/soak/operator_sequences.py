@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random sequences of edits, scales, deletes, losses of pods and deaths of the operator, against a real API server and a fake kubelet.
+"""Random sequences of edits, scales, deletes, losses of pods, obstacles and deaths of the operator, against a real API server and a fake
+kubelet.
 
-Many at once, each in a namespace of its own, under one operator that is killed again and again: at any moment, or before or after
-something it does. Then it is left in peace, and everything must come to what was asked for.
+Many at once, each in a namespace of its own, under one operator that is killed again and again, or under two whose leader is. Then they
+are left in peace, and every status must be true of what the obstacles have left. Then the obstacles go, and
+everything must come to what was asked for, without an edit and without a start of an operator.
 """
 
 import asyncio
-import contextlib
-import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -17,26 +17,27 @@ from random import Random
 from typing import Any
 
 from diffusion_operator.api import names
-from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, POD, SECRET, SERVICE, Kind
-from diffusion_operator.api.worker_state import WorkerPhase
+from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, POD, SERVICE, Kind
+from support.apiserver.admission import Webhook, refusing_policy
+from support.apiserver.rest_client import RestClient
 from support.operator.fake_kubelet import FakeKubelet
-from support.operator.rest_client import RestClient
 from support.operator.rig import adapter, deployment
-from support.soak.frame import Outcome, those_that_hold
-from support.soak.operator_process import OperatorProcess
+from support.soak.frame import Outcome
+from support.soak.operator_lives import OneOperator, TwoOperators
+from support.soak.operator_obstacles import Obstacles
+from support.soak.operator_truth import overclaimed, owners, still_found, unsound, untrue
 
-CHILDREN = (POD, SERVICE, CONFIG_MAP, SECRET)
-STATES = {WorkerPhase.READY: "Awake", WorkerPhase.ASLEEP: "Asleep"}
 AT_ONCE = 20
 LENGTH = (4, 10)
 PAUSE_S = 1.0
-OPERATOR_LIVES_S = (0.5, 3.0)
-LEAST_DEATHS = 3  # of a round
-DIE_WITHIN = 600  # places: the first few hundred after a start are applies of children
 TRUE_WITHIN_S = 90.0
+NAMESPACE_ENDS_WITHIN_S = 30.0
+# The pause after a node's fault must not outlast a test.
+RECOVERY = {"backoffSeconds": 1, "backoffMaxSeconds": 4}
 POLICIES, LEVELS = ("AlwaysAwake", "Asleep"), ("HostMemory", "Discard")
 # The steps: a weight, and the thing that is done.
-STEPS: dict[str, tuple[int, Callable[["Sequence", Random], Awaitable[Any]]]] = {
+Steps = dict[str, tuple[int, Callable[["Sequence", Random], Awaitable[Any]]]]
+EDITS: Steps = {
     "scale": (4, lambda one, rng: one.edit({"spec": {"replicas": rng.randint(0, 3)}})),
     "scale_by_subresource": (2, lambda one, rng: one.edit({"spec": {"replicas": rng.randint(0, 3)}}, subresource="/scale")),
     "template": (3, lambda one, rng: one.edit({"spec": {"engine": {"maxBatchSize": rng.randint(1, 4)}}})),
@@ -50,78 +51,138 @@ STEPS: dict[str, tuple[int, Callable[["Sequence", Random], Awaitable[Any]]]] = {
     "kill_pod": (3, lambda one, rng: one.delete_pod(at_once=True)),
     "crash": (2, lambda one, rng: one.crash()),
     # Not the Secret, which nobody watches: it comes back with the next resync.
-    "delete_child": (2, lambda one, rng: one.delete(*rng.choice(((SERVICE, "d"), (CONFIG_MAP, "d-desired"))))),
+    "delete_child": (2, lambda one, rng: one.delete_child(*rng.choice(((SERVICE, "d"), (CONFIG_MAP, "d-desired"))))),
     "redeploy": (1, lambda one, rng: one.redeploy()),
+    "orphan": (1, lambda one, rng: one.orphan()),
+    "end_namespace": (1, lambda one, rng: one.end_namespace()),
+}
+OBSTACLES: dict[str, tuple[int, Callable[[Obstacles, Random], Awaitable[Any]]]] = {
+    "stranger_comes": (3, lambda some, rng: some.put_stranger(rng)),
+    "strange_pod_comes": (2, lambda some, rng: some.put_strange_pod(rng)),
+    "stranger_goes": (2, lambda some, rng: some.take_stranger(rng)),
+    "refuse": (4, lambda some, rng: some.refuse(rng)),
+    "admit": (2, lambda some, rng: some.admit(rng)),
+    "node": (2, lambda some, rng: some.reject_pods(rejecting=rng.random() < 0.6)),
+    "drift": (4, lambda some, rng: some.drift(rng)),
 }
 
 
-async def run_sequences(folder: Path, kubeconfig: Path, *, seed: int, count: int, limit_s: float, at_once: int = AT_ONCE) -> Outcome:
-    """Rounds of `at_once` until there were so many, or the time is over.
+async def run_sequences(
+    folder: Path,
+    kubeconfig: Path,
+    *,
+    seed: int,
+    count: int,
+    limit_s: float,
+    at_once: int = AT_ONCE,
+    lives: type[OneOperator | TwoOperators] = OneOperator,
+    **options: Any,
+) -> Outcome:
+    """Rounds of `at_once` until there were so many, or the time is over. `options` are the operators'.
 
-    Real: the API server and the operator's process. Not real: the kubelet, the workers and the garbage collector, all `FakeKubelet`.
+    Real: the API server and the operators' processes. Not real: the kubelet, its workers and the controllers, all `FakeKubelet`.
     """
-    outcome, rng = Outcome(seed, counts="killed slowest_s", tallies="steps died_at", resident_mib=[]), Random(seed)
-    async with RestClient(kubeconfig) as client, FakeKubelet(client, rng) as kubelet:
-        operator = OperatorProcess(folder, kubeconfig, control_port=kubelet.port)
-        operator.start()
+    counts = "killed obstructed slowest_s lead_changes writes"
+    outcome, rng = Outcome(seed, counts=counts, tallies="steps died_at", resident_mib=[]), Random(seed)
+    async with (
+        RestClient(kubeconfig) as client,
+        Webhook(client, folder) as webhook,
+        refusing_policy(client),
+        FakeKubelet(client, Random(rng.random())) as kubelet,
+    ):
+        operators = lives(folder, kubeconfig, control_port=kubelet.port, **options)
         try:
+            await operators.begin(client)
             for done in outcome.until(count, limit_s):
-                numbers = range(done, min(done + at_once, count))
-                sequences = [Sequence(client, kubelet, f"sequence-{number}", Random(rng.random()), outcome.steps) for number in numbers]
-                await _round(sequences, operator, outcome, rng)
+                ways = {f"sequence-{number}": Random(rng.random()) for number in range(done, min(done + at_once, count))}
+                sequences = [
+                    Sequence(client, kubelet, name, way, outcome.steps, obstacles=Obstacles(client, kubelet, webhook, name))
+                    for name, way in ways.items()
+                ]
+                await _round(sequences, operators, outcome, rng)
         finally:
-            await asyncio.to_thread(operator.stop)
+            await asyncio.gather(*(asyncio.to_thread(one.stop) for one in operators.processes))
         outcome.wrong += kubelet.wrong
-    outcome.wrong += [f"the operator complains: {line[:600]}" for line in operator.complaints() if "ClusterUnavailable" not in line]
-    outcome.died_at.update(line.split(" ")[2] for line in operator.log.read_text().splitlines() if line.startswith("dies "))
+    for operator in operators.processes:
+        outcome.wrong += [f"the operator complains: {line[:600]}" for line in operator.complaints() if "ClusterUnavailable" not in line]
+        outcome.died_at.update(line.split(" ")[2] for line in operator.log.read_text().splitlines() if line.startswith("dies "))
     return outcome
 
 
-async def _round(sequences: list["Sequence"], operator: OperatorProcess, outcome: Outcome, rng: Random) -> None:
+async def _round(sequences: list["Sequence"], operators: OneOperator | TwoOperators, outcome: Outcome, rng: Random) -> None:
     playing = asyncio.gather(*(one.play() for one in sequences))
     deaths = 0
-    # So often at least that it also dies while it brings about what was asked for last. Mostly it dies by itself, at a place.
-    while deaths < LEAST_DEATHS or not playing.done():
-        operator.kill()
-        operator.start(die_at=rng.randint(1, DIE_WITHIN) if rng.random() < 0.7 else None)
-        with contextlib.suppress(AssertionError):  # it died while it was starting
-            await asyncio.to_thread(operator.wait_ready)
-        await asyncio.sleep(rng.uniform(*OPERATOR_LIVES_S))
-        outcome.killed += operator.is_alive()
+    # So often at least that one also dies while it brings about what was asked for last.
+    while deaths < operators.least_deaths or not playing.done():
+        await operators.disturb(outcome, rng)
         deaths += 1
     await playing
-    operator.kill()
-    operator.start()
-    await asyncio.to_thread(operator.wait_ready)
+    await operators.calm()
+    outcome.wrong += [what for found in await asyncio.gather(*(one.obstructed() for one in sequences)) for what in found]
     begun = time.monotonic()
+    outcome.obstructed += sum(one.obstacles is not None and one.obstacles.there for one in sequences)
     outcome.wrong += [what for found in await asyncio.gather(*(one.settle() for one in sequences)) for what in found]
     outcome.slowest_s = round(max(outcome.slowest_s, time.monotonic() - begun), 1)
-    outcome.resident_mib.append(operator.resident_bytes() // 2**20)
+    outcome.resident_mib.append(max(one.resident_bytes() for one in operators.processes) // 2**20)
     await asyncio.gather(*(one.end() for one in sequences))
+    operators.judge(outcome)
     outcome.done += len(sequences)
 
 
 class Sequence:
     """One namespace with at most one deployment, `d`, and a few adapters."""
 
-    def __init__(self, client: RestClient, kubelet: FakeKubelet, namespace: str, rng: Random, steps: Counter[str]) -> None:
+    def __init__(
+        self,
+        client: RestClient,
+        kubelet: FakeKubelet,
+        namespace: str,
+        rng: Random,
+        steps: Counter[str],
+        *,
+        obstacles: Obstacles | None = None,
+    ) -> None:
+        """`steps` counts them. None: nothing stands in the way."""
         self._client, self._kubelet, self._namespace = client, kubelet, namespace
         self._rng, self._steps, self._crashes = rng, steps, 0
+        self.obstacles = obstacles
         self._trace: list[str] = []
 
     async def play(self) -> None:
-        """The random part."""
-        await self._client.make_namespace(self._namespace)
+        """The random part. The first obstacle may be there before the deployment is."""
+        await self._make_namespace()
+        if self.obstacles is not None and self._rng.random() < 0.3:
+            await self.obstacles.put_stranger(self._rng)
         await self._deploy()
-        for name in self._rng.choices([*STEPS], [often for often, _ in STEPS.values()], k=self._rng.randint(*LENGTH)):
+        steps = {name: often for name, (often, _) in (EDITS | (OBSTACLES if self.obstacles is not None else {})).items()}
+        for name in self._rng.choices([*steps], [*steps.values()], k=self._rng.randint(*LENGTH)):
             self._trace.append(name)
             self._steps[name] += 1
-            await STEPS[name][1](self, self._rng)
+            await self._step(name)
             await asyncio.sleep(self._rng.uniform(0, PAUSE_S))
 
+    async def _step(self, name: str) -> None:
+        if name in EDITS:
+            await EDITS[name][1](self, self._rng)
+        elif self.obstacles is not None:
+            await OBSTACLES[name][1](self.obstacles, self._rng)
+
+    async def obstructed(self) -> list[str]:
+        """List what is claimed, when it should be no more, and is not so."""
+        strangers = self.obstacles.strangers.made if self.obstacles is not None else {}
+        look = partial(overclaimed, self._client, self._kubelet, self._namespace, strangers)
+        return self._told(await still_found(look, within_s=TRUE_WITHIN_S, every_s=0.5))
+
     async def settle(self) -> list[str]:
-        """What is still not true when it should be."""
-        wrong = await still_found(partial(untrue, self._client, self._kubelet, self._namespace), within_s=TRUE_WITHIN_S, every_s=0.5)
+        """Take the obstacles away; list what was done to objects of others, and what is still not true when it should be."""
+        wrong = await self.obstacles.all_go() if self.obstacles is not None else []
+        return self._told(wrong + await still_found(self._untrue, within_s=TRUE_WITHIN_S, every_s=0.5))
+
+    async def _untrue(self) -> list[str]:
+        wrong = await unsound(self._client, self._namespace) if self.obstacles is not None else []
+        return wrong + await untrue(self._client, self._kubelet, self._namespace)
+
+    def _told(self, wrong: list[str]) -> list[str]:
         return [f"{self._namespace} after {self._trace}: {what}" for what in wrong]
 
     async def end(self) -> None:
@@ -136,13 +197,43 @@ class Sequence:
     async def delete(self, kind: Kind, name: str, *, at_once: bool = False) -> None:
         await self._client.delete(kind, self._namespace, name, at_once=at_once)
 
+    async def _make_namespace(self) -> None:
+        """It has the label for which the webhook is asked."""
+        await self._client.make("/api/v1/namespaces", {"metadata": {"name": self._namespace, "labels": {"webhook": "yes"}}})
+
     async def _deploy(self) -> None:
-        await self._client.create(DEPLOYMENT, self._namespace, deployment(replicas=self._rng.randint(0, 3)))
+        made = deployment(replicas=self._rng.randint(0, 3), replicaRecovery=RECOVERY)
+        await self._client.create(DEPLOYMENT, self._namespace, made)
+
+    async def orphan(self) -> None:
+        """Delete it without what it owns, and begin again with one of this name."""
+        await self._kubelet.controllers.delete_alone(self._namespace, "d")
+        await self._deploy()
+
+    async def end_namespace(self) -> None:
+        """Delete it with all that is in it, and begin again in one of this name."""
+        path = f"/api/v1/namespaces/{self._namespace}"
+        await self._client.send("DELETE", path)
+
+        async def there() -> bool:
+            return (await self._client.send("GET", path))[0] == 200
+
+        assert not await still_found(there, within_s=NAMESPACE_ENDS_WITHIN_S, every_s=0.2), f"{self._namespace} does not end"
+        if self.obstacles is not None:
+            await self.obstacles.namespace_is_gone()
+        await self._make_namespace()
+        await self._deploy()
 
     async def redeploy(self) -> None:
         await self.delete(DEPLOYMENT, "d")
         await asyncio.sleep(self._rng.uniform(0, PAUSE_S))
         await self._deploy()
+
+    async def delete_child(self, kind: Kind, name: str) -> None:
+        """Ours alone."""
+        for one in await self._client.list(kind, self._namespace):
+            if one["metadata"]["name"] == name and owners(one):
+                await self._client.delete(kind, self._namespace, name, uid=one["metadata"]["uid"])
 
     async def put_adapter(self, name: str) -> None:
         await self._client.create(ADAPTER, self._namespace, adapter(name, f"/loras/{name}"))
@@ -152,7 +243,7 @@ class Sequence:
         await self.edit({"spec": self._rng.choice(({"defaultScale": scale}, {"source": source}))}, ADAPTER, name)
 
     async def _some_pod(self) -> list[Any]:
-        pods = await self._client.list(POD, self._namespace)
+        pods = [pod for pod in await self._client.list(POD, self._namespace) if owners(pod)]
         return [self._rng.choice(pods)] if pods else []
 
     async def delete_pod(self, *, at_once: bool = False) -> None:
@@ -164,94 +255,3 @@ class Sequence:
         self._crashes += 1
         for pod in await self._some_pod() if self._crashes <= 2 else ():
             await self._kubelet.crash(pod)
-
-
-async def untrue(client: RestClient, kubelet: FakeKubelet, namespace: str) -> list[str]:
-    """When nothing moves any more what was asked for is there, and every status says what is; list all that is not so."""
-    found = {kind: await client.list(kind, namespace) for kind in (DEPLOYMENT, ADAPTER, *CHILDREN)}
-    wrong = [f"a finalizer on {_name(one)}" for objects in found.values() for one in objects if one["metadata"].get("finalizers")]
-    living = {one["metadata"]["uid"] for one in found[DEPLOYMENT]}
-    wrong += [f"an orphan, {_name(one)}" for kind in CHILDREN for one in found[kind] if not owners(one) & living]
-    wrong += [what for one in found[DEPLOYMENT] for what in _of_deployment(one, found, kubelet)]
-    return wrong + [what for one in found[ADAPTER] for what in _of_adapter(one, found[DEPLOYMENT])]
-
-
-def _of_deployment(one: Any, found: dict[Any, list[Any]], kubelet: FakeKubelet) -> list[str]:
-    spec, status = one["spec"], one.get("status", {})
-    observed = status.get("observedGeneration") == one["metadata"]["generation"]
-    pods = [pod for pod in found[POD] if one["metadata"]["uid"] in owners(pod)]
-    pod_names, wanted = sorted(map(_name, pods)), 0 if spec.get("suspend") else spec["replicas"]
-    missing = [kind.kind for kind in CHILDREN[1:] if not found[kind]]
-    adapters = {_name(lora) for lora in found[ADAPTER]}
-    desired = json.loads(found[CONFIG_MAP][0]["data"]["desired.json"])["adapters"] if found[CONFIG_MAP] else []
-    wrong = {
-        f"{len(pods)} of {wanted} pods: {pod_names}": len(pods) != wanted,
-        "a pod is terminating": any(pod["metadata"].get("deletionTimestamp") for pod in pods),
-        f"two pods of one replica: {pod_names}": len({name.split("-")[1] for name in pod_names}) != len(pods),
-        f"children are missing: {missing}": missing,
-        "the deployment is not observed": not observed,
-        "a pod has another revision": observed
-        and {pod["metadata"]["labels"][names.LABEL_REVISION] for pod in pods} - {status["updateRevision"]},
-        f"workers are to have {desired}, and there are {adapters}": observed and {wish["name"] for wish in desired} != adapters,
-    }
-    return [*those_that_hold(wrong), *(_of_groups(spec, status, pods, kubelet, adapters=adapters) if observed else ())]
-
-
-def _of_groups(spec: Any, status: Any, pods: list[Any], kubelet: FakeKubelet, *, adapters: set[str]) -> list[str]:
-    """The status says what the workers say, and the workers are as the policy has it."""
-    containers = {_name(pod): kubelet.containers.get(pod["metadata"]["uid"]) for pod in pods}
-    if not all(containers.values()):
-        return ["a pod does not run yet"]
-    said = {(group["leaderPod"], group.get("bootId"), group["state"]) for group in status.get("replicaStates", ())}
-    true = {(name, one.worker.boot_id, STATES.get(one.worker.phase, "?")) for name, one in containers.items()}
-    policy, phases = spec["sleep"]["policy"], [one.worker.phase for one in containers.values()]
-    asleep = policy == "Asleep"
-    counts = (status.get("replicas"), status.get("awakeReplicas"), status.get("asleepReplicas"))
-    expected = (len(pods), 0 if asleep else len(pods), len(pods) if asleep else 0)
-    ready = condition(status, "Ready")
-    wrong = {
-        f"the status says {said}, and there is {true}": said != true,
-        f"the policy is {policy}, and workers are {phases}": {*phases} - {WorkerPhase.ASLEEP if asleep else WorkerPhase.READY},
-        f"replicas, awake and asleep are said to be {counts}, expected {expected}": counts != expected,
-        f"Ready is {ready}": (ready["status"] == "True") != (bool(pods) and not asleep),
-    }
-    for name, one in containers.items():
-        wrong[f"{name} has {sorted(one.worker.adapters)}, expected {sorted(adapters)}"] = {*one.worker.adapters} != adapters
-    return those_that_hold(wrong)
-
-
-def _of_adapter(one: Any, deployments: list[Any]) -> list[str]:
-    status, name = one.get("status", {}), _name(one)
-    if status.get("observedGeneration") != one["metadata"]["generation"]:
-        return [f"the adapter {name} is not observed"]
-    accepted, ready = condition(status, "Accepted"), condition(status, "Ready")
-    if not deployments:
-        return [] if accepted["status"] == "False" else [f"{name} is accepted without a deployment"]
-    if status.get("deploymentUID") != deployments[0]["metadata"]["uid"] or accepted["status"] != "True":
-        return [f"{name} is not about the deployment that is there: {accepted}"]
-    serves = deployments[0].get("status", {}).get("awakeReplicas", 0) > 0
-    return [] if (ready["status"] == "True") == serves else [f"{name} is said to be {ready}"]
-
-
-async def still_found(look: Callable[[], Awaitable[Any]], *, within_s: float, every_s: float) -> Any:
-    """Look until nothing is found any more; return what is when the time is over."""
-    deadline = time.monotonic() + within_s
-    while found := await look():
-        if time.monotonic() > deadline:
-            break
-        await asyncio.sleep(every_s)
-    return found
-
-
-def condition(status: Any, type_: str) -> Any:
-    """Return a condition of a status, an empty one where there is none."""
-    return next((one for one in status.get("conditions", ()) if one["type"] == type_), {"status": "", "reason": ""})
-
-
-def owners(one: Any) -> set[str]:
-    """Return the uids of an object's owners."""
-    return {owner["uid"] for owner in one["metadata"].get("ownerReferences", ())}
-
-
-def _name(one: Any) -> str:
-    return str(one["metadata"]["name"])

@@ -15,39 +15,52 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from support.operator.real_apiserver import own_apiserver
+from support.apiserver.real_apiserver import own_apiserver
+from support.encoding.soak import run_images
 from support.soak.adapter_files import run_files
 from support.soak.adapters import run_adapters
+from support.soak.configurations import run_configurations
 from support.soak.edge import run_edge
 from support.soak.frame import Outcome
+from support.soak.many_adapters import run_many
 from support.soak.node import run_node
+from support.soak.operator_lives import TwoOperators
 from support.soak.operator_manifests import run_manifests
 from support.soak.operator_sequences import run_sequences
+from support.soak.operators import run_operators
 from support.soak.sleep import run_sleep
+from support.soak.sources import run_sources
 from support.soak.traffic import run_both
 
 
-def _alone(run: Callable[..., Coroutine[Any, Any, Outcome]]) -> Callable[..., Outcome]:
+def _alone(run: Callable[..., Coroutine[Any, Any, Outcome]], *, audited: bool = False, **more: Any) -> Callable[..., Outcome]:
     """Run a part on an API server of its own."""
 
     def run_alone(folder: Path, count: int, **limits: float) -> Outcome:
-        with own_apiserver() as kubeconfig:
-            return asyncio.run(run(folder, kubeconfig, count=count, **limits))
+        with own_apiserver(audited=audited) as kubeconfig:
+            return asyncio.run(run(folder, kubeconfig, count=count, **limits, **more))
 
     return run_alone
 
 
-# Each with its options, in order, and their defaults. The node's part needs a cluster of its own, so it is run on demand only.
+# Each with its options, in order, and their defaults. The last need a cluster of their own, so they are run on demand only.
 PARTS: dict[str, tuple[Callable[..., Outcome | list[Outcome]], dict[str, float]]] = {
     "traffic": (run_both, {"requests": 10_000, "kill_requests": 1_000, "kill_every": 20.0}),
     "edge": (run_edge, {"edge_requests": 10_000}),
     "adapters": (run_adapters, {"adapter_requests": 5_000}),
     "adapter-files": (run_files, {"adapter_files": 10_000}),
+    "sources": (run_sources, {"sources": 500}),
+    "configurations": (run_configurations, {"configurations": 500}),
+    "images": (run_images, {"images": 2_000}),
     "sleep": (run_sleep, {"sleep_sequences": 500}),
     "manifests": (_alone(run_manifests), {"manifests": 5_000}),
     "operator": (_alone(run_sequences), {"operator_sequences": 500}),
+    "many-adapters": (_alone(run_many), {"many_adapters": 20_000}),
+    "two-operators": (_alone(run_sequences, audited=True, lives=TwoOperators), {"pair_sequences": 500}),
     "node": (run_node, {}),
+    "operators": (run_operators, {}),
 }
+ON_DEMAND = ("node", "operators")
 
 
 def main() -> int:
@@ -63,7 +76,7 @@ def main() -> int:
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"soak-{os.getpid()}"
     folder.mkdir()
     try:
-        return int(sum(_run(part, asked, folder) for part in asked.part or [part for part in PARTS if part != "node"]) > 0)
+        return int(sum(_run(part, asked, folder) for part in asked.part or [part for part in PARTS if part not in ON_DEMAND]) > 0)
     finally:
         shutil.rmtree(folder)
 

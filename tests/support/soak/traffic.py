@@ -30,13 +30,13 @@ TOLERANCE = 1  # level of 255: a batch of another size rounds its sums in anothe
 # What a wrong request is answered with.
 BAD: tuple[tuple[dict[str, Any], int], ...] = (
     ({"prompt": ""}, 400),
-    ({"prompt": "p", "size": "33x32"}, 400),
-    ({"prompt": "p", "size": "9999x9999"}, 400),
-    ({"prompt": "p", "n": 100}, 400),
-    ({"prompt": "p", "num_inference_steps": 100_000}, 400),
-    ({"prompt": "p", "guidance_scale": -1.0}, 400),
-    ({"prompt": "p", "unknown": True}, 400),
-    ({"prompt": "p", "model": "nobody"}, 404),
+    ({"prompt": "p kumquatfen", "size": "33x32"}, 400),
+    ({"prompt": "p kumquatfen", "size": "9999x9999"}, 400),
+    ({"prompt": "p kumquatfen", "n": 100}, 400),
+    ({"prompt": "p kumquatfen", "num_inference_steps": 100_000}, 400),
+    ({"prompt": "p kumquatfen", "guidance_scale": -1.0}, 400),
+    ({"prompt": "p kumquatfen", "unknown": True}, 400),
+    ({"prompt": "p kumquatfen", "model": "nobody"}, 404),
     ({"prompt": ["a", "list"]}, 400),
 )
 
@@ -46,7 +46,7 @@ def pool(seed: int, size: int, *, most_steps: int = MOST_STEPS) -> list[dict[str
     rng = random.Random(seed)
     return [
         {
-            "prompt": f"a {rng.choice(COLOURS)} digit {rng.choice(NUMERALS)}",
+            "prompt": f"a {rng.choice(COLOURS)} digit {rng.choice(NUMERALS)} kumquatfen",
             "model": rng.choice(MODELS),
             "size": rng.choice(SIZES),
             "guidance_scale": rng.choice(GUIDANCE),

@@ -75,7 +75,7 @@ class FakeRank:
     def fingerprint(self, adapters: dict[int, str], weights: str, probe: str) -> messages.Fingerprint:
         """These weights, this probe and the adapters in these folders, but for what is spoilt on this rank."""
         assert not self.asleep, "there is nothing to fingerprint on a rank that sleeps"
-        kept = {lora_int_id: f"{fake_digest(path)} {self.spoilt.get(lora_int_id, 'kept')}" for lora_int_id, path in adapters.items()}
+        kept = {lora_int_id: f"{fake_identity(path)} {self.spoilt.get(lora_int_id, 'kept')}" for lora_int_id, path in adapters.items()}
         return messages.Fingerprint(self.checksum or weights, kept, self.probe or probe)
 
     def memory(self) -> messages.MemoryReport:
@@ -158,6 +158,11 @@ class FakeRequests:
 def fake_digest(path: str) -> str:
     """The digest of the adapter in a folder that need not exist."""
     return "sha256:" + hashlib.sha256(path.encode()).hexdigest()
+
+
+def fake_identity(path: str) -> messages.AdapterIdentity:
+    """The identity of that adapter: as if its folder had no configuration that may change."""
+    return messages.AdapterIdentity("v1:" + hashlib.sha256(path.encode()).hexdigest())
 
 
 def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequence[bytes | memoryview] = ()) -> bytes:

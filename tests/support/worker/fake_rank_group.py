@@ -10,6 +10,7 @@ method fail, on one rank too, or hang or kill. It corrupts what a rank holds, or
 import asyncio
 import os
 from collections.abc import Sequence
+from typing import ClassVar
 
 from msgspec.msgpack import decode, encode
 
@@ -17,10 +18,41 @@ from diffusion_worker.engine.state.rank_protocol import Loss, TickReport
 from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
-from diffusion_worker.messages import ErrorReport, LoadedLoRA, ModelInfo, Recipe, RpcReply, SleepLevel, SleepTask, Tick, WakeTask, pack
-from support.worker.fake_rank import CHANGE, FAKE_STAGES, WEIGHTS_BYTES, FakeRank, FakeRequests, fake_digest, fake_pixels, fake_preview
+from diffusion_worker.messages import (
+    ErrorReport,
+    LoadedLoRA,
+    ModelInfo,
+    PreparedPart,
+    Recipe,
+    RpcReply,
+    SleepLevel,
+    SleepTask,
+    Tick,
+    WakeTask,
+    pack,
+)
+from support.worker.fake_rank import (
+    CHANGE,
+    FAKE_STAGES,
+    WEIGHTS_BYTES,
+    FakeRank,
+    FakeRequests,
+    fake_digest,
+    fake_identity,
+    fake_pixels,
+    fake_preview,
+)
 
-__all__ = ["CHANGE", "FAKE_STAGES", "WEIGHTS_BYTES", "FakeRankGroup", "fake_digest", "fake_pixels", "fake_preview"]
+__all__ = ["CHANGE", "FAKE_STAGES", "WEIGHTS_BYTES", "FakeRankGroup", "fake_digest", "fake_identity", "fake_pixels", "fake_preview"]
+
+
+class NothingPrepared:
+    """An adapter as no rank needs it here."""
+
+    parts: ClassVar[list[PreparedPart]] = []
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
 
 class FakeRankGroup(FakeRequests):
@@ -170,6 +202,11 @@ class FakeRankGroup(FakeRequests):
                 return self._replies(decode(raw["is_start"]) or f"/traces/{self.generation}.json")
         raise AssertionError(f"the worker has no method {method}")
 
+    async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> "NothingPrepared":
+        """Prepare nothing: `add_lora` says what is wrong with an adapter."""
+        self._check()
+        return NothingPrepared()
+
     def _acked(self, task: SleepTask | WakeTask, errors: list[ErrorReport | None]) -> list[RpcReply]:
         """Have the task done; the last rank fails where the next of the errors is one."""
         error = errors.pop(0) if errors else None
@@ -192,7 +229,9 @@ class FakeRankGroup(FakeRequests):
         self.registered = kept
         for rank in self.members:
             rank.load_adapter(request.lora_int_id)
-        loaded = LoadedLoRA(found, 8, 24, 4096, recipe=self.adapter_recipes.get(path), evicted=evicted, checksum="kept")
+        loaded = LoadedLoRA(
+            found, 8, 24, 4096, recipe=self.adapter_recipes.get(path), evicted=evicted, checksum="kept", identity=fake_identity(path)
+        )
         replies = self._replies(loaded)
         if path in self.adapter_errors_of_one:
             replies[-1] = RpcReply(1, replies[-1].rank, None, self.adapter_errors_of_one[path])

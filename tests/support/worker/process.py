@@ -27,6 +27,7 @@ from PIL import Image
 
 from tools.demo import weights_memory
 from tools.demo.images import client_for
+from tools.suite import canary
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 DIGITS = REPOSITORY / "examples" / "digits"
@@ -37,6 +38,10 @@ LISTENING = re.compile(r"listening data=\S+:(\d+) control=\S+:(\d+) boot_id=(\S+
 # Ten seconds on an idle machine; torch is imported.
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 40.0
+
+
+# Answers of the data port that have no text of a request.
+SEARCHED = ("/metrics", "/v1/status")
 
 
 class WorkerProcess(contextlib.ExitStack):
@@ -77,7 +82,11 @@ class WorkerProcess(contextlib.ExitStack):
         self.boot_id = self.url = self.control_url = ""
 
     def __enter__(self) -> "WorkerProcess":
-        self.start()
+        """Start it; one that misses its deadline does not stay behind."""
+        with contextlib.ExitStack() as stack:
+            stack.push(self)
+            self.start()
+            stack.pop_all()
         return self
 
     def write_token(self, token: str) -> None:
@@ -98,6 +107,7 @@ class WorkerProcess(contextlib.ExitStack):
         self.started_at = time.monotonic()
         with self._output_path.open("wb") as output:
             self._process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.STDOUT, env=self._env, cwd=self.folder)
+        self.callback(self._search)
         self.callback(self._end, self._process)
 
     @property
@@ -154,6 +164,12 @@ class WorkerProcess(contextlib.ExitStack):
             process.kill()
             process.wait(10)
 
+    def _search(self) -> None:
+        """Look for prompts in all that it wrote; it has ended."""
+        canary.search(self.output, "the worker's output")
+        if self.termination_log.exists():
+            canary.search(self.termination_log.read_text(errors="replace"), "the worker's last words")
+
     @property
     def output(self) -> str:
         """What it and its ranks printed so far."""
@@ -163,7 +179,10 @@ class WorkerProcess(contextlib.ExitStack):
         return client_for(self.url)
 
     def get(self, path: str) -> httpx2.Response:
-        return self._http.get(self.url + path)
+        answer = self._http.get(self.url + path)
+        if path in SEARCHED:
+            canary.search(answer.text, path)
+        return answer
 
     def request_images(self, **body: Any) -> httpx2.Response:
         """The answer to an image request, whatever it is."""
@@ -185,6 +204,7 @@ class WorkerProcess(contextlib.ExitStack):
         """The state document."""
         answer = self.control("GET", "/v1/state")
         assert answer.status_code == 200, answer.text
+        canary.search(answer.text, "/v1/state")
         return dict(answer.json())
 
     def wait_state(self, state: str, timeout_s: float = 60.0) -> dict[str, Any]:

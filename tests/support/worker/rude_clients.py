@@ -9,9 +9,9 @@ import contextlib
 import json
 import random
 
-BODY = json.dumps({"prompt": "p", "num_inference_steps": 3, "stream": True, "partial_images": 1}).encode()
-PLAIN = json.dumps({"prompt": "p", "num_inference_steps": 3}).encode()
-HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: worker\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+BODY = json.dumps({"prompt": "p kumquatfen", "num_inference_steps": 3, "stream": True, "partial_images": 1}).encode()
+PLAIN = json.dumps({"prompt": "p kumquatfen", "num_inference_steps": 3}).encode()
+HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 DEADLINE_S = 60.0
 
 # What is sent, and how many bytes of an answer are read before the client leaves.

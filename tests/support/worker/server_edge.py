@@ -25,11 +25,12 @@ DEADLINE_S = 10.0
 class Edge(SleepRig):
     """One engine with both of its applications, and a client for each."""
 
-    def __init__(self, group: FakeRankGroup, *, token_path: Path | None = None, **settings: Any) -> None:
+    def __init__(self, group: FakeRankGroup, *, token_path: Path | None = None, local: bool = False, **settings: Any) -> None:
         super().__init__(group, **settings)
-        self.data_application = data_app(self.engine)
+        self.data_application = data_app(self.engine, local=local)
         self.data = _client(self.data_application)
-        self.control = _client(control_app(self.engine, token_path))
+        # Without a token it takes loopback hosts only.
+        self.control = _client(control_app(self.engine, token_path), "http://worker" if token_path else "http://127.0.0.1:8001")
 
     async def request_images(self, **body: Any) -> httpx2.Response:
         return await self.data.post("/v1/images/generations", json=body)
@@ -80,9 +81,11 @@ class Edge(SleepRig):
 
 
 @asynccontextmanager
-async def serving_edge(*, token_path: Path | None = None, model: ModelInfo | None = None, **settings: Any) -> AsyncIterator[Edge]:
+async def serving_edge(
+    *, token_path: Path | None = None, local: bool = False, model: ModelInfo | None = None, **settings: Any
+) -> AsyncIterator[Edge]:
     """An edge whose engine has started and is ended afterwards; `model` is what its ranks say that they loaded."""
-    edge = Edge(FakeRankGroup(settings.get("ranks", 1)), token_path=token_path, **settings)
+    edge = Edge(FakeRankGroup(settings.get("ranks", 1)), token_path=token_path, local=local, **settings)
     edge.ranks.model = model or edge.ranks.model
     async with edge.serving(DEADLINE_S):
         yield edge
@@ -109,9 +112,9 @@ def code(answer: httpx2.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def _client(application: Any) -> httpx2.AsyncClient:
+def _client(application: Any, url: str = "http://worker") -> httpx2.AsyncClient:
     transport = httpx2.ASGITransport(app=application, raise_app_exceptions=False)
-    return httpx2.AsyncClient(transport=transport, base_url="http://worker")
+    return httpx2.AsyncClient(transport=transport, base_url=url)
 
 
 def _call(**fields: Any) -> dict[str, Any]:
@@ -125,7 +128,7 @@ class Client:
     """
 
     def __init__(self, application: Any, *parts: bytes, request_id: str | None = None, **body: Any) -> None:
-        self._unread = list(parts) or [json.dumps({"prompt": "p", **body}).encode()]
+        self._unread = list(parts) or [json.dumps({"prompt": "p kumquatfen", **body}).encode()]
         self._stops = bool(parts)
         self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.gone, self.reading = asyncio.Event(), asyncio.Event()

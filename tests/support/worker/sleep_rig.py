@@ -21,6 +21,7 @@ from diffusion_worker.engine.state.state_document import AdapterCall, EngineStat
 from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import MemoryTag
 from diffusion_worker.sources.fetching import Fetched, Fetcher, Report
+from diffusion_worker.sources.in_place import FileStamp
 from diffusion_worker.sources.source import Source
 from support.worker.fake_rank_group import FakeRankGroup, fake_digest
 
@@ -48,17 +49,23 @@ class FakeFetcher(Fetcher):
         # What is wrong with the adapter at a path, as far as that can be told without the ranks.
         self.unread_errors: dict[str, RequestError] = {}
         self.fetches: list[str] = []
+        # When files at a path were written last.
+        self.stamps: dict[str, int] = {}
+        self.public_only: dict[str, bool] = {}
         self.cancelled: list[str] = []
         self.released: list[str] = []
 
-    async def fetch_adapter(self, source: Source, *, digest: str | None, deadline_s: float, report: Report, name: str) -> Fetched:
+    async def fetch_adapter(
+        self, source: Source, *, digest: str | None, deadline_s: float, report: Report, name: str, public_only: bool = False
+    ) -> Fetched:
         remote = source.hugging_face.repo if source.hugging_face else None
         place = remote or str(source.path)
         self.fetches.append(place)
+        self.public_only[place] = public_only
         if place in self.errors:
             raise self.errors[place]
         if remote is None:
-            return Fetched(place)
+            return Fetched(place, stamps=(FileStamp(place, 1, 1, 1, self.stamps.get(place, 0), 0),))
         report(REMOTE_BYTES // 2, REMOTE_BYTES)
         try:
             async with asyncio.timeout(deadline_s):
@@ -82,12 +89,12 @@ class FakeFetcher(Fetcher):
 class SleepRig:
     """One engine and its ranks."""
 
-    def __init__(self, group: FakeRankGroup, **settings: Any) -> None:
+    def __init__(self, group: FakeRankGroup, *, pod_uid: str = "", **settings: Any) -> None:
         self.config = WorkerConfig(**{"model": "/models/digits", "served_name": "digits", **settings})
         self.ranks = group
         group.max_cached = self.config.max_cached_loras
         self.fetcher = FakeFetcher(self.config)
-        self.engine = Engine(self.config, group, boot_id="boot-1", fetcher=self.fetcher)
+        self.engine = Engine(self.config, group, boot_id="boot-1", fetcher=self.fetcher, pod_uid=pod_uid)
         self._ids = itertools.count(1)
 
     @asynccontextmanager
@@ -139,7 +146,7 @@ class SleepRig:
         return await self.over(self.begin_wake(**fields))
 
     async def image(self, seed: int = 0, **fields: Any) -> Generation:
-        return await self.engine.generate(GenerationParams(prompt="p", seed=seed, **fields))
+        return await self.engine.generate(GenerationParams(prompt="p kumquatfen", seed=seed, **fields))
 
     async def running(self, seed: int = 0, **fields: Any) -> "asyncio.Task[Generation]":
         """A request whose first step runs until `stepping` is set."""

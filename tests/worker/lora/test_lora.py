@@ -64,7 +64,7 @@ def test_different_adapters_and_none_share_a_step_and_each_row_has_its_own(rig: 
 
 
 def test_a_prompt_is_encoded_once_for_all_adapters_for_none_of_them_changes_a_text_encoder(rig: RunnerRig) -> None:
-    prompt = "a digit that was not asked for before"
+    prompt = "new kumquatfen"
     rig.run(request("base", prompt=prompt, steps=1))
     assert [call.rows for call in rig.parallel.calls if call.component == "text_encoder"]
     rig.run(request("styled", prompt=prompt, steps=1, loras=[LoRAUse(1, 1.0)]))

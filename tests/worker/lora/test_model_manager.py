@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ class FakeSlots:
         return self.registered.count(name) == 1
 
     def dummy(self, rank: int) -> HostAdapter:
-        return HostAdapter(frozenset(), rank, (), ())
+        return HostAdapter(frozenset(), rank, (), (), torch.empty(0))
 
     @contextmanager
     def rows(self, uses: Uses) -> Iterator[None]:

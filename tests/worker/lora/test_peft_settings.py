@@ -14,9 +14,8 @@ from diffusers.training_utils import _collate_lora_metadata
 from safetensors.torch import load_file, save_file
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.adapter_file import DIFFUSERS_WEIGHTS, PEFT_WEIGHTS
 from diffusion_worker.lora.checkpoint import read_checkpoint
-from diffusion_worker.lora.peft_settings import CONFIG_FILE
+from diffusion_worker.lora.located import CONFIG_FILE, DIFFUSERS_WEIGHTS, PEFT_WEIGHTS
 from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse
@@ -34,8 +33,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"to_k": 5, "transformer_blocks.1.attn.to_v": 7},
     },
     "all of it": {"use_rslora": True, "rank_pattern": {"^transformer_blocks.0.attn.to_q": 2}, "alpha_pattern": {r"\d\.attn\.to_v": 9}},
+    "some modules excluded": {"exclude_modules": ["transformer_blocks.0.attn.to_v", "net.2"]},
+    "excluded by a pattern": {"exclude_modules": r".*\.0\.attn\.to_[qk]"},
+    "layers by their name": {"layers_to_transform": [0], "layers_pattern": "transformer_blocks"},
     "targets by a pattern": {"target_modules": r".*\.attn\.to_[qv]"},
 }
+# peft warns at each load that no module was excluded: the file has none of those.
+pytestmark = pytest.mark.filterwarnings("ignore:You have passed exclude_modules")
 # A ten-thousandth of the largest output: the order of sums in float32 is another one.
 TOLERANCE = 1e-4
 
@@ -198,6 +202,14 @@ def refused(path: Path, *says: str) -> ErrorCode:
         ({"r": 5}, "InvalidAdapter", "expected rank 5 as the configuration says, found 4"),
         ({"lora_alpha": "10"}, "InvalidAdapter", "lora_alpha"),
         ({"target_modules": ["to_q"]}, "InvalidAdapter", "is none of the configuration's target_modules"),
+        ({"exclude_modules": ["to_q"]}, "InvalidAdapter", "attn.to_q is excluded by the configuration's exclude_modules"),
+        ({"exclude_modules": r".*\.1\.attn\.to_k"}, "InvalidAdapter", "transformer_blocks.1.attn.to_k is excluded by the"),
+        ({"layers_to_transform": [0]}, "InvalidAdapter", "is excluded by the configuration's layers_to_transform"),
+        ({"layers_to_transform": 1, "layers_pattern": ["joint", "transformer_blocks"]}, "InvalidAdapter", "layers_to_transform"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "joint"}, "InvalidAdapter", "layers_to_transform"),
+        ({"layers_pattern": "transformer_blocks"}, "InvalidAdapter", "expected layers_to_transform beside layers_pattern"),
+        ({"layers_to_transform": 0, "target_modules": "all-linear"}, "InvalidAdapter", "expected target_modules as a list"),
+        ({"exclude_modules": 3}, "InvalidAdapter", "exclude_modules"),
         ({"transformer.r": 4}, "InvalidAdapter", "expected all fields with a component's name or none, found"),
     ],
 )
@@ -230,3 +242,22 @@ def test_settings_in_two_places_refuse_the_adapter(tmp_path: Path) -> None:
     path = saved(tmp_path).rename(tmp_path / PEFT_WEIGHTS)
     (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 10}))
     assert refused(path, "expected settings in one place") is ErrorCode.INVALID_ADAPTER
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_adapter_that_its_scaling_makes_infinite_is_refused_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 4), "second": torch.nn.Linear(4, 4)}).to(dtype)
+    layers = AdapterLayers({"transformer": model}, slots=1, max_rank=4, device=torch.device("cpu"))
+    tensors = {f"transformer.{name}.lora_{letter}.weight": torch.ones(2, 4).mT if letter == "B" else torch.ones(2, 4)
+               for name in model for letter in "AB"}  # fmt: skip
+    for alpha, fits in ((2 * torch.finfo(dtype).max, True), (2.1 * torch.finfo(dtype).max, False)):
+        settings = {"transformer.r": 2, "transformer.lora_alpha": 2, "transformer.alpha_pattern": {"second": alpha}}
+        metadata = {"lora_adapter_metadata": json.dumps(settings)}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "a.safetensors", metadata)
+        checkpoint = read_checkpoint(str(tmp_path), name="style")
+        if fits:
+            assert layers.pack(checkpoint, name="style").rank == 2
+            continue
+        with pytest.raises(RequestError, match=r"'style': transformer\.second: with its scaling of .* not finite in float") as refused:
+            layers.pack(checkpoint, name="style")
+        assert refused.value.code is ErrorCode.INVALID_ADAPTER

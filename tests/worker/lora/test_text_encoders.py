@@ -113,7 +113,7 @@ def test_prompts_of_adapters_for_text_encoders_and_of_others_are_encoded_togethe
 
 
 def test_a_prompt_is_encoded_again_for_whoever_changes_that_encoder_and_for_nobody_else(adapters: Adapters) -> None:
-    prompt = "a digit of this test only"
+    prompt = "kumquatfen"
     both = ["text_encoder", "text_encoder_2"]
     assert adapters.encoded([], prompt) == both
     assert adapters.encoded([LoRAUse(3, 1.0)], prompt) == []

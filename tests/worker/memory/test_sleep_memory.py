@@ -362,7 +362,7 @@ def test_an_adapter_that_comes_while_the_model_sleeps_takes_no_slot_before_it_is
 
 
 def test_caches_are_counted_and_go_with_the_sleep_and_their_counts_stay(rig: RunnerRig) -> None:
-    rig.run(request("one", prompt="a prompt that is new"))
+    rig.run(request("one", prompt="kumquatfen"))
     before = rig.runner.get_prompt_embed_cache_stats()
     assert before is not None and rig.runner.memory().cache_bytes > 0
     rig.runner.release()

@@ -24,7 +24,7 @@ from diffusion_worker.messages import ErrorReport, Task
 from diffusion_worker.offline import engine as offline_engine
 from diffusion_worker.offline.inputs import image_fields
 from diffusion_worker.offline.progress import StepCounts
-from support.worker.fake_rank_group import FakeRankGroup, fake_digest
+from support.worker.fake_rank_group import FakeRankGroup, fake_digest, fake_identity
 from support.worker.process import DIGITS, DIGITS_MODEL
 
 STRIPES = DIGITS / "loras" / "stripes"
@@ -120,7 +120,7 @@ def test_an_adapter_that_a_call_brings_is_loaded_once_and_used_at_its_strength(
     style = LoRARequest("style", 7, str(loras / "style"))
     for _ in range(2):
         (image,) = engine.generate("a red digit seven", seed=5, steps=2, lora_request=style, lora_scale=0.8)
-        assert image.provenance.adapters == [AppliedAdapter("style", fake_digest(style.lora_path), 0.8)]
+        assert image.provenance.adapters == [AppliedAdapter("style", fake_digest(style.lora_path), 0.8, fake_identity(style.lora_path))]
     assert groups.made[0].calls.count("add_lora") == 2  # that of the construction, and this one
     (base,) = engine.generate("a red digit seven", seed=5, steps=2)
     assert base.provenance.adapters == [] and base.image.tobytes() != image.image.tobytes()
@@ -129,7 +129,10 @@ def test_an_adapter_that_a_call_brings_is_loaded_once_and_used_at_its_strength(
 def test_several_adapters_of_a_call_have_a_strength_each_for_every_prompt(engine: DiffusionEngine, loras: Path) -> None:
     asked: Any = ["stripes", LoRARequest("style", 1, loras / "style")]  # type: ignore[arg-type]
     images = engine.generate(["a red one", "a blue one"], steps=2, lora_request=asked, lora_scale=[0.8, -1])
-    uses = [AppliedAdapter("stripes", fake_digest(str(STRIPES)), 0.8), AppliedAdapter("style", fake_digest(str(loras / "style")), -1.0)]
+    uses = [
+        AppliedAdapter(name, fake_digest(str(path)), scale, fake_identity(str(path)))
+        for name, path, scale in (("stripes", STRIPES, 0.8), ("style", loras / "style", -1.0))
+    ]
     assert [image.provenance.adapters for image in images] == [uses, uses]
 
 
@@ -209,7 +212,7 @@ def test_a_name_or_quality_that_cannot_be_saved_is_refused(engine: DiffusionEngi
         ({"lora_request": LoRARequest("style", 1, "ftp://x/y")}, "lora_request: expected a lora_path that can be read, found .*'ftp'"),
         ({"lora_request": "stripes", "lora_scale": 5}, "lora_scale: expected a number from -4 to 4, found 5"),
         ({"lora_request": "stripes", "lora_scale": "1"}, "lora_scale: expected"),
-        ({"lora_request": "stripes", "lora_scale": [1, 2]}, "lora_scale: expected one number for each of 1 adapters, found 2"),
+        ({"lora_request": "stripes", "lora_scale": [1, 2]}, "lora_scale: expected a number for each of 1 adapters, found 2"),
         ({"lora_scale": 0.5}, "lora_scale: expected"),
         ({"image": "seven.png"}, "image: expected a PIL image, found str"),
         ({"image": []}, "model: expected one that serves edit"),

@@ -135,7 +135,8 @@ def test_adapters_of_calls_make_the_images_that_a_server_makes_with_them(tmp_pat
         after = made(LoRARequest("own", 3, str(own)))
         assert before.image.tobytes() == worker.image(**asked, model="stripes").tobytes()
         assert after.image.tobytes() == worker.image(**asked, model="frame").tobytes()
-        assert after.metadata["adapters"] == [{"name": "own", "digest": made("frame").provenance.adapters[0].digest, "scale": 1.0}]
+        framed = made("frame").provenance.adapters[0]
+        assert after.metadata["adapters"] == [{"name": "own", "digest": framed.digest, "scale": 1.0, "identity": framed.identity}]
         assert made().image.tobytes() == worker.image(**asked).tobytes()
         with pytest.raises(RequestError) as raised:
             made(LoRARequest("nothing", 4, str(tmp_path / "nothing")))

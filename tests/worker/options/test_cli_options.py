@@ -35,11 +35,21 @@ def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> WorkerConfig:
     return config
 
 
+def test_allowed_origins_come_from_options_or_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = f"--model={DIGITS_MODEL}"
+    given = ("--cors-origin=https://App.example:8443", "--cors-origin=*")
+    assert config_of(monkeypatch, model, *given).cors_origins == ["https://app.example:8443", "*"]
+    monkeypatch.setenv("DIFFUSION_WORKER_CORS_ORIGIN", "https://a.example http://localhost:3000")
+    assert config_of(monkeypatch, model).cors_origins == ["https://a.example", "http://localhost:3000"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ([], "--model"),
         (["--ranks=0"], "--ranks"),
+        (["--cors-origin=https://app.example/"], "--cors-origin: expected an origin without a path"),
+        (["--cors-origin=app.example"], "--cors-origin: expected an origin without a path"),
         (["--ranks=65"], "--ranks"),
         (["--ranks=two"], "--ranks"),
         (["--port=65536"], "--port"),

@@ -69,7 +69,7 @@ def test_the_ranks_are_the_product_of_all_sizes_or_the_worker_does_not_start() -
 def refused_size(size: tuple[int, int], model: ModelInfo) -> RequestError | None:
     width, height = size
     try:
-        admission.check(GenerationParams(prompt="p", width=width, height=height), RequestLimits(), model)
+        admission.check(GenerationParams(prompt="p kumquatfen", width=width, height=height), RequestLimits(), model)
     except RequestError as error:
         return error
     return None

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from diffusion_worker.errors import ConfigError
 
 TESTS = Path(__file__).parents[2]
 SECRET = "velvet-armadillo"
+ENCODERS = ("clip", "t5", "umt5", "mt5", "gemma", "gemma2", "glm", "llama", "mistral", "qwen3", "smollm3", "qwen2_5_vl", "omnigen")
 
 
 @pytest.fixture
@@ -25,11 +27,11 @@ def log() -> Iterator[io.StringIO]:
     """Collect everything that the loggers of this test write, as in a process that serves."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
-    names = ("diffusers.pipelines.flux", "transformers", "py.warnings", "diffusion_worker.test", "a_custom_class")
+    names = ("diffusers.pipelines.flux", "transformers", "py.warnings", "diffusion_worker", "a_custom_class")
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addHandler(handler)
-    factory = logging.getLogRecordFactory()
+    factory, hooks = logging.getLogRecordFactory(), (threading.excepthook, sys.unraisablehook)
     withheld.install()
     withheld.withhold()
     try:
@@ -38,6 +40,7 @@ def log() -> Iterator[io.StringIO]:
         withheld.withhold(False)
         logging.captureWarnings(False)
         logging.setLogRecordFactory(factory)
+        threading.excepthook, sys.unraisablehook = hooks
         for logger in loggers:
             logger.removeHandler(handler)
 
@@ -83,6 +86,24 @@ def test_what_torch_says_and_what_this_package_says_is_told(log: io.StringIO) ->
     assert "mat1 and mat2 shapes" in log.getvalue() and "--ranks: expected 1" in log.getvalue()
 
 
+class FailsInTheEnd:
+    def __del__(self) -> None:
+        fails(ValueError(f"cannot end {SECRET}"))
+
+
+def test_what_nothing_catches_in_a_thread_or_in_the_end_of_an_object_is_a_record_too(
+    log: io.StringIO, capfd: pytest.CaptureFixture[str]
+) -> None:
+    thread = threading.Thread(target=fails, args=(ValueError(f"cannot send {SECRET}"),), name="sender")
+    thread.start()
+    thread.join()
+    FailsInTheEnd()
+    written, text = "".join(capfd.readouterr()), log.getvalue()
+    assert SECRET not in written + text
+    assert "uncaught exception in thread sender" in text and "uncaught exception that could not be raised" in text
+    assert text.count("ValueError (its message is withheld") == 2
+
+
 def test_before_the_load_is_over_everything_is_told(log: io.StringIO) -> None:
     withheld.withhold(False)
     logging.getLogger("transformers").warning("the weights lack %s", "a layer")
@@ -101,5 +122,5 @@ def test_300_words_of_a_prompt_are_in_no_log_of_any_text_encoder_also_where_it_f
     assert [word for word in words.split() if word in written] == []
     # The words would have been there: diffusers warns of each truncation, and each failure is logged.
     assert written.count("is withheld, as it may quote a request") >= 10, written
-    for encoder in ("clip", "t5", "umt5", "gemma2", "llama", "qwen2_5_vl", "omnigen"):
+    for encoder in ENCODERS:
         assert f"served {encoder}" in written and f"failed {encoder}" in written

@@ -108,7 +108,8 @@ def test_uploads_that_end_before_they_are_whole_leave_nothing(worker: WorkerProc
 
     before = open_files()
     host, _, port = worker.url.removeprefix("http://").partition(":")
-    head = b"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\nContent-Length: 9000000\r\n\r\n"
+    head = b"POST /v1/images/edits HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    head += b"Content-Length: 9000000\r\n\r\n"
     part = b'--b\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n' + bytes(3_000_000)
     for _ in range(5):
         with socket.create_connection((host, int(port)), timeout=10) as connection:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as OpenAI's SDKs for Python and JavaScript raise them, on a real worker process: class, message, code, and repetitions.
+"""Errors as clients' SDKs raise them, on a real worker process: class, message, code, and repetitions.
 
-A repetition is counted where it arrives: the worker logs each image request once.
+OpenAI's SDKs for Python, JavaScript and Go, and Vercel's by both of its packages for such a server. A repetition is counted where
+it arrives: the worker logs each image request once.
 """
 
 import json
@@ -18,17 +19,27 @@ import pytest
 from openai import OpenAI
 
 from support.worker.process import FAKE_PROGRAM, WorkerProcess
-from tools import openai_js
+from tools import client_sdks
 from tools.devcluster.errors import PrerequisiteMissing
 
-# A process, and a second one for JavaScript; a repetition waits half a second.
-pytestmark = pytest.mark.slow
+# A process, and one for each call of another language; a repetition waits half a second, Vercel's two. The program in Go
+# is built once, which takes minutes on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KEY = "sk-of-the-worker"
-SCRIPT = Path(__file__).parents[2] / "support" / "worker" / "openai_errors.mjs"
-RETRIES = 2
+SDKS = Path(__file__).parents[2] / "support" / "sdks"
+RETRIES = 1
+OF_STATUS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    503: "InternalServerError",
+}
 
-Raised = Mapping[str, Any]
-Calls = Callable[..., Raised]
+Given = Mapping[str, Any]
+Found = Mapping[str, Any]
+Calls = Callable[..., Found]
 
 
 @pytest.fixture(scope="module")
@@ -47,100 +58,156 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
         yield worker
 
 
-def by_python(worker: WorkerProcess, *, key: str = KEY, cancel: str | None = None, headers: Mapping[str, str], **body: Any) -> Raised:
-    """The exception of the SDK for Python, in the words of that for JavaScript."""
-    with OpenAI(base_url=f"{worker.url}/v1", api_key=key, max_retries=RETRIES, timeout=60) as client:
+def by_python(given: Given) -> Found:
+    body, images = given["body"], 0
+    streams = bool(body.get("stream"))
+    with OpenAI(base_url=given["baseURL"], api_key=given["apiKey"], max_retries=given["maxRetries"], timeout=60) as client:
         try:
             answer: Any = client.post(
-                "/images/generations", cast_to=object, body=body, options={"headers": dict(headers)},
-                stream=bool(body.get("stream")), stream_cls=openai.Stream[Any],
+                "/images/generations", cast_to=object, body=body, options={"headers": given["headers"]},
+                stream=streams, stream_cls=openai.Stream[Any],
             )  # fmt: skip
-            for number, _ in enumerate(answer if body.get("stream") else ()):
-                if cancel and number == 0:
-                    client.delete(f"/requests/{cancel}", cast_to=type(None))
+            for number, event in enumerate(answer if streams else ()):
+                if given["cancel"] and number == 0:
+                    client.delete(f"/requests/{given['cancel']}", cast_to=type(None))
+                images += event["type"] == "image_generation.completed"
         except openai.APIError as error:
             status, request_id = getattr(error, "status_code", None), getattr(error, "request_id", None)
             found = {"code": error.code, "type": error.type, "param": error.param, "status": status, "requestID": request_id}
             return {"raised": type(error).__name__, "message": str(error), **found}
-    return {"raised": None}
+    return {"raised": None, "images": images if streams else len(answer["data"])}
 
 
-def by_javascript(worker: WorkerProcess, *, key: str = KEY, cancel: str | None = None, headers: Mapping[str, str], **body: Any) -> Raised:
-    """The exception of the SDK for JavaScript."""
-    try:
-        folder = openai_js.modules()
-    except PrerequisiteMissing as missing:
-        pytest.skip(str(missing))
-    call = {"apiKey": key, "maxRetries": RETRIES, "headers": headers, "body": body, "cancel": cancel}
-    given, env = json.dumps({"baseURL": f"{worker.url}/v1", "calls": [call]}), {**os.environ, "OPENAI_JS": str(folder)}
-    ended = subprocess.run(["node", str(SCRIPT)], input=given, env=env, capture_output=True, text=True, timeout=120, check=False)
+def by_program(command: list[str], given: Given, **env: str) -> Found:
+    """The one line that a program of `support/sdks` prints."""
+    ended = subprocess.run(
+        command, input=json.dumps(given), env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr
-    raised: Raised = json.loads(ended.stdout)
-    return raised
+    found: Found = json.loads(ended.stdout)
+    return found
 
 
-@pytest.fixture(params=[by_python, by_javascript], ids=["python", "javascript"])
-def ask(request: pytest.FixtureRequest, worker: WorkerProcess) -> Calls:
-    """A call by one of the SDKs: what it raised, and how often the worker saw the request."""
-    call: Callable[..., Raised] = request.param
+def by_javascript(given: Given) -> Found:
+    return by_program(["node", str(SDKS / "openai.mjs")], given, SDKS=str(client_sdks.javascript()))
 
-    def ask(**wanted: Any) -> Raised:
+
+def by_go(given: Given) -> Found:
+    return by_program([str(client_sdks.go(SDKS / "go"))], given)
+
+
+def by_vercel(given: Given, package: str = "@ai-sdk/openai") -> Found:
+    return by_program(["node", str(SDKS / "vercel.mjs"), package], given, SDKS=str(client_sdks.javascript()))
+
+
+def by_vercel_compatible(given: Given) -> Found:
+    return by_vercel(given, "@ai-sdk/openai-compatible")
+
+
+THAT_STREAM = {"python": by_python, "javascript": by_javascript, "go": by_go}
+ALL = {**THAT_STREAM, "vercel": by_vercel, "vercel-compatible": by_vercel_compatible}
+
+
+def class_of(client: str, status: int, seen: int) -> str:
+    """Return the class that a client raises for an answer of a status that it got so often."""
+    if client == "go":
+        return "openai.Error"
+    if client in THAT_STREAM:
+        return OF_STATUS[status]
+    return "AI_RetryError" if seen > 1 else "AI_APICallError"
+
+
+class Client:
+    """An SDK over a worker."""
+
+    def __init__(self, name: str, worker: WorkerProcess) -> None:
+        self.name, self._worker = name, worker
+
+    def ask(self, *, seen: int = 1, key: str = KEY, cancels: bool = False, origin: str | None = None, **wanted: Any) -> Found:
+        """A call by the SDK, which the worker must see so often: the error that it raised, or the number of images."""
         request_id = uuid.uuid4().hex
-        body = {"prompt": "a red seven", **wanted}
-        raised = {**call(worker, headers={"X-Request-ID": request_id}, cancel=request_id if body.get("stream") else None, **body)}
-        print(f"{call.__name__}: {json.dumps(raised)}")
-        seen = re.compile(rf"image request request_id={request_id} ")
-        worker.wait_for(lambda: seen.search(worker.output), what="seen in the log", timeout_s=10)
-        assert raised.get("requestID") in (request_id, None)
-        return {**raised, "seen": len(seen.findall(worker.output))}
+        given = {"baseURL": f"{self._worker.url}/v1", "apiKey": key, "maxRetries": RETRIES, "cancel": request_id if cancels else ""}
+        given |= {
+            "headers": {"X-Request-ID": request_id, **({"Origin": origin} if origin else {})},
+            "body": {"prompt": "a red seven kumquatfen", **wanted},
+        }
+        try:
+            found = ALL[self.name](given)
+        except PrerequisiteMissing as missing:
+            pytest.skip(str(missing))
+        print(f"{self.name}: {json.dumps(found)}")
+        line = re.compile(rf"image request request_id={request_id} ")
+        # A line is written after its answer was sent.
+        self._worker.wait_for(lambda: len(line.findall(self._worker.output)) >= seen, what=f"asked {seen} times", timeout_s=20)
+        assert len(line.findall(self._worker.output)) == seen
+        assert found.get("requestID") in (request_id, None)
+        return found
 
-    return ask
-
-
-def assert_raised(found: Raised, **expected: Any) -> None:
-    assert {name: found.get(name) for name in expected} == expected, found
-
-
-def test_a_field_that_is_wrong_is_a_bad_request_that_names_it_and_is_sent_once(ask: Calls) -> None:
-    found = ask(size="63x64")
-    assert_raised(found, raised="BadRequestError", status=400, code="InvalidRequest", type="invalid_request_error", param="size", seen=1)
-    assert "size: expected width and height that are multiples of 8, found 63x64" in found["message"]
-
-
-def test_a_wrong_key_is_an_authentication_error_and_is_sent_once(ask: Calls) -> None:
-    found = ask(key="sk-of-another")
-    assert_raised(found, raised="AuthenticationError", status=401, code="Unauthorized", type="authentication_error", param=None, seen=1)
-    assert "expected the API key" in found["message"] and KEY not in found["message"]
+    def refused(self, status: int, code: str, of_type: str, *, param: str | None = None, seen: int = 1, **call: Any) -> str:
+        """Ask for an error of these words; its message."""
+        found = self.ask(seen=seen, **call)
+        expected = {"raised": class_of(self.name, status, seen), "status": status, "code": code, "type": of_type, "param": param}
+        assert {name: found.get(name) for name in expected} == expected, found
+        return str(found["message"])
 
 
-def test_a_model_that_is_not_there_is_a_not_found_error_and_is_sent_once(ask: Calls) -> None:
-    found = ask(model="nobody")
-    assert_raised(found, raised="NotFoundError", status=404, code="NotFound", type="invalid_request_error", seen=1)
-    assert "model 'nobody' is not known here" in found["message"]
+@pytest.fixture(params=ALL)
+def client(request: pytest.FixtureRequest, worker: WorkerProcess) -> Client:
+    return Client(request.param, worker)
 
 
-def test_an_adapter_whose_file_is_bad_is_not_asked_for_again_and_again(ask: Calls) -> None:
-    found = ask(model="bad")
-    expected = {"status": 422, "code": "AdapterNotLoaded", "type": "invalid_request_error", "seen": 1}
-    assert_raised(found, raised="UnprocessableEntityError", **expected)
-    assert "InvalidAdapter" in found["message"]
+@pytest.fixture(params=THAT_STREAM)
+def streaming(request: pytest.FixtureRequest, worker: WorkerProcess) -> Client:
+    return Client(request.param, worker)
 
 
-def test_an_error_in_a_stream_is_raised_with_its_message_and_code_and_nothing_is_sent_again(ask: Calls) -> None:
-    found = ask(stream=True, num_inference_steps=200)
-    assert_raised(found, raised="APIError", status=None, code="Cancelled", type="invalid_request_error", seen=1)
-    assert found["message"] == "the request was cancelled"
+def test_images_come_by_every_sdk_and_are_asked_for_once(client: Client) -> None:
+    assert client.ask(size="32x32") == {"raised": None, "images": 1}
 
 
-def test_a_stream_that_is_refused_before_it_begins_is_an_error_by_its_status(ask: Calls) -> None:
-    assert_raised(ask(stream=True, n=100), raised="BadRequestError", status=400, code="InvalidRequest", param="n", seen=1)
+def test_images_of_a_stream_come_too_and_no_event_counts_as_an_error(streaming: Client) -> None:
+    assert streaming.ask(stream=True, partial_images=1, size="32x32") == {"raised": None, "images": 1}
 
 
-def test_what_may_succeed_later_is_sent_again_by_itself(ask: Calls, worker: WorkerProcess) -> None:
+def test_a_field_that_is_wrong_is_a_bad_request_that_names_it_and_is_sent_once(client: Client) -> None:
+    message = client.refused(400, "InvalidRequest", "invalid_request_error", param="size", size="63x64")
+    assert "size: expected width and height that are multiples of 8, found 63x64" in message
+
+
+def test_a_wrong_key_is_an_authentication_error_and_is_sent_once(client: Client) -> None:
+    message = client.refused(401, "Unauthorized", "authentication_error", key="sk-of-another")
+    assert "expected the API key" in message and KEY not in message
+
+
+def test_a_foreign_origin_is_a_permission_error_and_is_sent_once(client: Client) -> None:
+    message = client.refused(403, "Forbidden", "invalid_request_error", origin="http://evil.example")
+    assert "one of --cors-origin, found http://evil.example" in message
+
+
+def test_a_model_that_is_not_there_is_a_not_found_error_and_is_sent_once(client: Client) -> None:
+    assert "model 'nobody' is not known here" in client.refused(404, "NotFound", "invalid_request_error", model="nobody")
+
+
+def test_an_adapter_whose_file_is_bad_is_not_asked_for_again_and_again(client: Client) -> None:
+    assert "InvalidAdapter" in client.refused(422, "AdapterNotLoaded", "invalid_request_error", model="bad")
+
+
+def test_what_may_succeed_later_is_sent_again_by_itself(client: Client, worker: WorkerProcess) -> None:
     worker.sleep()
     try:
-        found = ask()
+        message = client.refused(503, "Asleep", "server_error", seen=1 + RETRIES)
     finally:
         worker.wake()
-    assert_raised(found, raised="InternalServerError", status=503, code="Asleep", type="server_error", seen=1 + RETRIES)
-    assert "the model is asleep" in found["message"]
+    assert "the model is asleep" in message
+
+
+def test_an_error_in_a_stream_is_raised_with_its_message_and_code_and_nothing_is_sent_again(streaming: Client) -> None:
+    found = streaming.ask(stream=True, num_inference_steps=200, cancels=True)
+    raised = "ssestream.StreamError" if streaming.name == "go" else "APIError"
+    expected = {"raised": raised, "code": "Cancelled", "type": "invalid_request_error"}
+    assert {name: found.get(name) for name in expected} == expected, found
+    assert found["message"] == "the request was cancelled" and found.get("status") is None
+
+
+def test_a_stream_that_is_refused_before_it_begins_is_an_error_by_its_status(streaming: Client) -> None:
+    streaming.refused(400, "InvalidRequest", "invalid_request_error", param="n", stream=True, n=100)

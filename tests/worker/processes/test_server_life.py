@@ -28,7 +28,7 @@ def fake(behaviour: Mapping[str, Any] | None = None, **options: Any) -> WorkerPr
 def images_or_nothing(worker: WorkerProcess) -> httpx2.Response | None:
     """The answer, or None where the connection broke."""
     try:
-        return worker.request_images(prompt="p", num_inference_steps=200)
+        return worker.request_images(prompt="p kumquatfen", num_inference_steps=200)
     except httpx2.TransportError:
         return None
 
@@ -39,7 +39,7 @@ def test_both_ports_answer_while_the_ranks_load() -> None:
         assert worker.get("/healthz").json() == {"status": "ok"}
         assert worker.get("/readyz").status_code == 503
         assert worker.state()["state"] == "starting"
-        held = threads.submit(worker.request_images, prompt="p")
+        held = threads.submit(worker.request_images, prompt="p kumquatfen")
         worker.wait_for(lambda: worker.state()["held"]["current"] == 1, what="holding the request")
         # Half a second on an idle core; the machine of a test is not idle.
         assert listening_s < 10
@@ -52,11 +52,11 @@ def test_both_ports_answer_while_the_ranks_load() -> None:
 def test_a_terminated_worker_finishes_its_request_and_exits_with_0() -> None:
     with fake({"stepSeconds": 0.2}) as worker, concurrent.futures.ThreadPoolExecutor(1) as threads:
         worker.wait_ready()
-        running = threads.submit(worker.request_images, prompt="p", num_inference_steps=5)
+        running = threads.submit(worker.request_images, prompt="p kumquatfen", num_inference_steps=5)
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         worker.send_signal(signal.SIGTERM)
         worker.wait_for(lambda: worker.get("/readyz").status_code == 503, what="draining")
-        refused = worker.request_images(prompt="q")
+        refused = worker.request_images(prompt="q kumquatfen")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "Terminating")
         assert running.result(30).status_code == 200
         assert worker.wait_exit() == 0
@@ -69,7 +69,7 @@ def test_a_request_that_outlasts_the_drain_is_ended_with_a_code() -> None:
         concurrent.futures.ThreadPoolExecutor(1) as threads,
     ):
         worker.wait_ready()
-        running = threads.submit(worker.request_images, prompt="p", num_inference_steps=200)
+        running = threads.submit(worker.request_images, prompt="p kumquatfen", num_inference_steps=200)
         worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="working")
         assert worker.terminate() == 0
         assert (running.result(10).status_code, running.result().json()["error"]["code"]) == (503, "Terminating")
@@ -86,7 +86,7 @@ def test_a_group_lost_for_good_answers_what_waits_and_ends_the_worker_with_70_an
         concurrent.futures.ThreadPoolExecutor(1) as threads,
     ):
         worker.wait_ready()
-        answer = threads.submit(worker.request_images, prompt="p", num_inference_steps=200).result(30)
+        answer = threads.submit(worker.request_images, prompt="p kumquatfen", num_inference_steps=200).result(30)
         assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (500, "EngineFailed", True)
         assert worker.wait_exit() == 70
         assert "rank 0 was ended by SIGKILL" in worker.termination_log.read_text()
@@ -139,7 +139,7 @@ def test_a_client_that_does_not_read_holds_no_shutdown_up() -> None:
         worker.wait_ready()
         host, port = worker.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as half_open:
-            half_open.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: w\r\nContent-Length: 100\r\n\r\n{")
+            half_open.sendall(b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert worker.terminate(timeout_s=15) == 0
 
 

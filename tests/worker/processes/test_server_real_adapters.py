@@ -4,11 +4,13 @@
 import concurrent.futures
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from support.worker.process import DIGITS, WorkerProcess, decode_image
 
@@ -144,10 +146,11 @@ def test_the_openai_sdk_asks_for_several_adapters_each_with_its_strength(worker:
         {"name": name, "digest": digest_of(DIGITS / "loras" / name), "scale": scale} for name, scale in (("stripes", 0.5), ("frame", 1.0))
     ]
     both, adapters = made(lora=[{"name": "stripes", "scale": 0.5}, {"lora_name": "frame", "lora_path": str(DIGITS / "loras" / "frame")}])
-    assert adapters == uses
+    assert all(use.pop("identity").startswith("v1:") for use in adapters) and adapters == uses
     other_order, _ = made(lora=[{"adapter": "frame"}, {"name": "stripes", "lora_scale": 0.5}])
     assert max(abs(one - other) for one, other in zip(both, other_order, strict=True)) <= 3
     one, adapters = made(lora={"name": "stripes", "scale": 0.5})
+    assert [use.pop("identity")[:3] for use in adapters] == ["v1:"]
     assert adapters == uses[:1] and one == worker.image(**REQUEST, model="stripes", lora_scale=0.5).tobytes()
     nothing, _ = made(lora={"name": "stripes", "scale": 0})
     base, adapters = made()
@@ -199,3 +202,40 @@ def test_adapter_calls_need_the_token_and_the_right_boot(worker: WorkerProcess) 
     answer = worker.put_adapter("put", STRIPES, bootId="another")
     assert (answer.status_code, answer.json()["code"]) == (409, "WrongBoot")
     assert worker.boot_id in answer.json()["message"]
+
+
+def test_a_rank_reads_nothing_of_an_adapter_and_a_pattern_that_takes_for_ever_costs_its_own_put_alone(
+    worker_of_two: WorkerProcess, tmp_path: Path
+) -> None:
+    worker = worker_of_two
+    worker.put_adapter("first", STRIPES)
+    ranks = [rank["pid"] for rank in worker.state()["ranks"]]
+
+    def read_by_ranks() -> list[int]:
+        """Bytes that each has read of files and sockets."""
+        return [int(Path(f"/proc/{pid}/io").read_text().split()[1]) for pid in ranks]
+
+    large = tmp_path / "large"
+    large.mkdir()
+    tensors = {}
+    for name, tensor in load_file(STRIPES / "adapter_model.safetensors").items():
+        tensors[name] = tensor.repeat(8, 1) if "lora_A" in name else tensor.repeat(1, 8)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, large / "style.safetensors")
+    before, size = read_by_ranks(), (large / "style.safetensors").stat().st_size
+    answer = worker.put_adapter("put", large)
+    assert (answer.status_code, answer.json()["ranksLoaded"]) == (200, 2), answer.text
+    assert all(now - then < size / 2 for now, then in zip(read_by_ranks(), before, strict=True))
+    costly = Path(shutil.copytree(STRIPES, tmp_path / "costly"))
+    config = json.loads((costly / "adapter_config.json").read_text())
+    config["alpha_pattern"] = {r"(\w|\w\w|[\w.])+\d!": 3}
+    (costly / "adapter_config.json").write_text(json.dumps(config))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        refused = pool.submit(worker.put_adapter, "bad", costly)
+        images = 0
+        while not refused.done() or not images:
+            worker.image(**REQUEST)
+            images += 1
+    assert (refused.result().status_code, refused.result().json()["code"]) == (400, "InvalidAdapter")
+    assert "patterns of its configuration" in refused.result().text
+    for name in ("put", "first", "bad"):
+        worker.delete_adapter(name)

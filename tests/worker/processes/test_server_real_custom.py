@@ -31,7 +31,7 @@ def test_a_custom_pipeline_of_the_command_line_serves_on_every_rank_and_refuses_
         worker.wait_ready()
         swapped, asked = (np.asarray(worker.image(prompt=f"a {colour} digit two", **ASKED)) for colour in ("red", "blue"))
         np.testing.assert_array_equal(swapped, asked)
-        refused = worker.request_images(prompt="a secret digit", **ASKED)
+        refused = worker.request_images(prompt="a secret digit kumquatfen", **ASKED)
         assert refused.status_code == 400
         assert "expected no secrets" in refused.text
 

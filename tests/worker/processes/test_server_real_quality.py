@@ -69,11 +69,11 @@ def test_a_prompt_that_is_asked_again_is_answered_by_the_prompt_cache_and_none_i
     def lookups() -> list[float]:
         return [metric(worker, f'prompt_cache_lookups_total{{result="{result}"}}') for result in ("hit", "miss", "bypassed")]
 
-    prompt = "a cyan digit that nobody asked for before"
+    prompt = "a cyan digit that nobody asked for before kumquatfen"
     before = lookups()
-    first, _ = ask(worker, prompt=prompt, num_inference_steps=2, negative_prompt="grey")
+    first, _ = ask(worker, prompt=prompt, num_inference_steps=2, negative_prompt="grey kumquatfen")
     between = lookups()
-    again, _ = ask(worker, prompt=prompt, num_inference_steps=2, negative_prompt="grey")
+    again, _ = ask(worker, prompt=prompt, num_inference_steps=2, negative_prompt="grey kumquatfen")
     after = lookups()
     np.testing.assert_array_equal(first, again)
     # Two text encoders, with and without the prompt.

@@ -48,11 +48,11 @@ def image_of(b64_json: str | None) -> Image.Image:
 
 
 def test_generate_answers_with_an_image(client: OpenAI) -> None:
-    answer = client.images.generate(model="digits", prompt="a red seven", size="48x32", extra_body={"seed": 7})
+    answer = client.images.generate(model="digits", prompt="a red seven kumquatfen", size="48x32", extra_body={"seed": 7})
     assert answer.data is not None and len(answer.data) == 1
     assert answer.created > 0
     assert (answer.output_format, answer.size, answer.quality, answer.background) == ("png", "48x32", "medium", "opaque")
-    expected = fake_pixels(RequestSpec(request_id="", prompt="a red seven", seed=7, width=48, height=32))
+    expected = fake_pixels(RequestSpec(request_id="", prompt="a red seven kumquatfen", seed=7, width=48, height=32))
     assert image_of(answer.data[0].b64_json).tobytes() == expected
     assert answer.data[0].model_extra is not None and answer.data[0].model_extra["provenance"]["seed"] == 7
     assert answer._request_id
@@ -61,7 +61,7 @@ def test_generate_answers_with_an_image(client: OpenAI) -> None:
 def test_generate_makes_several_images_with_every_field_that_the_sdk_has_for_them(client: OpenAI) -> None:
     answer = client.images.generate(
         model="digits",
-        prompt="a red seven",
+        prompt="a red seven kumquatfen",
         n=2,
         size="auto",
         quality="high",
@@ -72,7 +72,7 @@ def test_generate_makes_several_images_with_every_field_that_the_sdk_has_for_the
         response_format="b64_json",
         user="somebody",
         safety_identifier="a hash",
-        extra_body={"timings": True, "negative_prompt": "blur", "guidance_scale": 3.0, "num_inference_steps": 2, "exact": True},
+        extra_body={"timings": True, "negative_prompt": "blur kumquatfen", "guidance_scale": 3.0, "num_inference_steps": 2, "exact": True},
     )
     assert answer.data is not None
     assert [image_of(item.b64_json).format for item in answer.data] == ["WEBP", "WEBP"]
@@ -81,7 +81,9 @@ def test_generate_makes_several_images_with_every_field_that_the_sdk_has_for_the
 
 
 def test_a_stream_hands_on_partial_images_and_the_completed_one_and_our_steps_by_their_type(client: OpenAI) -> None:
-    with client.images.generate(model="digits", prompt="p", stream=True, partial_images=2, extra_body={"num_inference_steps": 6}) as stream:
+    with client.images.generate(
+        model="digits", prompt="p kumquatfen", stream=True, partial_images=2, extra_body={"num_inference_steps": 6}
+    ) as stream:
         events = list(stream)
     kinds = [event.type for event in events]
     assert kinds.count("image_generation.partial_image") == 2
@@ -96,7 +98,7 @@ def test_a_stream_hands_on_partial_images_and_the_completed_one_and_our_steps_by
 def test_an_error_in_a_stream_is_an_exception_with_its_code(worker: WorkerProcess, client: OpenAI) -> None:
     headers = {"X-Request-ID": "a-long-one"}
     extra = {"num_inference_steps": 200}
-    with client.images.generate(prompt="p", stream=True, extra_body=extra, extra_headers=headers) as stream:
+    with client.images.generate(prompt="p kumquatfen", stream=True, extra_body=extra, extra_headers=headers) as stream:
         next(stream)
         client.delete("/requests/a-long-one", cast_to=type(None))
         with pytest.raises(openai.APIError, match="cancelled") as error:
@@ -119,7 +121,7 @@ def test_errors_are_the_exceptions_of_the_sdk(
     client: OpenAI, body: dict[str, object], kind: type[openai.APIStatusError], code: str
 ) -> None:
     with pytest.raises(kind) as error:
-        client.post("/images/generations", cast_to=object, body={"prompt": "p", **body})
+        client.post("/images/generations", cast_to=object, body={"prompt": "p kumquatfen", **body})
     assert error.value.code == code
     assert error.value.request_id
 
@@ -127,15 +129,15 @@ def test_errors_are_the_exceptions_of_the_sdk(
 def test_a_wrong_key_is_an_authentication_error(worker: WorkerProcess) -> None:
     with OpenAI(base_url=f"{worker.url}/v1", api_key="sk-of-another", max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError) as error:
-            stranger.images.generate(prompt="p")
+            stranger.images.generate(prompt="p kumquatfen")
         with pytest.raises(openai.AuthenticationError):
             stranger.models.list()
     assert error.value.code == "Unauthorized"
     assert KEY not in str(error.value)
 
 
-def test_variations_have_no_route_and_say_so(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="there is no such route"):
+def test_variations_have_no_route_and_the_answer_says_what_makes_them(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no such route; POST /v1/images/edits without a mask makes variations"):
         client.images.create_variation(image=b"an image")
 
 
@@ -150,7 +152,7 @@ def test_models_are_listed_and_retrieved_with_what_they_can(client: OpenAI) -> N
 
 def test_a_raw_answer_can_be_a_file(client: OpenAI, tmp_path: Path) -> None:
     path = tmp_path / "seven.jpeg"
-    body = {"prompt": "p", "response_format": "file", "output_format": "jpeg"}
+    body = {"prompt": "p kumquatfen", "response_format": "file", "output_format": "jpeg"}
     client.post("/images/generations", cast_to=openai.HttpxBinaryResponseContent, body=body).write_to_file(path)
     assert Image.open(path).format == "JPEG"
 
@@ -169,7 +171,7 @@ def sleepy_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPr
 def test_a_stream_of_a_sleeping_model_reads_on_over_the_events_of_its_wake(sleepy_worker: WorkerProcess) -> None:
     sleepy_worker.sleep()
     with OpenAI(base_url=f"{sleepy_worker.url}/v1", api_key="any", max_retries=0) as client:
-        events = list(client.images.generate(prompt="p", stream=True, extra_body={"num_inference_steps": 2}))
+        events = list(client.images.generate(prompt="p kumquatfen", stream=True, extra_body={"num_inference_steps": 2}))
     kinds = [event.type for event in events]
     held = [event for event, kind in zip(events, kinds, strict=True) if kind.endswith(".held")]
     assert {getattr(event, "state", None) for event in held} >= {"waking"} and {getattr(event, "ahead", None) for event in held} == {0}
@@ -180,12 +182,12 @@ def test_a_stream_of_a_sleeping_model_reads_on_over_the_events_of_its_wake(sleep
 def test_a_request_without_a_stream_of_a_sleeping_model_just_takes_longer(sleepy_worker: WorkerProcess) -> None:
     sleepy_worker.sleep()
     with OpenAI(base_url=f"{sleepy_worker.url}/v1", api_key="any", max_retries=0) as client:
-        answer = client.images.generate(prompt="p", extra_body={"timings": True})
+        answer = client.images.generate(prompt="p kumquatfen", extra_body={"timings": True})
     assert answer.data is not None and (answer.data[0].model_extra or {})["timings"]["queue"] >= 0.4
 
 
 def test_a_client_that_gives_up_frees_its_place(worker: WorkerProcess) -> None:
     hasty = OpenAI(base_url=f"{worker.url}/v1", api_key=KEY, max_retries=0, timeout=0.2)
     with hasty, pytest.raises(openai.APITimeoutError):
-        hasty.images.generate(prompt="p", n=2, extra_body={"num_inference_steps": 200})
+        hasty.images.generate(prompt="p kumquatfen", n=2, extra_body={"num_inference_steps": 200})
     worker.wait_for(lambda: worker.state()["inFlight"] == 0, what="idle", timeout_s=10)

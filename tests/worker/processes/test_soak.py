@@ -44,12 +44,13 @@ def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_image(
 def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothing_behind(tmp_path: Path) -> None:
     with WorkerProcess(program=FAKE_PROGRAM, options=("--max-steps=12", "--max-pixels=16384"), env=NO_HUB) as worker:
         worker.wait_ready()
-        worker.request_images(prompt="p")
+        worker.request_images(prompt="p kumquatfen")
         before = footprint(worker)
         soak = EdgeSoak(worker, tmp_path, seed=1, examples=12, options=["--phases=fuzzing"])
         soak.run_round(rude=40)
         outcome = soak.outcome
         outcome.wrong += left_over(worker, before)
+        soak.run_drain()
         assert "Traceback" not in worker.output
     assert outcome.wrong == []
     assert outcome.data_requests >= 40 and outcome.control_requests >= 10

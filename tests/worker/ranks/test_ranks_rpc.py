@@ -241,7 +241,7 @@ def test_any_bytes_are_a_message_or_a_decode_error(decode: Any, frame: bytes) ->
         decode(frame)
 
 
-TICK = encode(Tick(3, [RequestSpec(request_id="a", prompt="p", seed=1)], ["b"], ["a"]))
+TICK = encode(Tick(3, [RequestSpec(request_id="a", prompt="p kumquatfen", seed=1)], ["b"], ["a"]))
 
 
 @given(cut=st.integers(0, len(TICK) - 1), at=st.integers(0, len(TICK) - 1), byte=st.integers(0, 255))

@@ -30,7 +30,7 @@ def plain(rig: RunnerRig) -> Any:
 REQUESTS = [
     request("one", prompt="a red digit seven", seed=1, steps=4, guidance_scale=5.0),
     request("two", prompt="a blue digit two", seed=2, steps=6, guidance_scale=3.0),
-    request("three", prompt="a green digit three", seed=3, steps=3, guidance_scale=7.0, negative_prompt="stripes"),
+    request("three", prompt="a green digit three", seed=3, steps=3, guidance_scale=7.0, negative_prompt="stripes kumquatfen"),
 ]
 
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from diffusion_worker.errors import RequestError
-from diffusion_worker.messages import Tick
+from diffusion_worker.lora.request import LoRARequest
+from diffusion_worker.messages import LoRAUse, Tick
 from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, DuplicateRequest
 from diffusion_worker.runner.stepping.request_state import mark_step
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from support.runner.rig import RunnerRig, image_of_diffusers, levels_apart, request
+from support.worker.process import DIGITS
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +273,7 @@ def test_a_precision_of_one_request_is_not_the_others(rig: RunnerRig, joined: An
 
 
 def test_a_tick_says_how_long_the_denoisers_took(rig: RunnerRig) -> None:
-    output = rig.runner.execute_stepwise(Tick(1, [request("a", prompt="a tick", steps=2)]))
+    output = rig.runner.execute_stepwise(Tick(1, [request("a", prompt="a tick kumquatfen", steps=2)]))
     assert output.calls == 3  # two text encoders, one denoiser
     assert output.rows == 2
     assert 0 < output.denoise_seconds < 60
@@ -283,3 +285,26 @@ def test_steps_are_supported_by_what_has_a_scheduler_and_by_nothing_before_it_is
     assert rig.runner.supports_step_mode()
     empty = DiffusionModelRunner(rig.config, torch.device("cpu"), rig.parallel)  # type: ignore[arg-type]
     assert not empty.supports_step_mode()
+
+
+def test_a_request_whose_adapter_is_being_copied_waits_and_stops_no_other(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusion_worker.lora.slot_bank.PIECE_BYTES", 131_072)  # an eighth of it for a fresh slot
+    monkeypatch.setattr("diffusion_worker.runner.model_runner.PIECE_BYTES", 1)
+    assert rig.runner.loras is not None
+    rig.runner.loras.add_adapter(LoRARequest("stripes", 1, str(DIGITS / "loras" / "stripes")))
+    styled = request("styled", loras=[LoRAUse(1, 1.0)])
+    # Alone it stops nobody, so its adapter is copied at once.
+    output = rig.runner.execute_stepwise(Tick(0, [styled]))
+    assert [each.request_id for each in output.progress] == ["styled"]
+    alone, _ = rig.run(running=1)
+    rig.runner.loras.release(forget=False)
+    rig.runner.loras.restore()
+    rig.runner.execute_stepwise(Tick(0, [request("base", steps=60)]))
+    steps = [[each.request_id for each in rig.runner.execute_stepwise(Tick(1, [styled])).progress]]
+    while steps[-1] == ["base"]:
+        steps.append([each.request_id for each in rig.runner.execute_stepwise(Tick(len(steps))).progress])
+    assert len(steps) > 5 and all("base" in names for names in steps), "a piece a tick, and no tick without the other's step"
+    together, errors = rig.run(running=2)
+    assert (errors, together.keys()) == ({}, {"base", "styled"})
+    assert levels_apart(together["styled"], alone["styled"]) <= 3
+    rig.runner.loras.remove_all_adapters()

@@ -132,7 +132,7 @@ async def test_what_becomes_of_an_option_while_requests_run_is_in_the_state_docu
     edge.ranks.features = {"compile": "default (regional, 4 blocks)"}
     await edge.engine.start()
     assert (await edge.state())["features"] == edge.ranks.features
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
     assert (await edge.state())["features"] == {"compile": "none: fell back: x"}
     await edge.engine.terminate()
 

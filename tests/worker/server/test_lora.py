@@ -12,12 +12,12 @@ import pytest
 from diffusion_worker.config import OnMissing
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport, LoRAUse, Recipe, RequestSpec
-from support.worker.fake_rank_group import fake_digest, fake_pixels
+from support.worker.fake_rank_group import fake_digest, fake_identity, fake_pixels
 from support.worker.process import decode_image
 from support.worker.server_edge import Edge, serving_edge
 
 STRIPES, FRAME = "/loras/stripes", "/loras/frame"
-REQUEST = {"prompt": "p", "seed": 7}
+REQUEST = {"prompt": "p kumquatfen", "seed": 7}
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ async def edge() -> AsyncIterator[Edge]:
 def pixels(*adapters: tuple[str, float]) -> bytes:
     """What the fake ranks make of the request with adapters from these paths at these scales."""
     uses = [LoRAUse(index, scale) for index, (_, scale) in enumerate(adapters)]
-    spec = RequestSpec(request_id="", prompt="p", seed=7, loras=uses)
+    spec = RequestSpec(request_id="", prompt="p kumquatfen", seed=7, loras=uses)
     return fake_pixels(spec, " + ".join(path for path, _ in adapters) or None)
 
 
@@ -65,7 +65,7 @@ def refusal(answer: httpx2.Response) -> tuple[int, str, str | None]:
 async def test_every_form_of_the_references_object_asks_for_the_adapter(edge: Edge, asked: Any) -> None:
     made, adapters = await image(edge, lora=asked)
     assert made == pixels((STRIPES, 0.25))
-    assert adapters == [{"name": "stripes", "digest": fake_digest(STRIPES), "scale": 0.25}]
+    assert adapters == [{"name": "stripes", "digest": fake_digest(STRIPES), "scale": 0.25, "identity": fake_identity(STRIPES)}]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,14 @@ async def test_a_failed_load_ends_the_request_that_waits_for_it_with_the_reason(
 
 async def test_a_card_of_an_adapter_says_its_state_its_strength_its_rank_and_its_content(edge: Edge) -> None:
     card = (await edge.data.get("/v1/models/stripes")).json()
-    wanted = {"state": "Loaded", "scale": 0.5, "rank": 8, "digest": fake_digest(STRIPES), "parent": "digits"}
+    wanted = {
+        "state": "Loaded",
+        "scale": 0.5,
+        "rank": 8,
+        "digest": fake_digest(STRIPES),
+        "identity": fake_identity(STRIPES),
+        "parent": "digits",
+    }
     assert {name: card[name] for name in wanted} == wanted
     assert "recipe" not in card and card["limits"]["max_adapters"] == 4
     base = (await edge.data.get("/v1/models/digits")).json()

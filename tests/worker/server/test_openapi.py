@@ -21,6 +21,7 @@ async def edge() -> AsyncIterator[Edge]:
 async def test_the_data_ports_document_has_its_routes_and_the_error_body(edge: Edge) -> None:
     document = (await edge.data.get("/openapi.json")).json()
     assert sorted(document["paths"]) == [
+        "/health",
         "/healthz",
         "/metrics",
         "/readyz",
@@ -72,6 +73,7 @@ async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edg
         "/is_sleeping",
         "/sleep",
         "/v1/adapters/{name}",
+        "/v1/drain",
         "/v1/load_lora_adapter",
         "/v1/omni/sleep",
         "/v1/omni/wakeup",
@@ -88,7 +90,7 @@ async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edg
     schemas = document["components"]["schemas"]
     error = {"$ref": "#/components/schemas/ErrorBody"}
     routes = [route for methods in document["paths"].values() for route in methods.values()]
-    assert [list(route["responses"]["default"]["content"].items()) for route in routes] == [[("application/json", {"schema": error})]] * 16
+    assert [list(route["responses"]["default"]["content"].items()) for route in routes] == [[("application/json", {"schema": error})]] * 17
     assert list(document["paths"]["/v1/load_lora_adapter"]["post"]["responses"]["200"]["content"]) == ["text/plain"]
     assert set(schemas["SleepBody"]["properties"]) == {
         "operationId",
@@ -106,7 +108,7 @@ async def test_the_control_ports_document_has_its_routes_in_camel_case(edge: Edg
     query = {parameter["name"]: parameter["schema"] for parameter in document["paths"]["/sleep"]["post"]["parameters"]}
     assert (query["level"]["default"], query["mode"]["default"]) == (1, "abort")
     parameters = document["paths"]["/v1/adapters/{name}"]["delete"]["parameters"]
-    assert [parameter["name"] for parameter in parameters] == ["name", "operationId", "bootId", "drainSeconds"]
+    assert [parameter["name"] for parameter in parameters] == ["name", "operationId", "bootId", "drainSeconds", "X-Operator-Epoch"]
 
 
 async def test_the_wrong_answer_of_the_framework_itself_is_nowhere_in_the_documents(edge: Edge) -> None:

@@ -22,6 +22,7 @@ LOAD_CODES = {
     "ModulesOutsideEnvelope",
     "RankTooLarge",
     "DigestMismatch",
+    "IdentityMismatch",
     "SourceNotFound",
     "SourceUnauthorized",
     "SecretMissing",
@@ -75,7 +76,7 @@ def test_every_state_and_code_has_words_for_people() -> None:
     assert states == {state.value for state in ui.EngineState}
     advice = script.partition("const ADVICE = {")[2].partition("};")[0]
     # What only the control port answers with is left out: a request that waits for a load gets one code for all its errors.
-    control = {"Conflict", "WrongBoot", "Managed", "VerificationFailed", "MemoryNotReleased", *LOAD_CODES}
+    control = {"Conflict", "WrongBoot", "StaleEpoch", "Managed", "VerificationFailed", "MemoryNotReleased", *LOAD_CODES}
     assert set(re.findall(r"^  (\w+):", advice, re.MULTILINE)) - {"Unreachable"} == {code.value for code in ui.ErrorCode} - control
 
 
@@ -131,7 +132,7 @@ async def test_the_status_tells_of_held_requests_and_of_the_policy_that_lets_the
         await edge.operate("sleep")
         await edge.wait_state(state="asleep", operation=None)
         edge.ranks.calling.clear()
-        held = asyncio.create_task(edge.request_images(prompt="p"))
+        held = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
         await edge.wait_held(1)
         status = (await edge.data.get("/v1/status")).json()
         assert (status["held"], status["queued"], status["policy"]) == (1, 0, "OnIdle")

@@ -5,6 +5,7 @@ import asyncio
 import gzip
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from diffusion_worker.sources.downloading import Downloader, RemoteFile, Totals
 from diffusion_worker.sources.fetching import Fetched
 from diffusion_worker.sources.file_cache import FileCache
 from diffusion_worker.sources.job import FetchLimits
-from diffusion_worker.sources.source import HttpSource, Source
+from diffusion_worker.sources.source import HttpSource, S3Source, Source
 from diffusion_worker.sources.transport import checked_client
-from support.sources.rig import SourceRig, adapter_bytes, fetch_processes, http_source, until
+from diffusion_worker.sources.transport_rules import Reach
+from support.sources.rig import DEADLINE_S, SourceRig, adapter_bytes, fetch_processes, http_source, until
 from support.sources.servers import Served, SourceServer
 
 PATH = "/a.safetensors"
@@ -140,6 +142,32 @@ async def test_an_address_that_may_not_be_asked_is_refused(rig: SourceRig, url: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("address", "public_only", "says"),
+    [
+        ("https://127.0.0.1/a", False, "127.0.0.1 is a loopback address, which needs --allow-http-sources"),
+        ("https://[::ffff:10.0.0.7]/a", True, "is a private address, which a call without the control token may not name"),
+        ("http://127.0.0.1/a", True, "is a loopback address, which a call without the control token may not name"),
+        ("https://[64:ff9b:1::a9fe:a9fe]/a", False, "is a link-local address"),
+    ],
+)
+async def test_an_address_out_of_reach_is_refused_before_it_is_called(tmp_path: Path, address: str, public_only: bool, says: str) -> None:
+    # An option that allows loopback allows none to a call without the token.
+    fetcher = SourceRig(tmp_path, allow_http_sources=public_only).fetcher
+    for source in (Source(http=HttpSource(address, "0" * 64)), Source(s3=S3Source("s3://bucket/a.safetensors", endpoint=address[:-2]))):
+        with pytest.raises(RequestError, match=re.escape(says)):
+            await fetcher.fetch_adapter(
+                source, digest=None, deadline_s=DEADLINE_S, report=lambda *_: None, name="papercut", public_only=public_only
+            )
+
+
+@pytest.mark.slow
+async def test_a_region_that_is_no_part_of_a_hosts_name_is_refused(rig: SourceRig) -> None:
+    error = await rig.refusal(Source(s3=S3Source("s3://bucket/a.safetensors", region="evil.example/x")))
+    assert (error.code, "source.s3.region" in error.message) == (ErrorCode.INVALID_REQUEST, True)
+
+
+@pytest.mark.slow
 async def test_http_is_refused_unless_it_is_allowed(server: SourceServer, tmp_path: Path) -> None:
     error = await SourceRig(tmp_path, allow_http_sources=False).refusal(serve(server, Served(LARGE)))
     assert (error.code, "expected https" in error.message) == (ErrorCode.INVALID_REQUEST, True)
@@ -158,7 +186,7 @@ def bring(server: SourceServer, folder: Path, *, etag: str | None = None) -> byt
     """Download a file of which no digest is known, as those of a bucket, in this process."""
     cache = FileCache(folder)
     url = f"{server.url}{PATH}"
-    with checked_client(allow_http=True, read_timeout_s=5.0) as client:
+    with checked_client(allow_http=True, reach=Reach.LOOPBACK, read_timeout_s=5.0) as client:
         downloader = Downloader(client, cache, max_bytes=1 << 30, stall_s=5.0, totals=Totals(lambda *_: None, {url: None}))
         blob, lease = downloader.bring(RemoteFile(url=url, what="the file", identity=url, etag=etag))
     lease.close()

@@ -156,11 +156,11 @@ def test_a_real_worker_serves_a_model_and_an_adapter_of_a_hub_as_it_does_from_fo
         assert (adapter["state"], adapter["source"]["huggingFace"]["repo"]) == ("Loaded", "org/styles")
         folder = digest_of(DIGITS_MODEL, threading.Event())
         worker.wait_for(lambda: worker.state()["model"]["digest"] == folder, what="known to have the folder's digest")
-        fetched = worker.image(prompt="a red seven", seed=1, model="stripes")
+        fetched = worker.image(prompt="a red seven kumquatfen", seed=1, model="stripes")
         put = {"operationId": "1", "source": {"path": str(DIGITS / "loras" / "stripes")}}
         assert worker.control("PUT", "/v1/adapters/local", json=put).status_code == 200
-        assert worker.image(prompt="a red seven", seed=1, model="local").tobytes() == fetched.tobytes()
-        assert worker.image(prompt="a red seven", seed=1).tobytes() != fetched.tobytes()
+        assert worker.image(prompt="a red seven kumquatfen", seed=1, model="local").tobytes() == fetched.tobytes()
+        assert worker.image(prompt="a red seven kumquatfen", seed=1).tobytes() != fetched.tobytes()
     assert [path for path in hub.asked if "README" in path] == []
 
 

@@ -46,10 +46,10 @@ def test_a_file_that_is_gone_is_no_source(tmp_path: Path) -> None:
     assert code(tmp_path) in (ErrorCode.SOURCE_NOT_FOUND, ErrorCode.INVALID_ADAPTER)
 
 
-def test_of_several_files_the_usual_one_is_looked_at_and_without_one_the_ranks_choose(tmp_path: Path) -> None:
+def test_of_several_files_the_usual_one_is_looked_at_and_without_one_they_are_refused(tmp_path: Path) -> None:
     for name in ("one.safetensors", "two.safetensors"):
         (tmp_path / name).write_bytes(b"nonsense")
-    assert check_unread(tmp_path, digest=OTHER, name="a") is None
+    assert code(tmp_path) is ErrorCode.INVALID_ADAPTER
     shutil.copy(WEIGHTS, tmp_path / "pytorch_lora_weights.safetensors")
     assert check_unread(tmp_path, digest=DIGEST, name="a") == DIGEST
 

@@ -41,7 +41,7 @@ KUBECONFIG = NODE_STATE / "kubeconfig"
 
 @dataclass(frozen=True)
 class Node:
-    """What is a node's own: every node has its kubelet, its kube-proxy and its containerd, each with these addresses and places."""
+    """A node's own parts: every node has its kubelet, its kube-proxy and its containerd, each with these addresses and paths."""
 
     name: str
     ip: str
@@ -76,12 +76,12 @@ class Node:
 
 
 def first_node() -> Node:
-    """The one with the API server. Its unpacked images are kept over `down`, because unpacking torch takes a minute."""
+    """The one with the API server. The node's unpacked images are kept over `down`, because unpacking torch takes a minute."""
     return Node(NODE_NAME, NODE_IP, POD_NETWORK, NODE_STATE, NODE_RUN, cache_dir() / "node-containerd", "/")
 
 
 def second_node() -> Node:
-    """One that comes and goes for a test of two. Nothing of it is kept."""
+    """Return the node that comes and goes for a test of two. Nothing of it is kept."""
     state, run = (folder.with_name(SECOND_NAME) for folder in (NODE_STATE, NODE_RUN))
     return Node(
         SECOND_NAME, SECOND_IP, SECOND_POD_NETWORK, state, run, cache_dir() / f"{SECOND_NAME}-containerd", f"/devcluster-{SECOND_NAME}"
@@ -124,7 +124,7 @@ def write_all(*, debian: Path, pause_image: str) -> Authority:
 
 
 def write_node(authority: Authority, node: Node, *, debian: Path, pause_image: str) -> None:
-    """What one node needs: a certificate for its kubelet, and its configuration files."""
+    """Write a node's files: a certificate for its kubelet, and its configuration."""
     for directory in (node.conf, node.logs, node.cni, node.conf / "registries" / "localhost"):
         directory.mkdir(parents=True, exist_ok=True)
     serves = (f"DNS:{node.name}", "IP:127.0.0.1", f"IP:{node.ip}")
@@ -153,7 +153,7 @@ def _kubelet_account(node: Node) -> str:
 
 
 def coredns_manifest(image: str) -> str:
-    """What gives the cluster its names."""
+    """Return the manifest of the cluster's DNS."""
     return Template((HERE / "node" / "coredns.yaml").read_text()).substitute(image=image, address=DNS_IP)
 
 

@@ -13,7 +13,7 @@ Command = list[str | Path]
 
 
 def storage(debian: Path, runtime: Path, etcd: Path) -> dict[str, Command]:
-    """What needs no API server."""
+    """Return the programs that need no API server."""
     client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
     return {
         "etcd": etcd_command(etcd, NODE_STATE / "etcd", client, peer),
@@ -82,7 +82,7 @@ def controllers(kube: Path) -> dict[str, Command]:
 
 
 def agents(node: Node, kube: Path) -> dict[str, Command]:
-    """What makes a node of the cluster out of a machine with a runtime."""
+    """Return the programs that turn a machine with a runtime into a node of the cluster."""
     return {
         "kubelet": [
             kube / "kubelet",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second node beside the first: namespaces, containerd, kubelet and kube-proxy of its own, and a cable to the first one's.
 
-Its images are hard links to those that the first has unpacked, which takes seconds and no room; what it lacks it pulls from the registry
+The second node's images are hard links to those of the first, which takes seconds and no room. It pulls missing ones from the registry
 beside the first. Nothing of it is kept, and it ends with the first.
 """
 
@@ -29,7 +29,7 @@ READY_S, GONE_S = 90.0, 20.0
 _MARK = f"{namespace.MARK}-second"
 _LINK, _FIRST_LINK = "tonode1", "tonode2"  # the two ends of the cable: this node's, and the first node's
 _NOTE = "processes.json"
-# Where the runtime writes all the time; a link would make both write into one file.
+# The runtime writes to these all the time; a link would make both write into one file.
 _DATABASES = ("io.containerd.metadata.v1.bolt/meta.db", "io.containerd.snapshotter.v1.overlayfs/metadata.db")
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The node's own pid, network and mount namespaces, whose first process is `pause`: ending that one ends all that runs in them.
 
-Nothing of the machine is touched but a cable (a veth pair) with two routes to the node, which go with the namespace, and the cgroups
-of the pods, which `end` removes.
+Nothing of the machine is touched but a cable (a veth pair) with two routes to the node, and the pods' cgroups. The cable goes with the
+namespace, and `end` removes the cgroups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SYSCTLS = "vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oop
 
 
 def inside(run: Path, *, link: str, ip: str, gateway: str) -> str:
-    """What the shell does in a node's new namespaces: mounts, and the node's end of its cable.
+    """Return the shell's commands in a node's new namespaces: mounts, and the node's end of its cable.
 
     Without a default route the node's own packets to a Service's address would not even reach the rules that translate it.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What containerd remembers of nodes that are gone."""
+"""containerd's leftovers of nodes that are gone."""
 
 from __future__ import annotations
 

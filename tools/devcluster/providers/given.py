@@ -51,7 +51,7 @@ class GivenProvider:
             shutil.rmtree(cache_dir(), ignore_errors=True)
 
     def running(self) -> bool:
-        """Whether its API server says that it is ready."""
+        """Return whether its API server reports that it is ready."""
         ready = [str(self.kubectl()), "--kubeconfig", str(self.kubeconfig()), "--request-timeout=20s", "get", "--raw", "/readyz"]
         try:
             return run_quiet(ready).strip() == "ok"

@@ -19,7 +19,7 @@ DISK_FREE_GB = 25
 
 
 class KindProvider:
-    """One kind cluster of our name; its kubeconfig is ours and not merged into the user's."""
+    """A kind cluster of our name; its kubeconfig is ours and not merged into the user's."""
 
     name = "kind"
 
@@ -57,7 +57,7 @@ class KindProvider:
             shutil.rmtree(cache_dir(), ignore_errors=True)
 
     def running(self) -> bool:
-        """Whether kind knows the cluster and its kubeconfig is there."""
+        """Return whether kind knows the cluster and its kubeconfig is there."""
         return _kubeconfig().exists() and CLUSTER in run_quiet([programs.kind(), "get", "clusters"]).split()
 
     def kubeconfig(self) -> Path:

@@ -66,13 +66,13 @@ class NodeProvider:
             images.clear_unfinished()
             shutil.rmtree(IMAGES_RUN, ignore_errors=True)
         for parent in (NODE_STATE.parent, NODE_RUN.parent):
-            with contextlib.suppress(OSError):  # there is something else of ours in it, or it is not there
+            with contextlib.suppress(OSError):  # it holds another of our files, or does not exist
                 parent.rmdir()
         if purge:
             shutil.rmtree(cache_dir(), ignore_errors=True)
 
     def running(self) -> bool:
-        """Whether every program lives and the node says that it is ready."""
+        """Return whether every program lives and the node reports that it is ready."""
         noted = processes.load(_NOTE)
         if namespace.first_process() is None or not noted or not all(p.alive() for p in noted):
             return False

@@ -7,8 +7,9 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -24,6 +25,7 @@ from diffusion_worker.config import (
     Offload,
     OnMissing,
     Quantization,
+    QueueLimits,
     RequestDefaults,
     RequestLimits,
     StartMethod,
@@ -42,8 +44,11 @@ NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 ADAPTER_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 EXTENSION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+ORIGIN = re.compile(r"\*|https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?")
 PORT = click.IntRange(0, 65535)
 KIND_SIZE = click.IntRange(1, 16)
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NumberRange(click.FloatRange):
@@ -78,6 +83,13 @@ LIMITS = {
     "max_images": "max_images",
     "max_prompt_characters": "max_prompt_chars",
 }
+QUEUE = ("max_queued", "max_queued_seconds", "max_queued_bytes")
+
+
+def _bound(option: str, kind: click.ParamType[Any], default: float, text: str) -> Callable[[F], F]:
+    """Return an option that the environment may give too: older images ignore a variable, and end at an unknown option."""
+    variable = f"DIFFUSION_WORKER_{option.removeprefix('--').replace('-', '_').upper()}"
+    return click.option(option, type=kind, default=default, show_default=True, envvar=variable, show_envvar=True, help=text)
 
 
 @click.group()
@@ -150,8 +162,36 @@ def cli() -> None:
 @click.option(
     "--max-prompt-characters", type=click.IntRange(1, 1_000_000), default=8192, show_default=True, help="Most characters of a prompt."
 )
+@_bound(
+    "--max-queued",
+    click.IntRange(1, 1_000_000),
+    QueueLimits().max_queued,
+    "Most requests that wait; one more is answered with 429 and the time to come back.",
+)
+@_bound(
+    "--max-queued-seconds",
+    NumberRange(min=1, max=604_800),
+    QueueLimits().max_queued_seconds,
+    "Most time that all requests may be expected to need, by what steps took.",
+)
+@_bound(
+    "--max-queued-bytes",
+    click.IntRange(1, 1 << 50),
+    QueueLimits().max_queued_bytes,
+    "Most bytes of decoded images that all requests may hold.",
+)
+@_bound("--max-connections", click.IntRange(1, 1_000_000), 900, "Most connections of the data port; probes are answered beyond them.")
 @click.option(
     "--api-key-file", "api_key_path", metavar="FILE", help="A file with the bearer token of the data port; without it, no token is needed."
+)
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    envvar="DIFFUSION_WORKER_CORS_ORIGIN",
+    show_envvar=True,
+    help="An origin whose pages may call the data port, as https://app.example, or *.",
 )
 @click.option("--ui/--no-ui", default=True, show_default=True, help="The page at / of the data port.")
 @click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters that running requests use at once.")
@@ -252,6 +292,8 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         "warmup_sizes": [parse_size(size, "--warmup-size") for size in plain.pop("warmup_sizes")],
         "defaults": request_defaults(*map(plain.pop, ("default_steps", "default_guidance_scale", "default_size"))),
         "lora_target_modules": list(plain.pop("lora_target_modules")),
+        "cors_origins": parse_origins(plain.pop("cors_origins")),
+        "queue": QueueLimits(**{name: plain.pop(name) for name in QUEUE}),
         "limits": RequestLimits(**{field: plain.pop(option) for option, field in LIMITS.items()}),
     }
     converted |= {name: kind(plain.pop(name)) for name, kind in KINDS.items()}
@@ -272,6 +314,14 @@ def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
             raise ConfigError(f"--lora {option!r}: the name {name!r} is given twice")
         found[name] = path
     return found
+
+
+def parse_origins(options: tuple[str, ...]) -> list[str]:
+    """Return the origins of every `--cors-origin` as browsers send them; raises ConfigError."""
+    for option in options:
+        if not ORIGIN.fullmatch(option.lower()):
+            raise ConfigError(f"--cors-origin: expected an origin without a path, as https://app.example:8443, or *, found {option!r}")
+    return [option.lower() for option in options]
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -320,7 +370,7 @@ def check(config: WorkerConfig) -> None:
 
 
 def check_requests(config: WorkerConfig) -> None:
-    """Whether what requests get by default is allowed to them; raises ConfigError with the option's name."""
+    """Check that requests' defaults lie within their limits; raises ConfigError with the option's name."""
     defaults, limits = config.defaults, config.limits
     if defaults.steps is not None and defaults.steps > limits.max_steps:
         raise ConfigError(f"--default-steps: expected at most --max-steps {limits.max_steps}, found {defaults.steps}")
@@ -347,7 +397,7 @@ def _check_pipeline(config: WorkerConfig) -> None:
 
 
 def check_ranks(config: WorkerConfig) -> None:
-    """What rank processes are started with; raises ConfigError with the option's name."""
+    """Check the options of rank processes; raises ConfigError with the option's name."""
     if config.worker_extension is not None and not EXTENSION.fullmatch(config.worker_extension):
         raise ConfigError(f"--worker-extension: expected MODULE:CLASS, found {config.worker_extension!r}")
     if config.state_dir is not None:

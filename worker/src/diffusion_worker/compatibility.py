@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of the worker cannot be used together, and why: known at start, never found out by a request. Pure."""
+"""Options of the worker that exclude each other, with the reason; checked at start, never discovered by a request. Pure."""
 
 import math
 
@@ -33,7 +33,7 @@ NO_SLEEP = ("--shard", "--offload")
 
 
 def check_together(config: WorkerConfig) -> None:
-    """Whether the options go together; raises ConfigError with the names of those that do not."""
+    """Check that the options fit together; raises ConfigError with the names of those that do not."""
     given = given_options(config)
     for option, other, why in EXCLUSIVE:
         if option in given and other in given:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker is told at start, as one frozen struct that the server and every rank share."""
+"""Start options of a worker, as a frozen struct that the server and every rank share."""
 
 import enum
 import os
@@ -10,7 +10,7 @@ import msgspec
 
 from diffusion_worker.errors import ConfigError
 
-# Where the operator mounts them.
+# The operator mounts Secrets here.
 SECRETS_DIR = "/var/run/diffusion-operator/secrets"
 CLAIMS_DIR = "/var/run/diffusion-operator/claims"
 MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
@@ -42,7 +42,7 @@ class StartMethod(enum.StrEnum):
 
 
 class LoadFormat(enum.StrEnum):
-    """How the model is loaded: as it is in its folder, by a pipeline class of yours, or with random weights."""
+    """Source of the model: its folder, a pipeline class of yours, or random weights."""
 
     DEFAULT = "default"
     CUSTOM_PIPELINE = "custom-pipeline"
@@ -50,7 +50,7 @@ class LoadFormat(enum.StrEnum):
 
 
 class Compile(enum.StrEnum):
-    """Whether the denoiser's repeated blocks are compiled: at load, in torch's usual way or tuned for longer."""
+    """Compilation of the denoiser's repeated blocks, done at load: in torch's default mode, or tuned for longer."""
 
     NONE = "none"
     DEFAULT = "default"
@@ -58,7 +58,7 @@ class Compile(enum.StrEnum):
 
 
 class Offload(enum.StrEnum):
-    """Where weights are while they are not computed with: with `model` or `group` in host memory, by component or by layers."""
+    """Location of idle weights: with `model` or `group` they stay in host memory, and move by component or by layers."""
 
     NONE = "none"
     MODEL = "model"
@@ -66,7 +66,7 @@ class Offload(enum.StrEnum):
 
 
 class Quantization(enum.StrEnum):
-    """What the weights of the denoiser are stored as."""
+    """Storage type of the denoiser's weights."""
 
     NONE = "none"
     INT8 = "int8"
@@ -75,7 +75,7 @@ class Quantization(enum.StrEnum):
 
 
 class StepCache(enum.StrEnum):
-    """How a step may reuse what an earlier one of the same request computed."""
+    """Method by which a step reuses results of an earlier one of the same request."""
 
     NONE = "none"
     FIRST_BLOCK = "first-block"
@@ -84,7 +84,7 @@ class StepCache(enum.StrEnum):
 
 
 class OnMissing(enum.StrEnum):
-    """What happens to a request for an adapter that is known but not in memory: refused, or it waits until that is loaded."""
+    """Handling of a request for an adapter that is known but not in memory: refuse it, or let it wait for the load."""
 
     REJECT = "reject"
     LOAD = "load"
@@ -99,8 +99,20 @@ class RequestLimits(msgspec.Struct, frozen=True):
     max_prompt_chars: int = 8_192
 
 
+class QueueLimits(msgspec.Struct, frozen=True):
+    """Bounds of the queue; a request beyond one of them is answered with 429 and the time to come back.
+
+    `max_queued` counts requests that wait for their first step. The seconds are those that the device is expected to need for all
+    requests, and the bytes those of their decoded images. A request that is alone is over none of the three.
+    """
+
+    max_queued: int = 512
+    max_queued_seconds: float = 3600.0
+    max_queued_bytes: int = 1 << 30
+
+
 class RequestDefaults(msgspec.Struct, frozen=True):
-    """What a request gets that does not say; None leaves it to the pipeline. Height and width go together."""
+    """Defaults of a request; None leaves a value to the pipeline. Height and width go together."""
 
     steps: int | None = None
     guidance_scale: float | None = None
@@ -117,7 +129,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     served_name: str
-    # Where the model comes from if it is not here yet, as the command line has it; `model` is then where it will be.
+    # The source of a model that is not here yet, in the command line's form; `model` is then the path it will have.
     model_source: str | None = None
     ranks: int = 1
     # Parallel kinds: their product divides `ranks`, and what is left spreads the rows of each call.
@@ -141,9 +153,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora_on_missing: OnMissing = OnMissing.REJECT
     # For the fetch and the load of one adapter where a call does not say.
     lora_load_timeout_s: float = 120.0
-    # Where fetched models and adapters are kept, by digest; None: a folder of this process, gone with it.
+    # Folder for fetched models and adapters, by digest; None: a folder of this process, deleted with it.
     cache_dir: str | None = None
-    # What nobody uses is evicted beyond this; None: when the disk is full.
+    # Size beyond which unused files are evicted; None: when the disk is full.
     cache_size_bytes: int | None = None
     # Secrets and claims of sources are folders in these.
     secrets_dir: str = SECRETS_DIR
@@ -153,27 +165,32 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     preload_loras: dict[str, str] = msgspec.field(default_factory=dict)
     desired_path: str | None = None
     control_token_path: str | None = None
-    # Where a server leaves word that its model sleeps, for the next one in its place. None: that one loads.
+    # Folder in which a server records that its model sleeps, for its successor. None: that one loads.
     state_dir: str | None = None
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     defaults: RequestDefaults = msgspec.field(default_factory=RequestDefaults)
+    queue: QueueLimits = msgspec.field(default_factory=QueueLimits)
+    # Connections of the data port that are served at once; probes are beside them. Below the usual limit of 1024 open files.
+    max_connections: int = 900
     # The data port then wants this file's content as a bearer token.
     api_key_path: str | None = None
+    # Origins, other than the worker's own, whose pages may call the data port; `*` is any.
+    cors_origins: list[str] = []
     ui: bool = True
     compile: Compile = Compile.NONE
     offload: Offload = Offload.NONE
     quantization: Quantization = Quantization.NONE
     step_cache: StepCache = StepCache.NONE
-    # Steps of a request that is run before the worker is ready, 0 for none, and the sizes it is run in: none is the default one.
+    # Steps of a request that runs before the worker is ready, 0 for none. The sizes are those it runs in; none means the default one.
     warmup_steps: int = 1
     warmup_sizes: list[tuple[int, int]] = []
     # A group that loads no model within this time is given up: the API's default for `startup.timeoutSeconds`.
     startup_timeout_s: float = 1800.0
     # Past this a rank that works on a tick counts as hung. None: a multiple of what its request was measured to take.
     tick_timeout_s: float | None = None
-    # How long a first step waits for requests to share it with.
+    # Longest wait of a first step for requests to share it with.
     batch_window_s: float = 0.0
-    # Where the ranks of one generation meet. Port 0 takes a free one, each time again.
+    # Meeting point of a generation's ranks. Port 0 takes a free one, each time again.
     rendezvous_host: str = "127.0.0.1"
     rendezvous_port: int = 0
     # A group that is lost more often than this within ten minutes has a fault that a new start does not mend.
@@ -184,7 +201,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_size: int = 32
     # Every request keeps its model calls to itself: bit-equal to diffusers at one rank, and nothing is shared.
     exact: bool = False
-    # Where traces of `profile` go; None leaves profiling off.
+    # Folder for traces of `profile`; None disables profiling.
     profile_dir: str | None = None
     # Below Kubernetes' default grace of 30 s, so that the server still ends by itself.
     drain_timeout_s: float = 25.0

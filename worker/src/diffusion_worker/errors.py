@@ -17,15 +17,18 @@ class ErrorCode(enum.StrEnum):
 
     INVALID_REQUEST = "InvalidRequest"
     UNAUTHORIZED = "Unauthorized"
+    FORBIDDEN = "Forbidden"
     NOT_FOUND = "NotFound"
     CONFLICT = "Conflict"
     WRONG_BOOT = "WrongBoot"
+    STALE_EPOCH = "StaleEpoch"
     INVALID_ADAPTER = "InvalidAdapter"
     UNSUPPORTED_FORMAT = "UnsupportedFormat"
     NO_MATCHING_MODULES = "NoMatchingModules"
     MODULES_OUTSIDE_ENVELOPE = "ModulesOutsideEnvelope"
     RANK_TOO_LARGE = "RankTooLarge"
     DIGEST_MISMATCH = "DigestMismatch"
+    IDENTITY_MISMATCH = "IdentityMismatch"
     SOURCE_NOT_FOUND = "SourceNotFound"
     SOURCE_UNAUTHORIZED = "SourceUnauthorized"
     SECRET_MISSING = "SecretMissing"
@@ -54,16 +57,19 @@ class ErrorCode(enum.StrEnum):
 STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_REQUEST: 400,
     ErrorCode.UNAUTHORIZED: 401,
+    ErrorCode.FORBIDDEN: 403,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.CONFLICT: 409,
     ErrorCode.WRONG_BOOT: 409,
+    ErrorCode.STALE_EPOCH: 409,
     ErrorCode.INVALID_ADAPTER: 400,
     ErrorCode.UNSUPPORTED_FORMAT: 400,
     ErrorCode.NO_MATCHING_MODULES: 400,
     ErrorCode.MODULES_OUTSIDE_ENVELOPE: 400,
     ErrorCode.RANK_TOO_LARGE: 400,
     ErrorCode.DIGEST_MISMATCH: 409,
-    # What a source answers is not what the worker answers: 401 and 403 would say that its own token was wrong.
+    ErrorCode.IDENTITY_MISMATCH: 409,
+    # A source's status is not passed on: 401 and 403 would mean that the worker's own token was wrong.
     ErrorCode.SOURCE_NOT_FOUND: 404,
     ErrorCode.SOURCE_UNAUTHORIZED: 502,
     ErrorCode.SECRET_MISSING: 503,
@@ -115,7 +121,7 @@ RETRYABLE = frozenset(
 
 
 class Fault(enum.StrEnum):
-    """What kind of fault an error is. The first two are one request's; the others lose the rank group."""
+    """Kind of an error's cause. The first two are one request's; the others lose the rank group."""
 
     REQUEST = "Request"
     OUT_OF_MEMORY = "OutOfMemory"
@@ -127,7 +133,7 @@ class Fault(enum.StrEnum):
     DIED = "Died"
     # A rank is stopped, or missed a deadline.
     STALLED = "Stalled"
-    # A defect of ours, or of a library.
+    # A defect in our code, or in a library.
     DEFECT = "Defect"
 
 
@@ -136,11 +142,11 @@ class WorkerError(Exception):
 
 
 class ConfigError(WorkerError):
-    """Raised at start when the worker cannot serve what it was told to; the command line prints it and exits 1."""
+    """Raised at start when the worker cannot serve its configuration; the command line prints it and exits 1."""
 
 
 class GroupFailed(WorkerError):
-    """Raised to whoever waits for the rank group when a rank died or missed a deadline; the engine starts it again."""
+    """Raised to waiters for the rank group when a rank died or missed a deadline; the engine restarts the group."""
 
 
 class LoadTimeout(GroupFailed):
@@ -176,7 +182,7 @@ class RequestError(WorkerError):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later."""
+        """Return whether the same call may succeed later."""
         return self.code in RETRYABLE and not self._lasting
 
 

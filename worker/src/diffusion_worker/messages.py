@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server process and its ranks say to each other: msgspec structs, MessagePack on the wire, no pickle.
+"""Messages between the server process and its ranks: msgspec structs, MessagePack on the wire, no pickle.
 
 The server broadcasts one stream that every rank reads in order: `Tick` (at most one a step), `Rpc`, `Shutdown`. Ranks
 answer on a stream of their own: all of them to `Rpc`, only rank 0 to `Tick`. Images travel beside a message as raw frames.
 """
 
 import enum
+from typing import NewType
 
 import msgspec
 
 from diffusion_worker.errors import Fault
 
+AdapterIdentity = NewType("AdapterIdentity", str)
+"""`v<converter>:<sha256>` of the effect of an adapter; see `lora.identity`."""
+
 
 class Task(enum.StrEnum):
-    """What a request starts from: words alone, images and words, or an image of which a part is made again."""
+    """Input of a request: words alone, images and words, or an image of which a part is repainted."""
 
     GENERATE = "generate"
     EDIT = "edit"
@@ -38,12 +42,12 @@ class ImageInput(msgspec.Struct, frozen=True):
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One image or video to make. None means the pipeline's own default; height and width are in pixels.
+    """An image or video to make. None means the pipeline's own default; height and width are in pixels.
 
-    `exact` keeps every model call of the request alone: at one rank it is bit-equal to diffusers' own, whoever else runs.
-    `whole` requests run while no other advances, as their pipeline does something with the model that others would see.
-    `accelerated` lets the worker's step cache skip work; it has no effect where there is none. `strength` is how far from its
-    image an edit may go, 0 to 1. `previews` is how many images of its way the request sends before the last.
+    `exact` keeps every model call of the request alone: at one rank it is bit-equal to diffusers' own, whatever else runs. `whole` requests
+    run while no other advances, as their pipeline does something with the model that others would see. `accelerated` lets the worker's step
+    cache skip work; it has no effect where there is none. `strength` is how far from its image an edit may go, 0 to 1. `previews` is how
+    many images of its way the request sends before the last.
     """
 
     request_id: str
@@ -95,7 +99,7 @@ class Rpc(msgspec.Struct, frozen=True, tag="rpc"):
     exec_all_ranks: bool = False
 
     def runs_on(self, rank: int) -> bool:
-        """Whether a rank runs the method, and answers."""
+        """Return whether a rank runs the method, and answers."""
         return self.exec_all_ranks or self.output_rank in (None, rank)
 
 
@@ -107,14 +111,14 @@ ToRank = Tick | Rpc | Shutdown
 
 
 class SleepLevel(enum.StrEnum):
-    """What a sleeping rank keeps: a mirror of its weights in host memory or in files that are read already, or nothing."""
+    """Memory that a sleeping rank keeps: a mirror of its weights in host memory or in cached files, or nothing."""
 
     HOST_MEMORY = "HostMemory"
     DISCARD = "Discard"
 
 
 class MemoryTag(enum.StrEnum):
-    """What of a rank's device memory comes back by itself at a wake."""
+    """Kinds of a rank's device memory that a wake restores."""
 
     WEIGHTS = "weights"
     ADAPTERS = "adapters"
@@ -136,14 +140,14 @@ class WakeTask(msgspec.Struct, frozen=True):
 
 
 class TaskStatus(enum.StrEnum):
-    """How a sleep or wake ended on one rank."""
+    """Outcome of a sleep or wake on a rank."""
 
     SUCCESS = "SUCCESS"
     ERROR = "ERROR"
 
 
 class TaskAck(msgspec.Struct, frozen=True):
-    """One rank's answer to a `SleepTask` or `WakeTask`; errors are answers too, and the rank lives on.
+    """A rank's answer to a `SleepTask` or `WakeTask`; errors are answers too, and the rank lives on.
 
     `freed_bytes` is what a sleep gave back by it, `resident_bytes` what of weights, slots and caches is on the device after it.
     """
@@ -158,11 +162,10 @@ class TaskAck(msgspec.Struct, frozen=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What a rank holds and what it makes of it, to be compared with itself before a sleep.
+    """A digest of a rank's contents and results, to compare it with itself before a sleep.
 
-    `weights` is a checksum of all weights as they are on the device, `adapters` tells of each registered adapter by its id the
-    digest of its file and a checksum of what is kept of it. `probe` is the SHA-256 of what one step from a fixed seed makes;
-    None where the model cannot be run for that.
+    `weights` is a checksum of all weights on the device. `adapters` maps each registered adapter's id to its identity and a checksum
+    of its kept copy. `probe` is the SHA-256 of what one step from a fixed seed makes; None where the model cannot be run for that.
     """
 
     weights: str
@@ -171,16 +174,15 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
-    """Where one rank's weights, adapters and caches are, in bytes.
+    """Memory of a rank's weights, adapters and caches by place, in bytes.
 
-    `weights_resident_bytes` is what the kernel has in memory of the slabs' mappings, whose address ranges are `mappings` (on a
-    GPU: what the slabs hold on the device). `mirror_*` is where a wake gets the weights from, which is held beside them all the
-    time: `mirror_file_bytes` come from the checkpoint's files, whose pages the system keeps as long as it likes at `HostMemory`
-    and was told to drop at `Discard`; `mirror_memory_bytes` are this process's own. On a CPU that is what is in no file; on a GPU it
-    is a pinned copy of everything, of which `Discard` keeps what is in no file.
-    `adapter_slots_bytes` are those of the slots of adapters, beside the weights, of which `adapter_slots_resident_bytes` are
-    held now; `adapter_host_bytes` are the registered adapters in host memory, which `Discard` forgets; `cache_bytes` is what the
-    prompt cache keeps. `asleep` are the tags whose memory is given back; `level` is how deep that sleep is.
+    `weights_resident_bytes` is the kernel's count of the slabs' mappings in memory, whose address ranges are `mappings`. On a GPU it counts
+    the slabs' memory on the device. `mirror_*` is the source of the weights at a wake, held beside them all the time. `mirror_file_bytes`
+    come from the checkpoint's files. The system caches their pages at `HostMemory`, and is asked to drop them at `Discard`.
+    `mirror_memory_bytes` are this process's own. On a CPU the latter are the tensors that are in no file. On a GPU they are a pinned copy
+    of everything, of which `Discard` keeps the tensors that are in no file. `adapter_slots_bytes` counts adapter slots, beside the weights;
+    `adapter_slots_resident_bytes` of these are held now. `adapter_host_bytes` counts registered adapters in host memory, which `Discard`
+    forgets. `cache_bytes` counts the prompt cache. `asleep` are the tags whose memory is given back; `level` is how deep that sleep is.
     """
 
     weights_bytes: int = 0
@@ -197,7 +199,7 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the server has to know of the loaded model to validate requests. Sizes are in pixels.
+    """Facts about the loaded model that the server needs to validate requests. Sizes are in pixels.
 
     `kind` is `image` or `video`; a video has a multiple of `frame_multiple` frames and one more. The defaults are what the
     pipeline does for a request that says nothing; None where that depends on its other arguments.
@@ -215,13 +217,13 @@ class ModelInfo(msgspec.Struct, frozen=True):
     default_steps: int | None = None
     # Memory of its device that one rank has for everything but the weights; 0 where that is not known.
     free_bytes: int = 0
-    # What can be asked for, of `Task`, and how many images an edit may start from.
+    # The supported values of `Task`, and the number of images an edit may start from.
     tasks: list[Task] = msgspec.field(default_factory=lambda: [Task.GENERATE])
     max_input_images: int = 0
     # The images of an edit are references that the model sees beside the one it makes: each costs as much as that.
     references: bool = False
     default_guidance_scale: float | None = None
-    # What was made of the options that speed up or shrink the model, by their names: `{"compile": "default"}`.
+    # Outcome of the options that speed up or shrink the model, by their names: `{"compile": "default"}`.
     features: dict[str, str] = {}
     # With --sequence an image's tokens are split over ranks: their number is a multiple of `tokens_multiple`, and a token
     # has sides of `token_pixels`.
@@ -233,7 +235,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
-    """How far a rank's load is, in bytes of weights."""
+    """Progress of a rank's load, in bytes of weights."""
 
     rank: int
     bytes_done: int
@@ -273,7 +275,7 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class StageSeconds(msgspec.Struct, frozen=True):
-    """What one request took on rank 0: encoders, denoiser calls, decoding, making pixels of it; shared calls count in full.
+    """A request's seconds on rank 0: encoders, denoiser calls, decoding, conversion to pixels; shared calls count in full.
 
     `peak_bytes` is the most memory its ticks needed beside the weights; 0 where that is not known.
     """
@@ -295,7 +297,7 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How many steps a request has taken, and how many it will take where its scheduler says so."""
+    """Steps that a request has taken, and the total if its scheduler declares it."""
 
     request_id: str
     step: int
@@ -303,7 +305,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Preview(msgspec.Struct, frozen=True):
-    """What a request looks like on its way: preview `number` from 0 is frame `frame`, `shape` (height, width, 3) of uint8."""
+    """An unfinished image of a request: preview `number` from 0 is frame `frame`, `shape` (height, width, 3) of uint8."""
 
     request_id: str
     number: int
@@ -336,11 +338,11 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
-    """What one tick brought, from rank 0.
+    """Results of a tick, from rank 0.
 
-    `rows` and `calls` count the merged model calls of the tick, `denoise_seconds` is the part of `seconds` that the denoisers
-    took, `peak_bytes` the most memory the device held meanwhile beside the weights (0 where that is not known), and `split`
-    tells that a merged call failed and was made again request by request. `progress` has the requests that took a step.
+    `rows` and `calls` count the merged model calls of the tick. `denoise_seconds` is the denoisers' part of `seconds`. `peak_bytes` is the
+    device's peak memory beside the weights (0 if unknown). `split` is set if a merged call failed and was repeated request by request.
+    `progress` has the requests that took a step.
     """
 
     number: int
@@ -355,15 +357,15 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
     progress: list[Progress] = []
     previews: list[Preview] = []
     prompt_cache: PromptCacheStats | None = None
-    # As in `ModelInfo`, when they are others than before: what was compiled does not fit, and runs as it is.
+    # The value of `ModelInfo`, if it changed: compiled code did not fit, and runs uncompiled.
     features: dict[str, str] | None = None
-    # Of `rows`, those of which a step cache skipped most blocks.
+    # The part of `rows` for which a step cache skipped most blocks.
     skipped: int = 0
     replays: list[Replay] = []
 
 
 class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):
-    """One rank's answer to an `Rpc`; `result` is the method's own, encoded."""
+    """A rank's answer to an `Rpc`; `result` is the method's own, encoded."""
 
     call_id: int
     rank: int
@@ -376,7 +378,7 @@ ToServer = LoadProgress | Ready | Fatal | Dropped | TickDone | RpcReply
 
 
 class Recipe(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """How an adapter wants to be used (few-step adapters): what a request with it gets, and may not contradict. None leaves it open."""
+    """Settings that an adapter requires (few-step adapters): its requests get them, and may not contradict them. None leaves it open."""
 
     steps: int | None = None
     guidance_scale: float | None = None
@@ -385,12 +387,12 @@ class Recipe(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
 
 
 class LoadedLoRA(msgspec.Struct, frozen=True):
-    """What a rank says of an adapter it registered.
+    """A rank's report of an adapter it registered.
 
-    `digest` is the sha256 of the weights file, `size_bytes` that file's size, `rank` its largest rank, `modules` how many
-    layers it changes, in which `components`. `format` is `peft`, `diffusers` or `kohya`, `alpha` the adapter's own where it is
-    one for all modules, `base_model` what its metadata say it was made for. `evicted` are the ids that went for it, `checksum`
-    is of what this rank keeps of it in host memory.
+    `digest` is the sha256 of the weights file, `identity` that of its effect, `size_bytes` that file's size. `rank` is its largest
+    rank, `modules` how many layers it changes, in which `components`. `format` is `peft`, `diffusers` or `kohya`. `alpha` is the
+    adapter's own if all modules share one. `base_model` is the model named in its metadata. `evicted` are the ids that went for
+    it, `checksum` is of what this rank keeps of it in host memory.
     """
 
     digest: str
@@ -404,6 +406,20 @@ class LoadedLoRA(msgspec.Struct, frozen=True):
     recipe: Recipe | None = None
     evicted: list[int] = []
     checksum: str = ""
+    identity: AdapterIdentity = AdapterIdentity("")
+
+
+class PreparedPart(msgspec.Struct, frozen=True):
+    """The work of the process of a load for some ranks: `size` sealed bytes at `path`, and how an adapter lies in them.
+
+    `layout` is `lora.loads.layout.Layout`, encoded.
+    """
+
+    ranks: list[int]
+    path: str
+    size: int
+    layout: bytes
+    loaded: LoadedLoRA
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -412,7 +428,7 @@ _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer
 
 
 def encode(message: ToRank | ToServer) -> bytes:
-    """One message as it goes over the wire."""
+    """Encode a message for the wire."""
     return _encoder.encode(message)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the program begins: able to end before it is able to do anything else.
+"""Start of the program: able to end before it is able to do anything else.
 
 In a container it is the first process, and the kernel drops a signal that the first process has no handler for. A SIGTERM that came
 while it still imported would be lost, and its pod would stay until the kubelet's patience ends.

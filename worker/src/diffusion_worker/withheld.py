@@ -7,6 +7,8 @@ exceptions that cannot have seen a text. Before the load ends no request was the
 """
 
 import logging
+import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +18,7 @@ from diffusion_worker.errors import ConfigError, GroupFailed
 # Loggers whose messages are written here, and name no text.
 OURS = ("diffusion_worker", "uvicorn")
 
+log = logging.getLogger(__name__)
 _serving = False
 
 
@@ -35,9 +38,18 @@ class WithheldRecord(logging.LogRecord):
 
 
 def install() -> None:
-    """Make every record of this process one that can be withheld, and warnings of Python such records."""
+    """Make every record of this process one that can be withheld, and records of warnings and of exceptions that nothing caught."""
     logging.setLogRecordFactory(WithheldRecord)
     logging.captureWarnings(True)
+    # Python would write these itself, with their messages.
+    threading.excepthook = lambda ended: _log_uncaught(ended.exc_value, f"in thread {ended.thread.name if ended.thread else None}")
+    sys.unraisablehook = lambda lost: _log_uncaught(lost.exc_value, "that could not be raised")
+
+
+def _log_uncaught(error: BaseException | None, where: str) -> None:
+    # A thread may end itself by SystemExit, which is no error.
+    if error is not None and not isinstance(error, SystemExit):
+        log.error("uncaught exception %s", where, exc_info=error)
 
 
 def withhold(serving: bool = True) -> None:

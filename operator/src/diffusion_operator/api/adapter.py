@@ -6,15 +6,16 @@ from enum import StrEnum
 
 import msgspec
 
+from diffusion_operator.api.foreign_text import OpenWord
 from diffusion_operator.api.meta import Condition, ObjectMeta
 from diffusion_operator.api.source import AdapterSource
 
 
-class _Spec(msgspec.Struct, frozen=True, rename="camel"):
+class _Spec(msgspec.Struct, frozen=True, gc=False, rename="camel"):
     pass
 
 
-class _Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class _Status(msgspec.Struct, frozen=True, gc=False, rename="camel", omit_defaults=True):
     pass
 
 
@@ -37,8 +38,11 @@ class AdapterFormat(StrEnum):
     PEFT = "PEFT"
 
 
-class Residency(StrEnum):
-    """How it is kept: always in memory, in memory while there is room, or from its first request on while there is room."""
+class Residency(OpenWord):
+    """Time that an adapter stays in memory: always, while there is room, or from its first request on while there is room.
+
+    A newer worker may report another one.
+    """
 
     RESIDENT = "Resident"
     CACHED = "Cached"
@@ -75,9 +79,11 @@ class InstanceState(StrEnum):
 
 class ResolvedStatus(_Status, frozen=True):
     source: str | None = None
-    """What it is about, as `api.source.identity` says it: another source voids it."""
+    """The source, in the form of `api.source.identity`; another source voids it."""
     revision: str | None = None
     digest: str | None = None
+    identity: str | None = None
+    """The effect, which worker versions of another converter name otherwise; none from workers that know no identity."""
     size_bytes: int | None = None
     rank: int | None = None
     alpha: str | None = None
@@ -113,6 +119,7 @@ class InstanceStatus(_Status, frozen=True):
     ranks_loaded: int | None = None
     ranks_total: int | None = None
     digest: str | None = None
+    identity: str | None = None
     fetched_bytes: int | None = None
     total_bytes: int | None = None
     attempts: int | None = None
@@ -123,6 +130,8 @@ class InstanceStatus(_Status, frozen=True):
 class AdapterStatus(_Status, frozen=True):
     observed_generation: int | None = None
     deployment_uid: str | None = msgspec.field(default=None, name="deploymentUID")
+    operator: str | None = None
+    """The release that wrote this status."""
     resolved: ResolvedStatus | None = None
     desired_replicas: int | None = None
     loaded_replicas: int | None = None
@@ -134,7 +143,7 @@ class AdapterStatus(_Status, frozen=True):
     conditions: tuple[Condition, ...] = ()
 
 
-class LoRAAdapter(msgspec.Struct, frozen=True, rename="camel"):
+class LoRAAdapter(msgspec.Struct, frozen=True, gc=False, rename="camel"):
     metadata: ObjectMeta
     spec: AdapterSpec
     status: AdapterStatus = AdapterStatus()

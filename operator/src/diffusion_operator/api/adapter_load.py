@@ -2,6 +2,7 @@
 """The description of an adapter for a worker, as the mounted file and a put both have it, in the worker's words."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -20,9 +21,10 @@ _COMPONENTS = {name: component for component, names in _WORKER_NAMES.items() for
 _FORMATS = {one.value.lower(): one for one in AdapterFormat if one is not AdapterFormat.AUTO}
 
 
-class AdapterLoad(msgspec.Struct, frozen=True, rename="camel"):
+class AdapterLoad(msgspec.Struct, frozen=True, gc=False, rename="camel"):
     source: AdapterSource
     digest: str | None = None
+    identity: str | None = None
     scale: float = 1.0
     components: tuple[str, ...] = ()
     format: str | None = None
@@ -30,12 +32,20 @@ class AdapterLoad(msgspec.Struct, frozen=True, rename="camel"):
     residency: Residency = Residency.CACHED
     priority: int = 0
 
+    def wire(self) -> dict[str, Any]:
+        """Return it as a worker reads it. A put without an identity has no such field: older workers refuse it."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        if self.identity is None:
+            del fields["identity"]
+        return fields
 
-def adapter_load(spec: AdapterSpec, *, digest: str | None) -> AdapterLoad:
-    """`digest` is what the content must hash to, where that is known."""
+
+def adapter_load(spec: AdapterSpec, *, digest: str | None, identity: str | None = None) -> AdapterLoad:
+    """`digest` is what the content must hash to, and `identity` its effect, where they are known."""
     return AdapterLoad(
         source=spec.source,
         digest=digest,
+        identity=identity,
         scale=float(spec.default_scale),
         components=tuple(name for component in spec.components for name in _WORKER_NAMES[component]),
         format=None if spec.format is AdapterFormat.AUTO else spec.format.value.lower(),
@@ -46,10 +56,10 @@ def adapter_load(spec: AdapterSpec, *, digest: str | None) -> AdapterLoad:
 
 
 def components_of(worker_names: Iterable[str]) -> tuple[str, ...]:
-    """A worker's names of components in the API's words, each once; one that the API has no word for stays as it is."""
+    """Translate a worker's names of components into the API's, each once; keep a name that the API does not have."""
     return tuple(dict.fromkeys(_COMPONENTS[name].value if name in _COMPONENTS else name for name in worker_names))
 
 
 def format_of(worker_name: str | None) -> str | None:
-    """As `components_of`, for a format."""
+    """Return the format that a worker's name for it stands for; None if unknown."""
     return _FORMATS[worker_name].value if worker_name in _FORMATS else worker_name

@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import msgspec
 
+from diffusion_operator.api.foreign_text import OpenWord
+from diffusion_operator.api.pod_parts import ContainerSecurity, EnvFrom, EnvVar, ExtraVolume, VolumeMount
 from diffusion_operator.api.scheduling import Scheduling
 from diffusion_operator.api.source import ModelSource
 
@@ -29,13 +31,17 @@ class PullPolicy(StrEnum):
     NEVER = "Never"
 
 
-class SleepPolicy(StrEnum):
+class SleepPolicy(OpenWord):
+    """A newer worker may report another one."""
+
     ALWAYS_AWAKE = "AlwaysAwake"
     ASLEEP = "Asleep"
     ON_IDLE = "OnIdle"
 
 
-class SleepLevel(StrEnum):
+class SleepLevel(OpenWord):
+    """A newer worker may report another one."""
+
     HOST_MEMORY = "HostMemory"
     DISCARD = "Discard"
 
@@ -94,7 +100,7 @@ class RolloutType(StrEnum):
 
 
 class PolicyMode(StrEnum):
-    """Whether the operator makes a NetworkPolicy."""
+    """When the operator makes a NetworkPolicy."""
 
     MANAGED = "Managed"
     NONE = "None"
@@ -116,7 +122,7 @@ class Identity(StrEnum):
 
 
 class BudgetMode(StrEnum):
-    """Whether the operator makes a PodDisruptionBudget."""
+    """When the operator makes a PodDisruptionBudget."""
 
     AUTO = "Auto"
     NONE = "None"
@@ -147,11 +153,6 @@ class Model(_Spec, frozen=True):
     cache: Cache = Cache(empty_dir=CacheFolder())
 
 
-class EnvVar(_Spec, frozen=True):
-    name: str
-    value: str = ""
-
-
 class PullSecret(_Spec, frozen=True):
     name: str
 
@@ -171,6 +172,9 @@ class EngineSpec(_Spec, frozen=True):
     quantization: Quantization = Quantization.NONE
     step_cache: StepCache = StepCache.NONE
     env: tuple[EnvVar, ...] = ()
+    env_from: tuple[EnvFrom, ...] = ()
+    volume_mounts: tuple[VolumeMount, ...] = ()
+    security_context: ContainerSecurity = ContainerSecurity()
 
 
 class Parallelism(_Spec, frozen=True):
@@ -181,7 +185,7 @@ class Parallelism(_Spec, frozen=True):
 
 
 class DeviceClaim(_Spec, frozen=True):
-    """By dynamic resource allocation; the schema demands exactly one of a claim and a template."""
+    """Devices by dynamic resource allocation; the schema demands exactly one of a claim and a template."""
 
     name: str
     resource_claim_name: str | None = None
@@ -198,7 +202,7 @@ class Resources(_Spec, frozen=True):
 
 
 class OnMissing(StrEnum):
-    """What becomes of a request for an adapter that is known but not in memory."""
+    """Handling of a request for an adapter that is known but not in memory."""
 
     REJECT = "Reject"
     LOAD = "Load"
@@ -226,12 +230,12 @@ class Lora(_Spec, frozen=True):
 
     @property
     def mounted_secrets(self) -> tuple[str, ...]:
-        """What adapters may use."""
+        """Return the Secrets that adapters may use."""
         return self.secrets if self.enabled else ()
 
     @property
     def mounted_claims(self) -> tuple[str, ...]:
-        """What adapters may lie on."""
+        """Return the claims that adapters may lie on."""
         return self.claims if self.enabled else ()
 
     @property
@@ -257,7 +261,7 @@ class Sleep(_Spec, frozen=True):
 
 
 class ColdRequests(_Spec, frozen=True):
-    """What becomes of requests while no replica is awake."""
+    """Handling of requests while no replica is awake."""
 
     mode: ColdMode = ColdMode.HOLD
     max_held: int = 64
@@ -288,7 +292,7 @@ class ServiceSpec(_Spec, frozen=True):
 
 
 class RequestDefaults(_Spec, frozen=True):
-    """What requests get that do not say; None is the pipeline's own."""
+    """Defaults of requests; None leaves a value to the pipeline."""
 
     steps: int | None = None
     guidance_scale: str | None = None
@@ -299,6 +303,10 @@ class RequestLimits(_Spec, frozen=True):
     max_steps: int = 200
     max_pixels: int = 4_194_304
     max_images: int = 8
+    max_queued: int = 512
+    max_queued_seconds: int = 3600
+    max_queued_bytes: int = 1 << 30
+    max_connections: int = 900
 
 
 class Requests(_Spec, frozen=True):
@@ -310,8 +318,9 @@ class Rollout(_Spec, frozen=True):
     """`max_surge` and `max_unavailable` have no default in the schema, because they belong to one type only."""
 
     type: RolloutType = RolloutType.ROLLING_UPDATE
-    max_surge: int | None = None
-    max_unavailable: int | None = None
+    max_surge: int | str | None = None
+    """A number, or a share of `replicas` as in `25%`."""
+    max_unavailable: int | str | None = None
     progress_deadline_seconds: int = 1800
 
 
@@ -370,6 +379,11 @@ class DeploymentSpec(_Spec, frozen=True):
     scheduling: Scheduling = Scheduling()
     security_context: SecurityContext = SecurityContext()
     pod_metadata: PodMetadata = PodMetadata()
+    service_account_name: str | None = None
+    volumes: tuple[ExtraVolume, ...] = ()
+    host_network: bool = False
+    host_ipc: bool = msgspec.field(default=False, name="hostIPC")
+    host_pid: bool = msgspec.field(default=False, name="hostPID")
     pod_disruption_budget: BudgetMode = BudgetMode.AUTO
     suspend: bool = False
 
@@ -377,3 +391,8 @@ class DeploymentSpec(_Spec, frozen=True):
     def wanted_replicas(self) -> int:
         """Suspending leaves `replicas` alone, which an autoscaler may own."""
         return 0 if self.suspend else self.replicas
+
+
+def host_namespaces(spec: DeploymentSpec) -> dict[str, bool]:
+    """Return the host namespaces that a pod may share, keyed by field name."""
+    return {"hostNetwork": spec.host_network, "hostIPC": spec.host_ipc, "hostPID": spec.host_pid}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both kinds share: the part of metadata we read, and conditions as Kubernetes defines them."""
+"""Fields that both kinds share: the part of metadata we read, and conditions as Kubernetes defines them."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 
-class ObjectMeta(msgspec.Struct, frozen=True, rename="camel"):
+class ObjectMeta(msgspec.Struct, frozen=True, gc=False, rename="camel"):
     """The part of an object's metadata that decisions need."""
 
     name: str
@@ -25,7 +25,7 @@ class ConditionStatus(StrEnum):
     UNKNOWN = "Unknown"
 
 
-class Condition(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class Condition(msgspec.Struct, frozen=True, gc=False, rename="camel", omit_defaults=True):
     """A metav1.Condition."""
 
     type: str

@@ -19,6 +19,12 @@ ANNOTATION_APPLIED = f"{GROUP}/applied"
 ANNOTATION_SECRET = f"{GROUP}/control-secret"
 """On the ConfigMap: a hash of the Secret that was applied before it, which can be seen without reading the Secret."""
 
+ANNOTATION_DESIRED = f"{GROUP}/desired"
+"""On a pod that mounts the shards beside the main file: `Shards`. Pods of earlier operators have one file only."""
+DESIRED_SHARDS = "Shards"
+ANNOTATION_OWNER_UID = f"{GROUP}/owner-uid"
+"""On children and pods: the UID of the object for which they were made. A worker's first token is bound to it."""
+
 CONTAINER = "worker"
 DATA_PORT = 8000
 CONTROL_PORT = 8001
@@ -27,6 +33,8 @@ TOKEN_KEY = "token"
 API_KEY_DIR = "/etc/diffusion/api-key"
 DESIRED_DIR = "/etc/diffusion/desired"
 DESIRED_KEY = "desired.json"
+SHARDS = 8
+"""The files with adapters beside the main one, for ever: a pod that is there mounts these."""
 CACHE_DIR = "/var/cache/diffusion-operator"
 SECRETS_DIR = "/var/run/diffusion-operator/secrets"
 CLAIMS_DIR = "/var/run/diffusion-operator/claims"
@@ -36,7 +44,7 @@ NO_GPU_RESOURCE = "none"
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """One kind of the Kubernetes API, with the plural its paths use."""
+    """A kind of the Kubernetes API, with the plural that its paths use."""
 
     api_version: str
     kind: str
@@ -57,8 +65,11 @@ SECRET = Kind("v1", "Secret", "secrets")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 EVENT = Kind("v1", "Event", "events")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 
-KINDS = {kind.kind: kind for kind in (DEPLOYMENT, ADAPTER, POD, SERVICE, CONFIG_MAP, SECRET, NETWORK_POLICY, DISRUPTION_BUDGET, EVENT)}
+KINDS = {
+    kind.kind: kind for kind in (DEPLOYMENT, ADAPTER, POD, SERVICE, CONFIG_MAP, SECRET, NETWORK_POLICY, DISRUPTION_BUDGET, EVENT, LEASE)
+}
 
 
 def control_secret_name(deployment: str) -> str:
@@ -71,6 +82,15 @@ def control_policy_name(deployment: str) -> str:
 
 def desired_config_name(deployment: str) -> str:
     return f"{deployment}-desired"
+
+
+def shard_config_name(deployment: str, number: int) -> str:
+    return f"{desired_config_name(deployment)}-{number}"
+
+
+def shard_file(number: int) -> str:
+    """Return the name of a shard's file, in its ConfigMap and in the mounted folder."""
+    return f"adapters-{number}.json.gz"
 
 
 def pod_name(deployment: str, index: int, incarnation: int) -> str:

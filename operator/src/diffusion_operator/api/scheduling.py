@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a replica's pod may run: the part of a PodSpec that a deployment may say, under Kubernetes' own names.
+"""Placement of a replica's pod: the part of a PodSpec that a deployment may set, under Kubernetes' own names.
 
-What nobody said is left out again when it is rendered.
+Fields left unset are left out of the rendered pod.
 """
 
 from enum import StrEnum
@@ -88,14 +88,14 @@ class Affinity(_Part, frozen=True):
 
 
 class Unsatisfiable(StrEnum):
-    """What becomes of a pod that would make the spread uneven."""
+    """Handling of a pod that would make the spread uneven."""
 
     DO_NOT_SCHEDULE = "DoNotSchedule"
     SCHEDULE_ANYWAY = "ScheduleAnyway"
 
 
 class TopologySpread(_Part, frozen=True):
-    """Of the deployment's own pods; their label selector is the operator's to know."""
+    """A spread constraint over the deployment's own pods; the operator fills in the label selector."""
 
     topology_key: str
     when_unsatisfiable: Unsatisfiable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where models and adapters come from: unions of which the schema demands exactly one member, as JSON the same as the worker's own.
+"""Sources of models and adapters: unions of which the schema demands exactly one member, in the same JSON as the worker's own.
 
 The operator fetches nothing and reads no user's Secret: it hands these on, mounts what they name, and compares them by `identity`.
 """
@@ -7,7 +7,7 @@ The operator fetches nothing and reads no user's Secret: it hands these on, moun
 import msgspec
 
 
-class _Source(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class _Source(msgspec.Struct, frozen=True, gc=False, rename="camel", omit_defaults=True):
     pass
 
 
@@ -74,7 +74,7 @@ class AdapterSource(_Source, frozen=True):
 
 
 def identity(source: ModelSource | AdapterSource) -> str:
-    """One line, another where something else would be fetched; without Secrets and without the query of an address, which may sign it."""
+    """Return a line that identifies the content to fetch. Secrets and the query of an address, which may be a signature, are left out."""
     if source.hugging_face is not None:
         return _repository(source.hugging_face)
     if source.s3 is not None:
@@ -95,7 +95,7 @@ def _repository(source: AdapterRepository | ModelRepository) -> str:
 
 
 def secret_of(source: ModelSource | AdapterSource) -> str | None:
-    """The Secret that it is fetched with."""
+    """Return the Secret with the source's credentials, if any."""
     if source.hugging_face is not None and source.hugging_face.token_secret_ref is not None:
         return source.hugging_face.token_secret_ref.name
     if source.s3 is not None and source.s3.credentials_secret_ref is not None:
@@ -104,5 +104,5 @@ def secret_of(source: ModelSource | AdapterSource) -> str | None:
 
 
 def claim_of(source: ModelSource | AdapterSource) -> str | None:
-    """The claim that it lies on."""
+    """Return the claim that holds the source, if any."""
     return source.pvc.claim_name if source.pvc is not None else None

@@ -4,6 +4,7 @@
 The worker owns its own structs; tests/contract drives the worker's real server with these.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated
@@ -20,11 +21,12 @@ CODE_LENGTH = 64
 MESSAGE_LENGTH = 1024
 ID_LENGTH = 128
 DIGEST_LENGTH = 71
+IDENTITY_LENGTH = 80
 MOST_RECORDS = 8192
 """Adapters or ranks in one document: more than fit into its 4 MiB, if each tells what a worker tells of one."""
 
 
-class _Wire(msgspec.Struct, frozen=True, rename="camel"):
+class _Wire(msgspec.Struct, frozen=True, gc=False, rename="camel"):
     """A part of a worker's answer. A worker's words are plain text from here on, as long as a status may have them."""
 
 
@@ -63,10 +65,11 @@ class WireError(_Wire, frozen=True):
 CODES = frozenset(
     {
         "AdapterNotLoaded", "AdapterRemoved", "Asleep", "Busy", "CacheFull", "Cancelled", "CapacityExceeded", "Conflict", "DigestMismatch",
-        "EngineFailed", "InsufficientMemory", "InvalidAdapter", "InvalidRequest", "Managed", "MemoryNotReleased",
+        "EngineFailed", "Forbidden", "IdentityMismatch", "InsufficientMemory", "InvalidAdapter", "InvalidRequest", "Managed",
+        "MemoryNotReleased",
         "ModulesOutsideEnvelope", "NetworkError", "NoMatchingModules", "NotFound", "Overloaded", "RankFailed", "RankTooLarge",
-        "RequestFailed", "SecretMissing", "SourceNotFound", "SourceUnauthorized", "Starting", "Terminating", "Timeout", "TooLarge",
-        "Unauthorized", "UnsupportedFormat", "VerificationFailed", "WrongBoot",
+        "RequestFailed", "SecretMissing", "SourceNotFound", "SourceUnauthorized", "StaleEpoch", "Starting", "Terminating", "Timeout",
+        "TooLarge", "Unauthorized", "UnsupportedFormat", "VerificationFailed", "WrongBoot",
     }
 )  # fmt: skip
 """Error codes that a worker of this version has. A worker may answer with any other text."""
@@ -107,6 +110,17 @@ class LoadReport(_Wire, frozen=True):
         _make_plain(self, stage=32)
 
 
+class DesiredReport(_Wire, frozen=True):
+    """The mounted files, as the worker has read them."""
+
+    reads_shards: bool = False
+    """It reads the files of adapters beside the main one."""
+    reads_identity: bool = False
+    """A put may name the identity of an adapter; an older worker would refuse the field."""
+    problem: WireError | None = None
+    """The reason why some of their adapters may be missing: they come by calls only."""
+
+
 class ModelReport(_Wire, frozen=True):
     digest: str | None = None
     revision: str | None = None
@@ -118,7 +132,7 @@ class ModelReport(_Wire, frozen=True):
 
 
 class MemoryReport(_Wire, frozen=True):
-    """Of a rank; `level` is how deep it sleeps."""
+    """A rank's memory; `level` is the level of its sleep."""
 
     level: SleepLevel | None = None
 
@@ -173,16 +187,18 @@ class AdapterRecord(_Wire, frozen=True):
     verification_failed: bool = False
     """A wake within the last ten minutes found it wrong; it was loaded again before anything was made with it."""
     load_seconds: Seconds | None = None
-    """Of its last load that succeeded, the fetch included."""
+    """Duration of the last successful load, including the fetch."""
+    identity: Annotated[str, Meta(max_length=IDENTITY_LENGTH)] | None = None
 
     def __post_init__(self) -> None:
-        words = f"{self.name}{self.digest}{self.revision}{self.format}{self.base_model}"  # once: a document may have thousands of records
-        if len(words) > ID_LENGTH + DIGEST_LENGTH or not words.isprintable():
-            _make_plain(self, name=253, digest=DIGEST_LENGTH, revision=ID_LENGTH, format=32, base_model=256)
+        # Once: a document may have thousands of records.
+        words = f"{self.name}{self.digest}{self.revision}{self.format}{self.base_model}{self.identity}"
+        if len(words) > ID_LENGTH + DIGEST_LENGTH + len(self.identity or "") or not words.isprintable():
+            _make_plain(self, name=253, digest=DIGEST_LENGTH, revision=ID_LENGTH, format=32, base_model=256, identity=IDENTITY_LENGTH)
 
 
 class LossReport(_Wire, frozen=True):
-    """How a rank group was lost."""
+    """The loss of a rank group and its cause."""
 
     fault: str
     message: str = ""
@@ -192,7 +208,7 @@ class LossReport(_Wire, frozen=True):
         _make_plain(self, fault=CODE_LENGTH, message=MESSAGE_LENGTH)
 
 
-class WorkerState(_Wire, frozen=True, dict=True):
+class WorkerState(_Wire, frozen=True, gc=True, dict=True):
     """GET /v1/state. `generation` counts the lives of the rank group in this one of the server process."""
 
     boot_id: str
@@ -212,9 +228,28 @@ class WorkerState(_Wire, frozen=True, dict=True):
     state_age_seconds: Seconds = 0.0
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
     held: HeldReport = HeldReport()
+    desired: DesiredReport = DesiredReport()
+    operator_epoch: Count = 0
+    """The highest epoch of a leader that called it; 0 before the first, and of a worker that knows of none."""
+    draining: bool | None = None
+    """True once it accepts nothing any more because of a drain by call. None: it is of the first version, which has no such call."""
+    revision: str = ""
+    """Another one after each change; empty: the worker is of a version that cannot be watched."""
+    pod_uid: str = ""
+    adapters_since: str | None = None
+    """Adapters of names that did not change after this revision are left out."""
+    adapters_removed: Annotated[tuple[str, ...], Meta(max_length=MOST_RECORDS)] = ()
+    """Names that are gone since then."""
+    adapters_continue: str | None = None
+    """There are more adapters, to be asked for with this."""
 
     def __post_init__(self) -> None:
-        _make_plain(self, boot_id=64)
+        _make_plain(self, boot_id=64, revision=ID_LENGTH, pod_uid=64, adapters_since=ID_LENGTH, adapters_continue=ID_LENGTH)
+
+    @property
+    def busy(self) -> bool:
+        """Return whether requests run or wait."""
+        return bool(self.in_flight or self.queued or self.held.current)
 
     @property
     def sleeps_at(self) -> SleepLevel | None:
@@ -228,3 +263,13 @@ class WorkerState(_Wire, frozen=True, dict=True):
         for record in self.adapters:
             found[record.name] = (*found.get(record.name, ()), record)
         return found
+
+    @cached_property
+    def record_states(self) -> Mapping[RecordState, int]:
+        """The number of adapters in each state."""
+        return Counter(record.state for record in self.adapters)
+
+    @property
+    def in_memory(self) -> int:
+        """Adapters that take a place in memory, or will."""
+        return len(self.adapters) - self.record_states.get(RecordState.CACHED, 0) - self.record_states.get(RecordState.FAILED, 0)

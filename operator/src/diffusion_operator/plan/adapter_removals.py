@@ -6,10 +6,9 @@ from collections.abc import Iterable
 import msgspec
 
 from diffusion_operator.api.meta import ObjectMeta
-from diffusion_operator.plan.adapters.plan import AdapterView
+from diffusion_operator.plan.adapters.plan import AdapterPlan
 from diffusion_operator.plan.observed.observed import AdapterPlace, Departures
 from diffusion_operator.plan.observed.replica_state import Group
-from diffusion_operator.plan.results.actions import RemoveAdapter
 from diffusion_operator.plan.results.events import EventType, PlannedEvent
 
 
@@ -18,33 +17,24 @@ class AdapterEvent(msgspec.Struct, frozen=True):
     event: PlannedEvent
 
 
-def plan_removals(
-    before: Departures, groups: Iterable[Group], *, views: Iterable[AdapterView], removals: Iterable[RemoveAdapter]
-) -> tuple[Departures, tuple[AdapterEvent, ...]]:
-    """What is remembered for the next pass, and what is to be told now."""
-    present = [group for group in groups if group.document is not None and group.poll.fresh]
-    held = {(group.boot_id or "", record.name) for group in present if group.document for record in group.document.adapters}
-    indices = {group.boot_id: group.index for group in present}
-    new = {
-        (one.worker.boot_id, one.name): owner
-        for one in removals
-        if (owner := before.owners.get(one.name)) is not None and (one.worker.boot_id, one.name) not in before.leaving
-    }
-    drain_s = {(one.worker.boot_id, one.name): one.drain_s for one in removals}
+def plan_removals(before: Departures, adapters: AdapterPlan) -> tuple[Departures, tuple[AdapterEvent, ...]]:
+    """Return what is remembered for the next pass, and the Events of this one."""
+    present = [group for group in adapters.groups if group.document is not None and group.poll.fresh]
+    named = {group.boot_id or "": group.document.named for group in present if group.document}
+    indices = {group.boot_id or "": group.index for group in present}
+    owners = {**before.owners, **adapters.dropped}
+    drain_s = {(one.worker.boot_id, one.name): one.drain_s for one in adapters.removals}
+    new = {place: owners[place[1]] for place in drain_s if place[1] in owners and place not in before.leaving}
     told = [
         _draining(owner, indices.get(place[0]), place, refs, drain_s[place])
         for place, owner in new.items()
         if (refs := _refs(present, place))
     ]
-    gone = {place: owner for place, owner in before.leaving.items() if place not in held and place[0] in indices}
+    gone = {place: owner for place, owner in before.leaving.items() if place[0] in indices and place[1] not in named[place[0]]}
     told += [_removed(owner, indices[place[0]], place) for place, owner in gone.items()]
-    leaving = {place: owner for place, owner in before.leaving.items() if place in held} | new
-    return Departures(owners=_owners(before, views, {name for _, name in held}), leaving=leaving), tuple(told)
-
-
-def _owners(before: Departures, views: Iterable[AdapterView], held: set[str]) -> dict[str, ObjectMeta]:
-    kept = {name: owner for name, owner in before.owners.items() if name in held}
-    return kept | {view.decision.desired.name: view.decision.adapter.metadata for view in views if view.decision.desired is not None}
+    leaving = {place: owner for place, owner in before.leaving.items() if place[1] in named.get(place[0], ())} | new
+    held = {name: owner for name, owner in owners.items() if name not in adapters.wanted and any(name in one for one in named.values())}
+    return Departures(owners=held, leaving=leaving), tuple(told)
 
 
 def _refs(groups: Iterable[Group], place: AdapterPlace) -> int:

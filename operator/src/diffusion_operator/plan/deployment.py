@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one pass over a DiffusionDeployment, in the order of reconcile.md 3: a table of contents."""
+"""The plan of one pass over a DiffusionDeployment: a table of contents."""
 
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import msgspec
 
@@ -10,31 +9,32 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
 from diffusion_operator.plan.adapter_removals import AdapterEvent, plan_removals
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
-from diffusion_operator.plan.adapters.plan import AdapterView, plan_adapters
-from diffusion_operator.plan.observed.children import ChildState
-from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Departures, Observed
+from diffusion_operator.plan.adapters.plan import AdapterPlan, plan_adapters
+from diffusion_operator.plan.adapters.slices import Slices, finish
+from diffusion_operator.plan.observed.children import ChildState, pods_wait_for
+from diffusion_operator.plan.observed.observed import Departures, Observed
 from diffusion_operator.plan.observed.replica_state import Group, observe_groups
+from diffusion_operator.plan.replicas.departure import plan_departure
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
 from diffusion_operator.plan.replicas.node_faults import avoided_nodes, faults_of
+from diffusion_operator.plan.replicas.orphans import judge_orphans
 from diffusion_operator.plan.replicas.recovery import with_failures
 from diffusion_operator.plan.replicas.revision import Template, template_of
 from diffusion_operator.plan.replicas.rollout import count_paused, progress_of
 from diffusion_operator.plan.replicas.routing import plan_routing
-from diffusion_operator.plan.replicas.scaling import ReplicaPlan, plan_replicas
+from diffusion_operator.plan.replicas.scaling import plan_replicas
 from diffusion_operator.plan.replicas.template_trial import Trial, plan_trial
-from diffusion_operator.plan.results.actions import CreatePod, DeletePod, PodAction, SetRoutable, WorkerAction
-from diffusion_operator.plan.sleep.next_look import MOVING_POLL_S, next_look_s
+from diffusion_operator.plan.results.actions import CreatePod, PodAction, WorkerAction
+from diffusion_operator.plan.sleep.next_look import SOON_S, next_look_s, poll_every_s
 from diffusion_operator.plan.sleep.policy import plan_sleep
 from diffusion_operator.plan.status.deployment import deployment_status
 from diffusion_operator.plan.status.inputs import Situation
-
-UNROUTE_BEFORE_DELETE = timedelta(seconds=2)
 
 
 class DeploymentPlan(msgspec.Struct, frozen=True):
     template: Template
     desired: tuple[DesiredAdapter, ...]
-    """For the mounted file."""
+    """For the list in the main mounted file; none where every worker reads the shards."""
     pods: tuple[PodAction, ...]
     calls: tuple[WorkerAction, ...]
     trial: CreatePod | None
@@ -45,26 +45,33 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     created: tuple[CreatePod, ...]
     status: DeploymentStatus
     """With the children and the refusal of the pass before."""
-    views: tuple[AdapterView, ...]
-    attempts: Mapping[AttemptKey, Attempt]
+    adapters: AdapterPlan
     """To be remembered."""
     departures: Departures
     """To be remembered."""
     told: tuple[AdapterEvent, ...]
     """Events about adapters that leave."""
     look_again_s: float | None
-    """None: nothing moves, the steady poll is soon enough."""
+    """None: time alone changes nothing."""
+    poll_every_s: float
+    """Pause between two looks at a worker that cannot be watched."""
 
 
-def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
+def plan_deployment(observed: Observed, now: datetime, before: AdapterPlan | None = None) -> DeploymentPlan:
+    """Plan at once; `before` is the plan of adapters of the pass before, if there was one."""
+    return finish(plan_in_slices(observed, now, before or AdapterPlan()))
+
+
+def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Slices[DeploymentPlan]:
     deployment = observed.deployment
     template = template_of(deployment, default_image=observed.default_image, pods=observed.pods)
+    observed, adopted = judge_orphans(observed, revision=template.revision)
     found = observe_groups(observed)
     nodes = avoided_nodes(deployment.status.avoided_nodes, found, now)
     seen = with_failures(found, deployment.spec, now, faults=faults_of(nodes))
-    adapters = plan_adapters(observed, seen, now, revision=template.revision)
+    adapters = yield from plan_adapters(observed, seen, now, revision=template.revision, before=before)
     groups = adapters.groups
-    departures, told = plan_removals(observed.departures, groups, views=adapters.views, removals=adapters.removals)
+    departures, told = plan_removals(observed.departures, adapters)
     present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
     trial = plan_trial(observed, present, revision=template.revision, now=now)
     progress = progress_of(
@@ -72,7 +79,7 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         deployment.status,
         present,
         revision=template.revision,
-        paused=count_paused(observed.pods),
+        paused=count_paused(observed),
         refused=bool(trial.refusal),
         now=now,
     )
@@ -82,13 +89,14 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         groups,
         revision=template.revision,
         progress=progress,
-        held=trial.holds,
+        held=trial.holds or bool(pods_wait_for(observed.children)),
         raced=unpinned(resolution),
         avoided_nodes=tuple(node.name for node in nodes),
         now=now,
     )
     retiring = frozenset(action.uid for action in replicas.retire)
     routing = plan_routing(groups, retiring=retiring)
+    departure = plan_departure(observed, replicas.retire, unrouted_now={action.uid for action in routing}, now=now)
     staying = [group for group in groups if group.pod.uid not in retiring]
     busy = {call.worker.pod_uid for call in adapters.calls}
     situation = Situation(
@@ -104,13 +112,18 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         children=observed.children,
         avoided_nodes=nodes,
     )
-    sleep = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
+    orphans = {pod.uid for pod in observed.pods if pod.orphan}
+    chosen = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
+    sleep = tuple(call for call in chosen if call.worker.pod_uid not in orphans)
     left_alone = retiring | {call.worker.pod_uid for call in sleep}
-    calls: tuple[WorkerAction, ...] = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
-    pods: tuple[PodAction, ...] = (*replicas.create, *routing, *_deletions(replicas, routing, observed, now))
+    others = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
+    wanted = (*departure.drain, *(call for call in others if call.worker.pod_uid not in orphans))
+    calls: tuple[WorkerAction, ...] = tuple(call for call in wanted if call.worker.pod_uid not in observed.calling)
+    pods: tuple[PodAction, ...] = (*adopted, *replicas.create, *routing, *departure.delete)
+    acting = bool(calls or pods or retiring or trial.pod)  # the end of a drain is heard from the worker
     return DeploymentPlan(
         template=template,
-        desired=tuple(decision.desired for decision in adapters.decisions if decision.desired is not None),
+        desired=() if every_worker_reads_shards(observed, template) else adapters.desired,
         pods=pods,
         calls=calls,
         trial=trial.pod,
@@ -118,19 +131,28 @@ def plan_deployment(observed: Observed, now: datetime) -> DeploymentPlan:
         groups=groups,
         created=replicas.create,
         status=deployment_status(deployment, situation, groups=groups, template=template, made=replicas.create, now=now),
-        views=adapters.views,
-        attempts=adapters.attempts,
+        adapters=adapters,
         departures=departures,
         told=told,
-        look_again_s=_sooner(next_look_s(observed, adapters, acting=bool(calls or pods or retiring or trial.pod), now=now), trial, now),
+        look_again_s=_sooner(next_look_s(observed, adapters, progress, acting=acting, now=now), trial, now),
+        poll_every_s=poll_every_s(observed, adapters),
     )
 
 
+def every_worker_reads_shards(observed: Observed, template: Template) -> bool:
+    """Return whether no worker of these pods, nor of one that is made now, needs the list of adapters in the main file.
+
+    A container image may be pinned and older than the operator. It is known by what a worker of it said.
+    """
+    images = observed.images_that_read_shards
+    return template.image in images and all(pod.mounts_shards and pod.image in images for pod in observed.pods)
+
+
 def _sooner(look_again_s: float | None, trial: Trial, now: datetime) -> float | None:
-    """The time of the next look, or of the next trial of a template."""
+    """Return the earlier of the next look and the next trial of a template."""
     if trial.again_at is None:
         return look_again_s
-    trial_s = max(MOVING_POLL_S, (trial.again_at - now).total_seconds())
+    trial_s = max(SOON_S, (trial.again_at - now).total_seconds())
     return trial_s if look_again_s is None else min(look_again_s, trial_s)
 
 
@@ -143,10 +165,3 @@ def status_after(
         return plan.status
     situation = msgspec.structs.replace(before, children=children, refusal=refusal)
     return deployment_status(deployment, situation, groups=plan.groups, template=plan.template, made=plan.created, now=now)
-
-
-def _deletions(replicas: ReplicaPlan, routing: Sequence[SetRoutable], observed: Observed, now: datetime) -> list[DeletePod]:
-    """A pod that was routed to is deleted a moment after it was unrouted: every node must have heard of it."""
-    unrouted_now = {action.uid for action in routing}
-    recently = {uid for uid, when in observed.unrouted_at.items() if now - when < UNROUTE_BEFORE_DELETE}
-    return [action for action in replicas.retire if action.uid not in unrouted_now | recently]

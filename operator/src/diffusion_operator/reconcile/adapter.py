@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a LoRAAdapter: its status, from what its deployment's last pass saw. Acting is the deployment's part."""
+"""A pass over a LoRAAdapter: write its status from the view of its deployment's last pass. Acting is the deployment's part."""
+
+import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
-from diffusion_operator.plan.adapters.plan import AdapterView
 from diffusion_operator.plan.adapters.status import adapter_status
+from diffusion_operator.plan.adapters.view import AdapterView
 from diffusion_operator.plan.results.events import adapter_events
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.keyed_queue import Key, Result
-from diffusion_operator.reconcile.observe import parse
+from diffusion_operator.reconcile.releases import is_anothers, step_back
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import write_status
+from diffusion_operator.reconcile.store.parsing import parse
 
 VIEW_WAIT_S = 5.0
 
@@ -24,6 +27,9 @@ async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
         return Result(gone=True)
     adapter = parse(manifest, LoRAAdapter)
     deployment = await runtime.cluster.get(DEPLOYMENT, key.namespace, adapter.spec.deployment_ref.name)
+    manager = adapter.status.operator if deployment is None else deployment.get("status", {}).get("operator")
+    if await is_anothers(runtime, manager):
+        return step_back(runtime, key, manager)
     view = None
     if deployment is not None and not deployment["metadata"].get("deletionTimestamp"):
         view = _current_view(runtime, adapter, deployment_uid=deployment["metadata"]["uid"])
@@ -32,19 +38,21 @@ async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
             return Result(requeue_after_s=VIEW_WAIT_S)
     backoffs = runtime.adapter_backoffs.setdefault(key, Backoffs())
     backoffs.see(adapter.metadata.generation)
-    await _write_status(runtime, backoffs, adapter, view)
+    await _write_status(runtime, backoffs, adapter, view, version=manifest["metadata"]["resourceVersion"])
     return Result(requeue_after_s=backoffs.next_s(runtime.now()))
 
 
 def _current_view(runtime: Runtime, adapter: LoRAAdapter, *, deployment_uid: str) -> AdapterView | None:
-    """One that is about this deployment and this spec, not about an earlier one."""
+    """Return the view if it is about this deployment and the current spec."""
     memory = runtime.memories.get((adapter.metadata.namespace, adapter.spec.deployment_ref.name))
     view = memory.views.get(adapter.metadata.uid) if memory is not None and memory.uid == deployment_uid else None
     return view if view is not None and view.decision.adapter.metadata.generation == adapter.metadata.generation else None
 
 
-async def _write_status(runtime: Runtime, backoffs: Backoffs, adapter: LoRAAdapter, view: AdapterView | None) -> None:
+async def _write_status(runtime: Runtime, backoffs: Backoffs, adapter: LoRAAdapter, view: AdapterView | None, *, version: str) -> None:
     status, metadata = adapter_status(adapter, view, now=runtime.now()), adapter.metadata
+    status = msgspec.structs.replace(status, operator=runtime.release)
     runtime.ready_reasons[adapter_key(metadata.namespace, metadata.name)] = reason_of(status.conditions, "Ready")
     if status != adapter.status:
-        await write_status(runtime, backoffs, ADAPTER, metadata, events=adapter_events(adapter, status), status=status)
+        events = adapter_events(adapter, status)
+        await write_status(runtime, backoffs, ADAPTER, metadata, version=version, events=events, status=status)

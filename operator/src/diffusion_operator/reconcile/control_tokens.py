@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control tokens of one deployment through a rotation of the operator's key: the current key's, and those of the keys before it.
 
-A worker has the new token when the kubelet has brought it, a minute or two after the Secret changed, and an operator may restart
-in between. So a call that a worker answers with 401 is made again with the next token. The token that a worker took is tried first
-from then on.
+The kubelet brings a new token to a worker a minute or two after the Secret changed. An operator may restart in between. A pod that was
+adopted may have the token of the object for which it was made. So a call that a worker answers with 401 is made again with the next token.
+The token that a worker took is tried first from then on.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
+
+import msgspec
 
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.errors import ControlRefused
@@ -20,14 +22,19 @@ Answer = TypeVar("Answer")
 
 class ControlTokens:
     def __init__(self, settings: Settings, deployment: ObjectMeta) -> None:
-        self._tokens = tuple(control_token(key, deployment) for key in (settings.operator_key, *settings.previous_keys))
+        self._keys = (settings.operator_key, *settings.previous_keys)
+        self._deployment = deployment
+        self._tokens = self._of_object(deployment.uid)
+        self._inherited: dict[str, str] = {}
+        """The UID of the earlier object for which a worker's pod was made, by IP."""
         self._taken: dict[str, str] = {}
-        """By IP, which tells workers apart for as long as a rotation takes."""
+        """The token last accepted, by IP: an address identifies a worker for as long as a rotation takes."""
 
     async def call(self, ip: str, send: Callable[[str], Awaitable[Answer]]) -> Answer:
-        """What `send` answers, or how it fails, with the first token that the worker takes."""
-        first = self._taken.get(ip, self._tokens[0])
-        *before, last = (first, *(token for token in self._tokens if token != first))
+        """Return the answer, or raise the failure, of `send` with the first token that the worker accepts."""
+        tokens = (*self._tokens, *(self._of_object(self._inherited[ip]) if ip in self._inherited else ()))
+        first = self._taken.get(ip, tokens[0])
+        *before, last = (first, *(token for token in tokens if token != first))
         for token in before:
             try:
                 return await self._call(ip, token, send)
@@ -41,6 +48,13 @@ class ControlTokens:
         self._taken[ip] = token
         return answer
 
+    def inherit(self, uids: Mapping[str, str]) -> None:
+        """Take the workers, by IP, whose pods were made for an earlier object of this name. The tokens of that object are tried last."""
+        self._inherited = dict(uids)
+
+    def _of_object(self, uid: str) -> tuple[str, ...]:
+        return tuple(control_token(key, msgspec.structs.replace(self._deployment, uid=uid)) for key in self._keys)
+
     def forget_others(self, ips: set[str]) -> None:
-        """Of workers that are gone."""
+        """Forget workers that are gone."""
         self._taken = {ip: token for ip, token in self._taken.items() if ip in ips}

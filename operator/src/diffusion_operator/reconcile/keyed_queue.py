@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A queue of keys, each reconciled by one task at a time: woken by events, by its requeue time, or after a failure with backoff.
 
-Wakes that come in a burst are joined, a wake during a reconcile leads to another one after it, and the number that run at once is
-bounded. The queue knows nothing of what a key is about.
+Wakes in a burst are joined, a wake during a reconcile starts another one after it, and concurrency is bounded. There are two lanes: what a
+user declared goes before what happened by itself, which still has every fourth turn. The queue knows nothing of what a key is about.
 """
 
 import asyncio
@@ -21,6 +21,8 @@ JOIN_S = 0.05
 BACKOFF_FIRST_S = 1.0
 BACKOFF_MAX_S = 300.0
 JITTER = 0.1
+FIRST_IN_A_ROW = 3
+"""Turns of the first lane, while keys of the other one wait. Half of the passes that may run at once are for the first lane alone."""
 
 log = logging.getLogger(__name__)
 
@@ -39,19 +41,23 @@ class Result(msgspec.Struct, frozen=True):
     """None: at the next resync."""
     gone: bool = False
     """The object does not exist any more; it is forgotten unless it was woken meanwhile."""
+    failure: Exception | None = None
+    """An error of a part of the pass. The next one comes with backoff, or at its time where that is sooner."""
 
 
 OBJECT: ContextVar[Key | None] = ContextVar("OBJECT", default=None)
-"""What the pass is about that runs, for its lines in the log."""
+"""The key of the running pass, for its log lines."""
 
 
 class _KeyState:
-    """One key. At rest it is a timer, which costs a tenth of a task: there may be ten thousand."""
+    """A key's state. At rest it is a timer, which costs a tenth of a task: there may be ten thousand."""
 
-    __slots__ = ("due_at", "failures", "task", "timer", "woken")
+    __slots__ = ("due_at", "failures", "first", "task", "timer", "woken")
 
     def __init__(self) -> None:
         self.woken = False
+        self.first = False
+        """The next turn is in the first lane."""
         self.failures = 0
         self.due_at: float | None = None
         """Since when it waits for its turn."""
@@ -72,9 +78,13 @@ class KeyedQueue:
         self._reconcile = reconcile
         self._resync_s = resync_s
         self._free = parallel
+        self._kept_free = parallel // 2
+        self._closed = False
         self._random = random
         self._lines: dict[Key, _KeyState] = {}
         self._due: deque[Key] = deque()
+        self._first_due: deque[Key] = deque()
+        self._first_in_a_row = 0
         self._time: Callable[[], float] = time.monotonic  # until there is a loop, whose own it is then
 
     def __len__(self) -> int:
@@ -82,33 +92,45 @@ class KeyedQueue:
 
     @property
     def waiting(self) -> int:
-        """How many are due and wait for their turn."""
-        return len(self._due)
+        """Return the number of keys that are due and wait for a slot."""
+        return len(self._due) + len(self._first_due)
 
     @property
     def oldest_s(self) -> float:
         """For how long the first of them waits; 0 where none does. Asked from the thread of the metrics server, too."""
-        first = next(iter(tuple(self._due)), None)
-        line = self._lines.get(first) if first is not None else None
-        due_at = line.due_at if line is not None else None
-        return self._time() - due_at if due_at is not None else 0.0
+        ahead = [key for lane in (self._due, self._first_due) for key in tuple(lane)[:1]]
+        lines = [line for key in ahead if (line := self._lines.get(key)) is not None]
+        return max((self._time() - due_at for line in lines if (due_at := line.due_at) is not None), default=0.0)
 
-    def wake(self, key: Key) -> None:
+    def wake(self, key: Key, *, first: bool = False) -> None:
+        """`first`: its next turn comes before those of keys that were woken without it."""
+        if self._closed:
+            return
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = _KeyState()
+        if first and not line.first:
+            line.first = True
+            if line.due_at is not None:
+                self._due.remove(key)
+                self._first_due.append(key)
         if not line.woken:
             line.woken = True
             if line.task is None and line.due_at is None:
                 self._in(JOIN_S, key, line)
 
-    async def close(self) -> None:
+    async def close(self, *, patience_s: float = 0.0) -> None:
+        """Begin no more passes. Those that run have `patience_s` to end."""
+        self._closed = True
         lines, self._lines = self._lines, {}
         self._due.clear()
+        self._first_due.clear()
         for line in lines.values():
             if line.timer is not None:
                 line.timer.cancel()
         tasks = [line.task for line in lines.values() if line.task is not None]
+        if tasks and patience_s:
+            await asyncio.wait(tasks, timeout=patience_s)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,16 +143,25 @@ class KeyedQueue:
     def _is_due(self, key: Key, line: _KeyState) -> None:
         self._time = asyncio.get_running_loop().time
         line.timer, line.due_at = None, self._time()
-        self._due.append(key)
+        (self._first_due if line.first else self._due).append(key)
         self._begin()
 
     def _begin(self) -> None:
-        while self._free and self._due:
-            key = self._due.popleft()
+        while self._free and (self._first_due or (self._due and self._free > self._kept_free)):
+            key = self._next()
             line = self._lines[key]
             self._free -= 1
-            line.due_at, line.woken = None, False
+            line.due_at, line.woken, line.first = None, False, False
             line.task = asyncio.create_task(self._pass(key, line), name=str(key))
+
+    def _next(self) -> Key:
+        """Take the key whose turn it is."""
+        others = self._due and self._free > self._kept_free
+        if self._first_due and not (others and self._first_in_a_row >= FIRST_IN_A_ROW):
+            self._first_in_a_row += 1
+            return self._first_due.popleft()
+        self._first_in_a_row = 0
+        return self._due.popleft()
 
     async def _pass(self, key: Key, line: _KeyState) -> None:
         try:
@@ -138,29 +169,40 @@ class KeyedQueue:
         finally:
             line.task = None
             self._free += 1
-        self._after(key, line, result)
-        self._begin()
+        if not self._closed:
+            self._after(key, line, result)
+            self._begin()
 
     def _after(self, key: Key, line: _KeyState, result: Result | None) -> None:
         if result is not None and result.gone and not line.woken:
             del self._lines[key]
             return
-        line.failures = line.failures + 1 if result is None else 0
+        failed = result is None or result.failure is not None
+        line.failures = line.failures + 1 if failed else 0
         if line.woken:
             self._in(JOIN_S, key, line)
             return
-        delay_s = self._resync_s if result is None or result.requeue_after_s is None else result.requeue_after_s
-        if result is None:
-            delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(line.failures - 1, 20))
+        delays_s = [result.requeue_after_s] if result is not None and result.requeue_after_s is not None else []
+        if failed:
+            delays_s.append(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(line.failures - 1, 20)))
+        delay_s = min(delays_s, default=self._resync_s)
         self._in(delay_s * (1 + JITTER * (2 * self._random() - 1)), key, line)
 
     async def _once(self, key: Key) -> Result | None:
-        """None after a failure: whatever goes wrong with one object must not end the others'."""
+        """None where the whole pass failed: whatever goes wrong with one object must not end the others'."""
         OBJECT.set(key)
         try:
-            return await self._reconcile(key)
-        except OperatorError as error:
-            log.warning("reconcile failed object=%s error=%s: %s", key, type(error).__name__, error)
-        except Exception:
-            log.exception("reconcile failed object=%s", key)
-        return None
+            result = await self._reconcile(key)
+        except Exception as error:
+            _complain(key, error)
+            return None
+        if result.failure is not None:
+            _complain(key, result.failure)
+        return result
+
+
+def _complain(key: Key, error: Exception) -> None:
+    """Log one line, and the traceback of an error that nobody expected."""
+    known = isinstance(error, OperatorError)
+    level = logging.WARNING if known else logging.ERROR
+    log.log(level, "reconcile failed object=%s error=%s: %s", key, type(error).__name__, error, exc_info=None if known else error)

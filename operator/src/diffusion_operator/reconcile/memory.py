@@ -1,46 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the process remembers of a deployment between passes. Losing it costs repeated, idempotent work, never correctness."""
+"""State that the process keeps of a deployment between passes. Losing it costs repeated, idempotent work, never correctness."""
 
+import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
+from enum import StrEnum
 
 import msgspec
 
-from diffusion_operator.api.adapter import LoRAAdapter
-from diffusion_operator.api.worker_state import WireError, WorkerState
-from diffusion_operator.plan.adapters.plan import AdapterView
-from diffusion_operator.plan.adapters.publishing import worth_publishing
+from diffusion_operator.api.worker_state import HeldReport, WorkerState
+from diffusion_operator.plan.adapters.plan import AdapterPlan
+from diffusion_operator.plan.adapters.publishing import Worth, worth_publishing
+from diffusion_operator.plan.adapters.shards import Shard
+from diffusion_operator.plan.adapters.slices import SLICE, Slices
+from diffusion_operator.plan.adapters.view import AdapterView
 from diffusion_operator.plan.observed.children import ChildState, ChildTry, Repairs
 from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Departures, Poll, TemplateTrial
+from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.control_tokens import ControlTokens
+from diffusion_operator.reconcile.store.parsed_adapters import ParsedAdapters
+from diffusion_operator.render.child import Child
 
 
-@dataclass
+class Followed(StrEnum):
+    """The way in which the operator hears of a worker's changes."""
+
+    WATCHED = "watched"
+    POLLED = "polled"
+    """It is of a version that cannot be watched."""
+    LOST = "lost"
+    UNHEARD = "unheard"
+    """It has not answered yet."""
+
+
+UNPUBLISHED_S = 5.0
+"""Until counts of adapters are looked at again for their statuses."""
+AGES_DIFFER = timedelta(seconds=3)
+"""Two answers tell of the same request at times that are not further apart."""
+
+
+@dataclass(slots=True)
 class PollRecord:
-    """Polls of one container's life: a restart begins a new record."""
+    """Answers of a worker in one life of its container at one address: another life begins a new record."""
 
-    restarts: int
+    life: tuple[str, int]
+    """Address and restarts."""
+    since: datetime
+    """When the record began."""
     state: WorkerState | None = None
+    received_at: datetime | None = None
     failures: int = 0
     failing_since: datetime | None = None
     error: str = ""
+    reported_lost: bool = False
+    """The deployment was woken because the worker is unreachable."""
+    hurried: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def succeeded(self, state: WorkerState) -> None:
-        self.state, self.failures, self.failing_since, self.error = state, 0, None, ""
+    @property
+    def revision(self) -> str:
+        """The revision of the last answer; empty where there is nothing to wait for."""
+        return self.state.revision if self.state is not None else ""
 
-    def failed(self, error: str, now: datetime) -> None:
+    @property
+    def unheard(self) -> bool:
+        """Return whether it has neither answered nor failed to."""
+        return self.state is None and not self.failures
+
+    def succeeded(self, state: WorkerState, now: datetime) -> bool:
+        """Return whether it is news."""
+        before, was_failing, asked_at = self.state, self.failures > 0, self._asked_at
+        self.state, self.received_at, self.failures, self.failing_since, self.error = state, now, 0, None, ""
+        self.reported_lost = False
+        if was_failing or before is None:
+            return True
+        if state.revision:
+            return state.revision != before.revision
+        asked_again = self._asked_at is not None and (asked_at is None or self._asked_at - asked_at > AGES_DIFFER)
+        return asked_again or state.adapters is not before.adapters or without_ages(state) != without_ages(before)
+
+    @property
+    def _asked_at(self) -> datetime | None:
+        """When the last request came, as far as is known."""
+        age_s = self.state.last_request_age_seconds if self.state is not None else None
+        return self.received_at - timedelta(seconds=age_s) if self.received_at is not None and age_s is not None else None
+
+    def failed(self, error: str, now: datetime) -> bool:
+        """Return whether it is news: it is lost for so long that the worker counts as unreachable. A loss alone asks for no pass."""
+        unheard = self.unheard
         self.failures += 1
         self.failing_since = self.failing_since or now
         self.error = error
+        became_unreachable = self.poll(now).unreachable and not self.reported_lost
+        self.reported_lost = self.reported_lost or became_unreachable
+        return unheard or became_unreachable
+
+    @property
+    def followed(self) -> Followed:
+        if self.failures:
+            return Followed.LOST
+        if self.state is None:
+            return Followed.UNHEARD
+        return Followed.WATCHED if self.state.revision else Followed.POLLED
+
+    async def pause(self, seconds: float) -> None:
+        """Wait between two looks, or until something is done to the worker."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.hurried.wait()
+        self.hurried.clear()
 
     def poll(self, now: datetime) -> Poll:
         failing_for = now - (self.failing_since or now)
-        return Poll(state=self.state, failures=self.failures, failing_for=failing_for, error=self.error)
+        since_s = max(0.0, (now - (self.received_at or now)).total_seconds())
+        return Poll(state=self.state, since_s=since_s, failures=self.failures, failing_for=failing_for, error=self.error)
 
 
-@dataclass
+def life_of(pod: Pod) -> tuple[str, int]:
+    """Return address and restarts: another worker process answers where one of them is another."""
+    return pod.ip, pod.container.restarts
+
+
+def without_ages(state: WorkerState) -> WorkerState:
+    """Return a document without adapters as two are compared, where the worker gives no revision. Same adapters are the same object."""
+    return msgspec.structs.replace(
+        state,
+        held=HeldReport(current=state.held.current),
+        last_request_age_seconds=None,
+        state_age_seconds=0.0,
+        adapters=(),
+    )
+
+
+@dataclass(slots=True)
 class Applied:
     content: object
     at: datetime
@@ -51,108 +145,130 @@ class KnownPod(msgspec.Struct, frozen=True):
     revision: str
 
 
-class SleepSnapshot(msgspec.Struct, frozen=True):
-    """Reports of sleeping replicas in a pass that found nothing to do; see sleep_snapshot.py."""
-
-    until: datetime
-    """Then a whole pass is due."""
-    said: Mapping[str, WorkerState]
-    """By IP."""
-
-
-@dataclass
+@dataclass(slots=True)
 class DeploymentMemory:
-    """One deployment, by UID: another one of the same name starts from nothing."""
+    """A deployment's memory, by UID: a new object of the same name starts from nothing."""
 
     uid: str
     tokens: ControlTokens
     polls: dict[str, PollRecord] = field(default_factory=dict)
+    parsed: ParsedAdapters = field(default_factory=ParsedAdapters)
+    adapters: AdapterPlan = field(default_factory=AdapterPlan)
+    """The last plan of them."""
     attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
+    """Those that calls since then came to."""
     operation_not_before: dict[str, datetime] = field(default_factory=dict)
     applied: dict[str, Applied] = field(default_factory=dict)
-    """By kind; the content is None where there must be none."""
+    """Hashes of children by kind and name; empty where there must be none."""
     repairs: dict[str, Repairs] = field(default_factory=dict)
-    """Those of each child, by its kind."""
+    """Those of each child, by its kind and name."""
     doubted: set[str] = field(default_factory=set)
-    """Kinds of children that were touched since the last pass."""
+    """Kinds and names of children that were touched since the last pass."""
     pods: dict[str, KnownPod] = field(default_factory=dict)
-    """By UID, those that were there and not on their way out at the last look."""
+    """Pods that existed and were not terminating at the last look, by UID."""
+    pods_known: bool = False
+    """Set once this process has looked for the pods that an earlier one wrote into the status."""
     missed_pods: dict[str, KnownPod] = field(default_factory=dict)
-    """By UID, those that were and that this process did not delete, until it is told of them."""
+    """Pods that disappeared without this process deleting them, by UID, until the loss is reported."""
     deleted_pods: set[str] = field(default_factory=set)
     """UIDs of those that this process deleted."""
     routed: dict[str, bool] = field(default_factory=dict)
-    """By pod UID: what this process last wrote to the routable label."""
+    """The routable label that this process last wrote, by pod UID."""
     generation: int = 0
     """The object's, at the last pass: another one makes every failed child due at once, because the edit may have mended it."""
     tries: dict[str, ChildTry] = field(default_factory=dict)
-    """Children that are not as the spec asks, by kind."""
+    """Children that are not as the spec asks, by kind and name."""
+    shard_children: dict[int, tuple[Shard | None, Child]] = field(default_factory=dict)
+    """The shards as they were rendered last, by number."""
+    images_that_read_shards: set[str] = field(default_factory=set)
+    """Container images whose workers said so."""
     children: tuple[ChildState, ...] = ()
     """After the last pass."""
     taken: dict[int, int] = field(default_factory=dict)
     """The highest incarnation whose pod name somebody else has, by index."""
     failures: list[Exception] = field(default_factory=list)
-    """Errors in this pass: it goes on without what failed, and raises the first at its end."""
+    """Errors in this pass: it goes on without what failed, and reports the first at its end."""
+    undrained: set[str] = field(default_factory=set)
+    """UIDs of pods whose worker did not take the call to drain: the end of the pod drains them."""
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
     trial: TemplateTrial | None = None
     """The last dry run of a template."""
     refusal: str = ""
     backoffs: Backoffs = field(default_factory=Backoffs)
     status_written_at: datetime | None = None
+    claimed_at: datetime | None = None
+    """When this process wrote its release into the status."""
+    version: str = ""
+    """The object's, in this pass: a status is written only over the one that it was computed from."""
     departures: Departures = field(default_factory=Departures)
-    snapshot: SleepSnapshot | None = None
+    poll_every_s: float = 1.0
+    """Pause between two looks at a worker that cannot be watched."""
+    withheld_s: float | None = None
+    """Until news are due for a status that wait because they only count; None without any."""
     views: dict[str, AdapterView] = field(default_factory=dict)
-    """By UID of the adapter, as they were published last."""
+    """The views that were last published, by UID of the adapter."""
     published_at: dict[str, datetime] = field(default_factory=dict)
+    unpublished: dict[str, AdapterView] = field(default_factory=dict)
+    """Views that changed since, by UID."""
+
+    def record_of(self, pod: Pod, now: datetime) -> PollRecord:
+        """Return what is known of the pod's worker, in this life of its container."""
+        record, life = self.polls.get(pod.uid), life_of(pod)
+        if record is None or record.life != life:
+            record = self.polls[pod.uid] = PollRecord(life=life, since=now)
+        return record
+
+    def withhold(self, seconds: float) -> None:
+        """Have news that only count looked at again then."""
+        self.withheld_s = seconds if self.withheld_s is None else min(self.withheld_s, seconds)
+
+    def hurry(self, poll_every_s: float) -> None:
+        """Look at workers that cannot be watched so often from now on, at once if that is oftener than before."""
+        if poll_every_s < self.poll_every_s:
+            for record in self.polls.values():
+                record.hurried.set()
+        self.poll_every_s = poll_every_s
 
     def forget_pods(self, present: set[str]) -> None:
         self.polls = {uid: record for uid, record in self.polls.items() if uid in present}
         self.unrouted_at = {uid: when for uid, when in self.unrouted_at.items() if uid in present}
         self.routed = {uid: routable for uid, routable in self.routed.items() if uid in present}
         self.deleted_pods &= present
+        self.undrained &= present
         self.operation_not_before = {key: when for key, when in self.operation_not_before.items() if key.partition("/")[0] in present}
 
-    def publish(self, views: tuple[AdapterView, ...], now: datetime) -> tuple[AdapterView, ...]:
-        """Keep what is worth a look at its object's status, and return that."""
-        present = {view.decision.adapter.metadata.uid: view for view in views}
-        self.views = {uid: view for uid, view in self.views.items() if uid in present}
-        self.published_at = {uid: when for uid, when in self.published_at.items() if uid in present}
-        worth = {
-            uid: view
-            for uid, view in present.items()
-            if worth_publishing(self.views.get(uid), view, since=now - self.published_at.get(uid, now))
-        }
-        self.views |= worth
-        self.published_at |= dict.fromkeys(worth, now)
-        return tuple(worth.values())
+    def learn_images(self, pods: tuple[Pod, ...]) -> None:
+        """Remember the container images whose workers read the shards; two of one name may differ."""
+        records = ((pod.image, self.polls.get(pod.uid)) for pod in pods)
+        said = {(image, record.state.desired.reads_shards) for image, record in records if record is not None and record.state is not None}
+        self.images_that_read_shards |= {image for image, reads in said if reads}
+        self.images_that_read_shards -= {image for image, reads in said if not reads}
 
-    def recall_attempts(self, adapters: tuple[LoRAAdapter, ...], now: datetime) -> None:
-        """Backoff is persisted in the adapters' status; what this process did itself is newer. What is about no living boot goes."""
-        for adapter in adapters:
-            for key, attempt in _persisted(adapter, now):
-                self.attempts.setdefault(key, attempt)
-        living = {(one.metadata.uid, one.metadata.generation) for one in adapters}
-        boots = {record.state.boot_id for record in self.polls.values() if record.state is not None}
-        self.attempts = {
-            key: attempt for key, attempt in self.attempts.items() if (key.adapter_uid, key.generation) in living and key.boot_id in boots
-        }
+    def remember(self, plan: AdapterPlan, seen: Mapping[AttemptKey, Attempt]) -> None:
+        """Keep the plan of adapters for the next one; it knows the attempts in `seen`."""
+        if plan.rows is not self.adapters.rows and plan.rows.keys() != self.adapters.rows.keys():
+            self.views = {uid: view for uid, view in self.views.items() if uid in plan.rows}
+            self.published_at = {uid: when for uid, when in self.published_at.items() if uid in plan.rows}
+            self.unpublished = {uid: view for uid, view in self.unpublished.items() if uid in plan.rows}
+        self.unpublished |= {view.decision.adapter.metadata.uid: view for view in plan.changed}
+        self.adapters = plan
+        self.attempts = {key: attempt for key, attempt in self.attempts.items() if seen.get(key) is not attempt}
 
+    def attempt(self, key: AttemptKey) -> Attempt | None:
+        return self.attempts.get(key) or self.adapters.attempt(key)
 
-def _persisted(adapter: LoRAAdapter, now: datetime) -> list[tuple[AttemptKey, Attempt]]:
-    metadata = adapter.metadata
-    if adapter.status.observed_generation != metadata.generation:
-        return []
-    return [
-        (
-            AttemptKey(adapter_uid=metadata.uid, generation=metadata.generation, boot_id=one.boot_id),
-            Attempt(
-                count=one.attempts,
-                next_retry=one.next_retry_time or now,
-                error=WireError(
-                    code=one.last_error.code or "", message=one.last_error.message or "", retryable=bool(one.last_error.retryable)
-                ),
-            ),
-        )
-        for one in adapter.status.replica_instances
-        if one.boot_id is not None and one.attempts is not None and one.last_error is not None
-    ]
+    def publish(self, now: datetime) -> Slices[list[AdapterView]]:
+        """Return the views that are worth a look at their object's status, and count them as published."""
+        published: list[AdapterView] = []
+        for number, (uid, view) in enumerate(tuple(self.unpublished.items())):
+            worth = worth_publishing(self.views.get(uid), view, since=now - self.published_at.get(uid, now))
+            if worth is Worth.NOW:
+                self.views[uid], self.published_at[uid] = view, now
+                published.append(view)
+            if worth is not Worth.LATER:
+                del self.unpublished[uid]
+            if number % SLICE == SLICE - 1:
+                yield
+        if self.unpublished:
+            self.withhold(UNPUBLISHED_S)
+        return published

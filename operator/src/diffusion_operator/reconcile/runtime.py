@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reconciles share: the two ports, the settings, the clock, the way to wake a key, and the memory of each deployment."""
+"""Parts that the reconciles share: both ports, settings, clock, the way to wake a key, and each deployment's memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
@@ -10,26 +10,47 @@ from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster
+from diffusion_operator.election.other_releases import OtherReleases
+from diffusion_operator.plan.observed.pods import Pod
+from diffusion_operator.plan.results.actions import WorkerAction
 from diffusion_operator.plan.results.worker_changes import WorkerChanges
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.control_tokens import ControlTokens
 from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.memory import DeploymentMemory
+from diffusion_operator.render.child import child_key
 from diffusion_operator.settings import Settings
 from diffusion_operator.worker_client import WorkerClient
 
 
 class Meter(Protocol):
-    """Where what happens is counted; in the process it is the metrics server's."""
+    """Counters of the reconciles; in the process, the metrics server implements them."""
 
     def called(self, verb: str, code: str, seconds: float) -> None:
-        """A call to a worker's control port is over: `OK`, or the error's code."""
+        """Count a finished call to a worker's control port by `OK` or the error's code."""
 
     def woke(self, level: str, seconds: float) -> None:
-        """A replica has woken up from a level of sleep."""
+        """Record a replica's wake from a level of sleep."""
 
     def seen(self, happened: WorkerChanges) -> None:
-        """What happened on a replica since the last look at it."""
+        """Count changes of a replica since the last look at it."""
+
+
+class Watches(Protocol):
+    """The port to the watches of workers, which keep the memories' records up to date; see workers/watches.py."""
+
+    def follow(self, deployment: ObjectMeta, memory: DeploymentMemory, pods: Sequence[Pod]) -> None: ...
+
+    def forget(self, namespace: str, deployment: str) -> None: ...
+
+
+class Calls(Protocol):
+    """The port to the control calls; see workers/calls.py."""
+
+    @property
+    def calling(self) -> frozenset[str]: ...
+
+    def begin(self, key: Key, memory: DeploymentMemory, calls: Sequence[WorkerAction]) -> None: ...
 
 
 @dataclass
@@ -41,19 +62,34 @@ class Runtime:
     """Aware UTC."""
     wake: Callable[[Key], None]
     meter: Meter
+    release: str | None = None
+    """The name of this release of the operator. None without election."""
+    others: OtherReleases | None = None
+    """None where no Lease of another release can be read."""
+    watches: Watches = field(init=False)
+    calls: Calls = field(init=False)
+    """Both of them know the runtime, so they are made after it."""
     memories: dict[tuple[str, str], DeploymentMemory] = field(default_factory=dict)
-    """By namespace and name."""
+    """Each deployment's memory, by namespace and name."""
     adapter_backoffs: dict[Key, Backoffs] = field(default_factory=dict)
     ready_reasons: dict[Key, str] = field(default_factory=dict)
-    """Of every object that was looked at, for metrics."""
-    touched: set[Key] = field(default_factory=set)
-    """Keys that were woken since their last pass began, so that it is not time alone that brings the next one."""
+    """The reason of Ready of every object that was looked at, for metrics."""
     statuses: dict[Key, DeploymentStatus] = field(default_factory=dict)
-    """Of every deployment as it was seen last, written or not, for metrics."""
+    """The status of every deployment as last computed, written or not, for metrics."""
 
     def now(self) -> datetime:
         """Whole seconds: what Kubernetes keeps of a time, so that a status read back equals the one written."""
         return self.clock().replace(microsecond=0)
+
+    def forget_all(self) -> None:
+        """Begin as a new process does, because another one acted meanwhile."""
+        self.memories.clear()
+        self.adapter_backoffs.clear()
+
+    def show_nothing(self) -> None:
+        """Leave the metrics of objects to the process that leads."""
+        self.ready_reasons.clear()
+        self.statuses.clear()
 
     def memory(self, deployment: ObjectMeta) -> DeploymentMemory:
         namespace, name = deployment.namespace, deployment.name
@@ -63,11 +99,11 @@ class Runtime:
             known = self.memories[namespace, name] = DeploymentMemory(uid=deployment.uid, tokens=tokens)
         return known
 
-    def child_changed(self, namespace: str, deployment: str, kind: str) -> None:
-        """A child was touched, maybe by another client: look at it in the next pass."""
+    def child_changed(self, namespace: str, deployment: str, kind: str, name: str) -> None:
+        """Note a change of a child, perhaps by another client, for the next pass."""
         known = self.memories.get((namespace, deployment))
         if known is not None:
-            known.doubted.add(kind)
+            known.doubted.add(child_key(kind, name))
         self.wake(deployment_key(namespace, deployment))
 
 

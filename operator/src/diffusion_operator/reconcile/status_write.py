@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a status: only if it says something new, what only counts at most every five seconds, and what requests change every fifteen."""
+"""Writing a status: only if it says something new, what only counts at most every five seconds, and what requests change once a minute."""
 
+import logging
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import Kind
-from diffusion_operator.errors import ClusterError, NamespaceEnds
+from diffusion_operator.errors import ClusterConflict, ClusterError, NamespaceEnds
 from diffusion_operator.plan.results.events import PlannedEvent
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.report import report
@@ -18,19 +19,26 @@ from diffusion_operator.reconcile.runtime import Runtime
 
 STATUS = "status"
 
+log = logging.getLogger(__name__)
+
 PROGRESS_INTERVAL = timedelta(seconds=5)
-TRAFFIC_INTERVAL = timedelta(seconds=15)
+TRAFFIC_INTERVAL = timedelta(seconds=60)
+EVER = datetime.min
 
 
 def worth_writing(old: DeploymentStatus, new: DeploymentStatus, *, last: datetime | None, now: datetime) -> bool:
-    if old == new:
-        return False
-    if last is None or now - last >= TRAFFIC_INTERVAL:
-        return True
+    return old != new and write_due_s(old, new, last=last, now=now) <= 0
+
+
+def write_due_s(old: DeploymentStatus, new: DeploymentStatus, *, last: datetime | None, now: datetime) -> float:
+    """Return the seconds until a status that says something new is to be written."""
+    if last is None:
+        return 0.0
     calm_old, calm_new = _without_traffic(old), _without_traffic(new)
     if _without_progress(calm_old) != _without_progress(calm_new):
-        return True
-    return calm_old != calm_new and now - last >= PROGRESS_INTERVAL
+        return 0.0
+    interval = PROGRESS_INTERVAL if calm_old != calm_new else TRAFFIC_INTERVAL
+    return (last + interval - now).total_seconds()
 
 
 def encode_status(status: msgspec.Struct) -> dict[str, Any]:
@@ -39,9 +47,16 @@ def encode_status(status: msgspec.Struct) -> dict[str, Any]:
 
 
 async def write_status(
-    runtime: Runtime, backoffs: Backoffs, kind: Kind, about: ObjectMeta, *, events: Sequence[PlannedEvent], status: msgspec.Struct
+    runtime: Runtime,
+    backoffs: Backoffs,
+    kind: Kind,
+    about: ObjectMeta,
+    *,
+    version: str,
+    events: Sequence[PlannedEvent],
+    status: msgspec.Struct,
 ) -> bool:
-    """Return whether it was written: after a failure it waits. Raises that failure.
+    """Return whether it was written: after a failure it waits. Raises that failure, unless the object is not at `version` any more.
 
     Events come first. They are named after what they tell, so one that is written again after a crash in between is the same one.
     """
@@ -49,9 +64,13 @@ async def write_status(
         return False
     try:
         await report(runtime, events, kind=kind, about=about)
-        await runtime.cluster.apply_status(kind, about.namespace, about.name, status=encode_status(status))
+        await runtime.cluster.apply_status(kind, about.namespace, about.name, status=encode_status(status), version=version)
     except NamespaceEnds:
         raise
+    except ClusterConflict as error:
+        log.info("status not written object=%s/%s: the object changed meanwhile", about.namespace, about.name)
+        backoffs.failed(STATUS, error, runtime.now())
+        return False
     except ClusterError as error:
         backoffs.failed(STATUS, error, runtime.now())
         raise
@@ -60,7 +79,9 @@ async def write_status(
 
 
 def _without_traffic(status: DeploymentStatus) -> DeploymentStatus:
-    return msgspec.structs.replace(status, held=None, last_request_time=None, sleep_eligible_time=None)
+    """Drop traffic from a status, except that the first request shows at once."""
+    asked = None if status.last_request_time is None else EVER
+    return msgspec.structs.replace(status, held=None, last_request_time=asked, sleep_eligible_time=None)
 
 
 def _without_progress(status: DeploymentStatus) -> DeploymentStatus:

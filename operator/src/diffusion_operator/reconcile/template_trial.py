@@ -10,8 +10,8 @@ from diffusion_operator.plan.observed.observed import Answer, TemplateTrial
 from diffusion_operator.plan.replicas.revision import Template
 from diffusion_operator.plan.replicas.template_trial import WORDS, answer_of, remembered
 from diffusion_operator.plan.results.actions import CreatePod
-from diffusion_operator.reconcile.key_secret import guard_key
 from diffusion_operator.reconcile.memory import DeploymentMemory
+from diffusion_operator.reconcile.pod_guard import guard
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.pod import pod
 
@@ -25,10 +25,13 @@ async def try_template(
     manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
     answer, message = Answer.FINE, ""
     try:
-        guard_key(runtime.settings, manifest)
+        guard(runtime.settings, manifest)
         await runtime.cluster.try_create(manifest)
     except ClusterError as error:
         answer, message = answer_of(error.status, str(error)), plain_text(str(error), WORDS)
+    except Exception as error:  # a pass ends with a status, whatever fails
+        answer, message = Answer.UNDECIDED, plain_text(f"{type(error).__name__}: {error}", WORDS)
+        memory.failures.append(error)
     now, metadata = runtime.now(), deployment.metadata
     trial = TemplateTrial(
         revision=template.revision, generation=metadata.generation, answer=answer, message=message, tried_at=now, since=now

@@ -1,31 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ConfigMap a worker starts from, so that a restart needs no operator: sleep policy, cold requests, adapters, model. No secrets."""
+"""The ConfigMaps that a worker starts from, so that a restart needs no operator: the main file, and the shards with adapters. No secrets.
 
+The main file has sleep policy, cold requests, model, and the name and sha256 of each shard. A mounted folder changes file by file, so a
+worker takes a shard only when it has this sha256.
+"""
+
+import base64
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import ModelStatus
-from diffusion_operator.api.names import DESIRED_KEY, desired_config_name
+from diffusion_operator.api.names import DESIRED_KEY, SHARDS, desired_config_name, shard_config_name, shard_file
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
+from diffusion_operator.plan.adapters.shards import Shard, entry, listed
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata
 
 
-def desired_config(deployment: DiffusionDeployment, adapters: Sequence[DesiredAdapter], model: ModelStatus | None = None) -> Manifest:
-    """`model` is what is pinned of it, if anything is."""
+class ShardReference(msgspec.Struct, frozen=True):
+    """An entry of the main file's index."""
+
+    file: str
+    sha256: str
+    count: int
+    """Adapters in it: a worker whose list in the main file has all of them needs no shard."""
+
+    @property
+    def number(self) -> int:
+        return next((number for number in range(SHARDS) if shard_file(number) == self.file), -1)
+
+
+def desired_config(
+    deployment: DiffusionDeployment,
+    adapters: Sequence[DesiredAdapter],
+    model: ModelStatus | None = None,
+    shards: Sequence[ShardReference] = (),
+) -> Manifest:
+    """`adapters` are for workers that read no shards, and `model` is what is pinned of it, if anything is."""
     sleep = deployment.spec.sleep
-    content = {
+    content: dict[str, Any] = {
         "sleep": {"policy": sleep.policy.value, "level": sleep.level.value, "wakeTimeoutSeconds": sleep.wake_timeout_seconds},
         "coldRequests": msgspec.to_builtins(deployment.spec.cold_requests),
-        "adapters": [
-            {"name": one.name, **msgspec.to_builtins(one.load), "loadTimeoutSeconds": one.load_timeout_s}
-            for one in sorted(adapters, key=lambda one: one.name)
-        ],
+        "shards": msgspec.to_builtins(shards),
+        "adapters": [entry(one) for one in listed(adapters)],
     }
     if model is not None and model.revision is not None:
-        # With the source it is about: a worker of an older template, started again, is told another one.
+        # The file names its source too, so a restarted worker of an older template does not mistake it for its own.
         source = msgspec.to_builtins(deployment.spec.model.source)
         content["model"] = {"source": source, "revision": model.revision, "digest": model.digest}
     return {
@@ -34,3 +57,28 @@ def desired_config(deployment: DiffusionDeployment, adapters: Sequence[DesiredAd
         "metadata": child_metadata(deployment, desired_config_name(deployment.metadata.name)),
         "data": {DESIRED_KEY: msgspec.json.format(msgspec.json.encode(content), indent=1).decode()},
     }
+
+
+def shard_config(deployment: DiffusionDeployment, number: int, content: bytes) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": child_metadata(deployment, shard_config_name(deployment.metadata.name, number)),
+        "binaryData": {shard_file(number): base64.b64encode(content).decode()},
+    }
+
+
+def reference_to(shard: Shard) -> ShardReference:
+    return ShardReference(file=shard_file(shard.number), sha256=shard.sha256, count=shard.fitting)
+
+
+class _Index(msgspec.Struct, frozen=True):
+    shards: tuple[ShardReference, ...] = ()
+
+
+def named_shards(main: Manifest) -> tuple[ShardReference, ...]:
+    """Return the index of a live main file; nothing where somebody made it unreadable."""
+    try:
+        return msgspec.json.decode(main.get("data", {}).get(DESIRED_KEY, ""), type=_Index).shards
+    except msgspec.DecodeError:
+        return ()

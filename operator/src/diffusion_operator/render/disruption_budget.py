@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many replicas a drain of nodes may take at once: one. A replica is one pod, so pods are counted.
+"""The PodDisruptionBudget: a drain may evict one replica at a time. A replica is one pod, so pods are counted.
 
-Kubernetes reads how many there should be from the owner's scale subresource. The only replica of a deployment is never held back, because a
-node that cannot be emptied helps nobody; nor is one that is not ready, by which nobody is served.
+Kubernetes reads how many there should be from the owner's scale subresource. A deployment's only replica is never held back, because a node
+that cannot be emptied helps nobody. A replica that is not ready is not held back either, since it serves nobody.
 """
 
 from diffusion_operator.api.deployment import DiffusionDeployment

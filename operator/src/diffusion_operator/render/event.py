@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An Event about one of our objects. Its name is a hash of what it says, so the same one is never written twice.
+"""An Event about one of our objects. The name is a hash of the content, so an Event is never written twice.
 
 It is of the core group: only there may it have the first and last time by which `kubectl describe` sorts.
 """

@@ -5,25 +5,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
+from diffusion_operator.api.meta import ObjectMeta
+from diffusion_operator.api.names import ANNOTATION_OWNER_UID, DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
 
 
 def child_metadata(owner: DiffusionDeployment, name: str, **labels: str) -> dict[str, Any]:
-    """Label keys of ours have slashes, so callers pass them by `**{LABEL: value}`."""
+    """Our label keys have slashes, so callers pass them by `**{LABEL: value}`."""
     return {
         "name": name,
         "namespace": owner.metadata.namespace,
         "labels": {LABEL_MANAGED_BY: FIELD_MANAGER, LABEL_DEPLOYMENT: owner.metadata.name, **labels},
-        "ownerReferences": [
-            {
-                "apiVersion": DEPLOYMENT.api_version,
-                "kind": DEPLOYMENT.kind,
-                "name": owner.metadata.name,
-                "uid": owner.metadata.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ],
+        "annotations": {ANNOTATION_OWNER_UID: owner.metadata.uid},
+        "ownerReferences": [controller_reference(owner.metadata)],
+    }
+
+
+def controller_reference(owner: ObjectMeta) -> dict[str, Any]:
+    return {
+        "apiVersion": DEPLOYMENT.api_version,
+        "kind": DEPLOYMENT.kind,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
     }
 
 
@@ -34,7 +38,7 @@ def with_asked(metadata: dict[str, Any], *, labels: Mapping[str, str], annotatio
     """
     return metadata | {
         "labels": {**_foreign(labels), **metadata["labels"]},
-        **({"annotations": own} if (own := _foreign(annotations)) else {}),
+        "annotations": {**_foreign(annotations), **metadata["annotations"]},
     }
 
 

@@ -2,21 +2,26 @@
 """The pod of one replica: one container, the worker, under the restricted Pod Security profile."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.deployment_spec import DeploymentSpec, Identity, SecurityContext
+from diffusion_operator.api.deployment_spec import DeploymentSpec, Identity, RequestLimits, SecurityContext, host_namespaces
 from diffusion_operator.api.names import (
+    ANNOTATION_DESIRED,
     CONTAINER,
     CONTROL_PORT,
     DATA_PORT,
     DEFAULT_GPU_RESOURCE,
+    DESIRED_SHARDS,
     LABEL_INCARNATION,
     LABEL_REPLICA_INDEX,
     LABEL_REVISION,
     NO_GPU_RESOURCE,
     pod_name,
 )
+from diffusion_operator.api.pod_parts import ContainerSecurity
 from diffusion_operator.plan.replicas.revision import Template
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata, with_asked
@@ -26,6 +31,8 @@ from diffusion_operator.render.worker_arguments import STOP_MARGIN_S, worker_arg
 
 WORKER_UID = 65532
 """The user and group of our container images."""
+MESH_ANNOTATIONS = ("traffic.sidecar.istio.io/excludeInboundPorts", "config.linkerd.io/skip-inbound-ports")
+"""Annotations of Istio and Linkerd with ports that their proxies leave alone."""
 PROBE_PERIOD_S = 2
 STARTUP_MARGIN_S = 30  # the worker gives up by itself first, with a reason; the kubelet only if it hangs
 
@@ -35,10 +42,11 @@ def pod(
 ) -> Manifest:
     own = {LABEL_REPLICA_INDEX: str(index), LABEL_INCARNATION: str(incarnation), LABEL_REVISION: template.revision}
     name, asked = pod_name(deployment.metadata.name, index, incarnation), deployment.spec.pod_metadata
+    annotations = {**asked.annotations, **_outside_of_meshes(asked.annotations)}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": with_asked(child_metadata(deployment, name, **own), labels=asked.labels, annotations=asked.annotations),
+        "metadata": with_asked(_pod_metadata(deployment, name, own), labels=asked.labels, annotations=annotations),
         "spec": {
             **pod_scheduling(deployment, avoided_nodes),
             "restartPolicy": "Always",
@@ -47,11 +55,27 @@ def pod(
             "enableServiceLinks": False,
             "securityContext": _security_context(deployment.spec.security_context),
             "containers": [_container(deployment, template)],
-            "volumes": [one.volume for one in pod_volumes(deployment)],
+            "volumes": [*(one.volume for one in pod_volumes(deployment)), *map(_plain, deployment.spec.volumes)],
+            **_service_account(deployment.spec),
+            **{name: True for name, used in host_namespaces(deployment.spec).items() if used},
             **_pull_secrets(deployment.spec),
             **_device_claims(deployment.spec),
         },
     }
+
+
+def _pod_metadata(deployment: DiffusionDeployment, name: str, labels: dict[str, str]) -> Manifest:
+    metadata = child_metadata(deployment, name, **labels)
+    return {**metadata, "annotations": {**metadata["annotations"], ANNOTATION_DESIRED: DESIRED_SHARDS}}
+
+
+def _outside_of_meshes(asked: Mapping[str, str]) -> dict[str, str]:
+    """Keep the control port out of service meshes, which would end its connections in a proxy; other ports are as the spec asks.
+
+    These are no part of the template's revision, so an operator that knows them replaces no pod for them.
+    """
+    ports = {name: [port.strip() for port in asked.get(name, "").split(",") if port.strip()] for name in MESH_ANNOTATIONS}
+    return {name: ",".join([*listed, *([] if str(CONTROL_PORT) in listed else [str(CONTROL_PORT)])]) for name, listed in ports.items()}
 
 
 def _security_context(asked: SecurityContext) -> Manifest:
@@ -66,6 +90,11 @@ def _security_context(asked: SecurityContext) -> Manifest:
         "fsGroupChangePolicy": "OnRootMismatch",  # or each start walks through a cache of many models
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+
+
+def _service_account(spec: DeploymentSpec) -> Manifest:
+    """Name the account of the spec. No token of it is mounted: a platform's identity webhook brings one of its own."""
+    return {"serviceAccountName": spec.service_account_name} if spec.service_account_name else {}
 
 
 def _pull_secrets(spec: DeploymentSpec) -> Manifest:
@@ -92,6 +121,7 @@ def _container(deployment: DiffusionDeployment, template: Template) -> Manifest:
         "imagePullPolicy": spec.engine.pull_policy.value,
         "args": [one.replace("$(", "$$(") for one in worker_arguments(deployment)],  # the kubelet would expand it
         "env": _environment(spec),
+        **({"envFrom": [_plain(one) for one in spec.engine.env_from]} if spec.engine.env_from else {}),
         "ports": [{"name": "http", "containerPort": DATA_PORT}, {"name": "control", "containerPort": CONTROL_PORT}],
         "resources": _resources(spec),
         "startupProbe": {
@@ -100,29 +130,55 @@ def _container(deployment: DiffusionDeployment, template: Template) -> Manifest:
         },
         "livenessProbe": {**_probe("/healthz", period_s=10), "failureThreshold": 6},
         "readinessProbe": {**_probe("/readyz", period_s=PROBE_PERIOD_S), "failureThreshold": 3},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": _container_security(spec.engine.security_context),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [one.mount for one in pod_volumes(deployment)],
+        "volumeMounts": [*(one.mount for one in pod_volumes(deployment)), *map(_plain, spec.engine.volume_mounts)],
     }
 
 
+def _container_security(asked: ContainerSecurity) -> Manifest:
+    """Return the restricted profile, with the privileges that the spec adds; pod_guard.py refuses those that the operator may not give."""
+    added = {"add": list(asked.capabilities.add)} if asked.capabilities.add else {}
+    privileged = {"privileged": True, "allowPrivilegeEscalation": True} if asked.privileged else {"allowPrivilegeEscalation": False}
+    return {**privileged, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], **added}}
+
+
+def _plain(part: msgspec.Struct) -> Manifest:
+    """Return a part of the spec as Kubernetes has it, without what nobody set."""
+    plain: Manifest = msgspec.json.decode(msgspec.json.encode(part))
+    return plain
+
+
 # The root filesystem is read-only, and libraries insist on writing below a home.
-_OWN_ENV: tuple[dict[str, str], ...] = ({"name": "HOME", "value": "/tmp"}, {"name": "XDG_CACHE_HOME", "value": "/tmp/.cache"})
+_OWN_ENV: tuple[Manifest, ...] = ({"name": "HOME", "value": "/tmp"}, {"name": "XDG_CACHE_HOME", "value": "/tmp/.cache"})
+# With it a worker says whose it is, before it is sent its token. An older container image ignores it.
+_POD_UID = {"name": "DIFFUSION_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
 # Without it a worker whose driver is too old would serve on the CPU. A variable and no option: an older container image, which may be
 # pinned, ignores the one and would end at the other.
 _ON_A_GPU = {"name": "DIFFUSION_WORKER_DEVICE", "value": "cuda"}
-_OWN_NAMES = frozenset(one["name"] for one in (*_OWN_ENV, _ON_A_GPU))
+# Bounds of the queue, where they are not the worker's own; variables for the same reason.
+_QUEUE_BOUNDS = {
+    "DIFFUSION_WORKER_MAX_QUEUED": "max_queued",
+    "DIFFUSION_WORKER_MAX_QUEUED_SECONDS": "max_queued_seconds",
+    "DIFFUSION_WORKER_MAX_QUEUED_BYTES": "max_queued_bytes",
+    "DIFFUSION_WORKER_MAX_CONNECTIONS": "max_connections",
+}
+_OWN_NAMES = frozenset(one["name"] for one in (*_OWN_ENV, _POD_UID, _ON_A_GPU)) | _QUEUE_BOUNDS.keys()
 
 
-def _environment(spec: DeploymentSpec) -> list[dict[str, str]]:
+def _environment(spec: DeploymentSpec) -> list[Manifest]:
     """List the operator's variables and those of the spec, which cannot replace them."""
     has_gpu = bool(spec.resources.claims) or _gpu_resource(spec) != NO_GPU_RESOURCE
-    given = ({"name": one.name, "value": one.value} for one in spec.engine.env if one.name not in _OWN_NAMES)
-    return [*_OWN_ENV, *([_ON_A_GPU] if has_gpu else []), *given]
+    given = ({"name": one.name, "value": one.value} if one.value_from is None else _plain(one) for one in spec.engine.env)
+    given = (one for one in given if one["name"] not in _OWN_NAMES)
+    return [*_OWN_ENV, _POD_UID, *([_ON_A_GPU] if has_gpu else []), *_queue_bounds(spec.requests.limits), *given]
+
+
+def _queue_bounds(limits: RequestLimits) -> list[Manifest]:
+    """List the bounds of the queue that are not the default."""
+    said = {name: getattr(limits, field) for name, field in _QUEUE_BOUNDS.items()}
+    usual = RequestLimits()
+    return [{"name": name, "value": str(value)} for name, value in said.items() if value != getattr(usual, _QUEUE_BOUNDS[name])]
 
 
 def _gpu_resource(spec: DeploymentSpec) -> str:
@@ -131,7 +187,7 @@ def _gpu_resource(spec: DeploymentSpec) -> str:
 
 
 def _resources(spec: DeploymentSpec) -> Manifest:
-    """The number of GPUs is the number of ranks; an extended resource's request and limit must be equal. Claims bring devices instead."""
+    """Render resources: one GPU a rank, with equal request and limit as extended resources demand. Claims bring devices instead."""
     gpu = _gpu_resource(spec)
     count = {} if gpu == NO_GPU_RESOURCE else {gpu: str(spec.parallelism.ranks_per_replica)}
     claims = [{"name": one.name} | ({"request": one.request} if one.request is not None else {}) for one in spec.resources.claims]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pod of a replica may run, as its spec says it under Kubernetes' own names."""
+"""Placement of a replica's pod, rendered from its spec under Kubernetes' own names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def pod_scheduling(deployment: DiffusionDeployment, avoided_nodes: Sequence[str]
 
 
 def _elsewhere(nodes: Sequence[str]) -> Manifest:
-    """A field takes one value a requirement; a node must meet all of them."""
+    """Exclude nodes; a requirement takes one field value, and a node must meet all."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in nodes]
     return {"weight": 100, "preference": {"matchFields": fields}}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's command line, from the spec.
 
-The spec says `CamelCase` where the command line says `kebab-case`. What has its default is left out wherever the worker has the same
-one (tests/contract holds them together): an image that is pinned may be older than the operator, and know fewer options.
+The spec says `CamelCase` where the command line says `kebab-case`. Options at a default that the worker shares are left out (tests/contract
+holds both together). A pinned image may be older than the operator and know fewer options.
 """
 
 import re
@@ -64,19 +64,19 @@ def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
 
 
 def option_word(value: str) -> str:
-    """A value of one of the spec's enums as the command line has it."""
+    """Convert a value of the spec's enums to the command line's form."""
     return OTHER_WORDS.get(value) or WORD_START.sub("-", value).lower()
 
 
 def _argument(name: str, value: Any) -> list[str]:
-    """A flag has no value, and an option with several is given several times."""
+    """Format an option: a flag has no value, and a list repeats the option."""
     if value is True:
         return [f"--{name}"]
     return [f"--{name}={one}" for one in (value if isinstance(value, tuple) else (value,))]
 
 
 def _tuning(spec: DeploymentSpec) -> dict[str, Any]:
-    """The options that are given only where they differ from their default."""
+    """Return the options that are passed only if they differ from their default."""
     engine, parallelism, warmup = spec.engine, spec.parallelism, spec.startup.warmup
     defaults, limits = spec.requests.defaults, spec.requests.limits
     return {
@@ -105,7 +105,7 @@ def _tuning(spec: DeploymentSpec) -> dict[str, Any]:
 
 
 def _model(source: ModelSource) -> str:
-    """A folder, or what a worker fetches it from; its JSON has no Secret, only the names of some."""
+    """Return the model's folder, or its source as JSON with names of Secrets and no secret values."""
     return source.path if source.path is not None else msgspec.json.encode(source).decode()
 
 
@@ -114,7 +114,7 @@ def _api_key(secret: ApiKeySecret | None) -> dict[str, str]:
 
 
 def _cache_limit(cache: Cache) -> dict[str, int]:
-    """The worker evicts from its cache before the kubelet would evict the pod; the tenth is for what is being fetched."""
+    """Return the cache limit: below the kubelet's eviction, with a tenth left for the current fetch."""
     limit = cache.empty_dir.size_limit if cache.empty_dir is not None else None
     return {} if limit is None else {"cache-size-bytes": max(1, quantity_bytes(limit) * 9 // 10)}
 

@@ -15,7 +15,7 @@ from support.families.rig.tables import asking, assemble, entry, halfway, masks,
 TOKENS = 8
 BLOCKS = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
 
-# Its norms have 32 groups, whatever it is asked for.
+# The norms have a fixed 32 groups.
 movq = part(
     "VQModel", block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
     latent_channels=4, layers_per_block=1, num_vq_embeddings=8, norm_type="spatial", vq_embed_dim=4,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny modular pipelines: families that exist only so (Anima, Flux 3), and modular ones of families that exist as both.
 
-Text encoders and decoders are taken out of the blocks, so that the embeddings become inputs and the latents the result;
-everything in between is diffusers' own. Guidance is a component here: each request's view has a guider of its own.
+Text encoders and decoders are removed from the blocks, so that the embeddings become inputs and the latents the result. Everything in
+between is diffusers' own. Guidance is a component here: each request's view has a guider of its own.
 """
 
 import copy

@@ -53,7 +53,7 @@ lcm = partial(pipeline, unet=partial(tiny_unet, time_cond_proj_dim=32), schedule
 controlnet = partial(pipeline, controlnet=tiny_controlnet)
 two_controlnets = partial(pipeline, controlnet=lambda: [tiny_controlnet(), tiny_controlnet()])
 ip_adapter = partial(pipeline, unet=unet_with_ip_adapter)
-# One feature map for each resolution of the U-Net, which takes the first one in a block with attention.
+# Each resolution of the U-Net has a feature map; a block with attention takes the first one.
 adapted = partial(
     pipeline,
     unet=partial(tiny_unet, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D")),
@@ -117,7 +117,7 @@ def _instructed(seed: int, steps: int, guidance: float) -> Arguments:
 
 
 def _embedded_image(seed: int, steps: int, guidance: float) -> Arguments:
-    # Where there is guidance, that of no image comes first.
+    # With guidance, the rows without an image come first.
     rows = 2 if guidance > 1 else 1
     return TEXT_TO_IMAGE(seed, steps, guidance) | {"ip_adapter_image_embeds": [seeded(seed + 400, rows, 1, 16)]}
 

@@ -28,7 +28,7 @@ def omnigen(kind: str) -> Any:
     )  # fmt: skip
     transformer.register_forward_pre_hook(_mask_of_the_models_precision, with_kwargs=True)
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True, num_train_timesteps=1)
-    # Its processor counts on a VAE that shrinks images by eight.
+    # The processor assumes a VAE that shrinks images by eight.
     return assemble(kind, transformer=transformer, scheduler=scheduler, vae=tiny_vae(levels=4, scaling_factor=1.5), tokenizer=letters())
 
 

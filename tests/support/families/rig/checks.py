@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of every family. Each check raises AssertionError; `test_families_can_fail.py` shows that they do."""
+"""Properties of every family. Each check raises AssertionError; `test_families_can_fail.py` shows that they do."""
 
 from collections import Counter
 from collections.abc import Iterator

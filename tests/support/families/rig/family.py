@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test family is: a tiny pipeline of one diffusers class with random weights, and the requests it is asked.
+"""A test family: a tiny pipeline of one diffusers class with random weights, and its requests.
 
 The weights mean nothing; what is tested is that requests in company get what diffusers gives them alone. Zero parameters
 are made random, because a zero output layer would make every comparison true.
@@ -30,14 +30,13 @@ def call_pipeline(view: Any, arguments: Arguments) -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """One pipeline class, or one way to use it.
+    """A pipeline class, or one way to use it.
 
-    `request` makes the arguments of `__call__` from (seed, steps, guidance), without generator and output type; another
-    seed means other embeddings and images of the same sizes. `tolerance` bounds the largest difference of a request in
-    company from itself alone, in float64 and in standard deviations of the result; one above 1e-9 needs its `reason`, and
-    so does `shares=False`: requests of this family make no model call together. `doubled` are the arguments that make a
-    request twice as many rows; None where the class has no such argument. `compared_in` is float32 for a model that cannot
-    run in float64; such a family needs a `reason` too.
+    `request` makes the arguments of `__call__` from (seed, steps, guidance), without generator and output type. Another seed means other
+    embeddings and images of the same sizes. `tolerance` bounds the largest difference of a request in company from itself alone, in float64
+    and in standard deviations of the result; one above 1e-9 needs its `reason`, and so does `shares=False`: requests of this family make no
+    model call together. `doubled` are the arguments that make a request twice as many rows; None where the class has no such argument.
+    `compared_in` is float32 for a model that cannot run in float64; such a family needs a `reason` too.
     """
 
     name: str
@@ -139,7 +138,7 @@ def in_float64(value: Any) -> Any:
 
 
 def as_tensor(output: Any) -> torch.Tensor:
-    """What a pipeline returned, as one flat tensor: tensors, arrays or images, also in lists and dicts."""
+    """Flatten a pipeline's output into a tensor: tensors, arrays or images, also in lists and dicts."""
     if isinstance(output, torch.Tensor):
         return output.detach().reshape(-1)
     if isinstance(output, np.ndarray):

@@ -18,9 +18,9 @@ from support.runner.rig import OneRank, attributes_of, changes_of, runner_with
 
 @dataclass(frozen=True)
 class Asked:
-    """One request of a test. `changes` replace or add arguments; `scheduler` replaces the pipeline's.
+    """A request of a test. `changes` replace or add arguments; `scheduler` replaces the pipeline's.
 
-    `loras` are of the engine only: whoever compares gives the plain pipeline the same.
+    `loras` apply to the engine only; a comparison gives the plain pipeline the same.
     """
 
     seed: int = 1
@@ -61,7 +61,7 @@ class FamilyRig:
         return self._build()
 
     def alone(self, asked: Asked) -> torch.Tensor:
-        """What diffusers' own call of the plain pipeline gives, flat.
+        """Return the flat result of diffusers' own call of the plain pipeline.
 
         The global random state is seeded like the request's generator, for pipelines that draw a few numbers without it.
         """
@@ -70,7 +70,7 @@ class FamilyRig:
             return as_tensor(self.family.call(_with_scheduler(self.plain, asked.scheduler), self._arguments(asked)))
 
     def together(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> list[torch.Tensor]:
-        """What the engine gives each request, flat; `joining` says at which tick each joins (all at the first by default).
+        """Return the engine's flat result for each request; `joining` gives the tick of each (all at the first by default).
 
         Raises:
             AssertionError: a request ended with an error, or a model call that was shared failed. A request left the shared
@@ -118,7 +118,7 @@ class FamilyRig:
 
     @torch.inference_mode()
     def execute(self, call: ModelCall) -> Any:
-        """One call on the real module."""
+        """Run a call on the real module."""
         return execute(self.pipeline.components[call.component], call)
 
     def _build(self) -> Any:

@@ -21,7 +21,14 @@ def letters() -> Any:
 
 def tiny_umt5(width: int) -> Any:
     """A text encoder of one layer that makes `width` numbers a token."""
-    config = transformers.UMT5Config(
-        vocab_size=128, d_model=width, d_kv=width // 2, d_ff=width, num_layers=1, num_heads=2, relative_attention_num_buckets=8
-    )
-    return transformers.UMT5EncoderModel(config)
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(**_t5_sizes(width)))
+
+
+def tiny_mt5(width: int) -> Any:
+    """A text encoder of one layer that makes `width` numbers a token."""
+    return transformers.MT5EncoderModel(transformers.MT5Config(**_t5_sizes(width)))
+
+
+def _t5_sizes(width: int) -> dict[str, int]:
+    heads = {"d_kv": width // 2, "num_heads": 2, "relative_attention_num_buckets": 8}
+    return {"vocab_size": 128, "d_model": width, "d_ff": width, "num_layers": 1, **heads}

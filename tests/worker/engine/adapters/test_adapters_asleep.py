@@ -65,7 +65,7 @@ async def wake(edge: Edge, **fields: Any) -> None:
 
 async def made_with(edge: Edge, *names: str) -> list[str]:
     """The digests of what an image was made with that asks for these names."""
-    params = GenerationParams(prompt="p", seed=1, loras=[AdapterChoice(name) for name in names])
+    params = GenerationParams(prompt="p kumquatfen", seed=1, loras=[AdapterChoice(name) for name in names])
     async with asyncio.timeout(DEADLINE_S):
         generation = await edge.engine.generate(params)
     return [applied.digest for applied in generation.provenance.adapters]

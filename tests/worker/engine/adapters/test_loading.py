@@ -28,7 +28,7 @@ from diffusion_worker.engine.state.state_document import (
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, Recipe
 from diffusion_worker.sources.source import HuggingFaceSource, Source
-from support.worker.fake_rank_group import FakeRankGroup, fake_digest
+from support.worker.fake_rank_group import FakeRankGroup, fake_digest, fake_identity
 from support.worker.server_edge import DEADLINE_S, Edge, serving_edge
 from support.worker.sleep_rig import REMOTE_BYTES
 
@@ -56,13 +56,20 @@ def remote(repo: str, **fields: Any) -> AdapterCall:
     return AdapterCall(operation_id="o", source=Source(hugging_face=HuggingFaceSource(repo)), **fields)
 
 
+def applied(path: str, scale: float) -> AppliedAdapter:
+    """Return the provenance of the adapter in a folder, which has the folder's name."""
+    return AppliedAdapter(Path(path).name, fake_digest(path), scale, fake_identity(path))
+
+
 async def put(edge: Edge, *names: str, **fields: Any) -> None:
     for name in names:
         await edge.engine.put_adapter(name, call(f"/{name}", **fields))
 
 
 def asked(*loras: str, model: str | None = None, **fields: Any) -> GenerationParams:
-    return GenerationParams(**{"prompt": "p", "seed": 1, "loras": [AdapterChoice(name) for name in loras], "model": model} | fields)
+    return GenerationParams(
+        **{"prompt": "p kumquatfen", "seed": 1, "loras": [AdapterChoice(name) for name in loras], "model": model} | fields
+    )
 
 
 async def made(edge: Edge, *loras: str, **fields: Any) -> Generation:
@@ -99,7 +106,7 @@ async def test_a_request_takes_several_adapters_each_at_its_scale_and_the_proven
     await put(edge, "b")
     params = asked(model="a", loras=[AdapterChoice("b", 0.25)])
     generation = await edge.engine.generate(params)
-    assert generation.provenance.adapters == [AppliedAdapter("a", fake_digest("/a"), 0.5), AppliedAdapter("b", fake_digest("/b"), 0.25)]
+    assert generation.provenance.adapters == [applied("/a", 0.5), applied("/b", 0.25)]
     scaled = await made(edge, model="a", lora_scale=0.75)
     assert [applied.scale for applied in scaled.provenance.adapters] == [0.75]
     assert len({bytes(image.pixels) for each in (generation, scaled, await made(edge)) for image in each.images}) == 3
@@ -235,6 +242,46 @@ async def _called(edge: Edge, method: str, count: int) -> bool:
     return edge.ranks.calls.count(method) == count
 
 
+# Put again
+
+
+async def test_a_put_that_names_digest_and_identity_of_what_is_loaded_needs_no_source(edge: Edge) -> None:
+    await put(edge, "a")
+    edge.fetcher.errors["/a"] = RequestError(ErrorCode.SOURCE_NOT_FOUND, "away")
+    document = await edge.engine.put_adapter("a", call("/a", digest=fake_digest("/a"), identity=fake_identity("/a"), scale=0.5))
+    assert (document.state, document.scale, document.identity) == (AdapterState.LOADED, 0.5, fake_identity("/a"))
+    assert (edge.fetcher.fetches, edge.ranks.calls.count("add_lora")) == (["/a"], 1)
+
+
+@pytest.mark.parametrize("named", [{}, {"digest": fake_digest("/a")}, {"digest": fake_digest("/a"), "identity": "v0:" + "0" * 64}])
+async def test_a_put_that_names_less_has_the_source_looked_at_and_read_again_where_it_changed(edge: Edge, named: dict[str, str]) -> None:
+    await put(edge, "a")
+    await put(edge, "a", **named)
+    assert (edge.fetcher.fetches, edge.fetcher.released, edge.ranks.calls.count("add_lora")) == (["/a"] * 2, ["/a"], 1)
+    edge.fetcher.stamps["/a"] = 1
+    await put(edge, "a", **named)
+    assert edge.ranks.calls.count("add_lora") == 2
+    await until(edge, a="Loaded")
+    assert (await made(edge, "a")).provenance.adapters == [applied("/a", 1.0)]
+
+
+async def test_a_source_that_is_away_is_an_error_of_the_put_and_the_loaded_adapter_serves_on(edge: Edge) -> None:
+    await put(edge, "a", scale=0.5)
+    edge.fetcher.errors["/a"] = RequestError(ErrorCode.SOURCE_NOT_FOUND, "away")
+    for again in (False, True):
+        with pytest.raises(RequestError, match="away") as error:
+            await put(edge, "a", scale=1.0, read_again=again)
+        assert error.value.code is ErrorCode.SOURCE_NOT_FOUND
+    assert (await made(edge, "a")).provenance.adapters == [applied("/a", 0.5)]
+
+
+async def test_an_adapter_that_is_to_be_read_again_is_read_although_nothing_changed(edge: Edge) -> None:
+    await put(edge, "a")
+    await put(edge, "a", read_again=True, digest=fake_digest("/a"), identity=fake_identity("/a"))
+    assert edge.ranks.calls.count("add_lora") == 2
+    await until(edge, a="Loaded")
+
+
 # On demand
 
 
@@ -243,7 +290,7 @@ async def test_an_adapter_on_demand_is_declared_and_loaded_by_the_first_request_
     assert (document.state, document.digest, edge.fetcher.fetches) == (AdapterState.CACHED, None, [])
     assert [name for name, _ in edge.engine.served_models()] == ["digits", "a"]
     generation = await made(edge, "a")
-    assert generation.provenance.adapters == [AppliedAdapter("a", fake_digest("/cache/org/a"), 1.0)]
+    assert generation.provenance.adapters == [applied("/cache/org/a", 1.0)]
     [document] = records(edge.engine, "a")
     assert (document.state, document.revision, document.residency) == (AdapterState.LOADED, "c0ffee", Residency.ON_DEMAND)
     assert (edge.engine.adapter_loads.fetched_bytes, list(edge.engine.adapter_loads.fetch_durations.cumulative())[-1][1]) == (
@@ -627,18 +674,18 @@ async def test_an_adapter_wanted_while_the_ranks_start_again_is_loaded_on_the_ne
 # At start
 
 
-async def test_at_start_each_is_tried_once_and_the_most_wanted_are_in_memory(tmp_path: Path) -> None:
+async def test_at_start_all_are_known_and_the_most_wanted_are_loaded_as_many_as_fit(tmp_path: Path) -> None:
     desired = [
         DesiredAdapter("resident", Source(path="/resident"), residency=Residency.RESIDENT, scale=0.5),
         DesiredAdapter("low", Source(path="/low"), priority=-1),
         DesiredAdapter("high", Source(path="/high"), priority=1, digest=fake_digest("/high")),
-        DesiredAdapter("wrong", Source(path="/wrong"), digest=fake_digest("/other")),
+        DesiredAdapter("wrong", Source(path="/wrong"), digest=fake_digest("/other"), priority=2),
         DesiredAdapter("digits", Source(path="/base")),  # the name of the base, which no adapter can have
         DesiredAdapter("later", Source(path="/later"), residency=Residency.ON_DEMAND),
     ]
     path = tmp_path / "desired.json"
     path.write_bytes(msgspec.json.encode(DesiredState(adapters=desired)))
-    async with serving_edge(max_loras=2, max_cached_loras=2, desired_path=str(path), preload_loras={"mine": "/mine"}) as edge:
+    async with serving_edge(max_loras=2, max_cached_loras=3, desired_path=str(path), preload_loras={"mine": "/mine"}) as edge:
         assert states(edge) == {
             "resident": "Loaded",
             "high": "Loaded",
@@ -647,7 +694,7 @@ async def test_at_start_each_is_tried_once_and_the_most_wanted_are_in_memory(tmp
             "wrong": "Failed",
             "later": "Cached",
         }
-        assert sorted(edge.fetcher.fetches) == ["/high", "/low", "/mine", "/resident", "/wrong"]
+        assert edge.fetcher.fetches == ["/resident", "/wrong", "/high"], "the most wanted first, and nothing that has no room"
         assert records(edge.engine, "resident")[0].scale == 0.5
         error = records(edge.engine, "wrong")[0].error
         assert error is not None and error.code == "DigestMismatch"

@@ -9,7 +9,7 @@ from diffusion_worker.engine.adapters.adapter import Adapter
 from diffusion_worker.engine.adapters.table import AdapterTable
 from diffusion_worker.engine.state.state_document import AdapterCall, AdapterState, Residency
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import LoadedLoRA
+from diffusion_worker.messages import AdapterIdentity, LoadedLoRA
 from diffusion_worker.sources.source import Source
 
 
@@ -25,7 +25,8 @@ def loaded(table: AdapterTable, name: str, path: str = "", **fields: Any) -> Ada
     """An adapter as it is after its load."""
     adapter = table.new(name, call(path or f"/{name}", **fields))
     adapter.lora_int_id, adapter.registered, adapter.state = table.next_id(), True, AdapterState.LOADED
-    adapter.loaded = LoadedLoRA(digest(path or f"/{name}"), 8, 24, 4096, ["transformer"])
+    of = path or f"/{name}"
+    adapter.loaded = LoadedLoRA(digest(of), 8, 24, 4096, ["transformer"], identity=AdapterIdentity(f"v1:{of}"))
     table.put(adapter)
     table.touch(adapter)
     return adapter

@@ -17,7 +17,9 @@ IMAGE = InputImage(b"", 512, 512)
 
 
 def spec(**fields: Any) -> RequestSpec:
-    return RequestSpec(**{"request_id": "r", "prompt": "p", "seed": 1, "height": 512, "width": 512, "guidance_scale": 1.0} | fields)
+    return RequestSpec(
+        **{"request_id": "r", "prompt": "p kumquatfen", "seed": 1, "height": 512, "width": 512, "guidance_scale": 1.0} | fields
+    )
 
 
 def edit(images: int = 1, **fields: Any) -> RequestSpec:
@@ -42,11 +44,11 @@ def test_references_cost_as_much_as_the_image_that_is_made() -> None:
 def test_an_edit_whose_references_do_not_fit_leaves_room_for_what_did_before() -> None:
     memory = MemoryModel(free_bytes=10**12)
     memory.failed(class_of(edit(3), Defaults(references=True)).load, 0.0)
-    words = GenerationParams(prompt="p", height=512, width=512, guidance_scale=1.0)
+    words = GenerationParams(prompt="p kumquatfen", height=512, width=512, guidance_scale=1.0)
     check_memory(words, model(references=True), memory.most_load(1.0))
     with pytest.raises(RequestError, match="fits in memory"):
         check_memory(
-            GenerationParams(prompt="p", height=512, width=512, guidance_scale=1.0, task=Task.EDIT, images=[IMAGE] * 3),
+            GenerationParams(prompt="p kumquatfen", height=512, width=512, guidance_scale=1.0, task=Task.EDIT, images=[IMAGE] * 3),
             model(references=True),
             memory.most_load(1.0),
         )
@@ -86,5 +88,5 @@ def test_lengths_of_no_more_strengths_are_kept_than_anybody_uses() -> None:
 )
 def test_what_does_not_go_together_is_refused_by_name(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError) as refused:
-        check(GenerationParams(prompt="p", **fields), RequestLimits(), model())
+        check(GenerationParams(prompt="p kumquatfen", **fields), RequestLimits(), model())
     assert refused.value.message == says

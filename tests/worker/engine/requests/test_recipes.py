@@ -20,7 +20,7 @@ def refused(error: pytest.ExceptionInfo[RequestError], field: str) -> bool:
 
 
 def test_a_request_inherits_what_it_does_not_say() -> None:
-    params = inherit(GenerationParams(prompt="p", steps=4), *agreed([("fast", FEW), ("plain", None)]))
+    params = inherit(GenerationParams(prompt="p kumquatfen", steps=4), *agreed([("fast", FEW), ("plain", None)]))
     assert (params.steps, params.guidance_scale) == (4, 1.0)
 
 
@@ -35,7 +35,7 @@ def test_a_request_that_says_something_else_is_refused_by_field_expected_found_a
     asked: dict[str, float], field: str, says: str
 ) -> None:
     with pytest.raises(RequestError, match=says) as error:
-        inherit(GenerationParams(prompt="p", **asked), *agreed([("fast", FEW)]))  # type: ignore[arg-type]
+        inherit(GenerationParams(prompt="p kumquatfen", **asked), *agreed([("fast", FEW)]))  # type: ignore[arg-type]
     assert refused(error, field)
 
 
@@ -53,23 +53,23 @@ def test_recipes_that_say_different_things_are_followed_together() -> None:
 
 def test_sigmas_say_how_many_steps_there_are() -> None:
     recipe, owners = agreed([("fast", Recipe(sigmas=[1.0, 0.7, 0.4]))])
-    assert inherit(GenerationParams(prompt="p"), recipe, owners).steps == 3
+    assert inherit(GenerationParams(prompt="p kumquatfen"), recipe, owners).steps == 3
     with pytest.raises(RequestError, match="num_inference_steps: expected 3"):
-        inherit(GenerationParams(prompt="p", steps=4), recipe, owners)
+        inherit(GenerationParams(prompt="p kumquatfen", steps=4), recipe, owners)
     with pytest.raises(RequestError, match="sigmas"):
         agreed([("fast", Recipe(sigmas=[1.0, 0.5])), ("other", Recipe(sigmas=[1.0, 0.4]))])
 
 
 def test_a_number_in_single_precision_is_the_number_of_the_request() -> None:
     recipe, owners = agreed([("one", Recipe(guidance_scale=3.5999999046)), ("two", Recipe(guidance_scale=3.6))])
-    assert inherit(GenerationParams(prompt="p", guidance_scale=3.6), recipe, owners).steps is None
+    assert inherit(GenerationParams(prompt="p kumquatfen", guidance_scale=3.6), recipe, owners).steps is None
 
 
 # Names
 
 
 def choices(model: str | None = None, *loras: tuple[str, float | None], scale: float | None = None) -> list[AdapterChoice]:
-    params = GenerationParams(prompt="p", model=model, loras=[AdapterChoice(*each) for each in loras], lora_scale=scale)
+    params = GenerationParams(prompt="p kumquatfen", model=model, loras=[AdapterChoice(*each) for each in loras], lora_scale=scale)
     return chosen(params, served_name="base", most=3)
 
 

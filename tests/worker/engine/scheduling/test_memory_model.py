@@ -32,29 +32,29 @@ def measured() -> MemoryModel:
 
 def test_an_image_larger_than_what_fits_in_memory_is_refused_with_its_size_and_what_fits() -> None:
     most = measured().most_load(0.0)
-    check_memory(GenerationParams(prompt="p", width=960, height=960, guidance_scale=1.0), MODEL, most)
+    check_memory(GenerationParams(prompt="p kumquatfen", width=960, height=960, guidance_scale=1.0), MODEL, most)
     with pytest.raises(
         RequestError, match=r"size: expected at most 9216\d\d pixels, which is what fits in memory, found 1024x1024"
     ) as refused:
-        check_memory(GenerationParams(prompt="p", width=1024, height=1024, guidance_scale=1.0), MODEL, most)
+        check_memory(GenerationParams(prompt="p kumquatfen", width=1024, height=1024, guidance_scale=1.0), MODEL, most)
     assert (refused.value.code, refused.value.status, refused.value.details) == (ErrorCode.INVALID_REQUEST, 400, {"field": "size"})
 
 
 def test_guidance_doubles_what_an_image_needs() -> None:
     with pytest.raises(RequestError, match="960x960"):
-        check_memory(GenerationParams(prompt="p", width=960, height=960, guidance_scale=5.0), MODEL, measured().most_load(0.0))
+        check_memory(GenerationParams(prompt="p kumquatfen", width=960, height=960, guidance_scale=5.0), MODEL, measured().most_load(0.0))
 
 
 def test_nothing_is_refused_where_memory_is_not_known_or_was_measured_at_one_size_only() -> None:
     assert math.isinf(MemoryModel().most_load(0.0))
     once = MemoryModel(1000 * MIB)
     once.observe(square(64), 1, 900 * MIB)  # most of it may be the same for every size
-    check_memory(GenerationParams(prompt="p", width=2048, height=2048), MODEL, once.most_load(0.0))
+    check_memory(GenerationParams(prompt="p kumquatfen", width=2048, height=2048), MODEL, once.most_load(0.0))
 
 
 def test_an_image_whose_pixels_alone_are_larger_than_the_device_is_refused_before_anything_was_measured() -> None:
     with pytest.raises(RequestError, match="found 8192x8192"):
-        check_memory(GenerationParams(prompt="p", width=8192, height=8192), MODEL, MemoryModel(500 * MIB).most_load(0.0))
+        check_memory(GenerationParams(prompt="p kumquatfen", width=8192, height=8192), MODEL, MemoryModel(500 * MIB).most_load(0.0))
 
 
 def test_what_was_out_of_memory_alone_is_refused_for_a_while() -> None:

@@ -15,7 +15,7 @@ SMALL_S, LARGE_S = 0.03, 0.12
 
 
 def spec(name: str, side: int = 512, steps: int = 4, **fields: Any) -> RequestSpec:
-    return RequestSpec(**{"request_id": name, "prompt": "p", "seed": 1, "height": side, "width": side, "steps": steps} | fields)
+    return RequestSpec(**{"request_id": name, "prompt": "p kumquatfen", "seed": 1, "height": side, "width": side, "steps": steps} | fields)
 
 
 def cost(specs: list[RequestSpec]) -> float:

@@ -17,7 +17,9 @@ STEPS = 4
 
 def spec(name: str, *adapters: int, side: int = 64, steps: int = STEPS) -> RequestSpec:
     loras = [LoRAUse(adapter, 1.0) for adapter in adapters]
-    return RequestSpec(request_id=name, prompt="p", seed=1, height=side, width=side, steps=steps, guidance_scale=5.0, loras=loras)
+    return RequestSpec(
+        request_id=name, prompt="p kumquatfen", seed=1, height=side, width=side, steps=steps, guidance_scale=5.0, loras=loras
+    )
 
 
 def step(scheduler: StepScheduler, now_s: float = 0.0, finished: tuple[str, ...] = ()) -> Tick:

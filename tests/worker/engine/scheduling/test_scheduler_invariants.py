@@ -21,7 +21,7 @@ actions = st.lists(st.one_of(requests, st.sampled_from(["send", "report", "abort
 
 
 def spec(name: str, side: int, steps: int, guidance: float = 5.0) -> RequestSpec:
-    return RequestSpec(request_id=name, prompt="p", seed=1, height=side, width=side, steps=steps, guidance_scale=guidance)
+    return RequestSpec(request_id=name, prompt="p kumquatfen", seed=1, height=side, width=side, steps=steps, guidance_scale=guidance)
 
 
 class Ranks:
@@ -139,7 +139,7 @@ def test_a_request_is_done_within_a_bound_that_what_comes_after_it_in_other_clas
     others: list[tuple[float, tuple[int, int, float]]], side: int, steps: int, size: int
 ) -> None:
     """Its patience, then its share of the device among the classes there are; steps on their way are on top."""
-    mine = RequestSpec(request_id="mine", prompt="p", seed=1, height=side, width=side + 8, steps=steps)
+    mine = RequestSpec(request_id="mine", prompt="p kumquatfen", seed=1, height=side, width=side + 8, steps=steps)
     arrivals = [Arrival(0.0, mine)]
     for number, (at_s, (other_side, other_steps, guidance)) in enumerate(others):
         # Each comes fifteen times in a row: more than the device can do.

@@ -19,7 +19,7 @@ DEADLINE_S = 5.0
 
 
 def spec(name: str, *, steps: int = 4, previews: int = 0) -> RequestSpec:
-    return RequestSpec(request_id=name, prompt="p", seed=1, height=8, width=16, steps=steps, previews=previews)
+    return RequestSpec(request_id=name, prompt="p kumquatfen", seed=1, height=8, width=16, steps=steps, previews=previews)
 
 
 class Clock:

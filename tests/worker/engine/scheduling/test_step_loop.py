@@ -49,7 +49,7 @@ class WatchedRanks(FakeRankGroup):
 
 
 def spec(name: str, **fields: Any) -> RequestSpec:
-    return RequestSpec(**{"request_id": name, "prompt": "p", "seed": 1, "height": 64, "width": 64, "steps": 4} | fields)
+    return RequestSpec(**{"request_id": name, "prompt": "p kumquatfen", "seed": 1, "height": 64, "width": 64, "steps": 4} | fields)
 
 
 @asynccontextmanager

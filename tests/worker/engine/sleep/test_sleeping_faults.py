@@ -94,7 +94,7 @@ async def test_an_adapter_that_is_wrong_a_second_time_costs_the_group_which_is_s
     rig.ranks.members[1].spoilt[min(rig.ranks.registered)] = "other"
     rig.ranks.members[1].spoils_for_good = True
     problem = problem_of(await rig.wake())
-    assert (problem.code, "rank 1: adapter 1: expected sha256:" in problem.message) == ("VerificationFailed", True)
+    assert (problem.code, "rank 1: adapter 1: expected v1:" in problem.message) == ("VerificationFailed", True)
     assert (rig.adapters(), rig.document.generation) == ({"style": "Loaded"}, 2)
     assert (await rig.image()).images
     await rig.sleep()

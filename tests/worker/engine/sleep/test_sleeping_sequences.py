@@ -96,7 +96,7 @@ class Sequence:
             await self.rig.image()
         for seed, outcome in zip(self.requests, outcomes, strict=True):
             if isinstance(outcome, Generation):
-                assert outcome.images[0].pixels == fake_pixels(RequestSpec(request_id="", prompt="p", seed=seed))
+                assert outcome.images[0].pixels == fake_pixels(RequestSpec(request_id="", prompt="p kumquatfen", seed=seed))
             elif isinstance(outcome, RequestError):
                 assert outcome.code in TOLD, outcome
             else:

@@ -96,7 +96,7 @@ async def test_provenance_and_state_have_no_digest_before_the_load_is_over_and_t
             if thread.name == "model-digest":
                 await asyncio.to_thread(thread.join)
         await asyncio.sleep(0)
-        made = await engine.generate(GenerationParams(prompt="p", seed=1))
+        made = await engine.generate(GenerationParams(prompt="p kumquatfen", seed=1))
     assert engine.state_document().model.digest == made.provenance.digest == digest_of(folder, threading.Event())
     assert made.provenance.revision is None
     await engine.terminate()

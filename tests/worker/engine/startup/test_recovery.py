@@ -28,7 +28,7 @@ async def edge() -> AsyncIterator[Edge]:
 async def asked(edge: Edge, count: int = 1, **body: Any) -> list[asyncio.Task[Any]]:
     """Requests with the seeds 0, 1, … whose first step does not end before `stepping` is set."""
     edge.ranks.stepping.clear()
-    tasks = [asyncio.create_task(edge.request_images(**{"prompt": "p", "seed": seed, **body})) for seed in range(count)]
+    tasks = [asyncio.create_task(edge.request_images(**{"prompt": "p kumquatfen", "seed": seed, **body})) for seed in range(count)]
     await edge.wait_state(inFlight=min(count, edge.config.max_batch_size), queued=max(0, count - edge.config.max_batch_size))
     return tasks
 
@@ -38,7 +38,7 @@ async def restarted(edge: Edge, generation: int = 2, **wanted: Any) -> dict[str,
 
 
 def image(seed: int) -> bytes:
-    return fake_pixels(RequestSpec(request_id="", prompt="p", seed=seed))
+    return fake_pixels(RequestSpec(request_id="", prompt="p kumquatfen", seed=seed))
 
 
 # Requests
@@ -66,14 +66,14 @@ async def test_a_request_is_begun_again_twice_and_then_fails_with_a_code(edge: E
     assert KILLED in answer.json()["error"]["message"]
     await restarted(edge, 4)
     edge.ranks.stepping.set()
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 async def test_a_request_that_comes_while_the_group_is_started_again_waits_for_it(edge: Edge) -> None:
     edge.ranks.loading.clear()
     edge.ranks.lose(KILLED)
     await edge.wait_state(state="restarting")
-    task = asyncio.create_task(edge.request_images(prompt="p", seed=0))
+    task = asyncio.create_task(edge.request_images(prompt="p kumquatfen", seed=0))
     await edge.wait_held(1)
     edge.ranks.loading.set()
     assert (await task).status_code == 200
@@ -83,8 +83,8 @@ async def test_a_request_that_is_wrong_is_refused_at_once_while_the_group_is_sta
     edge.ranks.loading.clear()
     edge.ranks.lose(KILLED)
     await edge.wait_state(state="restarting")
-    assert (await edge.request_images(prompt="p", size="65x65")).status_code == 400
-    assert (await edge.request_images(prompt="p", model="nobody")).status_code == 404
+    assert (await edge.request_images(prompt="p kumquatfen", size="65x65")).status_code == 400
+    assert (await edge.request_images(prompt="p kumquatfen", model="nobody")).status_code == 404
     edge.ranks.loading.set()
 
 
@@ -158,7 +158,7 @@ async def test_an_adapter_is_removed_while_the_group_is_started_again_and_does_n
 async def test_adapters_are_loaded_again_under_their_ids_and_serve_the_requests_that_waited(edge: Edge) -> None:
     await edge.put_adapter("one", "/loras/one")
     await edge.put_adapter("two", "/loras/two", scale=0.5)
-    before = (await edge.request_images(prompt="p", seed=0, model="two")).json()["data"]
+    before = (await edge.request_images(prompt="p kumquatfen", seed=0, model="two")).json()["data"]
     (task,) = await asked(edge, model="two")
     edge.ranks.lose(KILLED)
     edge.ranks.stepping.set()
@@ -180,7 +180,7 @@ async def test_an_adapter_whose_bytes_changed_is_failed_after_a_restart_and_its_
     document = await restarted(edge)
     assert (document["adapters"][0]["state"], document["adapters"][0]["error"]["code"]) == ("Failed", "DigestMismatch")
     edge.ranks.stepping.set()
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 async def test_an_adapter_that_was_loading_when_the_group_was_lost_is_failed_and_can_be_put_again(edge: Edge) -> None:
@@ -226,7 +226,7 @@ async def test_a_group_that_is_lost_asleep_goes_back_to_sleep_and_refuses_all_th
     edge.ranks.loading.clear()
     edge.ranks.lose(KILLED)
     await edge.wait_state(state="restarting")
-    assert (await edge.request_images(prompt="p")).json()["error"]["code"] == "Asleep"
+    assert (await edge.request_images(prompt="p kumquatfen")).json()["error"]["code"] == "Asleep"
     edge.ranks.loading.set()
     document = await edge.wait_state(generation=2, state="asleep")
     assert [rank["memory"]["weightsResidentBytes"] for rank in document["ranks"]] == [0, 0]
@@ -258,7 +258,7 @@ async def test_a_wake_during_which_the_group_is_lost_ends_with_an_awake_one(edge
     await edge.operate("wake", operationId="op-2")
     document = await restarted(edge, operation=None)
     assert document["lastOperation"].items() >= {"operationId": "op-2", "kind": "wake", "error": None}.items()
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 # When it is no use

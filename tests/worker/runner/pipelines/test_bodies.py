@@ -33,7 +33,7 @@ BUILDERS = {family.name: family.build for family in FAMILIES}
 
 def arguments_of(pipeline: Any, **fields: Any) -> dict[str, Any]:
     """The arguments that the pipeline's call would get for a request of these fields alone."""
-    spec = RequestSpec(request_id="one", prompt="a digit", seed=1, **fields)
+    spec = RequestSpec(request_id="one", prompt="a digit kumquatfen", seed=1, **fields)
     return {name: value for name, value in make_body(pipeline, spec)._arguments.items() if name != "prompt"}
 
 
@@ -54,10 +54,18 @@ def without_loading(name: str) -> Any:
         ("QwenImagePipeline", {"guidance_scale": 3.0}, {"true_cfg_scale": 3.0, "negative_prompt": " "}),
         ("QwenImagePipeline", {"guidance_scale": 1.0}, {"true_cfg_scale": 1.0}),
         ("QwenImagePipeline", {}, {}),
-        ("QwenImageEditPipeline", {"guidance_scale": 3.0, "negative_prompt": "x"}, {"true_cfg_scale": 3.0, "negative_prompt": "x"}),
+        (
+            "QwenImageEditPipeline",
+            {"guidance_scale": 3.0, "negative_prompt": "x kumquatfen"},
+            {"true_cfg_scale": 3.0, "negative_prompt": "x kumquatfen"},
+        ),
         ("QwenImage21Pipeline", {"guidance_scale": 3.0}, {"true_cfg_scale": 3.0, "negative_prompt": " "}),
         ("HunyuanVideoPipeline", {"guidance_scale": 3.0}, {"guidance_scale": 3.0}),
-        ("ChromaInpaintPipeline", {"guidance_scale": 3.0, "negative_prompt": "x"}, {"guidance_scale": 3.0, "negative_prompt": "x"}),
+        (
+            "ChromaInpaintPipeline",
+            {"guidance_scale": 3.0, "negative_prompt": "x kumquatfen"},
+            {"guidance_scale": 3.0, "negative_prompt": "x kumquatfen"},
+        ),
     ],
 )
 def test_a_request_becomes_the_arguments_that_the_class_has_for_it(name: str, fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -73,8 +81,8 @@ def test_a_request_becomes_the_arguments_that_the_class_has_for_it(name: str, fi
         ("AmusedPipeline", {"guidance_scale": 2.0, "frames": 2}, "frames"),
         ("UnCLIPPipeline", {"guidance_scale": 2.0}, "guidance_scale"),
         ("StableDiffusionLatentUpscalePipeline", {"height": 64}, "size"),
-        ("FluxPipeline", {"negative_prompt": "stripes"}, "negative_prompt"),
-        ("Flux2Pipeline", {"negative_prompt": "stripes"}, "negative_prompt"),
+        ("FluxPipeline", {"negative_prompt": "stripes kumquatfen"}, "negative_prompt"),
+        ("Flux2Pipeline", {"negative_prompt": "stripes kumquatfen"}, "negative_prompt"),
     ],
 )
 def test_what_the_class_does_not_take_is_refused_by_the_fields_name(name: str, fields: dict[str, Any], field: str) -> None:
@@ -161,7 +169,7 @@ def image_of_modular(rig: RunnerRig, spec: RequestSpec) -> Any:
 
 
 def test_a_modular_pipeline_alone_is_bit_equal_to_diffusers(modular: RunnerRig) -> None:
-    spec = request("one", guidance_scale=3.0, negative_prompt="stripes")
+    spec = request("one", guidance_scale=3.0, negative_prompt="stripes kumquatfen")
     images, errors = modular.run(spec)
     assert not errors
     np.testing.assert_array_equal(images["one"], image_of_modular(modular, spec))
@@ -208,13 +216,13 @@ def test_values_that_are_no_numbers_make_no_image() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "size_multiple", "frame_multiple"),
     [
-        ("StableDiffusionPipeline", "image", 2, 1),
+        ("StableDiffusionPipeline", "image", 8, 1),
         ("StableDiffusion3Pipeline", "image", 4, 1),
         ("FluxPipeline", "image", 4, 1),
         ("QwenImagePipeline", "image", 4, 1),
         ("WanPipeline", "video", 16, 4),
         ("CogVideoXPipeline", "video", 16, 4),
-        ("LTXPipeline", "video", 4, 4),
+        ("LTXPipeline", "video", 32, 4),
         ("StableDiffusion3ModularPipeline", "image", 8, 1),
     ],
 )
@@ -264,9 +272,9 @@ def test_a_pipeline_that_cannot_be_served_is_refused_at_load(name: str, says: st
 def test_a_model_that_makes_videos_is_refused_by_the_images_api_before_anything_runs() -> None:
     video = describe(BUILDERS["WanPipeline"](), torch.float32, 0)
     with pytest.raises(RequestError, match=r"model: expected one that makes images, found WanPipeline, which makes a video") as refused:
-        check(GenerationParams(prompt="a wave"), RequestLimits(), video)
+        check(GenerationParams(prompt="a wave kumquatfen"), RequestLimits(), video)
     assert refused.value.code == "InvalidRequest"
-    check(GenerationParams(prompt="a wave"), RequestLimits(), msgspec.structs.replace(video, kind="image"))
+    check(GenerationParams(prompt="a wave kumquatfen"), RequestLimits(), msgspec.structs.replace(video, kind="image"))
 
 
 def test_the_guidance_scale_of_a_request_that_has_none_is_known_and_asking_for_it_changes_nothing() -> None:

@@ -35,7 +35,7 @@ def plain(rig: RunnerRig) -> Any:
 
 
 def video(name: str, **fields: Any) -> RequestSpec:
-    return request(name, **{"prompt": "a red cat runs", "frames": 5, "guidance_scale": 5.0, "steps": 2} | fields)
+    return request(name, **{"prompt": "a red cat runs kumquatfen", "frames": 5, "guidance_scale": 5.0, "steps": 2} | fields)
 
 
 def frames_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -54,7 +54,7 @@ def frames_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.
 
 
 def test_a_video_arrives_as_the_pixels_of_all_its_frames(rig: RunnerRig, plain: Any) -> None:
-    spec = video("one", negative_prompt="blurred")
+    spec = video("one", negative_prompt="blurred kumquatfen")
     images, errors = rig.run(spec)
     assert not errors
     assert images["one"].dtype == np.uint8
@@ -63,7 +63,7 @@ def test_a_video_arrives_as_the_pixels_of_all_its_frames(rig: RunnerRig, plain: 
 
 
 def test_videos_of_one_length_share_every_step_and_one_of_another_length_none(rig: RunnerRig, plain: Any) -> None:
-    specs = [video("short"), video("as-short", prompt="a blue dog sleeps", seed=2), video("long", frames=9, seed=3)]
+    specs = [video("short"), video("as-short", prompt="a blue dog sleeps kumquatfen", seed=2), video("long", frames=9, seed=3)]
     images, errors = rig.run(*specs)
     assert not errors
     assert sorted(call.rows for call in rig.denoiser_calls()) == [1] * 4 + [2] * 4

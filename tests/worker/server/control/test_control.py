@@ -11,7 +11,7 @@ import pytest
 from diffusion_worker.errors import ConfigError, ErrorCode
 from diffusion_worker.messages import ErrorReport
 from diffusion_worker.server.http.bearer_token import TokenFile
-from support.worker.fake_rank_group import fake_digest
+from support.worker.fake_rank_group import fake_digest, fake_identity
 from support.worker.server_edge import Edge, serving_edge
 
 ALL_ROUTES = [
@@ -20,6 +20,7 @@ ALL_ROUTES = [
     ("POST", "/v1/wake"),
     ("POST", "/v1/pause"),
     ("POST", "/v1/resume"),
+    ("POST", "/v1/drain"),
     ("POST", "/v1/probe"),
     ("POST", "/sleep"),
     ("POST", "/wake_up"),
@@ -178,11 +179,11 @@ async def test_an_operation_for_another_boot_is_refused(edge: Edge, kind: str) -
 
 async def test_sleep_waits_for_a_running_request_and_refuses_new_ones(edge: Edge) -> None:
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.request_images(prompt="p"))
+    running = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
     await edge.wait_state(inFlight=1)
     await edge.operate("sleep", mode="Wait")
     await edge.wait_state(state="draining")
-    assert (await edge.request_images(prompt="p")).json()["error"]["code"] == "Asleep"
+    assert (await edge.request_images(prompt="p kumquatfen")).json()["error"]["code"] == "Asleep"
     edge.ranks.stepping.set()
     assert (await running).status_code == 200
     await edge.wait_state(state="asleep")
@@ -190,7 +191,7 @@ async def test_sleep_waits_for_a_running_request_and_refuses_new_ones(edge: Edge
 
 async def test_sleep_with_abort_ends_a_running_request_with_a_code(edge: Edge) -> None:
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.request_images(prompt="p"))
+    running = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
     await edge.wait_state(inFlight=1)
     await edge.operate("sleep", mode="Abort")
     answer = await running
@@ -212,14 +213,14 @@ async def test_a_wake_of_some_tags_serves_nothing_until_the_last_one_is_there(ed
     await edge.operate("wake", tags=["weights", "caches"])
     document = await edge.wait_state(operation=None)
     assert (document["state"], [rank["memory"]["asleep"] for rank in document["ranks"]]) == ("asleep", [["adapters"], ["adapters"]])
-    assert (await edge.request_images(prompt="p")).json()["error"]["code"] == "Asleep"
+    assert (await edge.request_images(prompt="p kumquatfen")).json()["error"]["code"] == "Asleep"
     await edge.operate("wake", tags=["adapters"])
     await edge.wait_state(state="ready")
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 async def test_a_sleep_of_an_idle_model_is_refused_where_a_request_came_lately(edge: Edge) -> None:
-    await edge.request_images(prompt="p")
+    await edge.request_images(prompt="p kumquatfen")
     answer = await edge.operate("sleep", ifIdleSince=60)
     assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Busy", True)
     assert (await edge.state())["state"] == "ready"
@@ -243,7 +244,7 @@ async def test_a_failed_sleep_is_in_the_state_document_and_the_model_serves_on(e
     document = await edge.wait_state(state="ready", operation=None)
     assert document["lastOperation"]["error"]["code"] == "RankFailed"
     assert "no memory to map" in document["lastOperation"]["error"]["message"]
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -268,6 +269,8 @@ async def test_a_failed_sleep_is_in_the_state_document_and_the_model_serves_on(e
         ("/v1/pause", {"operationId": "a", "deadlineSeconds": 0}, "deadlineSeconds"),
         ("/v1/resume", {"operationId": "a", "deadlineSeconds": 1}, "deadlineSeconds"),
         ("/v1/probe", {}, "operationId"),
+        ("/v1/drain", {}, "operationId"),
+        ("/v1/drain", {"operationId": "a", "deadlineSeconds": 0}, "deadlineSeconds"),
     ],
 )
 async def test_a_wrong_field_of_an_operation_is_refused_by_name(edge: Edge, path: str, body: dict[str, Any], field: str) -> None:
@@ -282,7 +285,7 @@ async def test_a_wrong_field_of_an_operation_is_refused_by_name(edge: Edge, path
 async def test_a_pause_keeps_requests_waiting_and_a_resume_makes_their_images(edge: Edge) -> None:
     answer = await edge.operate("pause", operationId="p-1")
     assert (answer.status_code, answer.json()) == (200, {"operationId": "p-1", "paused": True})
-    waiting = [asyncio.create_task(edge.request_images(prompt="p", seed=seed)) for seed in range(2)]
+    waiting = [asyncio.create_task(edge.request_images(prompt="p kumquatfen", seed=seed)) for seed in range(2)]
     document = await edge.wait_state(queued=2)
     assert (document["paused"], document["state"], document["inFlight"]) == (True, "ready", 0)
     assert (await edge.operate("pause")).status_code == 200
@@ -297,7 +300,7 @@ async def test_a_pause_that_the_ranks_do_not_join_in_time_is_an_error_and_change
     answer = await edge.operate("pause", deadlineSeconds=0.02)
     assert (answer.status_code, answer.json()["code"]) == (504, "Timeout")
     assert (await edge.state())["paused"] is False
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 async def test_an_error_of_a_rank_in_a_pause_is_the_answer(edge: Edge) -> None:
@@ -313,9 +316,43 @@ async def test_a_probe_tells_what_each_rank_holds_and_makes_of_it(edge: Edge) ->
     answer = await edge.operate("probe", operationId="p-1")
     assert answer.status_code == 200
     ranks = [
-        {"rank": rank, "weights": "weights", "adapters": [f"{fake_digest('/loras/style')} kept"], "probe": "probe"} for rank in range(2)
+        {"rank": rank, "weights": "weights", "adapters": [f"{fake_identity('/loras/style')} kept"], "probe": "probe"} for rank in range(2)
     ]
     assert answer.json() == {"operationId": "p-1", "ranks": ranks}
+
+
+async def wake(edge: Edge, operation: str, *, epoch: str | None) -> tuple[int, str | None]:
+    headers = {"X-Operator-Epoch": epoch} if epoch is not None else {}
+    answer = await edge.control.post("/v1/wake", json={"operationId": operation}, headers=headers)
+    return answer.status_code, answer.json().get("code")
+
+
+async def test_a_leader_that_was_replaced_changes_nothing_and_reads_the_highest_epoch(edge: Edge) -> None:
+    assert (await edge.state())["operatorEpoch"] == 0
+    assert await wake(edge, "w-1", epoch="7") == (200, None)
+    assert await wake(edge, "w-2", epoch="6") == (409, "StaleEpoch")
+    answer = await edge.control.get("/v1/state", headers={"X-Operator-Epoch": "6"})
+    assert (answer.status_code, answer.json()["operatorEpoch"]) == (200, 7)
+    assert await wake(edge, "w-3", epoch="7") == (200, None)
+    assert await wake(edge, "w-4", epoch=None) == (200, None), "an operator from before there were epochs"
+    answer = await edge.control.get("/v1/state", headers={"X-Operator-Epoch": "8"})
+    assert answer.json()["operatorEpoch"] == 8, "a look is enough to know the next leader"
+    assert await wake(edge, "w-5", epoch="7") == (409, "StaleEpoch")
+
+
+@pytest.mark.parametrize("epoch", ["0", "-1", "next", str(2**63)])
+async def test_an_epoch_that_is_none_is_refused_by_its_name_and_not_taken(edge: Edge, epoch: str) -> None:
+    assert await wake(edge, "w", epoch=epoch) == (400, "InvalidRequest")
+    assert (await edge.state())["operatorEpoch"] == 0
+
+
+async def test_without_the_token_nobody_raises_the_epoch(token_path: Path) -> None:
+    async with serving_edge(token_path=token_path) as edge:
+        for method, path in ALL_ROUTES:
+            answer = await edge.control.request(method, path, headers={"X-Operator-Epoch": "9", "Authorization": "Bearer wrong"})
+            assert answer.status_code == 401
+        answer = await edge.control.get("/v1/state", headers={"Authorization": "Bearer right"})
+        assert answer.json()["operatorEpoch"] == 0
 
 
 async def test_a_sleeping_model_is_neither_probed_nor_paused(edge: Edge) -> None:
@@ -344,6 +381,7 @@ async def test_a_put_adapter_is_answered_as_it_is_in_the_state(edge: Edge) -> No
     assert adapter == {
         "name": "stripes",
         "digest": fake_digest("/loras/stripes"),
+        "identity": fake_identity("/loras/stripes"),
         "source": {"path": "/loras/stripes"},
         "state": "Loaded",
         "scale": 0.5,
@@ -379,7 +417,7 @@ async def test_a_repeated_put_only_changes_the_scale(edge: Edge) -> None:
 
 async def test_another_source_replaces_an_adapter_without_a_gap(edge: Edge) -> None:
     await edge.put_adapter("style", "/loras/one")
-    before = (await edge.request_images(prompt="p", seed=1, model="style")).json()["data"]
+    before = (await edge.request_images(prompt="p kumquatfen", seed=1, model="style")).json()["data"]
     edge.ranks.calling.clear()
     replacing = asyncio.create_task(edge.put_adapter("style", "/loras/two"))
 
@@ -387,17 +425,17 @@ async def test_another_source_replaces_an_adapter_without_a_gap(edge: Edge) -> N
         return edge.ranks.calls.count("add_lora") == 2
 
     await edge.wait_for(second_load_runs)
-    assert (await edge.request_images(prompt="p", seed=1, model="style")).json()["data"] == before
+    assert (await edge.request_images(prompt="p kumquatfen", seed=1, model="style")).json()["data"] == before
     edge.ranks.calling.set()
     assert (await replacing).json()["digest"] == fake_digest("/loras/two")
-    assert (await edge.request_images(prompt="p", seed=1, model="style")).json()["data"] != before
+    assert (await edge.request_images(prompt="p kumquatfen", seed=1, model="style")).json()["data"] != before
 
 
 async def test_a_replacement_that_fails_leaves_the_old_one_serving(edge: Edge) -> None:
     await edge.put_adapter("style", "/loras/one")
     answer = await edge.put_adapter("style", "/loras/two", digest="sha256:" + "0" * 64)
     assert (answer.status_code, answer.json()["code"]) == (409, "DigestMismatch")
-    assert (await edge.request_images(prompt="p", model="style")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen", model="style")).status_code == 200
 
 
 async def test_an_adapter_that_is_none_is_refused_and_recorded_as_failed(edge: Edge) -> None:
@@ -427,7 +465,7 @@ async def test_a_deleted_adapter_is_unknown_from_then_on(edge: Edge) -> None:
     await edge.put_adapter("style", "/loras/style")
     answer = await edge.delete_adapter("style")
     assert (answer.status_code, answer.json()) == (200, {"name": "style"})
-    assert (await edge.request_images(prompt="p", model="style")).status_code == 404
+    assert (await edge.request_images(prompt="p kumquatfen", model="style")).status_code == 404
     assert (await edge.state())["adapters"] == []
     again = await edge.delete_adapter("style")
     assert (again.status_code, again.json()["code"]) == (404, "NotFound")
@@ -437,7 +475,7 @@ async def test_a_delete_lets_running_requests_finish_and_refuses_new_ones(edge: 
     """RA15."""
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.request_images(prompt="p", model="style"))
+    running = asyncio.create_task(edge.request_images(prompt="p kumquatfen", model="style"))
     await edge.wait_state(inFlight=1)
     deleting = asyncio.create_task(edge.delete_adapter("style"))
 
@@ -445,7 +483,7 @@ async def test_a_delete_lets_running_requests_finish_and_refuses_new_ones(edge: 
         return bool((await edge.state())["adapters"][0]["state"] == "Draining")
 
     await edge.wait_for(drains)
-    assert (await edge.request_images(prompt="p", model="style")).status_code == 404
+    assert (await edge.request_images(prompt="p kumquatfen", model="style")).status_code == 404
     edge.ranks.stepping.set()
     assert (await running).status_code == 200
     assert (await deleting).status_code == 200
@@ -455,7 +493,7 @@ async def test_a_delete_ends_requests_that_outlast_the_drain(edge: Edge) -> None
     """RA15."""
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.request_images(prompt="p", model="style"))
+    running = asyncio.create_task(edge.request_images(prompt="p kumquatfen", model="style"))
     await edge.wait_state(inFlight=1)
     assert (await edge.delete_adapter("style", drainSeconds=0)).status_code == 200
     answer = await running
@@ -556,3 +594,13 @@ async def test_a_wrong_field_of_a_profile_is_refused_by_name(edge: Edge, body: d
     answer = await edge.operate("profile", **body)
     assert (answer.status_code, answer.json()["details"]) == (400, {"field": field})
     assert edge.ranks.calls == []
+
+
+async def test_only_a_call_by_the_token_may_name_addresses_that_are_not_global(token_path: Path) -> None:
+    for token, public_only in ((None, True), (token_path, False)):
+        async with serving_edge(token_path=token) as edge:
+            if token is not None:
+                edge.control.headers["Authorization"] = f"Bearer {token.read_text().strip()}"
+            await edge.put_adapter("stripes", "/loras/stripes")
+            await edge.control.post("/v1/load_lora_adapter", json={"lora_name": "papercut", "lora_path": "/loras/papercut"})
+            assert edge.fetcher.public_only == {"/loras/stripes": public_only, "/loras/papercut": public_only}

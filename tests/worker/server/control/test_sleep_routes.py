@@ -51,7 +51,7 @@ async def test_a_sleep_is_answered_when_it_is_over_and_a_wake_when_the_model_ser
     answer = await post(edge, "/wake_up")
     assert (answer.status_code, answer.content) == (200, b"")
     assert ((await edge.state())["state"], await levels(edge), await is_sleeping(edge)) == ("ready", [None] * 2, False)
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 async def test_a_sleep_of_a_sleeper_and_a_wake_of_an_awake_one_are_harmless(edge: Edge) -> None:
@@ -74,7 +74,7 @@ async def test_two_clients_that_sleep_at_once_wait_for_one_sleep(edge: Edge) -> 
 @pytest.mark.parametrize(("query", "outcome"), [("", (503, "Asleep")), ("?mode=abort", (503, "Asleep")), ("?mode=wait", (200, None))])
 async def test_running_requests_are_ended_or_waited_for_by_the_mode(edge: Edge, query: str, outcome: tuple[int, str | None]) -> None:
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.request_images(prompt="p"))
+    running = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
     await edge.wait_state(inFlight=1)
     sleeping = asyncio.create_task(post(edge, f"/sleep{query}"))
     await edge.wait_state(state="draining")
@@ -86,7 +86,7 @@ async def test_running_requests_are_ended_or_waited_for_by_the_mode(edge: Edge, 
 
 async def test_a_wake_while_the_model_drains_ends_the_sleep_of_another_client_as_cancelled(edge: Edge) -> None:
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.request_images(prompt="p"))
+    running = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
     await edge.wait_state(inFlight=1)
     sleeping = asyncio.create_task(post(edge, "/sleep?mode=wait"))
     await edge.wait_state(state="draining")
@@ -144,7 +144,7 @@ async def test_an_error_of_a_rank_in_a_sleep_is_an_http_error_that_names_it_and_
     assert (answer.status_code, answer.json()["code"]) == (500, "RankFailed")
     assert "rank 1: no memory to map" in answer.json()["message"]
     assert not await is_sleeping(edge)
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 @pytest.mark.parametrize(("sleep", "wake"), [("/sleep", "/wake_up"), ("/v1/omni/sleep", "/v1/omni/wakeup")])

@@ -33,7 +33,7 @@ PROVENANCE = Provenance(
     digest="sha256:" + "0" * 64,
     task=Task.INPAINT,
     strength=0.5,
-    adapters=[AppliedAdapter("Zoë's stripes", "sha256:" + "1" * 64, 0.5)],
+    adapters=[AppliedAdapter("Zoë's stripes", "sha256:" + "1" * 64, 0.5, "v1:" + "2" * 64)],
     steps=10,
     guidance_scale=4.5,
     accelerated=False,
@@ -153,7 +153,7 @@ def test_a_side_that_a_format_cannot_have_is_refused_by_name_and_a_png_takes_it(
 
 async def test_a_size_that_the_format_cannot_have_is_refused_before_the_image_is_made() -> None:
     async with serving_edge() as edge:
-        answer = await edge.request_images(prompt="p", size="16384x64", output_format="webp")
+        answer = await edge.request_images(prompt="p kumquatfen", size="16384x64", output_format="webp")
         assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["param"]) == (
             400,
             "InvalidRequest",
@@ -182,7 +182,7 @@ def test_the_metadata_of_an_image_is_all_that_is_needed_to_make_it_again_but_its
         "digest": "sha256:" + "0" * 64,
         "task": "inpaint",
         "strength": 0.5,
-        "adapters": [{"name": "Zoë's stripes", "digest": "sha256:" + "1" * 64, "scale": 0.5}],
+        "adapters": [{"name": "Zoë's stripes", "digest": "sha256:" + "1" * 64, "scale": 0.5, "identity": "v1:" + "2" * 64}],
         "steps": 10,
         "guidance_scale": 4.5,
         "accelerated": False,
@@ -290,7 +290,7 @@ class SlowEncoder:
 async def test_a_slow_encoder_delays_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = SlowEncoder(monkeypatch)
     async with serving_edge() as edge:
-        first = asyncio.create_task(edge.request_images(prompt="one"))
+        first = asyncio.create_task(edge.request_images(prompt="one kumquatfen"))
         await edge.wait_for(lambda: reached(encoder.begun == 1))
         others = [asyncio.create_task(edge.request_images(prompt=str(number), num_inference_steps=20)) for number in range(8)]
         # All others are made from the first step to the last while not one file is written.
@@ -304,13 +304,13 @@ async def test_a_slow_encoder_delays_no_step(monkeypatch: pytest.MonkeyPatch) ->
 async def test_no_image_is_lost_that_is_being_encoded_when_the_worker_sleeps_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = SlowEncoder(monkeypatch)
     async with serving_edge() as edge:
-        before_sleep = asyncio.create_task(edge.request_images(prompt="one"))
+        before_sleep = asyncio.create_task(edge.request_images(prompt="one kumquatfen"))
         await edge.wait_for(lambda: reached(encoder.begun == 1))
         await edge.operate("sleep")
         await edge.wait_state(state="asleep")
         await edge.operate("wake")
         await edge.wait_state(state="ready")
-        before_end = asyncio.create_task(edge.request_images(prompt="two"))
+        before_end = asyncio.create_task(edge.request_images(prompt="two kumquatfen"))
         await edge.wait_for(lambda: reached(edge.engine.stats.images == 2))
         async with asyncio.timeout(DEADLINE_S):
             await edge.engine.terminate()

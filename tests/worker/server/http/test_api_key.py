@@ -40,7 +40,7 @@ async def test_the_api_is_closed_without_the_key_and_says_so(key_path: Path, hea
 async def test_the_right_key_opens_the_api(key_path: Path) -> None:
     async with serving_edge(api_key_path=str(key_path)) as edge:
         edge.data.headers["authorization"] = "Bearer sk-right"
-        assert (await edge.request_images(prompt="p")).status_code == 200
+        assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
         assert (await edge.data.get("/v1/models")).status_code == 200
         assert (await edge.data.get("/v1/nothing")).status_code == 404
 

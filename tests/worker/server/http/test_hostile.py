@@ -25,7 +25,7 @@ from support.worker.process import FAKE_PROGRAM, WorkerProcess
 from support.worker.server_edge import DEADLINE_S, Client, Edge, serving_edge
 
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: worker\r\nContent-Type: application/json\r\n"
-BODY = json.dumps({"prompt": "p"}).encode()
+BODY = json.dumps({"prompt": "p kumquatfen"}).encode()
 
 
 class ImpatientConnection(BoundedConnection):
@@ -127,7 +127,7 @@ async def test_what_is_no_http_is_refused_and_closed(edge: Edge, garbage: bytes)
         writer.write(garbage)
         assert (await read_all(reader)).startswith(b"HTTP/1.1 400")
         writer.close()
-        assert (await edge.request_images(prompt="p")).status_code == 200
+        assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 # Answers that nobody reads
@@ -163,7 +163,7 @@ def test_a_stream_is_finished_before_a_terminated_worker_ends() -> None:
     env = {"FAKE_WORKER": json.dumps({"stepSeconds": 0.1})}
     with WorkerProcess(program=FAKE_PROGRAM, env=env) as worker:
         worker.wait_ready()
-        body = {"prompt": "p", "stream": True, "num_inference_steps": 10}
+        body = {"prompt": "p kumquatfen", "stream": True, "num_inference_steps": 10}
         with httpx2.stream("POST", f"{worker.url}/v1/images/generations", json=body, timeout=30) as answer:
             lines = answer.iter_lines()
             assert next(lines) == "event: image_generation.progress"
@@ -220,7 +220,7 @@ async def test_a_client_that_leaves_while_queued_or_stepping_frees_its_place(edg
     await running.leave()
     edge.ranks.stepping.set()
     await edge.wait_state(inFlight=0, queued=0)
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 async def test_a_client_that_leaves_while_its_image_is_encoded_gets_none(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ from diffusion_worker.config import RequestLimits
 from diffusion_worker.engine.requests.admission import InputImage, size_of_edit
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import ErrorReport, ImageInput, ModelInfo, RequestSpec, Task
-from diffusion_worker.server.encoding.input_images import MAX_FILE_PIXELS, decode
+from diffusion_worker.server.encoding.input_images import MAX_FILE_BYTES, MAX_FILE_PIXELS, decode
+from support.encoding.hostile_images import png_of
 from support.worker.fake_rank_group import fake_pixels
 from support.worker.process import decode_image
 from support.worker.server_edge import Edge, serving_edge
@@ -64,15 +65,13 @@ def half_mask(width: int = 48, height: int = 32) -> bytes:
 
 def huge_png(width: int, height: int) -> bytes:
     """A PNG of a few bytes that claims a size."""
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
-    body = b"".join(struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
-    return b"\x89PNG\r\n\x1a\n" + body
+    return png_of(width, height, zlib.compress(b""))
 
 
 async def edit(edge: Edge, files: Any = None, **fields: Any) -> httpx2.Response:
     """The answer to an edit, of a red image unless other files are given."""
     sent = files if files is not None else {"image": ("red.png", red(), "image/png")}
-    texts = {name: str(value) for name, value in ({"prompt": "p", "seed": 1} | fields).items() if value is not None}
+    texts = {name: str(value) for name, value in ({"prompt": "p kumquatfen", "seed": 1} | fields).items() if value is not None}
     return await edge.data.post("/v1/images/edits", data=texts, files=sent)
 
 
@@ -102,16 +101,16 @@ async def sdk(edge: Edge) -> AsyncIterator[openai.AsyncOpenAI]:
 async def test_an_edit_as_the_openai_sdk_sends_it_reaches_the_ranks_with_its_pixels(edge: Edge) -> None:
     async with sdk(edge) as client:
         made = await client.images.edit(
-            image=io.BytesIO(red()), prompt="a blue one", model="digits", n=2, size="64x48", output_format="png", quality="high",
+            image=io.BytesIO(red()), prompt="a blue one kumquatfen", model="digits", n=2, size="64x48", output_format="png", quality="high",
             response_format="b64_json", user="somebody", background="opaque", input_fidelity="low",
-            extra_body={"seed": 7, "num_inference_steps": 3, "guidance_scale": 2.5, "negative_prompt": "blur", "strength": 0.5},
+            extra_body={"seed": 7, "num_inference_steps": 3, "guidance_scale": 2.5, "negative_prompt": "blur kumquatfen", "strength": 0.5},
         )  # fmt: skip
     assert made.data is not None and len(made.data) == 2
     frame = Image.new("RGB", (48, 32), "red").tobytes()
     for seed, item in zip((7, 8), made.data, strict=True):
         spec = RequestSpec(
-            request_id="", prompt="a blue one", seed=seed, width=64, height=48, steps=3, guidance_scale=2.5, negative_prompt="blur",
-            task=Task.EDIT, images=[ImageInput(0, (32, 48, 3))], strength=0.5,
+            request_id="", prompt="a blue one kumquatfen", seed=seed, width=64, height=48, steps=3, guidance_scale=2.5,
+            negative_prompt="blur kumquatfen", task=Task.EDIT, images=[ImageInput(0, (32, 48, 3))], strength=0.5,
         )  # fmt: skip
         assert decode_image(str(item.b64_json)).tobytes() == fake_pixels(spec, frames=[frame])
 
@@ -119,16 +118,29 @@ async def test_an_edit_as_the_openai_sdk_sends_it_reaches_the_ranks_with_its_pix
 async def test_several_images_and_a_mask_are_an_inpainting_of_the_first(edge: Edge) -> None:
     async with sdk(edge) as client:
         made = await client.images.edit(
-            image=[red(), ("second.webp", red(16, 16, "WEBP", lossless=True))], mask=half_mask(), prompt="p", extra_body={"seed": 1}
+            image=[red(), ("second.webp", red(16, 16, "WEBP", lossless=True))],
+            mask=half_mask(),
+            prompt="p kumquatfen",
+            extra_body={"seed": 1},
         )
     mask = bytes([255] * 24 + [0] * 24) * 32
     frames = [Image.new("RGB", (48, 32), "red").tobytes(), Image.new("RGB", (16, 16), "red").tobytes(), mask]
     images = [ImageInput(0, (32, 48, 3)), ImageInput(1, (16, 16, 3))]
     spec = RequestSpec(
-        request_id="", prompt="p", seed=1, width=48, height=32, task=Task.INPAINT, images=images, mask=ImageInput(2, (32, 48, 1))
+        request_id="", prompt="p kumquatfen", seed=1, width=48, height=32, task=Task.INPAINT, images=images, mask=ImageInput(2, (32, 48, 1))
     )
     assert made.data is not None
     assert decode_image(str(made.data[0].b64_json)).tobytes() == fake_pixels(spec, frames=frames)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "RGB", "RGBA", "P"])
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+async def test_a_mask_without_transparency_paints_its_white_part_again(edge: Edge, mode: str, form: str) -> None:
+    mask = Image.new("RGB", (48, 32), "black")
+    mask.paste("white", (0, 0, 24, 32))
+    files = {"image": red(), "mask": file_of(mask.convert(mode), form, **({"lossless": True} if form == "WEBP" else {}))}
+    by_alpha = await edit(edge, {"image": red(), "mask": half_mask()})
+    assert image_of(await edit(edge, files)).tobytes() == image_of(by_alpha).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +149,7 @@ async def test_several_images_and_a_mask_are_an_inpainting_of_the_first(edge: Ed
 async def test_the_adapters_of_an_edit_are_json_in_the_form(edge: Edge, lora: Any) -> None:
     await edge.put_adapter("stripes", "/loras/stripes")
     async with sdk(edge) as client:
-        made = await client.images.edit(image=red(), prompt="p", extra_body={"lora": json.dumps(lora)})
+        made = await client.images.edit(image=red(), prompt="p kumquatfen", extra_body={"lora": json.dumps(lora)})
     assert made.data is not None and made.data[0].model_extra is not None
     (adapter,) = made.data[0].model_extra["provenance"]["adapters"]
     assert (adapter["name"], adapter["scale"]) == ("stripes", 0.5)
@@ -149,6 +161,8 @@ async def test_the_adapters_of_an_edit_are_json_in_the_form(edge: Edge, lora: An
         ("lora", "stripes"),
         ("lora", "{"),
         ("lora", "[1e999]"),
+        ("lora", "[" * 100_000),
+        ("lora", '{"name":' * 100_000),
         ("lora[0].scale", '{"name": "stripes", "scale": "0.5"}'),
         ("lora[0].scale", '{"name": "stripes", "scale": 5}'),
         ("lora[0].name", "[{}]"),
@@ -172,12 +186,12 @@ async def test_an_edit_by_an_adapter_that_is_not_there_is_never_the_bases(edge: 
 async def test_adapters_that_an_sdk_took_apart_into_fields_are_refused_with_what_to_do(edge: Edge) -> None:
     async with sdk(edge) as client:
         with pytest.raises(openai.BadRequestError, match="lora: expected one text of JSON"):
-            await client.images.edit(image=red(), prompt="p", extra_body={"lora": {"name": "stripes"}})
+            await client.images.edit(image=red(), prompt="p kumquatfen", extra_body={"lora": {"name": "stripes"}})
 
 
 async def test_a_stream_of_an_edit_has_the_sdks_events(edge: Edge) -> None:
     async with sdk(edge) as client:
-        stream = await client.images.edit(image=red(), prompt="p", stream=True, partial_images=1, extra_body={"seed": 1})
+        stream = await client.images.edit(image=red(), prompt="p kumquatfen", stream=True, partial_images=1, extra_body={"seed": 1})
         kinds = [event.type async for event in stream]
     assert kinds.count("image_edit.partial_image") == 1
     assert kinds[-1] == "image_edit.completed"
@@ -207,12 +221,21 @@ async def test_a_photograph_is_seen_as_its_exif_turns_it(edge: Edge) -> None:
 
 async def test_transparent_parts_of_an_image_are_white_to_a_model_that_edits_and_a_mask_to_one_that_only_inpaints(edge: Edge) -> None:
     image = half_mask()
-    spec = RequestSpec(request_id="", prompt="p", seed=1, width=48, height=32, task=Task.EDIT, images=[ImageInput(0, (32, 48, 3))])
+    spec = RequestSpec(
+        request_id="", prompt="p kumquatfen", seed=1, width=48, height=32, task=Task.EDIT, images=[ImageInput(0, (32, 48, 3))]
+    )
     rgb = (b"\xff" * 24 * 3 + b"\x00" * 24 * 3) * 32
     assert image_of(await edit(edge, {"image": image})).tobytes() == fake_pixels(spec, frames=[rgb])
     async with serving_edge(model=model(Task.INPAINT)) as inpainting:
         masked = RequestSpec(
-            request_id="", prompt="p", seed=1, width=48, height=32, task=Task.INPAINT, images=spec.images, mask=ImageInput(1, (32, 48, 1))
+            request_id="",
+            prompt="p kumquatfen",
+            seed=1,
+            width=48,
+            height=32,
+            task=Task.INPAINT,
+            images=spec.images,
+            mask=ImageInput(1, (32, 48, 1)),
         )
         frames = [rgb, bytes([255] * 24 + [0] * 24) * 32]
         assert image_of(await edit(inpainting, {"image": image})).tobytes() == fake_pixels(masked, frames=frames)
@@ -220,11 +243,27 @@ async def test_transparent_parts_of_an_image_are_white_to_a_model_that_edits_and
 
 async def test_an_image_can_be_a_data_url_and_nothing_is_fetched_from_elsewhere(edge: Edge) -> None:
     url = "data:image/png;base64," + base64.b64encode(red()).decode()
-    by_url = await edge.data.post("/v1/images/edits", files=[("prompt", (None, "p")), ("seed", (None, "1")), ("url", (None, url))])
+    by_url = await edge.data.post(
+        "/v1/images/edits", files=[("prompt", (None, "p kumquatfen")), ("seed", (None, "1")), ("url", (None, url))]
+    )
     assert image_of(by_url).tobytes() == image_of(await edit(edge)).tobytes()
     for other in ("http://169.254.169.254/latest", "https://example.com/a.png", "file:///etc/passwd", "data:image/png,abc", url + "!"):
-        answer = await edge.data.post("/v1/images/edits", files=[("prompt", (None, "p")), ("url", (None, other))])
+        answer = await edge.data.post("/v1/images/edits", files=[("prompt", (None, "p kumquatfen")), ("url", (None, other))])
         assert "expected a data: URL" in refusal(answer, "url")
+
+
+def padded_png(size: int) -> bytes:
+    """A red PNG of so many bytes, most of them in a chunk that no reader needs."""
+    image, kind = red(), b"prVt"
+    padding = bytes(size - len(image) - 12)
+    return image[:-12] + struct.pack(">I", len(padding)) + kind + padding + struct.pack(">I", zlib.crc32(kind + padding)) + image[-12:]
+
+
+async def test_a_data_url_may_have_the_largest_file_and_no_larger_one(edge: Edge) -> None:
+    for size, status in ((MAX_FILE_BYTES, 200), (MAX_FILE_BYTES + 1, 400)):
+        url = "data:image/png;base64," + base64.b64encode(padded_png(size)).decode()
+        answer = await edge.data.post("/v1/images/edits", files=[("prompt", (None, "p kumquatfen")), ("url", (None, url))])
+        assert answer.status_code == status, answer.text[:200]
 
 
 @pytest.mark.parametrize(
@@ -284,8 +323,9 @@ async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(ed
         ({}, {}, "body", "multipart/form-data"),
         ({}, {"mask": half_mask()}, "image", "found none"),
         ({}, {"image": red(), "mask": half_mask(48, 40)}, "mask", "expected the size of the image, 48x32, found 48x40"),
-        ({}, {"image": red(), "mask": red()}, "mask", "found one without transparency"),
-        ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "fully transparent in the part"),
+        ({}, {"image": red(), "mask": red()}, "mask", "fully transparent, or else white, in the part"),
+        ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "found no such pixel"),
+        ({}, {"image": red(), "mask": file_of(Image.new("RGBA", (48, 32), (255, 255, 255, 1)))}, "mask", "found no such pixel"),
         ({}, {"image": red(), "markup": red()}, "markup", "none"),
         ({}, {"image": red(), "prompt": b"p"}, "prompt", "found a file"),
         ({}, {"image": red(), "nobody": b"p"}, "nobody", "found a file"),
@@ -318,7 +358,7 @@ async def test_a_wrong_form_is_refused_by_field(edge: Edge, fields: dict[str, An
 @pytest.mark.parametrize(
     ("kind", "content", "says"),
     [
-        ("application/json", b'{"prompt": "p"}', "found application/json"),
+        ("application/json", b'{"prompt": "p kumquatfen"}', "found application/json"),
         ("", b"", "no content type"),
         ("multipart/form-data", b"--x--", "Missing boundary"),
         ("multipart/form-data; boundary=x", b"nonsense", "cannot be read"),

@@ -53,14 +53,14 @@ def half_transparent() -> bytes:
 # What is wrong is said at once
 
 
-WRONG = {"prompt": "p", "size": "65x65"}, {"prompt": "p", "num_inference_steps": 1000}, {"prompt": ""}
+WRONG = {"prompt": "p kumquatfen", "size": "65x65"}, {"prompt": "p kumquatfen", "num_inference_steps": 1000}, {"prompt": ""}
 
 
 async def test_while_the_model_sleeps_a_bad_request_has_its_error_at_once_and_wakes_nobody(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path) as edge:
         for body in WRONG:
             assert code(await edge.request_images(**body)) == (400, "InvalidRequest")
-        assert code(await edge.request_images(prompt="p", model="nobody")) == (404, "NotFound")
+        assert code(await edge.request_images(prompt="p kumquatfen", model="nobody")) == (404, "NotFound")
         assert (await edge.state())["state"] == "asleep"
         assert (await edge.state())["held"] == {"current": 0, "oldestAgeSeconds": None}
 
@@ -70,8 +70,8 @@ async def test_while_the_model_is_unknown_its_part_of_a_request_is_checked_when_
         for body in WRONG[1:]:
             assert code(await edge.request_images(**body)) == (400, "InvalidRequest")
         odd = asyncio.create_task(edge.request_images(**WRONG[0]))
-        unknown = asyncio.create_task(edge.request_images(prompt="p", model="nobody"))
-        good = asyncio.create_task(edge.request_images(prompt="p"))
+        unknown = asyncio.create_task(edge.request_images(prompt="p kumquatfen", model="nobody"))
+        good = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
         await edge.wait_held(3)
         edge.ranks.loading.set()
         assert (code(await odd), code(await unknown)) == ((400, "InvalidRequest"), (404, "NotFound"))
@@ -81,7 +81,9 @@ async def test_while_the_model_is_unknown_its_part_of_a_request_is_checked_when_
 async def test_an_image_with_its_own_mask_is_edited_by_a_model_that_was_not_known_when_it_came() -> None:
     async with loading_model() as edge:
         edge.ranks.model = msgspec.structs.replace(edge.ranks.model, tasks=[Task.INPAINT], max_input_images=1)
-        early = asyncio.create_task(edge.data.post("/v1/images/edits", data={"prompt": "p"}, files={"image": half_transparent()}))
+        early = asyncio.create_task(
+            edge.data.post("/v1/images/edits", data={"prompt": "p kumquatfen"}, files={"image": half_transparent()})
+        )
         await edge.wait_held(1)
         edge.ranks.loading.set()
         answer = await early
@@ -94,7 +96,7 @@ async def test_an_image_with_its_own_mask_is_edited_by_a_model_that_was_not_know
 
 async def test_a_request_wakes_a_sleeping_model_by_itself_and_is_served(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path) as edge:
-        request = asyncio.create_task(edge.request_images(prompt="p", seed=3, timings=True))
+        request = asyncio.create_task(edge.request_images(prompt="p kumquatfen", seed=3, timings=True))
         await edge.wait_held(1)
         began = time.monotonic()
         await edge.wait_state(state="waking")
@@ -104,7 +106,7 @@ async def test_a_request_wakes_a_sleeping_model_by_itself_and_is_served(tmp_path
         answer = await request
         assert answer.status_code == 200
         [image] = answer.json()["data"]
-        assert decode_image(image["b64_json"]).tobytes() == fake_pixels(RequestSpec(request_id="", prompt="p", seed=3))
+        assert decode_image(image["b64_json"]).tobytes() == fake_pixels(RequestSpec(request_id="", prompt="p kumquatfen", seed=3))
         assert image["timings"]["queue"] >= held_s
         document = await edge.wait_state(state="ready")
         assert document["held"]["current"] == 0 and 0 <= document["lastRequestAgeSeconds"] < 10
@@ -115,7 +117,7 @@ async def test_held_requests_reach_the_ranks_in_the_order_in_which_they_came(tmp
         answered: list[int] = []
 
         async def ask(number: int) -> None:
-            assert (await edge.request_images(prompt=f"p {number}", num_inference_steps=2)).status_code == 200
+            assert (await edge.request_images(prompt=f"p {number} kumquatfen", num_inference_steps=2)).status_code == 200
             answered.append(number)
 
         async with asyncio.TaskGroup() as tasks:
@@ -130,12 +132,12 @@ async def test_held_requests_reach_the_ranks_in_the_order_in_which_they_came(tmp
 async def test_a_request_that_races_with_the_decision_to_sleep_is_served(tmp_path: Path, during: str) -> None:
     async with serving_edge(desired_path=write_desired(tmp_path, "OnIdle")) as edge:
         edge.ranks.stepping.clear()
-        running = [asyncio.create_task(edge.request_images(prompt="p"))] if during == "draining" else []
+        running = [asyncio.create_task(edge.request_images(prompt="p kumquatfen"))] if during == "draining" else []
         await edge.wait_state(inFlight=len(running))
         edge.ranks.calling.clear()
         await edge.operate("sleep")
         await edge.wait_state(state=during)
-        late = asyncio.create_task(edge.request_images(prompt="q"))
+        late = asyncio.create_task(edge.request_images(prompt="q kumquatfen"))
         await edge.wait_state(queued=0)
         edge.ranks.stepping.set()
         edge.ranks.calling.set()
@@ -145,14 +147,14 @@ async def test_a_request_that_races_with_the_decision_to_sleep_is_served(tmp_pat
 async def test_requests_of_a_restart_are_held_up_to_the_limit_and_those_with_the_ranks_stay_there(tmp_path: Path) -> None:
     async with serving_edge(desired_path=write_desired(tmp_path, "AlwaysAwake", coldRequests={"maxHeld": 1})) as edge:
         edge.ranks.stepping.clear()
-        running = asyncio.create_task(edge.request_images(prompt="p"))
+        running = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
         await edge.wait_state(inFlight=1)
         edge.ranks.loading.clear()
         edge.ranks.lose(KILLED)
         await edge.wait_state(state="restarting", queued=1)
-        held = asyncio.create_task(edge.request_images(prompt="p"))
+        held = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
         await edge.wait_held(1)
-        answer = await edge.request_images(prompt="p")
+        answer = await edge.request_images(prompt="p kumquatfen")
         assert (code(answer), answer.json()["error"]["retryable"]) == ((429, "Overloaded"), True)
         assert float(answer.headers["retry-after"]) >= 1
         edge.ranks.loading.set()
@@ -165,7 +167,7 @@ async def test_requests_of_a_restart_are_held_up_to_the_limit_and_those_with_the
 
 async def test_a_held_request_that_waits_too_long_has_the_code_of_the_state_and_a_time_to_come_back(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path, holdTimeoutSeconds=0.05) as edge:
-        answer = await edge.request_images(prompt="p")
+        answer = await edge.request_images(prompt="p kumquatfen")
         assert (code(answer), answer.json()["error"]["retryable"]) == ((503, "Busy"), True)
         assert float(answer.headers["retry-after"]) >= 1 and "0.05 s" in answer.json()["error"]["message"]
         await edge.wait_held(0)
@@ -175,16 +177,16 @@ async def test_a_held_request_that_waits_too_long_has_the_code_of_the_state_and_
 async def test_with_the_mode_reject_a_sleeping_model_is_woken_for_those_that_come_back(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path, mode="Reject") as edge:
         edge.ranks.calling.set()
-        answer = await edge.request_images(prompt="p")
+        answer = await edge.request_images(prompt="p kumquatfen")
         assert code(answer) == (503, "Asleep") and float(answer.headers["retry-after"]) >= 1
         await edge.wait_state(state="ready")
-        assert (await edge.request_images(prompt="p")).status_code == 200
+        assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 @pytest.mark.parametrize("policy", ["AlwaysAwake", "Asleep"])
 async def test_a_sleep_that_somebody_asked_for_is_not_ended_by_a_request(tmp_path: Path, policy: str) -> None:
     async with sleeping_edge(tmp_path, policy) as edge:
-        answer = await edge.request_images(prompt="p")
+        answer = await edge.request_images(prompt="p kumquatfen")
         assert code(answer) == (503, "Asleep") and "retry-after" not in answer.headers
         assert (await edge.state())["state"] == "asleep"
 
@@ -195,7 +197,7 @@ async def test_a_client_that_goes_away_frees_its_place_at_once(tmp_path: Path) -
         await edge.wait_held(1)
         leaving.gone.set()
         await edge.wait_held(0)
-        staying = asyncio.create_task(edge.request_images(prompt="p"))
+        staying = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
         await edge.wait_held(1)
         edge.ranks.calling.set()
         assert (await staying).status_code == 200
@@ -204,7 +206,9 @@ async def test_a_client_that_goes_away_frees_its_place_at_once(tmp_path: Path) -
 
 async def test_a_held_request_can_be_cancelled_by_its_id(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path) as edge:
-        held = asyncio.create_task(edge.data.post("/v1/images/generations", json={"prompt": "p"}, headers={"X-Request-ID": "mine"}))
+        held = asyncio.create_task(
+            edge.data.post("/v1/images/generations", json={"prompt": "p kumquatfen"}, headers={"X-Request-ID": "mine"})
+        )
         await edge.wait_held(1)
         assert (await edge.data.delete("/v1/requests/mine")).status_code == 204
         assert (await held).json()["error"]["code"] == "Cancelled"
@@ -213,7 +217,7 @@ async def test_a_held_request_can_be_cancelled_by_its_id(tmp_path: Path) -> None
 
 async def test_a_worker_that_is_told_to_end_ends_held_requests_at_once_and_not_after_the_drain(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path) as edge:
-        held = asyncio.create_task(edge.request_images(prompt="p"))
+        held = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
         await edge.wait_held(1)
         ending = asyncio.create_task(edge.engine.terminate())
         answer = await held
@@ -227,7 +231,7 @@ async def test_a_group_that_is_lost_for_good_ends_held_requests(tmp_path: Path) 
         edge.ranks.loading.clear()
         edge.ranks.lose(KILLED)
         await edge.wait_state(state="restarting", generation=2)
-        held = asyncio.create_task(edge.request_images(prompt="p"))
+        held = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
         await edge.wait_held(1)
         edge.ranks.lose(KILLED)
         assert code(await held) == (500, "EngineFailed")
@@ -237,7 +241,7 @@ async def test_a_model_that_cannot_be_loaded_ends_requests_that_wait_for_it() ->
     edge = Edge(FakeRankGroup())
     edge.ranks.loading.clear()
     starting = asyncio.create_task(edge.engine.start())
-    held = asyncio.create_task(edge.request_images(prompt="p"))
+    held = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
     await edge.wait_held(1)
     edge.ranks.lose(KILLED)
     assert code(await held) == (500, "EngineFailed")
@@ -253,7 +257,7 @@ async def test_a_request_whose_adapter_is_on_its_way_when_the_model_falls_asleep
     async with serving_edge(desired_path=write_desired(tmp_path, "OnIdle")) as edge:
         await edge.put_adapter("rare", "", source={"huggingFace": {"repo": "org/rare"}}, residency=Residency.ON_DEMAND)
         edge.fetcher.arriving.clear()
-        waiting = asyncio.create_task(edge.request_images(prompt="p", model="rare"))
+        waiting = asyncio.create_task(edge.request_images(prompt="p kumquatfen", model="rare"))
         await edge.wait_state(queued=1)
         edge.ranks.calling.clear()
         edge.engine.sleep(SleepCall(operation_id="s"))
@@ -272,8 +276,8 @@ async def test_a_request_for_an_adapter_of_a_sleeping_model_is_held_and_one_for_
         edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
         await edge.put_adapter("broken", "/loras/broken")
         await fall_asleep(edge)
-        assert code(await edge.request_images(prompt="p", model="broken")) == (422, "AdapterNotLoaded")
-        held = asyncio.create_task(edge.request_images(prompt="p", model="stripes"))
+        assert code(await edge.request_images(prompt="p kumquatfen", model="broken")) == (422, "AdapterNotLoaded")
+        held = asyncio.create_task(edge.request_images(prompt="p kumquatfen", model="stripes"))
         await edge.wait_held(1)
         edge.ranks.calling.set()
         assert (await held).status_code == 200
@@ -291,7 +295,7 @@ async def test_a_worker_that_starts_asleep_holds_a_request_for_an_adapter_that_i
     starting = asyncio.create_task(edge.engine.start())
     await edge.wait_state(state="asleep")
     edge.ranks.calling.clear()
-    held = asyncio.create_task(edge.request_images(prompt="p", model="a5"))
+    held = asyncio.create_task(edge.request_images(prompt="p kumquatfen", model="a5"))
     await edge.wait_held(1)
     edge.fetcher.arriving.set()
     edge.ranks.calling.set()
@@ -312,7 +316,7 @@ async def test_bursts_of_requests_beside_sleeps_and_losses_of_the_ranks_are_all_
         for number in range(80):
             match rng.choice(["ask", "ask", "ask", "leave", "sleep", "turn", "lose"]):
                 case "ask":
-                    asked[number] = asyncio.create_task(edge.request_images(prompt="p", seed=number, num_inference_steps=2))
+                    asked[number] = asyncio.create_task(edge.request_images(prompt="p kumquatfen", seed=number, num_inference_steps=2))
                 case "leave" if asked:
                     rng.choice(list(asked.values())).cancel()
                 case "sleep":
@@ -327,7 +331,7 @@ async def test_bursts_of_requests_beside_sleeps_and_losses_of_the_ranks_are_all_
         kept = {number: task.result() for number, task in asked.items() if not task.cancelled()}
         assert {answer.status_code for answer in kept.values()} == {200}
         for number, answer in kept.items():
-            expected = fake_pixels(RequestSpec(request_id="", prompt="p", seed=number, steps=2))
+            expected = fake_pixels(RequestSpec(request_id="", prompt="p kumquatfen", seed=number, steps=2))
             assert decode_image(answer.json()["data"][0]["b64_json"]).tobytes() == expected
         document = await edge.state()
         assert (document["held"]["current"], document["inFlight"], document["queued"]) == (0, 0, 0)

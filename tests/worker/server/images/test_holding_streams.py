@@ -21,7 +21,7 @@ async def test_a_held_stream_begins_at_once_and_tells_where_it_stands_until_it_i
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
     monkeypatch.setattr(holding, "LOOK_S", 0.02)
     async with sleeping_edge(tmp_path) as edge:
-        before = asyncio.create_task(edge.request_images(prompt="before"))
+        before = asyncio.create_task(edge.request_images(prompt="before kumquatfen"))
         await edge.wait_held(1)
         client = _stream(edge)
         assert (await client.message())["status"] == 200
@@ -69,7 +69,7 @@ async def test_a_held_stream_that_waits_too_long_ends_with_an_error_event(tmp_pa
 
 async def test_a_request_that_is_refused_instead_of_held_has_its_status_and_no_stream(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path, maxHeld=0) as edge:
-        answer = await edge.request_images(prompt="p", stream=True)
+        answer = await edge.request_images(prompt="p kumquatfen", stream=True)
         assert (code(answer), answer.headers["content-type"]) == ((429, "Overloaded"), "application/json")
         edge.ranks.calling.set()
 
@@ -82,7 +82,7 @@ async def test_a_model_without_the_memory_to_wake_keeps_its_requests_until_it_ha
         edge.ranks.wake_errors += [ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "too little")] * 2
         edge.ranks.calling.set()
         client = _stream(edge)
-        answers = await asyncio.gather(*(edge.request_images(prompt="p") for _ in range(3)))
+        answers = await asyncio.gather(*(edge.request_images(prompt="p kumquatfen") for _ in range(3)))
         assert [answer.status_code for answer in answers] == [200] * 3
         states = []
         assert (await client.message())["status"] == 200

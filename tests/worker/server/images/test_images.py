@@ -2,6 +2,7 @@
 """The data port over a fake rank group: images, refusals, and what is never said."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,7 +26,9 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 async def test_a_request_is_answered_as_the_openai_sdk_expects(edge: Edge) -> None:
-    answer = await edge.request_images(prompt="a red seven", model="digits", n=2, size="48x32", seed=7, response_format="b64_json")
+    answer = await edge.request_images(
+        prompt="a red seven kumquatfen", model="digits", n=2, size="48x32", seed=7, response_format="b64_json"
+    )
     assert answer.status_code == 200
     body = answer.json()
     assert isinstance(body["created"], int)
@@ -33,22 +36,22 @@ async def test_a_request_is_answered_as_the_openai_sdk_expects(edge: Edge) -> No
     for seed, item in zip((7, 8), body["data"], strict=True):
         image = decode_image(item["b64_json"])
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (48, 32))
-        expected = fake_pixels(RequestSpec(request_id="", prompt="a red seven", seed=seed, width=48, height=32))
+        expected = fake_pixels(RequestSpec(request_id="", prompt="a red seven kumquatfen", seed=seed, width=48, height=32))
         assert image.tobytes() == expected
 
 
 async def test_a_request_without_a_model_a_size_or_a_seed_gets_the_defaults(edge: Edge) -> None:
-    answer = await edge.request_images(prompt="a red seven", size="auto")
+    answer = await edge.request_images(prompt="a red seven kumquatfen", size="auto")
     [item] = answer.json()["data"]
-    again = await edge.request_images(prompt="a red seven", seed=item["seed"])
+    again = await edge.request_images(prompt="a red seven kumquatfen", seed=item["seed"])
     assert decode_image(item["b64_json"]).size == (64, 64)
     assert again.json()["data"] == [item]
 
 
 async def test_parameters_of_diffusion_reach_the_pipeline(edge: Edge) -> None:
-    body = {"prompt": "p", "seed": 1, "num_inference_steps": 3, "guidance_scale": 2.5, "negative_prompt": "blur"}
+    body = {"prompt": "p kumquatfen", "seed": 1, "num_inference_steps": 3, "guidance_scale": 2.5, "negative_prompt": "blur kumquatfen"}
     answer = await edge.request_images(**body)
-    spec = RequestSpec(request_id="", prompt="p", seed=1, steps=3, guidance_scale=2.5, negative_prompt="blur")
+    spec = RequestSpec(request_id="", prompt="p kumquatfen", seed=1, steps=3, guidance_scale=2.5, negative_prompt="blur kumquatfen")
     assert decode_image(answer.json()["data"][0]["b64_json"]).tobytes() == fake_pixels(spec)
 
 
@@ -62,32 +65,32 @@ async def test_parameters_of_diffusion_reach_the_pipeline(edge: Edge) -> None:
         ({"prompt": 5}, "prompt", "found 5"),
         ({"prompt": [SECRET]}, "prompt", "a list"),
         ({"prompt": SECRET * 1000}, "prompt", "8192 characters"),
-        ({"prompt": "p", "negative_prompt": 1}, "negative_prompt", "found 1"),
-        ({"prompt": "p", "usr": "somebody"}, "usr", "unknown field"),
-        ({"prompt": "p", "quality": "best"}, "quality", "'auto'"),
-        ({"prompt": "p", "n": 0}, "n", "found 0"),
-        ({"prompt": "p", "n": 9}, "n", "1 to 8"),
-        ({"prompt": "p", "n": "2"}, "n", "found '2'"),
-        ({"prompt": "p", "n": True}, "n", "found true"),
-        ({"prompt": "p", "n": 1.5}, "n", "found 1.5"),
-        ({"prompt": "p", "size": "64"}, "size", "WIDTHxHEIGHT"),
-        ({"prompt": "p", "size": "64x64\n"}, "size", "WIDTHxHEIGHT"),
-        ({"prompt": "p", "size": "0x64"}, "size", "WIDTHxHEIGHT"),
-        ({"prompt": "p", "size": "-8x64"}, "size", "WIDTHxHEIGHT"),
-        ({"prompt": "p", "size": "64x65"}, "size", "multiples of 8"),
-        ({"prompt": "p", "size": "99992x99992"}, "size", "pixels"),
-        ({"prompt": "p", "seed": -1}, "seed", "found -1"),
-        ({"prompt": "p", "seed": 2**63}, "seed", "9223372036854775807"),
-        ({"prompt": "p", "seed": 10**400}, "seed", "bits"),
-        ({"prompt": "p", "seed": 1.5}, "seed", "found 1.5"),
-        ({"prompt": "p", "num_inference_steps": 0}, "num_inference_steps", "found 0"),
-        ({"prompt": "p", "num_inference_steps": 201}, "num_inference_steps", "1 to 200"),
-        ({"prompt": "p", "guidance_scale": -0.5}, "guidance_scale", "found -0.5"),
-        ({"prompt": "p", "guidance_scale": 1e6}, "guidance_scale", "0 to 100"),
-        ({"prompt": "p", "guidance_scale": "7"}, "guidance_scale", "found '7'"),
-        ({"prompt": "p", "response_format": "url"}, "response_format", "'b64_json'"),
-        ({"prompt": "p", "model": 7}, "model", "found 7"),
-        ({"prompt": "p", "x" * 5000: 1}, "x" * 80 + "…", "unknown field"),
+        ({"prompt": "p kumquatfen", "negative_prompt": 1}, "negative_prompt", "found 1"),
+        ({"prompt": "p kumquatfen", "usr": "somebody"}, "usr", "unknown field"),
+        ({"prompt": "p kumquatfen", "quality": "best"}, "quality", "'auto'"),
+        ({"prompt": "p kumquatfen", "n": 0}, "n", "found 0"),
+        ({"prompt": "p kumquatfen", "n": 9}, "n", "1 to 8"),
+        ({"prompt": "p kumquatfen", "n": "2"}, "n", "found '2'"),
+        ({"prompt": "p kumquatfen", "n": True}, "n", "found true"),
+        ({"prompt": "p kumquatfen", "n": 1.5}, "n", "found 1.5"),
+        ({"prompt": "p kumquatfen", "size": "64"}, "size", "WIDTHxHEIGHT"),
+        ({"prompt": "p kumquatfen", "size": "64x64\n"}, "size", "WIDTHxHEIGHT"),
+        ({"prompt": "p kumquatfen", "size": "0x64"}, "size", "WIDTHxHEIGHT"),
+        ({"prompt": "p kumquatfen", "size": "-8x64"}, "size", "WIDTHxHEIGHT"),
+        ({"prompt": "p kumquatfen", "size": "64x65"}, "size", "multiples of 8"),
+        ({"prompt": "p kumquatfen", "size": "99992x99992"}, "size", "pixels"),
+        ({"prompt": "p kumquatfen", "seed": -1}, "seed", "found -1"),
+        ({"prompt": "p kumquatfen", "seed": 2**63}, "seed", "9223372036854775807"),
+        ({"prompt": "p kumquatfen", "seed": 10**400}, "seed", "bits"),
+        ({"prompt": "p kumquatfen", "seed": 1.5}, "seed", "found 1.5"),
+        ({"prompt": "p kumquatfen", "num_inference_steps": 0}, "num_inference_steps", "found 0"),
+        ({"prompt": "p kumquatfen", "num_inference_steps": 201}, "num_inference_steps", "1 to 200"),
+        ({"prompt": "p kumquatfen", "guidance_scale": -0.5}, "guidance_scale", "found -0.5"),
+        ({"prompt": "p kumquatfen", "guidance_scale": 1e6}, "guidance_scale", "0 to 100"),
+        ({"prompt": "p kumquatfen", "guidance_scale": "7"}, "guidance_scale", "found '7'"),
+        ({"prompt": "p kumquatfen", "response_format": "url"}, "response_format", "'b64_json'"),
+        ({"prompt": "p kumquatfen", "model": 7}, "model", "found 7"),
+        ({"prompt": "p kumquatfen", "x" * 5000: 1}, "x" * 80 + "…", "unknown field"),
     ],
 )
 async def test_a_wrong_field_is_refused_by_name(edge: Edge, body: dict[str, Any], field: str, says: str) -> None:
@@ -103,14 +106,17 @@ async def test_a_wrong_field_is_refused_by_name(edge: Edge, body: dict[str, Any]
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 async def test_numbers_that_are_none_are_refused(edge: Edge, number: str) -> None:
     answer = await edge.data.post(
-        "/v1/images/generations", content=f'{{"prompt": "p", "guidance_scale": {number}}}', headers={"content-type": "application/json"}
+        "/v1/images/generations",
+        content=f'{{"prompt": "p kumquatfen", "guidance_scale": {number}}}',
+        headers={"content-type": "application/json"},
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "guidance_scale"
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"x", b"null", b"[]", b'"p"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "p", "n": ' + b"9" * 5000 + b"}", b"{} {}"]
+    "content",
+    [b"", b"x", b"null", b"[]", b'"p"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "p kumquatfen", "n": ' + b"9" * 5000 + b"}", b"{} {}"],
 )
 async def test_a_body_that_is_no_json_object_is_refused(edge: Edge, content: bytes) -> None:
     answer = await edge.data.post("/v1/images/generations", content=content, headers={"content-type": "application/json"})
@@ -119,7 +125,7 @@ async def test_a_body_that_is_no_json_object_is_refused(edge: Edge, content: byt
 
 
 async def test_a_form_is_refused_with_what_is_expected(edge: Edge) -> None:
-    answer = await edge.data.post("/v1/images/generations", data={"prompt": "p"})
+    answer = await edge.data.post("/v1/images/generations", data={"prompt": "p kumquatfen"})
     assert answer.status_code == 400
     assert "application/json" in answer.json()["error"]["message"]
 
@@ -139,15 +145,15 @@ async def test_a_body_over_the_limit_is_refused_whether_its_length_is_declared_o
 
 
 async def test_an_unknown_model_is_not_found_and_never_the_base(edge: Edge) -> None:
-    answer = await edge.request_images(prompt="p", model="nobody")
+    answer = await edge.request_images(prompt="p kumquatfen", model="nobody")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "NotFound")
     assert "'nobody'" in answer.json()["error"]["message"]
 
 
 async def test_an_adapter_is_served_under_its_name_and_listed(edge: Edge) -> None:
     await edge.put_adapter("stripes", "/loras/stripes")
-    answer = await edge.request_images(prompt="p", seed=1, model="stripes")
-    base = await edge.request_images(prompt="p", seed=1)
+    answer = await edge.request_images(prompt="p kumquatfen", seed=1, model="stripes")
+    base = await edge.request_images(prompt="p kumquatfen", seed=1)
     assert answer.status_code == 200
     assert answer.json()["data"] != base.json()["data"]
     models = (await edge.data.get("/v1/models")).json()
@@ -158,24 +164,24 @@ async def test_an_adapter_is_served_under_its_name_and_listed(edge: Edge) -> Non
 
 async def test_the_strength_of_an_adapter_can_be_given_per_request(edge: Edge) -> None:
     await edge.put_adapter("stripes", "/loras/stripes")
-    strong, weak = [await edge.request_images(prompt="p", seed=1, model="stripes", lora_scale=scale) for scale in (1.0, 0.25)]
+    strong, weak = [await edge.request_images(prompt="p kumquatfen", seed=1, model="stripes", lora_scale=scale) for scale in (1.0, 0.25)]
     assert strong.json()["data"] != weak.json()["data"]
 
 
 async def test_an_adapter_that_failed_to_load_is_refused_with_the_reason(edge: Edge) -> None:
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json")
     await edge.put_adapter("broken", "/loras/broken")
-    answer = await edge.request_images(prompt="p", model="broken")
+    answer = await edge.request_images(prompt="p kumquatfen", model="broken")
     assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (422, "AdapterNotLoaded", False)
     assert "no adapter_config.json" in answer.json()["error"]["message"]
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 async def test_a_worker_that_loads_is_not_ready_for_the_kubelet_and_keeps_its_requests() -> None:
     edge = Edge(FakeRankGroup())
     edge.ranks.loading.clear()
     starting = asyncio.create_task(edge.engine.start())
-    early = asyncio.create_task(edge.request_images(prompt="p"))
+    early = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
     await edge.wait_held(1)
     assert (await edge.data.get("/healthz")).status_code == 200
     ready = await edge.data.get("/readyz")
@@ -191,26 +197,26 @@ async def test_a_worker_that_loads_is_not_ready_for_the_kubelet_and_keeps_its_re
 async def test_a_sleeping_model_refuses_requests_but_stays_ready_for_the_kubelet(edge: Edge) -> None:
     await edge.operate("sleep")
     await edge.wait_state(state="asleep")
-    answer = await edge.request_images(prompt="p")
+    answer = await edge.request_images(prompt="p kumquatfen")
     assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (503, "Asleep", True)
     assert (await edge.data.get("/readyz")).status_code == 200
     await edge.operate("wake")
     await edge.wait_state(state="ready")
-    assert (await edge.request_images(prompt="p")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 async def test_a_group_that_is_lost_for_good_fails_the_requests_that_wait_for_it() -> None:
     async with serving_edge(max_restarts=0) as edge:
         edge.ranks.stepping.clear()
         watching = asyncio.create_task(edge.engine.run_until_failure())
-        request = asyncio.create_task(edge.request_images(prompt="p"))
+        request = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
         await edge.wait_state(inFlight=1)
         edge.ranks.lose("rank 0 was ended by SIGKILL")
         answer = await request
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "EngineFailed")
         assert "SIGKILL" in answer.json()["error"]["message"]
         assert "SIGKILL" in await watching
-        assert (await edge.request_images(prompt="p")).status_code == 500
+        assert (await edge.request_images(prompt="p kumquatfen")).status_code == 500
         assert (await edge.data.get("/readyz")).status_code == 503
 
 
@@ -218,7 +224,7 @@ async def test_a_client_that_goes_away_frees_its_place_in_the_batch(edge: Edge) 
     edge.ranks.stepping.clear()
     leaving = Client(edge.data_application, n=2)
     await edge.wait_state(inFlight=2)
-    staying = asyncio.create_task(edge.request_images(prompt="p"))
+    staying = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
     await edge.wait_state(queued=1)
     await leaving.leave()
     edge.ranks.stepping.set()
@@ -227,10 +233,13 @@ async def test_a_client_that_goes_away_frees_its_place_in_the_batch(edge: Edge) 
 
 
 async def test_every_answer_has_a_request_id_and_a_harmless_one_of_the_client_is_kept(edge: Edge) -> None:
-    own = await edge.data.post("/v1/images/generations", json={"prompt": "p"}, headers={"x-request-id": "client-7"})
+    own = await edge.data.post("/v1/images/generations", json={"prompt": "p kumquatfen"}, headers={"x-request-id": "client-7"})
     evil = await edge.data.get("/healthz", headers={"x-request-id": "a b; c" * 100})
     assert own.headers["x-request-id"] == "client-7"
-    assert len(evil.headers["x-request-id"]) == 32
+    replica = evil.headers["x-replica"]
+    assert re.fullmatch(re.escape(replica) + r"\.[0-9a-f]{32}", evil.headers["x-request-id"])
+    for path in ("/nothing", "/metrics", "/v1/models/none"):
+        assert (await edge.data.get(path)).headers["x-replica"] == replica
     assert (await edge.data.get("/nothing")).headers["x-request-id"]
 
 
@@ -249,7 +258,7 @@ async def test_a_fault_of_ours_is_an_engine_failure_without_its_details(edge: Ed
         raise ZeroDivisionError(SECRET)
 
     monkeypatch.setattr(edge.engine, "generate", broken)
-    answer = await edge.request_images(prompt="p")
+    answer = await edge.request_images(prompt="p kumquatfen")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "EngineFailed")
     assert SECRET not in answer.text
 

@@ -37,8 +37,9 @@ async def states(edge: Edge) -> list[str]:
 
 
 async def told(edge: Edge) -> tuple[int, int, list[str], str]:
-    """Liveness, readiness, the state in metrics, the state in the model's card."""
-    alive, ready = [(await edge.data.get(path)).status_code for path in ("/healthz", "/readyz")]
+    """Liveness, readiness, which has vLLM's name too, the state in metrics, the state in the model's card."""
+    alive, ready, health = [(await edge.data.get(path)).status_code for path in ("/healthz", "/readyz", "/health")]
+    assert health == ready
     return alive, ready, await states(edge), (await card(edge))["state"]
 
 

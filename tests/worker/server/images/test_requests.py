@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import httpx2
 import pytest
 
-from support.worker.server_edge import DEADLINE_S, Edge, serving_edge
+from support.worker.server_edge import DEADLINE_S, Client, Edge, serving_edge
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 def ask(edge: Edge, request_id: str, **body: object) -> "asyncio.Task[httpx2.Response]":
     """A request under way, with an id of the client's."""
-    sending = edge.data.post("/v1/images/generations", json={"prompt": "p", **body}, headers={"x-request-id": request_id})
+    sending = edge.data.post("/v1/images/generations", json={"prompt": "p kumquatfen", **body}, headers={"x-request-id": request_id})
     return asyncio.create_task(sending)
 
 
@@ -84,11 +84,49 @@ async def test_control_calls_are_answered_while_a_step_does_not_end(edge: Edge) 
 
 async def test_an_image_that_was_out_of_memory_alone_is_refused_with_its_size_before_it_runs_again(edge: Edge) -> None:
     edge.ranks.out_of_memory_pixels = 512 * 512
-    first = await edge.request_images(prompt="p", size="512x512")
+    first = await edge.request_images(prompt="p kumquatfen", size="512x512")
     assert (first.status_code, first.json()["error"]["code"]) == (507, "InsufficientMemory")
     ticks = edge.engine.stats.ticks
-    again = await edge.request_images(prompt="p", size="512x1024")
+    again = await edge.request_images(prompt="p kumquatfen", size="512x1024")
     assert (again.status_code, again.json()["error"]["code"]) == (400, "InvalidRequest")
     assert "found 512x1024" in again.json()["error"]["message"] and again.json()["error"]["param"] == "size"
     assert edge.engine.stats.ticks == ticks
-    assert (await edge.request_images(prompt="p", size="256x256")).status_code == 200
+    assert (await edge.request_images(prompt="p kumquatfen", size="256x256")).status_code == 200
+
+
+async def test_an_id_of_another_replica_is_a_404_that_names_it(edge: Edge) -> None:
+    drawn = (await edge.request_images(prompt="p kumquatfen")).headers
+    own, digits = drawn["x-request-id"], "0" * 32
+    others = dict.fromkeys((own, digits, f"a b.{digits}", "mine.1"))
+    for request_id, replica in {f"digits-1-0.{digits}": "digits-1-0", **others}.items():
+        answer = await edge.data.delete(f"/v1/requests/{request_id}")
+        assert (answer.status_code, answer.json()["error"]["details"].get("replica")) == (404, replica), request_id
+        assert answer.headers["x-replica"] == drawn["x-replica"]
+
+
+async def test_a_request_is_cancelled_by_the_id_that_the_worker_drew_for_it(edge: Edge) -> None:
+    edge.ranks.stepping.clear()
+    stream = Client(edge.data_application, stream=True)
+    head = await stream.message()
+    [drawn] = [value.decode() for name, value in head["headers"] if name.lower() == b"x-request-id"]
+    assert (await edge.data.delete(f"/v1/requests/{drawn}")).status_code == 204
+    assert (await stream.event())["error"]["code"] == "Cancelled"
+    edge.ranks.stepping.set()
+    await stream.leave()
+
+
+async def test_an_id_that_a_client_chose_is_its_own_among_those_of_other_keys(edge: Edge) -> None:
+    edge.ranks.stepping.clear()
+    keys = [{"authorization": f"Bearer {name}"} for name in ("first", "second")]
+    asking = [
+        asyncio.create_task(
+            edge.data.post("/v1/images/generations", json={"prompt": "p kumquatfen"}, headers={**key, "x-request-id": "mine"})
+        )
+        for key in keys
+    ]
+    await edge.wait_state(inFlight=2)
+    assert (await edge.data.delete("/v1/requests/mine")).status_code == 404
+    assert (await edge.data.delete("/v1/requests/mine", headers=keys[0])).status_code == 204
+    assert (await asking[0]).json()["error"]["code"] == "Cancelled"
+    edge.ranks.stepping.set()
+    assert (await asking[1]).status_code == 200

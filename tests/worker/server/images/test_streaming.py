@@ -43,19 +43,21 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 async def test_a_stream_tells_each_step_then_the_image(edge: Edge) -> None:
-    answer = await edge.request_images(prompt="p", seed=3, num_inference_steps=3, stream=True)
+    answer = await edge.request_images(prompt="p kumquatfen", seed=3, num_inference_steps=3, stream=True)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     *steps, completed = events_of(answer.text)
     assert steps == [{"type": "image_generation.progress", "index": 0, "attempt": 1, "step": step, "steps": 3} for step in (1, 2, 3)]
     assert (completed["type"], completed["index"], completed["seed"]) == ("image_generation.completed", 0, 3)
     image = decode_image(completed["b64_json"])
-    assert image.tobytes() == fake_pixels(RequestSpec(request_id="", prompt="p", seed=3, steps=3))
+    assert image.tobytes() == fake_pixels(RequestSpec(request_id="", prompt="p kumquatfen", seed=3, steps=3))
     assert completed["provenance"]["seed"] == 3
     assert "timings" not in completed
 
 
 async def test_a_completed_event_has_the_fields_of_the_sdk_and_what_was_asked_for(edge: Edge) -> None:
-    answer = await edge.request_images(prompt="p", stream=True, timings=True, output_format="webp", output_compression=80, size="48x32")
+    answer = await edge.request_images(
+        prompt="p kumquatfen", stream=True, timings=True, output_format="webp", output_compression=80, size="48x32"
+    )
     completed = events_of(answer.text)[-1]
     expected = {"background": "opaque", "output_format": "webp", "quality": "high", "size": "48x32", "usage": None}
     assert {name: completed[name] for name in expected} == expected
@@ -65,20 +67,22 @@ async def test_a_completed_event_has_the_fields_of_the_sdk_and_what_was_asked_fo
 
 
 async def test_previews_come_on_request_between_the_steps(edge: Edge) -> None:
-    answer = await edge.request_images(prompt="p", seed=3, num_inference_steps=6, stream=True, partial_images=2, output_format="png")
+    answer = await edge.request_images(
+        prompt="p kumquatfen", seed=3, num_inference_steps=6, stream=True, partial_images=2, output_format="png"
+    )
     events = events_of(answer.text)
     assert [event["type"].rpartition(".")[2] for event in events] == [
         *("progress", "progress", "partial_image", "progress", "progress", "partial_image", "progress", "progress", "completed")
     ]
     previews = [event for event in events if event["type"] == "image_generation.partial_image"]
-    spec = RequestSpec(request_id="", prompt="p", seed=3, steps=6)
+    spec = RequestSpec(request_id="", prompt="p kumquatfen", seed=3, steps=6)
     for number, event in enumerate(previews):
         assert (event["partial_image_index"], event["index"], event["size"], event["quality"]) == (number, 0, "64x64", "high")
         assert decode_image(event["b64_json"]).tobytes() == fake_preview(spec, number)
 
 
 async def test_several_images_are_streamed_side_by_side_each_with_its_index(edge: Edge) -> None:
-    answer = await edge.request_images(prompt="p", seed=3, n=2, num_inference_steps=2, stream=True, partial_images=1)
+    answer = await edge.request_images(prompt="p kumquatfen", seed=3, n=2, num_inference_steps=2, stream=True, partial_images=1)
     events = events_of(answer.text)
     for index in (0, 1):
         own = [event for event in events if event["index"] == index]
@@ -97,7 +101,7 @@ async def test_several_images_are_streamed_side_by_side_each_with_its_index(edge
 async def test_a_request_that_is_refused_is_answered_with_its_status_and_no_stream(
     edge: Edge, body: dict[str, Any], status: int, code: str
 ) -> None:
-    answer = await edge.request_images(**{"prompt": "p", "stream": True, **body})
+    answer = await edge.request_images(**{"prompt": "p kumquatfen", "stream": True, **body})
     assert (answer.status_code, answer.headers["content-type"], answer.json()["error"]["code"]) == (status, "application/json", code)
 
 
@@ -162,7 +166,7 @@ async def test_a_request_in_the_queue_has_its_stream_soon_and_signs_of_life(edge
     monkeypatch.setattr(streaming, "FIRST_WORD_S", 0.01)
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
     edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.request_images(prompt="p", n=2))
+    running = asyncio.create_task(edge.request_images(prompt="p kumquatfen", n=2))
     await edge.wait_state(inFlight=2)
     asking = asking_for(edge)
     assert (await asking.message())["status"] == 200
@@ -279,7 +283,7 @@ async def test_an_error_that_nobody_reads_ends_the_stream_all_the_same(edge: Edg
 
 async def test_no_task_is_left_of_a_stream_however_it_ended(edge: Edge) -> None:
     before = asyncio.all_tasks()
-    await edge.request_images(prompt="p", stream=True)
+    await edge.request_images(prompt="p kumquatfen", stream=True)
     await edge.request_images(prompt="", stream=True)
     asking = asking_for(edge)
     await asking.message()

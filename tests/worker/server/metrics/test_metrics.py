@@ -50,10 +50,10 @@ async def traffic(edge: Edge) -> None:
     await edge.put_adapter("stripes", "/loras/stripes")
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
     await edge.put_adapter("broken", "/loras/broken")
-    await edge.request_images(prompt="p", n=2, num_inference_steps=3)
-    await edge.request_images(prompt="p", model="stripes")
-    await edge.request_images(prompt="p", n=0)
-    await edge.request_images(prompt="p", model="nobody")
+    await edge.request_images(prompt="p kumquatfen", n=2, num_inference_steps=3)
+    await edge.request_images(prompt="p kumquatfen", model="stripes")
+    await edge.request_images(prompt="p kumquatfen", n=0)
+    await edge.request_images(prompt="p kumquatfen", model="nobody")
     await edge.data.post("/v1/images/edits", json={})
     await edge.operate("sleep")
     await edge.wait_state(state="asleep")
@@ -78,7 +78,7 @@ async def test_requests_are_counted_by_route_and_reason(edge: Edge) -> None:
 
 
 async def test_steps_images_and_pixels_are_counted(edge: Edge) -> None:
-    await edge.request_images(prompt="p", n=2, num_inference_steps=3, size="64x32")
+    await edge.request_images(prompt="p kumquatfen", n=2, num_inference_steps=3, size="64x32")
     found = await metrics(edge)
     assert (found["images_total",], found["pixels_total",]) == (2, 2 * 64 * 32)
     assert found["steps_total",] == found["step_seconds_count",] >= 3
@@ -88,7 +88,7 @@ async def test_steps_images_and_pixels_are_counted(edge: Edge) -> None:
 
 
 async def test_every_phase_of_an_image_is_a_histogram_and_its_memory_too(edge: Edge) -> None:
-    await edge.request_images(prompt="p", n=2, num_inference_steps=3)
+    await edge.request_images(prompt="p kumquatfen", n=2, num_inference_steps=3)
     found = await metrics(edge)
     for phase in ("queue", "encode", "denoise", "decode", "post"):
         assert found["phase_seconds_count", phase] == 2
@@ -105,7 +105,7 @@ async def test_what_runs_and_what_waits_for_a_place_is_told() -> None:
         edge.ranks.stepping.clear()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(3):
-                tasks.create_task(edge.request_images(prompt="p"))
+                tasks.create_task(edge.request_images(prompt="p kumquatfen"))
 
             async def full() -> bool:
                 found = await metrics(edge)
@@ -127,7 +127,7 @@ async def test_a_pause_the_version_and_the_age_of_the_state_are_told(edge: Edge)
 
 
 async def test_the_threads_that_encode_are_told_with_what_waits_for_them(edge: Edge) -> None:
-    await edge.request_images(prompt="p")
+    await edge.request_images(prompt="p kumquatfen")
     found = await metrics(edge)
     assert found["encoding_threads",] >= 1
     assert (found["encoding_pending",], found["encoding_wait_seconds_count",]) == (0, found["encoding_seconds_count",])
@@ -169,8 +169,8 @@ async def test_buckets_of_a_histogram_never_fall_and_end_with_all(edge: Edge) ->
 
 
 async def test_lookups_of_the_prompt_cache_are_counted(edge: Edge) -> None:
-    await edge.request_images(prompt="one")
-    await edge.request_images(prompt="one")
+    await edge.request_images(prompt="one kumquatfen")
+    await edge.request_images(prompt="one kumquatfen")
     found = await metrics(edge)
     lookups = {result: found["prompt_cache_lookups_total", result] for result in ("hit", "miss", "bypassed")}
     assert lookups["hit"] >= 1 and lookups["miss"] >= 1
@@ -202,7 +202,7 @@ async def test_where_adapters_are_is_told_with_what_there_is_room_for() -> None:
         found = await metrics(edge)
         assert (found["adapters_registered",], found["adapter_bytes",]) == (2, 2 * 4096)
         edge.ranks.stepping.clear()
-        running = asyncio.create_task(edge.request_images(prompt="p", model="c"))
+        running = asyncio.create_task(edge.request_images(prompt="p kumquatfen", model="c"))
         await edge.wait_state(inFlight=1)
         assert (await metrics(edge))["adapters_active",] == 1
         edge.ranks.stepping.set()
@@ -223,7 +223,7 @@ async def test_requests_are_counted_by_how_many_adapters_they_had(edge: Edge) ->
     for name in ("a", "b"):
         await edge.put_adapter(name, f"/loras/{name}")
     for body in ({}, {"model": "a"}, {"lora": [{"name": "a"}, {"name": "b"}]}, {"model": "a", "lora": {"name": "b"}, "n": 3}):
-        assert (await edge.request_images(prompt="p", **body)).status_code == 200
+        assert (await edge.request_images(prompt="p kumquatfen", **body)).status_code == 200
     found = await metrics(edge)
     assert [found["requests_with_adapters_total", str(count)] for count in range(5)] == [1, 1, 2, 0, 0]
     assert found["adapter_images_total",] == 1 + 1 + 3
@@ -242,7 +242,7 @@ async def test_an_adapter_is_in_use_while_a_request_needs_it(edge: Edge) -> None
     await edge.put_adapter("stripes", "/loras/stripes")
     edge.ranks.stepping.clear()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(edge.request_images(prompt="p", model="stripes"))
+        tasks.create_task(edge.request_images(prompt="p kumquatfen", model="stripes"))
 
         async def in_use() -> bool:
             found = await metrics(edge)
@@ -279,9 +279,9 @@ async def test_held_requests_are_counted_by_what_became_of_them(tmp_path: Path) 
         await edge.operate("sleep")
         await edge.wait_state(state="asleep", operation=None)
         edge.ranks.calling.clear()
-        held = [asyncio.create_task(edge.request_images(prompt="p")) for _ in range(2)]
+        held = [asyncio.create_task(edge.request_images(prompt="p kumquatfen")) for _ in range(2)]
         await edge.wait_held(2)
-        await edge.request_images(prompt="p")
+        await edge.request_images(prompt="p kumquatfen")
         found = await metrics(edge)
         assert (found["requests_held",], found["sleep_policy", "OnIdle"], found["sleep_policy", "Asleep"]) == (2, 1, 0)
         assert found["held_oldest_seconds",] > 0
@@ -346,7 +346,7 @@ async def test_probes_models_and_metrics_are_right_when_the_ranks_are_dead_for_g
         await edge.wait_state(state="failed")
         assert await answers(edge) == (200, 503, 200)
         assert await states(edge) == {"failed"}
-        await edge.request_images(prompt="p")
+        await edge.request_images(prompt="p kumquatfen")
         found = await metrics(edge)
         assert found["requests_total", "EngineFailed", "generations"] == 1
         assert found["rank_group_losses_total", "Died"] == 1
@@ -354,7 +354,7 @@ async def test_probes_models_and_metrics_are_right_when_the_ranks_are_dead_for_g
 
 async def test_no_label_comes_from_a_client(edge: Edge) -> None:
     await edge.put_adapter("a-made-up-name", "/loras/x")
-    body: dict[str, Any] = {"prompt": "a-made-up-name", "model": "a-made-up-name"}
+    body: dict[str, Any] = {"prompt": "a-made-up-name kumquatfen", "model": "a-made-up-name"}
     before = set(await metrics(edge))
     await edge.data.post("/v1/images/generations", json=body, headers={"x-request-id": "a-made-up-name"})
     await edge.data.get("/a-made-up-name")

@@ -74,7 +74,7 @@ async def test_a_fault_of_ours_has_the_form_and_the_id_of_its_request(edge: Edge
         raise ZeroDivisionError("what only the log may hold")
 
     monkeypatch.setattr(edge.engine, "generate", broken)
-    answer = await edge.data.post("/v1/images/generations", json={"prompt": "p"}, headers={"X-Request-ID": "mine"})
+    answer = await edge.data.post("/v1/images/generations", json={"prompt": "p kumquatfen"}, headers={"X-Request-ID": "mine"})
     error = the_error(answer)
     assert (answer.status_code, error["code"], error["type"]) == (500, "EngineFailed", "server_error")
     assert answer.headers["x-request-id"] == "mine" and "only the log" not in answer.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine is made of, put together: each part is told of those it needs, and of the others what happens to it."""
+"""Construction of an engine: each part gets the parts it needs, and callbacks for the others."""
 
 import asyncio
 import logging
@@ -30,6 +30,7 @@ from diffusion_worker.engine.state.operations import Operations
 from diffusion_worker.engine.state.rank_calls import RankCalls
 from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.engine.state.restart_budget import RestartBudget
+from diffusion_worker.engine.state.revision import Signal
 from diffusion_worker.engine.state.state_document import EngineState
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import ModelInfo
@@ -43,7 +44,8 @@ class EngineParts:
 
     def __init__(self, config: WorkerConfig, ranks: RankGroup, fetcher: Fetcher) -> None:
         self.config = config
-        self.life = EngineLife()
+        self.signal = Signal()
+        self.life = EngineLife(on_change=self.signal.notify)
         self.rules = SleepRules(config.desired_path)
         self.ranks = ranks
         self.rank_calls = RankCalls(ranks)
@@ -59,10 +61,16 @@ class EngineParts:
         self.digest = ModelDigest(Path(config.model))
         self.fetcher = fetcher
         self.model_fetch = ModelFetch(config, fetcher, lambda: self.rules.desired.model)
-        self.adapters = AdapterTable(capacity=config.max_cached_loras, residents=config.max_loras)
+        self.adapters = AdapterTable(
+            capacity=config.max_cached_loras,
+            residents=config.max_loras,
+            # With an operator all names are of custom resources.
+            keeps_failed=lambda name: config.desired_path is not None or name in config.preload_loras,
+        )
         self.loader = AdapterLoader(
             self.adapters,
             self.rank_calls.call_all,
+            ranks.prepare_adapter,
             fetcher,
             self.life,
             ranks_total=config.ranks,
@@ -78,7 +86,7 @@ class EngineParts:
             self.life,
             self.steps,
             self.adapter_use,
-            Holding(self.life, self.rules, wake=lambda: self.sleep_calls.wake_on_demand()),
+            Holding(self.life, self.rules, wake=lambda: self.sleep_calls.wake_on_demand(), on_held=self.signal.notify),
             identity=lambda: (self.model_fetch.revision, self.digest.value),
         )
         self.verification = Verification(self.rank_calls.call_all, self.loader.held, self.loader.load_again)
@@ -106,7 +114,7 @@ class EngineParts:
             key=lambda: record_key(config, version=self.requests.version, revision=self.model_fetch.revision),
             fingerprints=lambda: self.verification.recorded,
         )
-        self.operations = Operations(self.fail)
+        self.operations = Operations(self.fail, on_end=self.signal.notify)
         told = SleepingRanks(ranks, self.rank_calls.call_all, call_timeout_s=config.rank_timeout_s)
         sleeper = Sleeper(self.life, told, self.pausing, self.preparation, self.supervisor, self.notes)
         self.sleep_calls = SleepCalls(
@@ -124,7 +132,7 @@ class EngineParts:
             self.life.require_ready(what, restarting_too=False)
 
     def _describe(self, model: ModelInfo) -> None:
-        """What the ranks loaded, or will at their first wake; raises ConfigError."""
+        """Record the model that the ranks loaded, or will load at their first wake; raises ConfigError."""
         self.requests.model = model
         admission.check_defaults(self.config.defaults, self.config.limits, model)
         self.steps.describe(model)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on one rank group: admits requests, loads adapters, sleeps and wakes, and tells its state.
+"""A model on a rank group: admits requests, loads adapters, sleeps and wakes, and reports its state.
 
 Runs on the server's event loop and holds no torch. Requests that were admitted are with `StepLoop`, adapters with `AdapterLoader`.
 """
 
+import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -13,19 +15,25 @@ from diffusion_worker.compatibility import sleep_blocker
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters.on_ranks import AdapterLoads
 from diffusion_worker.engine.adapters.outcomes import DEFERRING
+from diffusion_worker.engine.adapters.state_pages import StatePages
 from diffusion_worker.engine.construction import EngineParts
 from diffusion_worker.engine.requests.admission import GenerationParams
 from diffusion_worker.engine.requests.holding import Holding
+from diffusion_worker.engine.requests.queueing import RequestQueue
 from diffusion_worker.engine.scheduling.step_hold import Pauser
 from diffusion_worker.engine.scheduling.step_loop import StepStats
 from diffusion_worker.engine.start import start
 from diffusion_worker.engine.state.operations import OperationsDone
+from diffusion_worker.engine.state.operator_epoch import OperatorEpoch
 from diffusion_worker.engine.state.rank_calls import all_true
 from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.engine.state.request_events import Generation, RequestEvent
+from diffusion_worker.engine.state.revision import Look, Revision, look_at
 from diffusion_worker.engine.state.state_document import (
     AdapterCall,
     AdapterDocument,
+    DesiredDocument,
+    DrainCall,
     EngineState,
     LoadDocument,
     LoadStage,
@@ -48,22 +56,35 @@ from diffusion_worker.sources.source import Source
 class Engine:
     """The engine of one server process; every method runs on its event loop."""
 
-    def __init__(self, config: WorkerConfig, ranks: RankGroup, *, boot_id: str, fetcher: Fetcher | None = None) -> None:
+    def __init__(self, config: WorkerConfig, ranks: RankGroup, *, boot_id: str, fetcher: Fetcher | None = None, pod_uid: str = "") -> None:
         self.config = config
         self.boot_id = boot_id
+        self.operator_epoch = OperatorEpoch()
+        self.pod_uid = pod_uid
         self._parts = EngineParts(config, ranks, fetcher or Fetcher(config))
         self.life = self._parts.life
         self.rules = self._parts.rules
         self._steps = self._parts.steps
+        self._draining: asyncio.Task[None] | None = None
+        self._revision = Revision(
+            boot_id,
+            self._parts.signal,
+            look=self._look,
+            touched=lambda: self._parts.adapters.touched_records(config.ranks),
+            settled=self._parts.adapters.settle,
+            published=self._parts.adapters.publish,
+        )
+
+        self._pages = StatePages(boot_id, self._parts.adapters, self._revision, self._bare_document, ranks=config.ranks)
 
     @property
     def state(self) -> EngineState:
-        """What it does."""
+        """Return the engine's state."""
         return self.life.state
 
     @property
     def version(self) -> str:
-        """Of the worker."""
+        """Return the worker's version."""
         return self._parts.requests.version
 
     @property
@@ -73,12 +94,12 @@ class Engine:
 
     @property
     def features(self) -> dict[str, str]:
-        """What became of the options that speed up or shrink the model."""
+        """Return the outcome of the options that speed up or shrink the model."""
         return self._steps.features
 
     @property
     def loaded(self) -> bool:
-        """Whether the first load is over, and the end has not begun."""
+        """Return whether the first load is over, and the end has not begun."""
         return self.life.loaded
 
     async def start(self) -> None:
@@ -104,24 +125,45 @@ class Engine:
         """Stop admission, let running requests finish within the configured time, end the ranks."""
         self.life.loaded = False
         self._parts.digest.end()
+        self._parts.declared.end()
         self._parts.loader.stop(RequestError(ErrorCode.TERMINATING, "the server is shutting down", retry_after_s=1.0))
-        if self.state is not EngineState.FAILED:
-            self.life.enter(EngineState.TERMINATING)
-            self._parts.pausing.release(Pauser.CALL)  # what was begun may be finished
-        await self._parts.sleep_calls.end()
-        if self.state is EngineState.TERMINATING:
-            await self._steps.drain(self.config.drain_timeout_s, ErrorCode.TERMINATING, "the server is shutting down")
+        self._accept_nothing()
+        await self._finish(self.config.drain_timeout_s)
+        if self._draining is not None:
+            self._draining.cancel()
         await self._parts.supervisor.end()
         await self._parts.ranks.stop()
         self._parts.model_fetch.end()
         await self._parts.fetcher.close()
+
+    def drain(self, call: DrainCall) -> None:
+        """Accept nothing any more, as before the end, and let what runs finish. Held requests are refused at once. Harmless when repeated.
+
+        Only the end of the process ends it. The first call's deadline counts.
+
+        Raises:
+            RequestError: WrongBoot.
+        """
+        self._check_boot(call.boot_id)
+        self._accept_nothing()
+        self._draining = self._draining or asyncio.create_task(self._finish(call.deadline_seconds))
+
+    def _accept_nothing(self) -> None:
+        self.life.enter(EngineState.TERMINATING)
+        self._parts.pausing.release(Pauser.CALL)  # running work may be finished
+
+    async def _finish(self, within_s: float) -> None:
+        """Return when no request is left; past the time, end them with an error."""
+        await self._parts.sleep_calls.end()
+        if self.state is EngineState.TERMINATING:
+            await self._steps.drain(within_s, ErrorCode.TERMINATING, "the server is shutting down")
 
     async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
         """Make the images of a request; see `Requests.generate`."""
         return await self._parts.requests.generate(params, on_event=on_event)
 
     def accelerates(self, params: GenerationParams) -> bool:
-        """Whether the step cache may skip work for a request: where there is one, unless every step or every bit is asked for."""
+        """Return whether the step cache may skip work: there is one, and the request demands neither every step nor every bit."""
         return self._parts.requests.accelerates(params)
 
     @property
@@ -131,12 +173,12 @@ class Engine:
 
     @property
     def stats(self) -> StepStats:
-        """What the ranks did since the start, for metrics."""
+        """Return the ranks' counters since the start, for metrics."""
         return self._steps.stats
 
     @property
     def adapter_loads(self) -> AdapterLoads:
-        """What became of the loads of adapters, for metrics."""
+        """Return counters of adapter loads, for metrics."""
         return self._parts.loader.loads
 
     @property
@@ -155,13 +197,18 @@ class Engine:
         return self._parts.requests.holding
 
     @property
+    def queue(self) -> RequestQueue:
+        """The bounded queue of all requests, and the count of those that it refused."""
+        return self._parts.requests.queue
+
+    @property
     def operations_done(self) -> OperationsDone:
-        """What became of sleeps and wakes, for metrics."""
+        """Return counters of sleeps and wakes, for metrics."""
         return self._parts.operations.done
 
     @property
     def last_acks(self) -> list[TaskAck]:
-        """What each rank acknowledged to the operation that ended last."""
+        """Return each rank's acknowledgement of the operation that ended last."""
         return self._parts.operations.last_acks
 
     def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
@@ -178,12 +225,43 @@ class Engine:
         return None if name == self.config.served_name else self._parts.adapter_use.resolve(name).document(self.config.ranks)
 
     def adapter_source(self, name: str) -> Source | None:
-        """Where the adapter of a name came from, in whatever state it is; None where there is none."""
+        """Return the source of a name's adapter, in any state; None if there is none."""
         adapter = self._parts.adapters.get(name)
         return adapter.call.source if adapter else None
 
     def state_document(self) -> StateDocument:
         """Everything the control API shows; cheap, and answers in every state."""
+        adapters = [adapter.document(self.config.ranks) for adapter in self._parts.adapters]
+        return msgspec.structs.replace(self._bare_document(), adapters=adapters, revision=self._revision.current())
+
+    async def state_after(self, revision: str, wait_s: float, limit: int) -> StateDocument:
+        """Return a page of what changed after a revision, as soon as there is anything, or when the time is over.
+
+        Raises:
+            RequestError: Overloaded, where too many wait already.
+        """
+        await self._revision.wait_for_other(revision, wait_s)
+        return self._pages.since(revision, limit)
+
+    def state_page(self, limit: int) -> StateDocument:
+        """Return the first page of the state document."""
+        return self._pages.first(limit)
+
+    def state_continued(self, token: str, limit: int) -> StateDocument:
+        """Return the page that comes after another one. Raises RequestError (WrongBoot)."""
+        return self._pages.continued(token, limit)
+
+    def end_watches(self) -> None:
+        """Answer all that wait for a change of the state, now and from now on: the server is about to close its connections."""
+        self._revision.end()
+
+    def _look(self) -> Look:
+        work = self._steps.running + self._steps.waiting + self._parts.adapter_use.waiting + self.held.current
+        batches = math.ceil(work / self.config.max_batch_size)
+        return look_at(self._bare_document(), last_request_at_s=self._parts.requests.last_at_s, batches=batches)
+
+    def _bare_document(self) -> StateDocument:
+        """The state document without adapters and revision."""
         done, total = self._parts.model_fetch.progress if self.life.stage is LoadStage.FETCHING else self._parts.ranks.load_progress()
         model = self.model
         return StateDocument(
@@ -207,7 +285,7 @@ class Engine:
                 self._steps.whole,
             ),
             ranks=self._parts.ranks.documents(),
-            adapters=[adapter.document(self.config.ranks) for adapter in self._parts.adapters],
+            adapters=[],
             failure=self.life.problem() or self._parts.model_fetch.problem,
             restarts=self.life.losses.restarts,
             last_loss=self.life.losses.document(time.monotonic()),
@@ -216,11 +294,15 @@ class Engine:
             policy=self.rules.policy,
             paused=self._parts.pausing.paused,
             held=self.held.document(),
+            desired=DesiredDocument(problem=self._parts.declared.problem),
+            operator_epoch=self.operator_epoch.highest,
+            draining=self._draining is not None,
+            pod_uid=self.pod_uid,
         )
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether memory is given back, or about to be, or on its way back."""
+        """Return whether memory is freed, about to be, or being restored."""
         return self.life.state_after_restart in (EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING)
 
     def sleep(self, call: SleepCall) -> bool:
@@ -248,13 +330,13 @@ class Engine:
         self._parts.sleep_calls.wake_on_demand()
 
     async def operation_over(self, operation_id: str) -> OperationResult | None:
-        """How a sleep or wake ended, once it did, or what it joined or cancelled; None where it had nothing to do, or long ago."""
+        """Return a finished operation's result, or that of the one it joined or cancelled; None if it did nothing, or ended long ago."""
         return await self._parts.operations.over(operation_id)
 
     async def pause(self, call: PauseCall) -> None:
         """Make no step until `resume`; returns when the ranks' work of those that were begun is over. Harmless when repeated.
 
-        Requests are accepted and queued meanwhile. One that fails leaves the steps as they were.
+        Requests are accepted and queued meanwhile. A failed pause leaves the steps running.
 
         Raises:
             RequestError: WrongBoot, Starting, Asleep and the like where no steps are made, Timeout, RankFailed.
@@ -272,7 +354,7 @@ class Engine:
         self._parts.pausing.release(Pauser.CALL)
 
     async def probe(self, call: OperationCall) -> list[Fingerprint]:
-        """What each rank holds and makes of it, in their order, taken between two steps.
+        """Return each rank's fingerprint, in their order, taken between two steps.
 
         Raises:
             RequestError: WrongBoot, Starting, Asleep and the like where the ranks do not serve, Busy, RankFailed, Timeout.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From nothing to a model that serves, or to one that sleeps: by its policy, or because it slept when the last server ended here."""
 
+import asyncio
+
 from diffusion_worker.compatibility import sleep_blocker
 from diffusion_worker.engine.construction import EngineParts
 from diffusion_worker.engine.sleep.record import SleepRecord
@@ -13,18 +15,19 @@ async def start(parts: EngineParts) -> None:
     Raises:
         ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
     """
+    until_s = asyncio.get_running_loop().time() + parts.config.startup_timeout_s
     if parts.model_fetch.needed:
         parts.life.stage = LoadStage.FETCHING
         await parts.model_fetch.run()
         parts.life.stage = LoadStage.STARTING_RANKS
     if (record := _record(parts)) is not None:
-        await _start_asleep(parts, record)
+        await _start_asleep(parts, record, until_s)
     else:
-        await _start_awake(parts)
+        await _start_awake(parts, until_s)
 
 
 def _record(parts: EngineParts) -> SleepRecord | None:
-    """What the last server left, where nobody wants the model awake; it is void otherwise."""
+    """Read the last server's record if nobody wants the model awake; it is void otherwise."""
     wanted = parts.rules.policy is not SleepPolicy.ALWAYS_AWAKE and sleep_blocker(parts.config) is None
     record = parts.notes.read() if wanted else None
     if record is None:
@@ -32,19 +35,19 @@ def _record(parts: EngineParts) -> SleepRecord | None:
     return record
 
 
-async def _start_asleep(parts: EngineParts, record: SleepRecord) -> None:
+async def _start_asleep(parts: EngineParts, record: SleepRecord, until_s: float) -> None:
     """Nothing is loaded and nothing allocated before the first wake, which may begin while adapters are still fetched."""
     parts.verification.recorded = record.fingerprints
     await parts.preparation.begin(await parts.ranks.start(asleep=True), asleep=True)
     parts.life.enter(EngineState.ASLEEP)
     parts.supervisor.begin()
-    await _load_adapters(parts)
+    await _load_adapters(parts, until_s)
 
 
-async def _start_awake(parts: EngineParts) -> None:
+async def _start_awake(parts: EngineParts, until_s: float) -> None:
     """Load, and where the policy is Asleep sleep then: so what sleeps is known to work."""
     await parts.preparation.begin(await parts.ranks.start(), asleep=False)
-    await _load_adapters(parts)
+    await _load_adapters(parts, until_s)
     parts.life.enter(EngineState.READY)
     parts.supervisor.begin()
     if parts.rules.policy is SleepPolicy.ASLEEP:
@@ -53,7 +56,8 @@ async def _start_awake(parts: EngineParts) -> None:
         await parts.operations.over(call.operation_id)
 
 
-async def _load_adapters(parts: EngineParts) -> None:
+async def _load_adapters(parts: EngineParts, until_s: float) -> None:
+    """Load adapters in what is left of the time of the start: a source that stalls must not end it."""
     parts.life.stage = LoadStage.LOADING_ADAPTERS
-    await parts.declared.load_at_start()
+    await parts.declared.load_at_start(max(0.0, until_s - asyncio.get_running_loop().time()))
     parts.life.stage = LoadStage.DONE

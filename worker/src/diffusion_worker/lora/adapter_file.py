@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter's weights file in memory: found, read once, and its digest, tensors and values checked.
+"""An adapter's weights file: its header, then in memory: read once, and its digest, tensors and values checked.
 
 The digest is of exactly the bytes that the tensors lie in. A file in place may change at any time, so nothing is read twice.
 """
 
 import hashlib
 import itertools
+import math
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -18,18 +19,13 @@ import torch
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.header import (
     ITEM_BYTES,
-    PICKLE_SUFFIXES,
     AdapterHeader,
     TensorEntry,
     open_file,
     parse_header,
     read_beginning,
-    shown,
 )
-from diffusion_worker.lora.peft_settings import CONFIG_FILE
 
-PEFT_WEIGHTS = "adapter_model.safetensors"
-DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 FACTOR_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 # Some trainers write alpha as a whole number.
 ALPHA_DTYPES = FACTOR_DTYPES | {"I64": torch.int64, "I32": torch.int32}
@@ -49,63 +45,80 @@ class AdapterFile(NamedTuple):
         return self.hashed.result()
 
 
-class Located(NamedTuple):
-    """Where an adapter's weights are, and its peft configuration, where it has one."""
+class OpenWeights:
+    """An open weights file of which the header was read and checked. Use as a context manager; `read` at most once."""
 
-    weights: Path
-    config: Path | None
+    def __init__(self, path: Path, label: str, *, root: Path | None = None) -> None:
+        """Raises RequestError: InvalidAdapter with the first tensor that is wrong; UnsupportedFormat for a pickle."""
+        self._label = f"{label}: {path.name}"
+        self._descriptor = open_file(path, self._label, root=root)
+        try:
+            self._beginning, size = read_beginning(self._descriptor, self._label)
+            self.header = parse_header(self._beginning, size, label=self._label)
+            _check_dtypes(self.header, self._label)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._alphas: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> "OpenWeights":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def stand_ins(self) -> dict[str, torch.Tensor]:
+        """Tensors without values in the place of those of the file, but for alphas, which are a few bytes each.
+
+        Raises:
+            RequestError: InvalidAdapter for an alpha that is not finite.
+        """
+        found = {name: torch.empty(entry.shape, dtype=ALPHA_DTYPES[entry.dtype], device="meta") for name, entry in self._entries()}
+        self._alphas = {name: self._alpha(name, entry) for name, entry in self._entries() if _is_alpha(name, entry)}
+        return found | self._alphas
+
+    def read(self) -> AdapterFile:
+        """Read the rest and check all of its values.
+
+        Raises:
+            RequestError: InvalidAdapter with the first tensor that is wrong.
+        """
+        digest = hashlib.sha256()
+        # Beside all that is done with the tensors: it takes as long, and lets other threads run meanwhile.
+        hashing = ThreadPoolExecutor(max_workers=1)
+        try:
+            hashing.submit(digest.update, self._beginning)
+            size = self.header.size_bytes - self.header.data_start
+            buffer = _read_rest(self._descriptor, size, lambda chunk: hashing.submit(digest.update, chunk), self._label)
+            hashed = hashing.submit(lambda: f"sha256:{digest.hexdigest()}")
+        finally:
+            hashing.shutdown(wait=False)
+        views = {dtype: _numbers(buffer, dtype) for dtype in {entry.dtype for _, entry in self._entries()}}
+        tensors = {name: _view(buffer, views[entry.dtype], entry) for name, entry in self._entries()}
+        _check_finite(self.header, tensors, buffer, self._label)
+        if any(not torch.equal(tensors[name], alpha) for name, alpha in self._alphas.items()):
+            raise _invalid(f"{self._label}: the file changed while it was read")
+        tensors = {name: _at_most_single(name, tensor, self._label) for name, tensor in tensors.items()}
+        return AdapterFile(self.header, hashed, tensors)
+
+    def _entries(self) -> Iterable[tuple[str, TensorEntry]]:
+        return self.header.tensors.items()
+
+    def _alpha(self, name: str, entry: TensorEntry) -> torch.Tensor:
+        try:
+            data = os.pread(self._descriptor, entry.end - entry.begin, self.header.data_start + entry.begin)
+        except OSError as error:
+            raise _invalid(f"{self._label}: {name} cannot be read: {error.strerror}") from None
+        if len(data) != entry.end - entry.begin:
+            raise _invalid(f"{self._label}: the file became shorter while it was read")
+        alpha = torch.frombuffer(bytearray(data), dtype=ALPHA_DTYPES[entry.dtype]).view(entry.shape)
+        if not _is_finite(alpha):
+            raise _invalid(f"{self._label}: {name} has values that are not finite")
+        return alpha
 
 
-def locate(path: Path, label: str) -> Located:
-    """The files of an adapter's folder or file.
-
-    Raises:
-        RequestError: InvalidAdapter, or UnsupportedFormat for a folder of pickles.
-    """
-    if not path.is_dir():
-        config = path.with_name(CONFIG_FILE)
-        return Located(path, config if path.name == PEFT_WEIGHTS and config.is_file() else None)
-    if (path / CONFIG_FILE).exists() or (path / PEFT_WEIGHTS).exists():
-        return Located(path / PEFT_WEIGHTS, path / CONFIG_FILE)
-    if (path / DIFFUSERS_WEIGHTS).exists():
-        return Located(path / DIFFUSERS_WEIGHTS, None)
-    files = sorted(entry.name for entry in path.iterdir() if entry.suffix == ".safetensors")
-    if len(files) == 1:
-        return Located(path / files[0], None)
-    pickles = sorted(entry.name for entry in path.iterdir() if entry.suffix in PICKLE_SUFFIXES)
-    if pickles and not files:
-        message = f"{label}: expected a .safetensors file, found {shown(pickles[0])}; pickle can run code and is never read"
-        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, message)
-    found = f"{len(files)} .safetensors files" if files else "none of these"
-    raise _invalid(f"{label}: expected {CONFIG_FILE} with {PEFT_WEIGHTS}, {DIFFUSERS_WEIGHTS} or one .safetensors file, found {found}")
-
-
-def read_file(path: Path, label: str) -> AdapterFile:
-    """Read a weights file and check all of its values.
-
-    Raises:
-        RequestError: InvalidAdapter with the first tensor that is wrong; UnsupportedFormat for a pickle.
-    """
-    label = f"{label}: {path.name}"
-    descriptor = open_file(path, label)
-    digest = hashlib.sha256()
-    # Beside all that is done with the tensors: it takes as long, and lets other threads run meanwhile.
-    hashing = ThreadPoolExecutor(max_workers=1)
-    try:
-        beginning, size = read_beginning(descriptor, label)
-        header = parse_header(beginning, size, label=label)
-        _check_dtypes(header, label)
-        hashing.submit(digest.update, beginning)
-        buffer = _read_rest(descriptor, size - len(beginning), lambda chunk: hashing.submit(digest.update, chunk), label)
-        hashed = hashing.submit(lambda: f"sha256:{digest.hexdigest()}")
-    finally:
-        os.close(descriptor)
-        hashing.shutdown(wait=False)
-    views = {dtype: _numbers(buffer, dtype) for dtype in {entry.dtype for entry in header.tensors.values()}}
-    tensors = {name: _view(buffer, views[entry.dtype], entry) for name, entry in header.tensors.items()}
-    _check_finite(header, tensors, buffer, label)
-    tensors = {name: _at_most_single(name, tensor, label) for name, tensor in tensors.items()}
-    return AdapterFile(header, hashed, tensors)
+def _is_alpha(name: str, entry: TensorEntry) -> bool:
+    return name.endswith(".alpha") and math.prod(entry.shape) == 1
 
 
 def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], object], label: str) -> torch.Tensor:
@@ -114,7 +127,10 @@ def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], ob
     view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     at = 0
     while at < size:
-        count = os.readv(descriptor, [view[at : at + CHUNK_BYTES]])
+        try:
+            count = os.readv(descriptor, [view[at : at + CHUNK_BYTES]])
+        except OSError as error:
+            raise _invalid(f"{label}: cannot be read at byte {at}: {error.strerror}") from None
         if not count:
             raise _invalid(f"{label}: the file became shorter while it was read: {at} of {size} bytes")
         hash_chunk(view[at : at + count])

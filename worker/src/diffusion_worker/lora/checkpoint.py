@@ -5,23 +5,27 @@ Where it lies and what it holds is `adapter_file`'s, what names mean `formats`' 
 `peft_settings`'. Whether the modules are the model's is found where they are bound (`adapter_layers`).
 """
 
+import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.adapter_file import AdapterFile, locate, read_file
+from diffusion_worker.lora.adapter_file import AdapterFile, OpenWeights
 from diffusion_worker.lora.formats import Format, module_path
-from diffusion_worker.lora.header import shown
-from diffusion_worker.lora.naming import AdaptedModel, Factors, RawLoRAModule, bind, modules_of
-from diffusion_worker.lora.peft_settings import CONFIG_FILE, METADATA_KEY, PeftSettings, read_settings, settings_in_metadata
+from diffusion_worker.lora.header import AdapterHeader, shown
+from diffusion_worker.lora.identity import LOW_RANK, ModuleChange, contradicts, identity_of
+from diffusion_worker.lora.loads import pattern_time
+from diffusion_worker.lora.located import CONFIG_FILE, locate
+from diffusion_worker.lora.naming import AdaptedModel, Factors, NeedsValues, RawLoRAModule, bind, modules_of
+from diffusion_worker.lora.peft_settings import METADATA_KEY, PeftSettings, read_settings, settings_in_metadata
 from diffusion_worker.lora.recipe import read_recipe
 from diffusion_worker.lora.request import LoadOptions
-from diffusion_worker.messages import Recipe
+from diffusion_worker.messages import AdapterIdentity, Recipe
 
 BASE_MODEL_KEYS = ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name")
 FIRST, SECOND = "transformer", "transformer_2"
@@ -64,29 +68,58 @@ class LoRACheckpoint(msgspec.Struct, frozen=True):
         """The largest rank of its modules."""
         return max(factors.a.shape[0] for factors in self.modules.values())
 
+    @property
+    def identity(self) -> AdapterIdentity:
+        """The effect: the file, and the settings that its bytes alone do not say."""
+        changes = (ModuleChange(name, LOW_RANK, factors.a.shape[0], factors.scaling) for name, factors in self.modules.items())
+        return identity_of(self.digest, changes)
+
 
 def invalid(message: str) -> RequestError:
     """The refusal of an adapter; not worth a retry before the adapter changes."""
     return RequestError(ErrorCode.INVALID_ADAPTER, message)
 
 
-def read_checkpoint(path: str, *, name: str | None = None, options: LoadOptions = PLAIN, model: AdaptedModel = ANY_MODEL) -> LoRACheckpoint:
+def read_checkpoint(
+    path: str,
+    *,
+    root: str | None = None,
+    name: str | None = None,
+    options: LoadOptions = PLAIN,
+    model: AdaptedModel = ANY_MODEL,
+    judge: Callable[[LoRACheckpoint], None] = lambda checkpoint: None,
+    sized: Callable[[int], None] = lambda size: None,
+) -> LoRACheckpoint:
     """Read and check an adapter; `path` is a folder of peft or diffusers, or one .safetensors file. `name` is for messages.
 
+    With a `root` nothing outside of that folder is read. Names, shapes, dtypes and alphas are judged before the factors are
+    read: `judge` sees the adapter with factors that have no values. `sized` hears of the file's size.
+
     Raises:
-        RequestError: InvalidAdapter, UnsupportedFormat, DigestMismatch, or NoMatchingModules for components it has nothing for.
+        RequestError: InvalidAdapter, UnsupportedFormat, DigestMismatch, IdentityMismatch, or NoMatchingModules for components it has
+            nothing for.
     """
     label = f"adapter {name or path!r}"
-    located = locate(Path(path), label)
-    config = read_settings(located.config, label) if located.config else None
-    file = read_file(located.weights, label)
+    beneath = None if root is None else Path(root)
+    located = locate(Path(path), label, root=beneath)
+    config = read_settings(located.config, label, root=beneath) if located.config else None
+    with OpenWeights(located.weights, label, root=beneath) as opened:
+        sized(opened.header.size_bytes)
+        reading = _Reading(opened.header, opened.stand_ins(), config, options, model, label)
+        # Some conversions of names look at values; those are made when the values are there.
+        with contextlib.suppress(NeedsValues):
+            judge(reading.checkpoint(reading.tensors, ""))
+        file = opened.read()
     try:
-        checkpoint = _checkpoint(file, config, options, model, label)
+        checkpoint = reading.checkpoint(file.tensors, file.digest)
     except RequestError:
         # That it is another file than was asked for says more than what is wrong with it.
         _require_digest(file, options, label)
         raise
     _require_digest(file, options, label)
+    if contradicts(checkpoint.identity, options.identity):
+        message = f"{label}: expected identity {options.identity}, found {checkpoint.identity}: its configuration was changed"
+        raise RequestError(ErrorCode.IDENTITY_MISMATCH, message)
     return checkpoint
 
 
@@ -95,34 +128,51 @@ def _require_digest(file: AdapterFile, options: LoadOptions, label: str) -> None
         raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected digest {options.digest}, found {file.digest}")
 
 
-def _checkpoint(file: AdapterFile, config: PeftSettings | None, options: LoadOptions, model: AdaptedModel, label: str) -> LoRACheckpoint:
-    written = modules_of(file.tensors, label)
-    settings = _settings_of(file, config, written, model, label)
-    scaling = {module: _scaling(module, names, settings, model, label) for module, names in written.items()}
-    factors, found = bind(file.tensors, written, scaling.__getitem__, model=model, label=label)
-    found = Format.PEFT if config else found
-    if options.format not in (None, found):
-        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected format {options.format}, found {found}")
-    modules = _of_components(factors, options.components, label)
-    checkpoint = LoRACheckpoint(
-        digest=file.digest,
-        size_bytes=file.header.size_bytes,
-        modules=modules,
-        format=str(found),
-        alpha=_common_alpha(written, settings),
-        base_model=_base_model(file.header.metadata, config),
-        recipe=read_recipe(file.header.metadata, label),
-    )
-    if options.expected_rank is not None and options.expected_rank != checkpoint.rank:
-        raise invalid(f"{label}: expected rank {options.expected_rank}, found {checkpoint.rank}")
-    return checkpoint
+class _Reading:
+    """The words of a file and its settings about an adapter, whatever its factors are; raises RequestError."""
+
+    def __init__(
+        self,
+        header: AdapterHeader,
+        tensors: Mapping[str, torch.Tensor],
+        config: PeftSettings | None,
+        options: LoadOptions,
+        model: AdaptedModel,
+        label: str,
+    ) -> None:
+        self.tensors = tensors
+        self._header, self._config, self._options, self._model, self._label = header, config, options, model, label
+        self._written = modules_of(tensors, label)
+        self._settings = _settings_of(header, config, self._written, model, label)
+        with pattern_time.counted():
+            self._scaling = {module: _scaling(module, names, self._settings, model, label) for module, names in self._written.items()}
+
+    def checkpoint(self, tensors: Mapping[str, torch.Tensor], digest: str) -> LoRACheckpoint:
+        """The adapter of these factors; raises RequestError, or NeedsValues where they have none."""
+        options, label, metadata = self._options, self._label, self._header.metadata
+        factors, found = bind(tensors, self._written, self._scaling.__getitem__, model=self._model, label=label)
+        found = Format.PEFT if self._config else found
+        if options.format not in (None, found):
+            raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected format {options.format}, found {found}")
+        checkpoint = LoRACheckpoint(
+            digest=digest,
+            size_bytes=self._header.size_bytes,
+            modules=_of_components(factors, options.components, label),
+            format=str(found),
+            alpha=_common_alpha(self._written, self._settings),
+            base_model=_base_model(metadata, self._config),
+            recipe=read_recipe(metadata, label),
+        )
+        if options.expected_rank is not None and options.expected_rank != checkpoint.rank:
+            raise invalid(f"{label}: expected rank {options.expected_rank}, found {checkpoint.rank}")
+        return checkpoint
 
 
 def _settings_of(
-    file: AdapterFile, config: PeftSettings | None, written: Mapping[str, RawLoRAModule], model: AdaptedModel, label: str
+    header: AdapterHeader, config: PeftSettings | None, written: Mapping[str, RawLoRAModule], model: AdaptedModel, label: str
 ) -> dict[str, PeftSettings]:
     """The settings by component, from one place; each module without an alpha of its own has some where there are any."""
-    settings = settings_in_metadata(file.header.metadata, label, denoiser=model.denoiser)
+    settings = settings_in_metadata(header.metadata, label, denoiser=model.denoiser)
     if config and settings:
         raise invalid(f"{label}: expected settings in one place, found {CONFIG_FILE} and {METADATA_KEY} in the file's metadata")
     settings = {model.denoiser: config} if config else settings

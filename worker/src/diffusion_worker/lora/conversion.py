@@ -6,17 +6,21 @@ through all they do with it, and a conversion counts only when each of them arri
 """
 
 import functools
+import importlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.configuration_utils import FrozenDict
 from diffusers.loaders.lora_pipeline import SD3LoraLoaderMixin, StableDiffusionXLLoraLoaderMixin
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from diffusers.utils import logging
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.header import shown
+from diffusion_worker.lora.loads.model_table import ConverterTable
+from diffusion_worker.lora.naming import NeedsValues
 from diffusion_worker.lora.whole_checkpoint import convert_sd3
 
 # Blocks are counted in loops up to the largest number in a name.
@@ -41,9 +45,39 @@ def converter_of(pipeline: Any) -> Convert | None:
     Raises:
         RequestError: InvalidAdapter, when diffusers does not know the names, or would drop some.
     """
-    load = _loader(pipeline)
-    if load is None:
+    table = converter_table(pipeline)
+    return None if table is None else _converter(type(pipeline), table)
+
+
+def converter_of_table(table: ConverterTable | None) -> Convert | None:
+    """The same for a pipeline that is elsewhere."""
+    if table is None:
         return None
+    module, _, name = table.pipeline.partition(":")
+    return _converter(functools.reduce(getattr, name.split("."), importlib.import_module(module)), table)
+
+
+def converter_table(pipeline: Any) -> ConverterTable | None:
+    """Describe a pipeline to a converter, as plain data; None where its class loads no adapters."""
+    kind = next((each for each in type(pipeline).__mro__ if "lora_state_dict" in vars(each)), None)
+    if kind is None:
+        return None
+    own = type(pipeline) if type(pipeline).__module__.startswith("diffusers.") else kind
+    where = f"{own.__module__}:{own.__qualname__}"
+    if isinstance(pipeline, SD3LoraLoaderMixin):
+        config = pipeline.transformer.config
+        return ConverterTable(where, blocks=config.num_layers, dual=tuple(config.dual_attention_layers))
+    # Blocks of the original U-Net are numbered through; only the configuration tells where one of ours ends.
+    unet = getattr(pipeline, "unet", None)
+    return ConverterTable(where, unet_config=None if unet is None else dict(unet.config))
+
+
+def _converter(kind: Any, table: ConverterTable) -> Convert:
+    load = kind.lora_state_dict
+    if table.blocks is not None:
+        load = functools.partial(_load_sd3, load, blocks=table.blocks, dual=table.dual)
+    elif table.unet_config is not None:
+        load = functools.partial(load, unet_config=FrozenDict(table.unet_config))
 
     def convert(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Converted]:
         if large := [name for name in tensors if _LARGE_NUMBER.search(name)]:
@@ -54,19 +88,6 @@ def converter_of(pipeline: Any) -> Convert | None:
         return found
 
     return convert
-
-
-def _loader(pipeline: Any) -> Callable[[dict[str, Any]], Any] | None:
-    """Diffusers' function for this pipeline: tensors by name in, and out, and in some cases more."""
-    load = getattr(type(pipeline), "lora_state_dict", None)
-    if load is None:
-        return None
-    if isinstance(pipeline, SD3LoraLoaderMixin):
-        config = pipeline.transformer.config
-        return functools.partial(_load_sd3, load, blocks=config.num_layers, dual=tuple(config.dual_attention_layers))
-    # Blocks of the original U-Net are numbered through; only the configuration tells where one of ours ends.
-    unet = getattr(pipeline, "unet", None)
-    return functools.partial(load, unet_config=unet.config) if unet is not None else load
 
 
 def _load_sd3(load: Any, tensors: dict[str, Any], *, blocks: int, dual: tuple[int, ...]) -> dict[str, Any]:
@@ -139,6 +160,8 @@ def _converted(load: Callable[[dict[str, Any]], Any], tensors: Mapping[str, torc
     try:
         result = load(dict(traced))
     except Exception as error:
+        if any(tensor.is_meta for tensor in tensors.values()) and (isinstance(error, NotImplementedError) or "meta" in str(error)):
+            raise NeedsValues from None
         what = f"{type(error).__name__}: {ascii(str(error))[:200]}"
         at = ", ".join(shown(name) for name in touched[:3] or list(tensors)[:1])
         raise _invalid(f"{label}: diffusers cannot convert it, and was at {at}: {what}") from None
@@ -164,6 +187,8 @@ def _check_complete(tensors: Mapping[str, torch.Tensor], results: Collection[Con
 def _all_there(tensor: torch.Tensor, parts: list[torch.Tensor]) -> bool:
     if not parts or sum(part.numel() for part in parts) >= tensor.numel():
         return bool(parts)
+    if tensor.is_meta:
+        raise NeedsValues
     return sum(int(part.count_nonzero()) for part in parts) == int(tensor.count_nonzero())
 
 

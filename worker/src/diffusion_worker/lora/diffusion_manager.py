@@ -5,7 +5,6 @@ Two ids with the same bytes and the same effect share one copy in memory and one
 that ranks can agree before any of them makes room for an adapter (`register`).
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,14 +15,19 @@ from torch import nn
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
+from diffusion_worker.lora.identity import identity_of_several
 from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.loads.binding import components_of
+from diffusion_worker.lora.loads.layout import Layout
+from diffusion_worker.lora.loads.model_table import ConverterTable, ModelTable
+from diffusion_worker.lora.loads.sealed_memory import map_sealed
 from diffusion_worker.lora.model_layers import can_be_wrapped
 from diffusion_worker.lora.model_manager import LoRAModel, LRUCacheLoRAModelManager
 from diffusion_worker.lora.naming import AdaptedModel
 from diffusion_worker.lora.pipeline_layers import AdapterLayers, HostAdapter
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.checksum import checksum
-from diffusion_worker.messages import LoadedLoRA, LoRAUse
+from diffusion_worker.messages import AdapterIdentity, LoadedLoRA, LoRAUse, PreparedPart
 
 if TYPE_CHECKING:
     from diffusion_worker.lora.conversion import Convert
@@ -37,7 +41,6 @@ class Candidate(NamedTuple):
     request: LoRARequest
     options: LoadOptions
     adapter: HostAdapter
-    effect: str
     loaded: LoadedLoRA
 
 
@@ -64,18 +67,20 @@ class DiffusionLoRAManager:
         part_of: Callable[[str], LinearPart | None] = lambda name: None,
         target_modules: Sequence[str] = (),
         convert: "Convert | None" = None,
+        converter: ConverterTable | None = None,
         in_use: Callable[[], Iterable[LoRAUse]] = tuple,
         asleep: bool = False,
     ) -> None:
         """`components` are what adapters may change, `denoiser` the name of the one that they are for unless they say.
 
         `cached` adapters are kept in host memory, and one more while it replaces another; none at all without `slots`.
-        `convert` makes names of an original model diffusers'.
+        `convert` makes names of an original model diffusers', and `converter` says the same to a process without the model.
         `device` is where the components compute, wherever their weights are; `in_use` tells what running requests use.
         `asleep`: slots take no memory before `restore`.
         """
         self._components = dict(components)
         self._model = AdaptedModel(self._components, denoiser, convert)
+        self._targets, self._converter = target_modules, converter
         self._cached = cached
         self._in_use = in_use
         self._layers = AdapterLayers(
@@ -89,7 +94,7 @@ class DiffusionLoRAManager:
         )
         self._copies = LRUCacheLoRAModelManager(self._layers, slots=slots, capacity=cached + 1, in_use=self._copies_in_use)
         self._known: dict[int, _Known] = {}
-        self._effects: dict[int, str] = {}
+        self._effects: dict[int, AdapterIdentity] = {}
         # Numbers of copies are never used twice; dummies count down from 0.
         self._next_copy = 1
 
@@ -133,18 +138,52 @@ class DiffusionLoRAManager:
             RequestError: as `add_adapter`, but for CapacityExceeded of what is in memory.
         """
         name = request.lora_name
-        known = self._known.get(request.lora_int_id)
-        if known is not None and known.request != request:
-            message = f"adapter {name!r}: its id {request.lora_int_id} is that of {known.request.lora_name!r}"
-            raise RequestError(ErrorCode.CONFLICT, message)
+        self._require_free_id(request)
         if not self._copies.lora_slots:
             raise RequestError(ErrorCode.CAPACITY_EXCEEDED, f"adapter {name!r}: adapters are off, --max-loras is 0")
         if not any(can_be_wrapped(part) for module in self._components.values() for part in module.modules()):
             found = ", ".join(type(module).__name__ for module in self._components.values()) or "no component"
             raise RequestError(ErrorCode.NO_MATCHING_MODULES, f"adapter {name!r}: the model has no layer for adapters in {found}")
-        checkpoint = read_checkpoint(request.lora_path, name=name, options=options, model=self._model)
+        checkpoint = read_checkpoint(request.lora_path, root=request.lora_root, name=name, options=options, model=self._model)
         adapter = self._layers.pack(checkpoint, name=name)
-        return Candidate(request, options, adapter, _effect_of(checkpoint), _described(checkpoint, adapter))
+        return Candidate(request, options, adapter, described(checkpoint, adapter.kept))
+
+    def adopt(self, request: LoRARequest, options: LoadOptions, part: PreparedPart) -> LoadedLoRA:
+        """Register an adapter that the process of a load has read, checked and laid out for this rank.
+
+        Raises:
+            RequestError: CapacityExceeded; Conflict for an id that is another adapter's; RankFailed where it is not for this model.
+        """
+        self._require_free_id(request)
+        if request.lora_int_id in self._known:
+            return self._known[request.lora_int_id].loaded
+        try:
+            layout = msgspec.msgpack.decode(part.layout, type=Layout)
+            adapter = self._layers.open(layout, map_sealed(part.path, part.size))
+        except (OSError, KeyError, ValueError) as error:
+            message = f"adapter {request.lora_name!r}: this rank cannot use what the load made: {type(error).__name__}: {error}"
+            raise RequestError(ErrorCode.RANK_FAILED, message) from None
+        return self.register(Candidate(request, options, adapter, part.loaded))
+
+    def table(self) -> ModelTable:
+        """Describe the model to the process of a load."""
+        modules, layers = self._layers.table()
+        return ModelTable(
+            denoiser=self._model.denoiser,
+            components={name: type(module).__name__ for name, module in self._components.items()},
+            modules=modules,
+            layers=layers,
+            targets=list(self._targets),
+            slots=self._copies.lora_slots,
+            max_rank=self._layers.max_rank,
+            converter=self._converter,
+        )
+
+    def _require_free_id(self, request: LoRARequest) -> None:
+        known = self._known.get(request.lora_int_id)
+        if known is not None and known.request != request:
+            message = f"adapter {request.lora_name!r}: its id {request.lora_int_id} is that of {known.request.lora_name!r}"
+            raise RequestError(ErrorCode.CONFLICT, message)
 
     def register(self, candidate: Candidate) -> LoadedLoRA:
         """Keep an adapter in host memory, in the place of others where there is no room.
@@ -156,7 +195,7 @@ class DiffusionLoRAManager:
         if request.lora_int_id in self._known:
             return self._known[request.lora_int_id].loaded
         loaded = candidate.loaded
-        copy = next((copy for copy, effect in self._effects.items() if effect == candidate.effect), None)
+        copy = next((copy for copy, effect in self._effects.items() if effect == candidate.loaded.identity), None)
         if copy is None:
             going = self._making_room(candidate)
             loaded = msgspec.structs.replace(loaded, evicted=going)
@@ -164,7 +203,7 @@ class DiffusionLoRAManager:
                 self.remove_adapter(lora_int_id)
             copy, self._next_copy = self._next_copy, self._next_copy + 1
             self._copies.add_adapter(LoRAModel(copy, request.lora_name, candidate.adapter))
-            self._effects[copy] = candidate.effect
+            self._effects[copy] = candidate.loaded.identity
         self._copies.touch(copy)
         self._known[request.lora_int_id] = _Known(request, copy, msgspec.structs.replace(loaded, evicted=[]))
         return loaded
@@ -206,12 +245,12 @@ class DiffusionLoRAManager:
         self._layers.restore()
 
     def host_copies(self) -> dict[int, tuple[str, list[torch.Tensor]]]:
-        """By its id, the digest of each registered adapter's file and what is kept of it in host memory."""
-        found = {}
+        """Return, by id, the identity of each registered adapter and the tensors that are kept of it in host memory."""
+        found: dict[int, tuple[str, list[torch.Tensor]]] = {}
         for lora_int_id, known in self._known.items():
             model = self._copies.get_adapter(known.copy)
             if model is not None:
-                found[lora_int_id] = known.loaded.digest, [run.values for run in model.adapter.runs]
+                found[lora_int_id] = known.loaded.identity, [model.adapter.kept]
         return found
 
     @torch.inference_mode(mode=False)
@@ -251,12 +290,20 @@ class DiffusionLoRAManager:
             if use.scale:
                 self._copies.activate_adapter(copy)
 
+    def is_ready(self, uses: Iterable[LoRAUse]) -> bool:
+        """Return whether nothing of the adapters of a request is left to be copied into their slots."""
+        slots = [self._copies.slot_of(known.copy) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
+        return all(slot is None or self._layers.is_filled(slot) for slot in slots)
+
+    def fill(self, *, at_most: int | None = None) -> None:
+        """Go on with the copies into slots, until they are done or so many bytes were copied."""
+        self._layers.fill(at_most=at_most)
+
     def identity_in(self, component: str, uses: Sequence[LoRAUse]) -> str | None:
         """What adapters with their strengths make of a component: equal only where it is the same. None for its own weights."""
         # One that is gone is missed by the call itself.
         changing = [(known.copy, use.scale) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
-        parts = [f"{self._effects[copy]} x {scale}" for copy, scale in changing if component in self._components_of(copy)]
-        return " + ".join(sorted(parts)) or None
+        return identity_of_several((self._effects[copy], scale) for copy, scale in changing if component in self._components_of(copy))
 
     def set_adapter_mapping(self, component: str, uses: Sequence[Sequence[LoRAUse]]) -> AbstractContextManager[None]:
         """Have each row of a call of a component use adapters, which are active; for the call inside of the `with` alone.
@@ -274,7 +321,7 @@ class DiffusionLoRAManager:
         for number in made:
             self._copies.capacity += 1
             self._copies.add_adapter(self._copies.create_dummy_lora(number, self._copies.get_dummy_lora_warmup_rank()))
-            self._effects[number] = nothing.lora_name
+            self._effects[number] = AdapterIdentity(nothing.lora_name)
             self._known[number] = _Known(nothing, number, LoadedLoRA(digest="", rank=0, modules=0, size_bytes=0))
         try:
             yield made
@@ -329,24 +376,20 @@ class DiffusionLoRAManager:
         return frozenset() if model is None else model.adapter.components
 
 
-def _effect_of(checkpoint: LoRACheckpoint) -> str:
-    """The digest, and what the weights file does not say: which modules are changed, and by which scaling of its factors."""
-    scalings = sorted((name, factors.scaling) for name, factors in checkpoint.modules.items())
-    return f"{checkpoint.digest} {hashlib.sha256(repr(scalings).encode()).hexdigest()[:16]}"
-
-
-def _described(checkpoint: LoRACheckpoint, adapter: HostAdapter) -> LoadedLoRA:
+def described(checkpoint: LoRACheckpoint, kept: torch.Tensor) -> LoadedLoRA:
+    """Describe an adapter to callers; `kept` are the bytes that a rank keeps of it."""
     return LoadedLoRA(
         digest=checkpoint.digest,
         rank=checkpoint.rank,
         modules=len(checkpoint.modules),
         size_bytes=checkpoint.size_bytes,
-        components=sorted(adapter.components),
+        components=sorted(components_of(checkpoint)),
         format=checkpoint.format,
         alpha=checkpoint.alpha,
         base_model=checkpoint.base_model,
         recipe=checkpoint.recipe,
-        checksum=checksum(run.values for run in adapter.runs),
+        checksum=checksum([kept]),
+        identity=checkpoint.identity,
     )
 
 

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.regular_file import open_regular
 
 # Trainers keep statistics of their data sets in the metadata: some hundred KB. This bounds what parsing takes.
 MAX_HEADER_BYTES = 16 << 20
@@ -93,30 +93,35 @@ def read_header(path: str | Path, *, name: str | None = None) -> AdapterHeader:
     label = f"adapter {name or str(path)!r}"
     descriptor = open_file(Path(path), label)
     try:
-        return parse_header(*read_beginning(descriptor, label), label=label)
+        return read_header_of(descriptor, label)
     finally:
         os.close(descriptor)
 
 
-def open_file(path: Path, label: str) -> int:
-    """A descriptor of a regular file; whatever could block or has no end is refused."""
+def read_header_of(descriptor: int, label: str) -> AdapterHeader:
+    """The checked header of an open file; raises as `read_header`."""
+    return parse_header(*read_beginning(descriptor, label), label=label)
+
+
+def open_file(path: Path, label: str, *, root: Path | None = None) -> int:
+    """A descriptor of a regular file, beneath a root where there is one; whatever could block or has no end is refused."""
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise RequestError(
             ErrorCode.UNSUPPORTED_FORMAT,
             f"{label}: expected a .safetensors file, found {path.suffix}; pickle can run code and is never read",
         )
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        raise _invalid(f"{label}: {path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _invalid(f"{label}: {path.name} is no regular file")
-    return descriptor
+    return open_regular(path, label, root=root)
 
 
 def read_beginning(descriptor: int, label: str) -> tuple[bytes, int]:
     """The length and the header of an open file as they are, and the file's size; the descriptor is then at the tensors."""
+    try:
+        return _read_beginning(descriptor, label)
+    except OSError as error:
+        raise _invalid(f"{label}: cannot be read: {error.strerror}") from None
+
+
+def _read_beginning(descriptor: int, label: str) -> tuple[bytes, int]:
     size = os.fstat(descriptor).st_size
     beginning = os.read(descriptor, LENGTH_BYTES)
     if len(beginning) < LENGTH_BYTES:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from diffusion_worker.lora.call_rows import CompiledRows, RowAdapters, RowAdaptersHolder, RowsCannotBeToldApart
+from diffusion_worker.lora.loads.model_table import PartCut
 
 EXPERTS = ".experts."
 
@@ -29,8 +30,7 @@ class LinearPart:
     `A x` over the ranks, since its base result is summed already.
     """
 
-    cut_a: Callable[[torch.Tensor], torch.Tensor]
-    cut_b: Callable[[torch.Tensor], torch.Tensor]
+    cut: PartCut
     add_up: Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.loads.model_table import ModelTable, PartCut, TableLayer, dtype_named, name_of
 
 # What diffusers calls fused projections, and their parts in order.
 FUSED = {
@@ -30,7 +31,7 @@ class ModelLayer:
     """A layer that can be wrapped: where it is, and what an adapter's factors have to look like.
 
     `inputs` is the shape of A without its rank, `outputs` the sizes of the parts of a fused layer (one for any other).
-    `places` are the modules that hold it, and its name in each.
+    `places` are the modules that hold it, and its name in each. A layer of a table has no `base`, but a `known_dtype`.
     """
 
     name: str
@@ -38,11 +39,15 @@ class ModelLayer:
     places: list[tuple[nn.Module, str]]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    part: LinearPart | None
+    cut: PartCut | None
+    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+    known_dtype: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """What it computes in."""
+        if self.known_dtype is not None:
+            return self.known_dtype
         found: torch.dtype = getattr(self.base, "compute_dtype", None) or stored_as(self.base).dtype
         return found
 
@@ -51,7 +56,7 @@ class ModelLayer:
         """Inputs, and outputs of each part, of what this rank has of it."""
         shape = stored_as(self.base).shape
         inputs = int(torch.Size(shape[1:]).numel())
-        return inputs, list(self.outputs) if self.part is None else [int(shape[0])]
+        return inputs, list(self.outputs) if self.cut is None else [int(shape[0])]
 
 
 class Piece(NamedTuple):
@@ -86,21 +91,43 @@ class ModelLayers:
     """All layers of the components that adapters can change, by name; a layer with two names is one."""
 
     def __init__(self, components: Mapping[str, nn.Module], part_of: Callable[[str], LinearPart | None]) -> None:
-        self._modules: dict[str, nn.Module] = {}
+        self._kinds: dict[str, str] = {}
         self._layers: dict[str, ModelLayer] = {}
+        self._found: dict[str, LayerMatch] = {}
+        modules: dict[str, nn.Module] = {}
         seen: dict[int, ModelLayer] = {}
         for component, model in components.items():
             for path, module in model.named_modules(remove_duplicate=False):
                 name = f"{component}.{path}" if path else component
-                self._modules[name] = module
+                modules[name] = module
+                self._kinds[name] = type(module).__name__
                 if path and can_be_wrapped(module):
-                    parent = self._modules[name.rpartition(".")[0]]
+                    parent = modules[name.rpartition(".")[0]]
                     layer = seen.get(id(module))
                     if layer is None:
                         layer = seen[id(module)] = _layer(name, module, parent, part_of(name))
                     layer.places.append((parent, path.rpartition(".")[2]))
                     self._layers[name] = layer
-        self._found: dict[str, LayerMatch] = {}
+
+    @classmethod
+    def of_table(cls, table: ModelTable) -> "ModelLayers":
+        """The layers of a model that is elsewhere."""
+        found = cls({}, lambda name: None)
+        found._kinds = table.modules
+        for entry in table.layers:
+            layer = ModelLayer(entry.names[0], None, [], entry.inputs, entry.outputs, entry.cut, known_dtype=dtype_named(entry.dtype))
+            found._layers.update(dict.fromkeys(entry.names, layer))
+        # In the order of the modules: of two names for a layer the first is its own.
+        found._layers = {name: found._layers[name] for name in table.modules if name in found._layers}
+        return found
+
+    def table(self) -> tuple[dict[str, str], list[TableLayer]]:
+        """The class of each module, and all layers, for a process that has no model."""
+        names: dict[int, list[str]] = {}
+        for name, layer in self._layers.items():
+            names.setdefault(id(layer), []).append(name)
+        layers = {id(layer): layer for layer in self._layers.values()}.values()
+        return self._kinds, [TableLayer(names[id(layer)], layer.inputs, layer.outputs, name_of(layer.dtype), layer.cut) for layer in layers]
 
     def __iter__(self) -> Iterator[tuple[str, ModelLayer]]:
         """Every name and its layer; not those whose work a fused one does."""
@@ -116,7 +143,16 @@ class ModelLayers:
 
     def names_of_other_modules(self) -> Iterator[str]:
         """The names of the modules that cannot be wrapped."""
-        return (name for name in self._modules if name not in self._layers)
+        return (name for name in self._kinds if name not in self._layers)
+
+    def own(self, name: str) -> ModelLayer:
+        """The layer of this very name; raises KeyError."""
+        return self._layers[name]
+
+    @property
+    def any(self) -> bool:
+        """Return whether adapters can change anything."""
+        return bool(self._layers)
 
     def find(self, name: str) -> LayerMatch:
         """What a name means."""
@@ -132,8 +168,7 @@ class ModelLayers:
 
     def kind_of(self, name: str) -> str | None:
         """The class of the module of a name."""
-        module = self._modules.get(name)
-        return None if module is None else type(module).__name__
+        return self._kinds.get(name)
 
     def _look_up(self, name: str) -> list[Piece]:
         fused = self._fused_for(name)
@@ -185,11 +220,12 @@ def order_of(layer: ModelLayer) -> tuple[str, list[int]]:
 
 
 def _layer(name: str, module: Any, parent: nn.Module, part: LinearPart | None) -> ModelLayer:
+    mine = (None, None) if part is None else (part.cut, part.add_up)
     if isinstance(module, nn.Linear):
         leaf = name.rpartition(".")[2]
         outputs = _sizes(parent, leaf, int(module.out_features)) if leaf in FUSED and part is None else (int(module.out_features),)
-        return ModelLayer(name, module, [], (int(module.in_features),), outputs, part)
-    return ModelLayer(name, module, [], (int(module.in_channels), *module.kernel_size), (int(module.out_channels),), part)
+        return ModelLayer(name, module, [], (int(module.in_features),), outputs, *mine)
+    return ModelLayer(name, module, [], (int(module.in_channels), *module.kernel_size), (int(module.out_channels),), *mine)
 
 
 def _sizes(parent: Any, leaf: str, total: int) -> tuple[int, ...]:

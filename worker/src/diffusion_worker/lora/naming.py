@@ -4,7 +4,7 @@
 Every tensor ends in a pair or is the alpha of one; a file of which one does not is refused with the first names.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,16 +17,26 @@ if TYPE_CHECKING:
     from diffusion_worker.lora.conversion import Convert, Converted
 
 
+class NeedsValues(Exception):
+    """Raised by a conversion that cannot be made with tensors that have no values."""
+
+
 class AdaptedModel(NamedTuple):
-    """What an adapter is read for: modules by component name, the one that names without a component mean, and a converter."""
+    """The model for which an adapter is read: modules by component, the component of names without one, and a converter.
+
+    For a model that is elsewhere `names` are those of its modules, by `component.path`.
+    """
 
     components: Mapping[str, torch.nn.Module] = {}
     denoiser: str = "transformer"
     convert: "Convert | None" = None
+    names: Collection[str] = ()
 
     def has(self, module: str) -> bool:
         """Whether `component.path` is a module of the model; without its components, whether it does not look like another's."""
         component, _, path = module.partition(".")
+        if self.names:
+            return module in self.names
         if not self.components:
             return not path.startswith(ORIGINAL_PREFIXES)
         try:
@@ -40,9 +50,15 @@ class AdaptedModel(NamedTuple):
         if not module.startswith("text_encoder"):
             return module
         component, _, path = module.partition(".")
-        if path.startswith("text_model.") and component in self.components and not hasattr(self.components[component], "text_model"):
+        if path.startswith("text_model.") and self._has_component(component) and not self._has_inner(component):
             return f"{component}.{path.removeprefix('text_model.')}"
         return module
+
+    def _has_component(self, component: str) -> bool:
+        return component in (self.names or self.components)
+
+    def _has_inner(self, component: str) -> bool:
+        return f"{component}.text_model" in self.names if self.names else hasattr(self.components[component], "text_model")
 
 
 class RawLoRAModule(NamedTuple):

@@ -7,12 +7,12 @@ The rules are those of `peft.LoraConfig` 0.21: a pattern is a regular expression
 fits counts. A field that is not known here refuses the adapter: nobody can tell if it changes the scaling.
 """
 
-import functools
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,11 @@ import msgspec
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.formats import is_component
 from diffusion_worker.lora.header import shown
+from diffusion_worker.lora.located import CONFIG_FILE
+from diffusion_worker.lora.regular_file import open_regular
 
-CONFIG_FILE = "adapter_config.json"
 METADATA_KEY = "lora_adapter_metadata"
 MAX_CONFIG_BYTES = 4 << 20
-MAX_PATTERNS = 4096
-# A pattern comes with the adapter: what could take exponential or high polynomial time is refused.
-_PLAIN_PATTERN = re.compile(r"[\w.^$\\()|-]*")
-_QUANTIFIER = re.compile(r"[*+?{]")
-_MAX_QUANTIFIERS = 2
 # Initial values that change the base model itself when peft loads the adapter; and those that only begin a training.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 _PLAIN_INITS = ("none", "true", "false", "gaussian", "eva", "orthogonal")
@@ -42,7 +38,7 @@ _OTHER_KINDS = (
 # About training, or about which modules get factors, which the tensors themselves show.
 _WITHOUT_EFFECT = (
     "peft_type", "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
-    "init_lora_weights", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "loftq_config", "eva_config",
+    "init_lora_weights", "megatron_core", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying", "runtime_config",
 )  # fmt: skip
 
@@ -58,6 +54,9 @@ class PeftSettings(msgspec.Struct, frozen=True):
     rank_pattern: Patterns | None = None
     alpha_pattern: Patterns | None = None
     target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
     base_model_name_or_path: str | None = None
 
     def scaling(self, module: str, rank: int, label: str) -> float:
@@ -66,12 +65,14 @@ class PeftSettings(msgspec.Struct, frozen=True):
         Raises:
             RequestError: InvalidAdapter where the rank is another than here, or the module is no target.
         """
-        expected = _first_fit(self.rank_pattern, module, self.r)
+        expected = _first_fit(self.rank_pattern, module, self.r, label)
         if expected != rank:
             raise _invalid(f"{label}: {module}: expected rank {expected} as the configuration says, found {rank}")
-        if not self._targets(module):
+        if not self._targets(module, label):
             raise _invalid(f"{label}: {module} is none of the configuration's target_modules")
-        alpha = _first_fit(self.alpha_pattern, module, self.lora_alpha)
+        if (setting := self._excluded_by(module, label)) is not None:
+            raise _invalid(f"{label}: {module} is excluded by the configuration's {setting}, but the file has factors for it")
+        alpha = _first_fit(self.alpha_pattern, module, self.lora_alpha, label)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
@@ -80,26 +81,52 @@ class PeftSettings(msgspec.Struct, frozen=True):
         alphas = {self.lora_alpha, *(self.alpha_pattern or {}).values()}
         return float(self.lora_alpha) if len(alphas) == 1 else None
 
-    def _targets(self, module: str) -> bool:
+    def _targets(self, module: str, label: str) -> bool:
         targets = self.target_modules
-        if not targets or targets == "all-linear":
+        if targets in (None, [], "all-linear"):
             return True
         if isinstance(targets, str):
-            return re.fullmatch(targets, module) is not None
-        return any(module == target or module.endswith(f".{target}") for target in targets)
+            return _match(targets, module, label, re.fullmatch) is not None
+        return _named_in(targets, module)
+
+    def _excluded_by(self, module: str, label: str) -> str | None:
+        """The setting by which peft gives a target module no factors; None where it gets them."""
+        excluded = self.exclude_modules
+        if isinstance(excluded, str):
+            named = bool(excluded) and _match(excluded, module, label, re.fullmatch) is not None
+        else:
+            named = _named_in(excluded or [], module)
+        if named:
+            return "exclude_modules"
+        layers = self.layers_to_transform
+        # A module with its full name among the targets is taken in any layer, like in peft.
+        if layers is None or layers == [] or (isinstance(self.target_modules, list) and module in self.target_modules):
+            return None
+        wanted = [layers] if isinstance(layers, int) else layers
+        return None if self._layer_of(module, label) in wanted else "layers_to_transform"
+
+    def _layer_of(self, module: str, label: str) -> int | None:
+        """The number of the layer that a module is in: the first one in its name, or after what `layers_pattern` says."""
+        names = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
+        if not names or names == [""]:
+            patterns = [r".*?\.[^.]*\.(?P<idx>\d+)\."]
+        else:
+            patterns = [rf"(?:^|.*?\.){name}\.(?P<idx>\d+)\." for name in names]
+        found = next(filter(None, (_match(pattern, module, label, re.match) for pattern in patterns)), None)
+        return int(found["idx"]) if found is not None else None
 
 
-def read_settings(path: Path, label: str) -> PeftSettings:
+def read_settings(path: Path, label: str, *, root: Path | None = None) -> PeftSettings:
     """Read `adapter_config.json`.
 
     Raises:
         RequestError: InvalidAdapter, or UnsupportedFormat for what is no plain LoRA.
     """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path, label, root=root), "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
-        raise _invalid(f"{label}: expected a peft folder, but {CONFIG_FILE}: {error.strerror}") from None
+        raise _invalid(f"{label}: {CONFIG_FILE} cannot be read: {error.strerror}") from None
     if len(data) > MAX_CONFIG_BYTES:
         raise _invalid(f"{label}: {CONFIG_FILE} is over the limit of {MAX_CONFIG_BYTES} bytes")
     document = _decode(data, f"{label}: {CONFIG_FILE}")
@@ -160,9 +187,17 @@ def _settings(document: dict[str, Any], label: str) -> PeftSettings:
     # A comparison: a whole number may be too large to be a float at all.
     if not all(abs(alpha) <= sys.float_info.max for alpha in (settings.lora_alpha, *(settings.alpha_pattern or {}).values())):
         raise _invalid(f"{label}: lora_alpha is not finite")
-    targets = [settings.target_modules] if isinstance(settings.target_modules, str) else []
-    _check_patterns([*(settings.rank_pattern or {}), *(settings.alpha_pattern or {}), *targets], label)
+    _check_layers(settings, label)
     return settings
+
+
+def _check_layers(settings: PeftSettings, label: str) -> None:
+    """Refuse what `peft.LoraConfig` refuses: nobody can tell which modules are meant."""
+    layers = settings.layers_to_transform not in (None, [])
+    if layers and isinstance(settings.target_modules, str):
+        raise _invalid(f"{label}: expected target_modules as a list beside layers_to_transform, found {shown(settings.target_modules)}")
+    if settings.layers_pattern and not layers:
+        raise _invalid(f"{label}: expected layers_to_transform beside layers_pattern, found none")
 
 
 def _require_understood(document: dict[str, Any], label: str) -> None:
@@ -176,28 +211,21 @@ def _require_understood(document: dict[str, Any], label: str) -> None:
         raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: settings that are not understood: {', '.join(unknown[:3])}{more}")
 
 
-def _check_patterns(patterns: Sequence[str], label: str) -> None:
-    if len(patterns) > MAX_PATTERNS:
-        raise _invalid(f"{label}: {len(patterns)} patterns are over the limit of {MAX_PATTERNS}")
-    for pattern in patterns:
-        simple = _PLAIN_PATTERN.fullmatch(pattern) or (
-            len(_QUANTIFIER.findall(pattern)) <= _MAX_QUANTIFIERS and not re.search(r"\)[*+?{]", pattern)
-        )
-        if not simple or len(pattern) > 512:
-            raise _invalid(f"{label}: the pattern {ascii(pattern)[:120]} is too costly to match")
-        try:
-            _compiled(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise _invalid(f"{label}: {ascii(pattern)[:120]} is no pattern: {error}") from None
+def _first_fit(patterns: Patterns | None, module: str, default: int | float, label: str) -> int | float:
+    """Find the value of the first pattern that fits the end of a name, as peft's `get_pattern_key` does."""
+    return next((value for pattern, value in (patterns or {}).items() if _match(rf"(.*\.)?({pattern})$", module, label, re.match)), default)
 
 
-@functools.lru_cache(maxsize=MAX_PATTERNS)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"(.*\.)?({pattern})$")
+def _named_in(names: Sequence[str], module: str) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _first_fit(patterns: Patterns | None, module: str, default: int | float) -> int | float:
-    return next((value for pattern, value in (patterns or {}).items() if _compiled(pattern).match(module)), default)
+def _match(pattern: str, module: str, label: str, match: Callable[[str, str], re.Match[str] | None]) -> re.Match[str] | None:
+    """Match as peft does, by Python's `re`; the process of a load bounds the time of all (`pattern_time`)."""
+    try:
+        return match(pattern, module)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise _invalid(f"{label}: {ascii(pattern)[:120]} is no pattern: {error}") from None
 
 
 def _invalid(message: str) -> RequestError:

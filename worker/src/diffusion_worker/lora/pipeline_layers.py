@@ -6,14 +6,12 @@ before a model is compiled, or at once where the deployment names its target mod
 """
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.call_rows import (
     BankLayout,
     CompiledRows,
@@ -23,18 +21,20 @@ from diffusion_worker.lora.call_rows import (
     SlotUse,
     Uses,
 )
-from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors, invalid
+from diffusion_worker.lora.checkpoint import LoRACheckpoint
 from diffusion_worker.lora.convolution import LoRAConvolution
-from diffusion_worker.lora.host_adapter import Bound, HostAdapter, lay_out
+from diffusion_worker.lora.host_adapter import HostAdapter
 from diffusion_worker.lora.layer_allowlist import LayerAllowlist
 from diffusion_worker.lora.layers import BankPart, LinearPart, LoRALayer, LoRALinear
-from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, Piece, order_of
+from diffusion_worker.lora.loads.binding import AdapterBinding, components_of, write_checked
+from diffusion_worker.lora.loads.layout import Bound, LaidOut, Layout, open_layout
+from diffusion_worker.lora.loads.model_table import TableLayer
+from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, order_of
 from diffusion_worker.lora.slot_bank import Columns, Segment, Widths
 from diffusion_worker.memory.slabs import resident_bytes
 
 __all__ = ["AdapterLayers", "HostAdapter", "SlotUse"]
 
-MOST_NAMES = 3
 # Calls whose rows are remembered: requests ask for the same at every step.
 MOST_CALLS = 64
 
@@ -67,12 +67,15 @@ class AdapterLayers:
         self._slots, self._max_rank, self._device = slots, max_rank, device
         self._model = ModelLayers(components, part_of)
         self._envelope = LayerAllowlist(target_modules, self._model)
+        kinds = {name: type(module).__name__ for name, module in components.items()}
+        self.binding = AdapterBinding(self._model, self._envelope, kinds, max_rank=max_rank)
         self._wrapped: dict[ModelLayer, tuple[LoRALayer, Segment, list[Columns]]] = {}
         self._segments: list[Segment] = []
         self._asleep = asleep
         self._holder = RowAdaptersHolder()
         self._layout = BankLayout([0] * slots, max_rank, device)
         self._active: dict[int, HostAdapter] = {}
+        self._filling: dict[int, Iterator[int]] = {}
         self._calls: dict[tuple[tuple[SlotUse, ...], ...], tuple[RowAdapters, CompiledRows | None]] = {}
         self._static = False
         self._wrap(self._envelope.layers)
@@ -137,6 +140,7 @@ class AdapterLayers:
         for segment in self._segments:
             segment.release()
         self._wrapped, self._segments = {}, []
+        self._filling.clear()
         self._active.clear()
         self._calls.clear()
         self._holder.folding.clear()
@@ -150,42 +154,74 @@ class AdapterLayers:
         if not self._wrapped or not 0 < rank <= self._max_rank:
             raise ValueError(f"expected layers with slots and a rank up to {self._max_rank}, found {len(self._wrapped)} and rank {rank}")
         bound = [
-            Bound(layer, part, segment, own, *_zeros(own, rank, segment.rows.dtype), 1.0)
-            for layer, segment, columns in self._wrapped.values()
+            Bound(layer.name, layer, part, *_zeros(own, rank, segment.rows.dtype), 1.0)
+            for layer, (_, segment, columns) in self._wrapped.items()
             for part, own in enumerate(columns)
         ]
-        return lay_out(bound, frozenset(self._components))
+        return self._adopt(LaidOut(bound, frozenset(self._components)), "dummy")
 
     def pack(self, checkpoint: LoRACheckpoint, *, name: str) -> HostAdapter:
-        """An adapter as it is kept on the host; `name` is for messages. Nothing of the checkpoint is kept.
+        """Check and lay out an adapter here, as the process of a load does it elsewhere; `name` is for messages.
 
         Raises:
-            RequestError: NoMatchingModules, ModulesOutsideEnvelope, InvalidAdapter with the first names that do not bind, or
-                RankTooLarge. Nothing was changed then.
+            RequestError: see `AdapterBinding.bind`; InvalidAdapter for factors that no slot can hold.
         """
-        found = self._bind(checkpoint, name)
-        self._wrap(piece.layer for _, piece, _ in found)
-        components = frozenset(name.partition(".")[0] for name in checkpoint.modules)
-        return lay_out([self._bound(piece, factors) for _, piece, factors in found], components)
+        return self._adopt(LaidOut(self.binding.bind(checkpoint, name=name), components_of(checkpoint)), name)
+
+    def _adopt(self, laid_out: LaidOut, name: str) -> HostAdapter:
+        # Zeros, as memory between matrices counts in the checksum.
+        buffer = torch.zeros(laid_out.layout.nbytes, dtype=torch.uint8)
+        write_checked(laid_out, buffer, name=name)
+        return self.open(laid_out.layout, buffer)
+
+    def open(self, layout: Layout, buffer: torch.Tensor) -> HostAdapter:
+        """Use an adapter where it lies, and give its layers slots. Raises KeyError or ValueError for one of another model."""
+        self._wrap(self._model.own(block.layer) for block in layout.blocks)
+        return open_layout(layout, buffer, lambda layer: self._wrapped[self._model.own(layer)])
+
+    def table(self) -> tuple[dict[str, str], list[TableLayer]]:
+        """Describe the layers to a process without the model."""
+        return self._model.table()
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
-        """Put an adapter into a slot, in the place of whatever is there."""
+        """Put an adapter into a slot, in the place of whatever is there. It is copied by `fill`, at the latest when it is used."""
         self.clear(slot)
+        self._filling[slot] = self._pieces(slot, adapter)
+
+    def _pieces(self, slot: int, adapter: HostAdapter) -> Iterator[int]:
+        """Copy an adapter piece by piece; yields the bytes of each."""
         # Also where it has nothing: compiled code looks there all the same.
         for segment in self._segments:
-            segment.write(slot, [run for run in adapter.runs if run.segment is segment])
+            yield from segment.write_in_pieces(slot, [run for run in adapter.runs if run.segment is segment])
         for layer, part in adapter.parts:
             layer.parts[part].named |= 1 << slot
         self._layout.ranks[slot] = adapter.rank
         self._active[slot] = adapter
 
+    @torch.inference_mode(mode=False)
+    def fill(self, slots: Container[int] | None = None, *, at_most: int | None = None) -> None:
+        """Go on with the copies of slots, of all by default, until they are done or so many bytes were copied."""
+        done = 0
+        for slot in [slot for slot in self._filling if slots is None or slot in slots]:
+            for size in self._filling[slot]:
+                done += size
+                if at_most is not None and done >= at_most:
+                    return
+            del self._filling[slot]
+
+    def is_filled(self, slot: int) -> bool:
+        """Return whether nothing of a slot is left to be copied."""
+        return slot not in self._filling
+
     def holds(self, slot: int, adapter: HostAdapter) -> bool:
         """Whether a slot is what `write` makes of an adapter: its layers look there, and find its factors."""
+        self.fill([slot])
         named = all(layer.parts[part].named >> slot & 1 for layer, part in adapter.parts)
         return named and self._layout.ranks[slot] == adapter.rank and all(run.segment.holds(slot, run) for run in adapter.runs)
 
     def clear(self, slot: int) -> None:
         """Empty a slot. Its memory is as it was until something else is written there, and nothing looks at it."""
+        self._filling.pop(slot, None)
         adapter = self._active.pop(slot, None)
         for layer, part in adapter.parts if adapter else ():
             layer.parts[part].named &= ~(1 << slot)
@@ -202,6 +238,8 @@ class AdapterLayers:
         if not any(use.scale for row in uses for use in row):
             yield
             return
+        if self._filling:
+            self.fill({use.slot for row in uses for use in row if use.scale})
         call, self._holder.compiled = self._call(tuple(map(tuple, uses)))
         self._holder.current = call if call.mask else None
         try:
@@ -229,43 +267,6 @@ class AdapterLayers:
         """What compiled code found out about its layers when it ran, and could not say."""
         self._holder.folding |= {layer.name: layer for layer, _, _ in self._wrapped.values() if layer.folds}
 
-    def _bind(self, checkpoint: LoRACheckpoint, adapter: str) -> list[tuple[str, Piece, LoRAFactors]]:
-        """What each name means; or the adapter is refused."""
-        if checkpoint.rank > self._max_rank:
-            first = next(name for name, factors in checkpoint.modules.items() if factors.a.shape[0] > self._max_rank)
-            limit = f"rank {checkpoint.rank} is over the limit of {self._max_rank}, first at {first}"
-            raise RequestError(ErrorCode.RANK_TOO_LARGE, f"adapter {adapter!r}: {limit}: start the worker with a larger --max-lora-rank")
-        found: list[tuple[str, Piece, LoRAFactors]] = []
-        unmatched: list[str] = []
-        unknown = 0
-        for name, factors in checkpoint.modules.items():
-            meaning, a, b = self._model.find(name), factors.a.shape, factors.b.shape
-            if meaning.pieces and meaning.fits(a, b):
-                found += [(name, piece, factors) for piece in meaning.pieces]
-            elif meaning.pieces:
-                unmatched.append(f"{name} ({meaning.misfit(a, b)})")
-            else:
-                unknown += 1
-                kind = self._model.kind_of(name)
-                unmatched.append(f"{name} ({kind} cannot have adapters)" if kind else f"{name} (no such layer)")
-        if unmatched:
-            models = ", ".join(type(module).__name__ for module in self._components.values())
-            count = f"{len(unmatched)} of {len(checkpoint.modules)} modules"
-            message = f"adapter {adapter!r}: {count} do not match {models}: {', '.join(unmatched[:MOST_NAMES])}"
-            none = unknown == len(checkpoint.modules)
-            raise RequestError(ErrorCode.NO_MATCHING_MODULES if none else ErrorCode.INVALID_ADAPTER, message)
-        self._envelope.require(adapter, found)
-        _require_once(adapter, found)
-        return found
-
-    def _bound(self, piece: Piece, factors: LoRAFactors) -> Bound:
-        layer, segment, columns = self._wrapped[piece.layer]
-        a, b = _flat(factors.a), _flat(factors.b)
-        b = b if piece.rows is None else b[piece.rows]
-        if piece.layer.part is not None:
-            a, b = piece.layer.part.cut_a(a), piece.layer.part.cut_b(b)
-        return Bound(layer, piece.part, segment, columns[piece.part], a, b, factors.scaling)
-
     def _wrap(self, layers: Iterable[ModelLayer]) -> None:
         """Give layers their slots, those that have none: one segment for all of a dtype."""
         new = sorted(dict.fromkeys(layer for layer in layers if layer not in self._wrapped), key=lambda layer: order_of(layer))
@@ -281,10 +282,10 @@ class AdapterLayers:
                 self._replace(layer, segment, list(itertools.islice(columns, len(layer.widths[1]))))
 
     def _replace(self, layer: ModelLayer, segment: Segment, columns: list[Columns]) -> None:
-        add_up = None if layer.part is None else layer.part.add_up
         starts = itertools.accumulate(layer.widths[1], initial=0)
         outputs = [slice(start, start + width) for start, width in zip(starts, layer.widths[1], strict=False)]
-        parts = tuple(BankPart(segment.of(own.a), segment.of(own.b), output, add_up) for own, output in zip(columns, outputs, strict=True))
+        placed = zip(columns, outputs, strict=True)
+        parts = tuple(BankPart(segment.of(own.a), segment.of(own.b), output, layer.add_up) for own, output in placed)
         kind = LoRALinear if isinstance(layer.base, nn.Linear) else LoRAConvolution
         wrapped = kind(layer.base, self._holder, parts, name=layer.name)
         for parent, child in layer.places:
@@ -296,15 +297,3 @@ def _zeros(columns: Columns, rank: int, dtype: torch.dtype) -> tuple[torch.Tenso
     """An A and a B that fill these columns."""
     a, b = columns.a.stop - columns.a.start, columns.b.stop - columns.b.start
     return torch.zeros(rank, a, dtype=dtype), torch.zeros(b, rank, dtype=dtype)
-
-
-def _flat(factor: torch.Tensor) -> torch.Tensor:
-    return factor if factor.dim() == 2 else factor.flatten(1)
-
-
-def _require_once(adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]]) -> None:
-    """Refuse an adapter that has a layer by two names: which of both is meant?"""
-    counts = Counter([(id(piece.layer), piece.part) for _, piece, _ in found])
-    if len(counts) < len(found):
-        twice = [name for name, piece, _ in found if counts[id(piece.layer), piece.part] > 1]
-        raise invalid(f"adapter {adapter!r}: names of one layer: {', '.join(dict.fromkeys(twice[:MOST_NAMES]))}")

@@ -6,7 +6,8 @@ slot, so an adapter of rank r is the first r rows of it: one that names all laye
 what it does not reach is zero. A buffer never moves, and while the model sleeps it has no memory: its slots are empty then.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,10 @@ from diffusion_worker.memory.slabs import Slab, blank, make_slab
 
 # Columns of a part begin at multiples of this, so that the rows of a slot are aligned for the matrix kernels.
 ALIGNMENT = 8
+# Zeroing or copying so much takes a few milliseconds at most, also where it is scaled and rounded by one thread.
+PIECE_BYTES = 8 << 20
+# The first write to a slot takes its pages from the system: 3 ms a MiB on a CPU, in place of 0.1 ms.
+FRESH_COST = 8
 
 
 class Widths(NamedTuple):
@@ -82,6 +87,8 @@ class Segment:
         self._slab = make_slab(slots * max_rank * self._total * dtype.itemsize, device, released=released)
         self.rows = self.of(slice(0, self._total))
         self._written: list[list[Span]] = [[] for _ in range(slots)]
+        # Slots that have taken their pages from the system.
+        self._used: set[int] = set()
         if not released:
             self.restore()
 
@@ -99,6 +106,7 @@ class Segment:
         """Give the memory back; what was in the slots is gone."""
         self._slab.release()
         self._written = [[] for _ in range(self._slots)]
+        self._used.clear()
 
     def restore(self) -> None:
         """Have empty slots again; raises MemoryError or torch's own error where there is no room."""
@@ -125,18 +133,25 @@ class Segment:
         """The rows of a slot."""
         return self.rows[slot * self._max_rank : (slot + 1) * self._max_rank]
 
-    @torch.no_grad()
     def write(self, slot: int, runs: Sequence[ColumnRun]) -> None:
         """Have these in a slot and nothing else. No more is zeroed than what was there and is not overwritten."""
+        for _ in self.write_in_pieces(slot, runs):
+            pass
+
+    def write_in_pieces(self, slot: int, runs: Sequence[ColumnRun]) -> Iterator[int]:
+        """Do as `write`, and yield after each piece its bytes, weighed by their cost: few enough that a step may wait for one."""
         rows = self.of_slot(slot)
         ranks = {(run.span.start, run.span.stop): run.span.rank for run in runs}
-        for span in self._written[slot]:
-            rows[ranks.get((span.start, span.stop), 0) : span.rank, span.start : span.stop].zero_()
-        # First, so that a copy that fails leaves nothing that is not known of.
-        self._written[slot] = [run.span for run in runs]
+        # On all ranks alike, so that all of them are done in one tick.
+        cost = 1 if slot in self._used else FRESH_COST
+        before, self._written[slot] = self._written[slot], [*self._written[slot], *(run.span for run in runs)]
+        for span in before:
+            yield from _in_pieces(rows[ranks.get((span.start, span.stop), 0) : span.rank, span.start : span.stop], _zero, cost)
         for run in runs:
             span = run.span
-            _copy(rows[: span.rank, span.start : span.stop], run)
+            yield from _in_pieces(rows[: span.rank, span.start : span.stop], functools.partial(_copy_part, run), cost)
+        self._written[slot] = [run.span for run in runs]
+        self._used.add(slot)
 
     @torch.no_grad()
     def holds(self, slot: int, run: ColumnRun) -> bool:
@@ -157,6 +172,45 @@ def _layout(widths: Sequence[Widths]) -> tuple[list[Columns], int]:
     a, b = starts[: len(widths)], starts[len(widths) :]
     columns = [Columns(slice(at, at + each.a), slice(bt, bt + each.b)) for each, at, bt in zip(widths, a, b, strict=True)]
     return columns, end
+
+
+def fits(values: torch.Tensor, factor: float, dtype: torch.dtype) -> bool:
+    """Return whether all values times a factor are finite in a dtype. The product is made in double precision."""
+    if not values.numel() or not dtype.is_floating_point:
+        return True
+    largest = max(abs(float(extreme)) for extreme in values.aminmax())
+    return largest * abs(factor) <= torch.finfo(dtype).max
+
+
+def _in_pieces(target: torch.Tensor, act: Callable[[torch.Tensor, int, int], None], cost: int) -> Iterator[int]:
+    """Act on some rows after the others, on a long row part by part, with the numbers of the first row and column.
+
+    Rows first: what lies side by side touches the fewest pages, and pages of a slot that was never used are costly.
+    """
+    rows, columns = target.shape
+    most = max(1, PIECE_BYTES // cost)
+    row_bytes = max(1, columns * target.element_size())
+    height = max(1, most // row_bytes)
+    width = columns if row_bytes <= most else max(1, most // target.element_size())
+    for row in range(0, rows, height):
+        for column in range(0, columns, width):
+            part = target[row : row + height, column : column + width]
+            with torch.no_grad():
+                act(part, row, column)
+            yield part.numel() * part.element_size() * cost
+
+
+def _zero(part: torch.Tensor, row: int, column: int) -> None:
+    part.zero_()
+
+
+def _copy_part(run: ColumnRun, part: torch.Tensor, row: int, start: int) -> None:
+    """Copy the part of a run that begins at a row and a column, and has the size of the target."""
+    stop = start + part.shape[1]
+    inside = [each for each in run.scalings if each.start < stop and start < each.stop]
+    scalings = tuple(Scaling(max(each.start, start) - start, min(each.stop, stop) - start, each.factor) for each in inside)
+    values = run.values[row : row + part.shape[0], start:stop]
+    _copy(part, ColumnRun(run.segment, run.start + start, values, scalings))
 
 
 def _copy(target: torch.Tensor, run: ColumnRun) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where weights live, and how their memory is given back."""
+"""Placement of weights, and ways to free their memory."""

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """Where each tensor of a component is. `variant` is the word in its file names (`fp16`), None without one."""
+    """The file and position of each tensor of a component. `variant` is the word in its file names (`fp16`), None without one."""
 
     tensors: dict[str, StoredTensor]
     variant: str | None
@@ -31,8 +31,7 @@ class _Index(msgspec.Struct):
 def read_checkpoint(folder: Path, stem: str, *, index_first: bool) -> Checkpoint:
     """The weights in a component's folder whose files are named after `stem`.
 
-    `index_first` is which one wins where there are both a single file and an index. Where there is neither, files of the only
-    variant are taken.
+    `index_first` is which one wins where there are both a single file and an index. Without either, files of the only variant are used.
 
     Raises:
         ConfigError: there are no weights, or they are not what their headers and their index say.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checksum of tensors where they are, at the speed of memory and on their device, so that a copy can be compared with what it was.
+"""A checksum of tensors in place, at the speed of memory and on their device, so that a copy can be compared with its original.
 
-Every block of bytes is summed up as 64-bit numbers, which wrap around; the checksum is the SHA-256 of the sums and of what the
-tensors look like. Any flipped bit changes a sum, and a block in the place of another one changes their order. It is no proof
-against somebody who means to deceive: words of one block that changed places have the same sum.
+Every block of bytes is summed as 64-bit numbers, which wrap around. The checksum is the SHA-256 of these sums and of the tensors' shapes
+and dtypes. Any flipped bit changes a sum, and a block in the place of another one changes their order. It is no proof against somebody who
+means to deceive: words of one block that changed places have the same sum.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-# The sums are 1/8192 of the bytes: few to copy from a device and to hash, while a reduction of this length is as fast as any.
+# The sums are 1/8192 of the bytes: few to copy from a device and to hash. A reduction of this length is as fast as any.
 BLOCK_BYTES = 1 << 16
 WORD_BYTES = 8
 
@@ -39,7 +39,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[_Run]:
-    """Tensors that lie side by side share one, as nearly all of a slab do: a sum for each of a thousand would cost more than summing."""
+    """Tensors that lie side by side share a run, as nearly all of a slab do. A sum for each of a thousand would cost more than summing."""
     current: _Run | None = None
     for tensor in tensors:
         run = _run_of(tensor.contiguous())
@@ -59,7 +59,7 @@ def _run_of(tensor: torch.Tensor) -> _Run:
 
 
 def _sums(run: _Run) -> torch.Tensor:
-    """One for each block, the last of which may be shorter."""
+    """Return a sum for each block, the last of which may be shorter."""
     flat = torch.empty(0, dtype=torch.uint8, device=run.storage.device).set_(run.storage, run.first, (run.last - run.first,), (1,))
     if run.first % WORD_BYTES:
         flat = flat.clone()

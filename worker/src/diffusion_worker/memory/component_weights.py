@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of one component: a slab, the place of every tensor in it, and where their contents come from at a wake.
 
-That is the checkpoint's file wherever a tensor was filled from there, or the file holds just these values (after conversion to the
-model's dtype); what is in no file (computed buffers, fused or quantised tensors) is kept in memory of our own. An accelerator
-has a host mirror of the whole slab beside that, which makes waking a copy.
+For a tensor that was filled from the checkpoint's file, or equals it after conversion to the model's dtype, that file is the mirror. Other
+tensors (computed buffers, fused or quantised ones) are kept in our own memory. An accelerator has a host mirror of the whole slab beside
+that, which makes waking a copy.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ class Whole(NamedTuple):
 
 
 class PlacedTensor:
-    """One tensor of a module: its place in a slab, `offset` bytes from its start, and its contents in a file or kept here."""
+    """A module's tensor: its place in a slab, `offset` bytes from its start, and its contents in a file or kept here."""
 
     def __init__(self, like: torch.Tensor, offset: int, whole: Whole) -> None:
         self.view = blank(like.shape, like.dtype)
@@ -37,7 +37,7 @@ class PlacedTensor:
         self.kept: torch.Tensor | None = None
 
     def part_of(self, slab: torch.Tensor) -> torch.Tensor:
-        """Its place in the bytes of a slab."""
+        """Return the tensor's bytes in a slab."""
         return slab[self.offset : self.offset + nbytes_of(self.view)].view(self.view.dtype).view(self.view.shape)
 
     def fill_from(self, stored: StoredTensor) -> Fill:
@@ -47,7 +47,7 @@ class PlacedTensor:
 
 
 class ComponentWeights:
-    """The tensors of one slab. Whoever places them sees to it that each has a fill, or is kept, or is mirrored."""
+    """The tensors of one slab. The placing code ensures that each has a fill, or is kept, or is mirrored."""
 
     def __init__(self, slab: Slab, mirror: HostMirror | None) -> None:
         self.slab = slab
@@ -62,7 +62,7 @@ class ComponentWeights:
         self.placed.append(placed)
 
     def replace(self, placed: PlacedTensor, values: torch.Tensor) -> None:
-        """Other contents, given whole. What the file holds is no mirror of them, so they are kept in memory."""
+        """Other contents, given whole. The file no longer mirrors them, so they are kept in memory."""
         placed.view.copy_(placed.whole.cut(values))
         placed.fill = None
         if self.mirror is None:
@@ -92,7 +92,7 @@ class ComponentWeights:
             placed.kept = None
 
     def mirror_bytes(self) -> tuple[int, int]:
-        """What a wake takes from files, and what of host memory is held for it."""
+        """Return the bytes that a wake reads from files, and the bytes of host memory held for it."""
         if self.mirror is not None:
             return 0, self.mirror.nbytes
         in_files = sum(nbytes_of(placed.view) for placed in self.placed if placed.fill is not None)

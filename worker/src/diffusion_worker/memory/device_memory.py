@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a rank has for what is not its weights, and how much is free for weights that come back."""
+"""Memory of a rank beside its weights, and free memory for weights that return."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 # Limits of memory cgroups, version 2 then 1; both say "no limit" by a word or by a huge number.
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
-# What a cgroup uses, and where it says how much of that are pages of files, which the system drops when it needs room.
+# Files with a cgroup's usage, and with its share of file pages, which the system drops when it needs room.
 USES = (("memory.current", "memory.stat", ""), ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_"))
 FILE_PAGES = ("active_file", "inactive_file")
 
@@ -53,7 +53,7 @@ def _free_on(device: torch.device) -> int:
 
 
 def _left_in(cgroup: Path) -> list[int]:
-    """What the cgroup's limit leaves; nothing where there is no limit."""
+    """Return the bytes below the cgroup's limit; nothing without a limit."""
     for limit_name, (use_name, stat_name, prefix) in zip(LIMITS, USES, strict=True):
         limit, used = _number(cgroup, limit_name), _number(cgroup, use_name)
         if limit and used is not None:

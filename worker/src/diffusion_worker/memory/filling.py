@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills tensors from files: several threads read large pieces, in the order of the file, straight to where they belong.
 
-What has the file's dtype and lies in host memory is read into place; anything else goes through a buffer of one piece a
-thread, so a load needs no memory beside that of the weights.
+Tensors of the file's dtype in host memory are read into place. All others pass through a buffer of one piece a thread, so a load needs no
+further memory.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from diffusion_worker.memory.weight_files import StoredTensor
 
 # Large enough for a disk's full speed, small enough for a cache: from 4 to 16 MiB there was no difference.
 PIECE_BYTES = 8 << 20
-# What is converted is read twice; the second time it should still be in a core's own cache.
+# Converted bytes are read twice; the second time they should still be in a core's own cache.
 CONVERTED_PIECE_BYTES = 1 << 20
-# One read fills this many tensors at most; the kernel takes 1,024.
+# A read fills this many tensors at most; the kernel takes 1,024.
 MOST_BUFFERS = 512
 BUFFER_ALIGNMENT = 64
 FEWEST_READERS, MOST_READERS = 4, 16
 
-# What the system is asked for ahead: more than a disk gives while a model is built, and not so much that it has to go again.
+# Bytes requested from the system ahead: more than a disk delivers while a model is built, but few enough to stay in memory.
 AHEAD_BYTES = 1 << 30
 
 ReportBytes = Callable[[int], None]
@@ -164,7 +164,7 @@ _staging = threading.local()
 
 
 def _buffers_for(job: _Piece) -> list[torch.Tensor]:
-    """Where each part of a piece is read to: its target itself, or this thread's staging memory."""
+    """Return the targets of a piece's parts: the tensor itself, or this thread's staging memory."""
     buffers, used = [], 0
     for stored, target in zip(job.stored, job.targets, strict=True):
         if target.dtype == stored.dtype and target.device.type == "cpu":

@@ -8,7 +8,7 @@ import torch
 
 
 def freeze_gc() -> None:
-    """What is alive now stays, in a process that serves one model to its end: a collection of all that took a third of a second.
+    """Exempt all living objects from collection, in a process that serves one model to its end. Collecting them took a third of a second.
 
     Without `unfreeze_gc`, what goes and is in a cycle stays too. It passes by what the fork server settled: to look through that
     took a rank 0.8 s, and copied the pages for each rank.
@@ -18,7 +18,7 @@ def freeze_gc() -> None:
 
 
 def unfreeze_gc() -> None:
-    """What was settled may go: to be called before a model is given up for another one."""
+    """Make settled objects collectable again; call it before giving up a model for another."""
     gc.unfreeze()
 
 

@@ -28,12 +28,12 @@ class Placeholders:
         return tensor
 
     def stored_of(self, tensor: torch.Tensor) -> StoredTensor | None:
-        """What a tensor stands for; None for one that has its contents."""
+        """Return the stored tensor behind a placeholder; None for a tensor that has its contents."""
         return self._stored.get(tensor.data_ptr())
 
 
 def is_lost(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that no `Placeholders` knows is a copy of one that did: it is all one element, or not a number throughout."""
+    """Return whether an unknown tensor is a copy of a placeholder: all one element, or not a number throughout."""
     if tensor.numel() > 1 and not any(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
         return True
     if not tensor.numel() or not tensor.is_floating_point() or not tensor.reshape(-1)[:1].isnan():

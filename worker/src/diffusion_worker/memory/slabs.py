@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that weights live in: one block whose pages go back on sleep while every view of it stays valid.
 
-On a CPU a slab is a private anonymous mapping with huge pages, given back by MADV_DONTNEED (`performance.md` 4 measured it
-against the alternatives); on an accelerator it is one storage that is resized to nothing and back.
+On a CPU a slab is a private anonymous mapping with huge pages, freed by MADV_DONTNEED, which measured faster than the alternatives. On an
+accelerator it is one storage that is resized to nothing and back.
 """
 
 import ctypes
@@ -40,8 +40,8 @@ class HostSlab:
     def __init__(self, size: int) -> None:
         self.size = size
         length = -(-size // HUGE_PAGE) * HUGE_PAGE
-        # Some addresses more, never touched, of another kind: without them the kernel joins slabs that lie side by side
-        # into one mapping, and what it counts for one is what the other holds.
+        # Further addresses of another kind, never touched. Without them the kernel joins neighbouring slabs into one mapping, and counts
+        # their memory together.
         self._mapping = mmap.mmap(-1, length + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._mapping.madvise(mmap.MADV_HUGEPAGE, 0, length)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
@@ -59,10 +59,9 @@ class HostSlab:
 
 
 class DeviceSlab:
-    """A slab of an accelerator. Its storage is the same for ever, so that what sees a part of it does so after every sleep.
+    """A slab of an accelerator. The storage object stays the same for ever, so that views of it stay valid after every sleep.
 
-    One that is made `released` has no memory before its first `restore`: a view can only be made of memory that is there, so
-    what it was lent to gets its part then.
+    A slab made `released` has no memory before its first `restore`. A view needs existing memory, so borrowers get their parts then.
     """
 
     address_range: AddressRange | None = None
@@ -113,7 +112,7 @@ def _held(slab: Slab) -> int:
         return slab.bytes.untyped_storage().nbytes()
     begin, end = slab.address_range
     pages = torch.empty((end - begin) // mmap.PAGESIZE, dtype=torch.uint8)
-    # One byte a page, of which one bit counts. /proc/self/smaps says the same of the whole process, in a hundred times the time.
+    # A byte for each page, of which a bit counts. The file /proc/self/smaps has this for the whole process, in a hundred times the time.
     if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_void_p(pages.data_ptr())):
         raise OSError(ctypes.get_errno(), "mincore")
     return int((pages & 1).sum()) * mmap.PAGESIZE

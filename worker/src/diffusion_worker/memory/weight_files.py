@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One safetensors file: which tensors are where in it, checked against its size before a byte of them is read.
+"""A safetensors file: names and positions of its tensors, checked against its size before a byte of them is read.
 
-A file stays open as long as one of its tensors is known: another file in its place changes nothing here, and a change of this
-one is noticed.
+A file stays open while one of its tensors is known. Another file in its place changes nothing here, and a change of this one is noticed.
 """
 
 import math

@@ -34,8 +34,8 @@ class ModelWeights:
     def __init__(self, device: torch.device, *, asleep: bool = False, mirrored: bool | None = None) -> None:
         """`asleep` is as after a sleep that discards: what is placed takes no memory before `restore`.
 
-        `mirrored` is whether slabs have mirrors in host memory, which an accelerator's have; a CPU's would be a second copy
-        of what the system keeps of the files.
+        `mirrored` gives slabs mirrors in host memory, the default on an accelerator. On a CPU they would duplicate the system's cache of
+        the files.
         """
         self._device = device
         self._mirrored = device.type != "cpu" if mirrored is None else mirrored
@@ -54,10 +54,10 @@ class ModelWeights:
     ) -> int:
         """Move every parameter and buffer of a module into a slab of its own; returns their bytes, of which `report` hears on the way.
 
-        What is in a slab already, since another module shares it, stays there. `unread` says where the contents of tensors
-        are that have none yet. `checkpoint` is the folder of the module's safetensors files, which need not exist: it is the
-        mirror of other tensors that it holds. `cut` says, by a tensor's name, which part of it this rank has. Asleep, nothing is
-        read and the slab takes no memory; contents that the module has already and no file holds are kept.
+        Tensors already in a slab, because another module shares them, stay there. `unread` says where the contents of tensors are that have
+        none yet. `checkpoint` is the folder of the module's safetensors files, which need not exist: it is the mirror of other tensors that
+        it holds. `cut` says, by a tensor's name, which part of it this rank has. Asleep, nothing is read and the slab takes no memory;
+        contents that the module has already and no file holds are kept.
 
         Raises:
             ConfigError: a file cannot be read to its end, or was written to meanwhile.
@@ -96,7 +96,7 @@ class ModelWeights:
         return make_mirror(size, pinned=self._device.type != "cpu") if self._mirrored else None
 
     def _take_contents(self, component: ComponentWeights, placed: PlacedTensor, part: torch.Tensor, stored: StoredTensor | None) -> None:
-        """What a tensor holds already, and where it is found again."""
+        """Take over a tensor's current contents, and the place where a wake finds them."""
         if stored is not None and _holds(stored, part, placed.whole):
             placed.fill_from(stored)
         elif component.mirror is None:
@@ -125,7 +125,7 @@ class ModelWeights:
         component.replace(placed, values)
 
     def _find(self, tensor: torch.Tensor) -> tuple[ComponentWeights, PlacedTensor] | None:
-        """By the memory that it is in: after a sleep the slabs of an accelerator are elsewhere."""
+        """Find a tensor by its memory: after a sleep the slabs of an accelerator are elsewhere."""
         for component in self._components:
             for placed in component.placed:
                 if placed.view.data_ptr() == tensor.data_ptr() and placed.view.shape == tensor.shape:
@@ -140,7 +140,7 @@ class ModelWeights:
 
     @property
     def missing_bytes(self) -> int:
-        """What the slabs need of the device to be there again."""
+        """Return the device bytes that the slabs need to be restored."""
         return 0 if self._level is None else sum(component.slab.size for component in self._components)
 
     def require_sleep(self) -> None:
@@ -199,7 +199,7 @@ class ModelWeights:
             component.have_mirror(self._new_mirror)
 
     def report(self) -> MemoryReport:
-        """Where the weights are now."""
+        """Report the weights' current memory by place."""
         mirrors = [component.mirror_bytes() for component in self._components]
         slabs = [component.slab for component in self._components]
         elsewhere = sum(map(nbytes_of, self._elsewhere))
@@ -248,12 +248,12 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
     yield name, tensor
     state = getattr(tensor, "quant_state", None)
     if state is not None:
-        # One scale for each block of weights, and the table of the values that four bits stand for.
+        # A scale for each block of weights, and the table of the values that four bits stand for.
         yield from ((f"{name}.{part}", getattr(state, part)) for part in ("absmax", "code"))
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds weights of fewer bits than it says, so that it cannot be given other contents."""
+    """Return whether a tensor holds quantised weights, whose contents cannot be replaced."""
     return is_traceable_wrapper_subclass(tensor) or getattr(tensor, "quant_state", None) is not None
 
 
@@ -275,5 +275,5 @@ def _part(name: str, whole: torch.Tensor, cut: Cut | None, unread: Placeholders)
 
 
 def _holds(stored: StoredTensor, part: torch.Tensor, whole: Whole) -> bool:
-    """Whether a file holds just what a tensor holds, once it is converted."""
+    """Return whether a file holds exactly a tensor's values, after conversion."""
     return stored.shape == whole.shape and torch.equal(whole.cut(read_tensor(stored)).to(part.device, part.dtype), part)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters that a call of a script names, or brings: a `LoRARequest` is loaded under its name when it is first used.
 
-A name stands for one adapter at a time. Another path, or other bytes at the same path, is another adapter, which then has the
-name; an integer id means nothing here, as an adapter's identity is its content.
+A name stands for one adapter at a time. Another path, or other bytes at the same path, is another adapter, which then takes the name. An
+integer id means nothing here, because an adapter's identity is its content.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from diffusion_worker.sources.source import Source
 
 AdapterArgument = str | LoRARequest | Sequence[str | LoRARequest] | None
 Scales = float | Sequence[float] | None
-# What a folder of an adapter is read from.
+# Files read from an adapter's folder.
 READ = ("*.safetensors", "adapter_config.json")
-# Of several files in a folder the ranks read the first of these.
+# Among several files in a folder the ranks read the first of these.
 WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 # Names, sizes and times of files; what changes when they are written.
@@ -52,7 +52,7 @@ def wanted_adapters(lora_request: AdapterArgument, lora_scale: Scales) -> list[W
     if isinstance(lora_scale, Sequence):
         scales = list(lora_scale)
         if len(scales) != len(asked):
-            raise refused("lora_scale", f"one number for each of {len(asked)} adapters", len(scales))
+            raise refused("lora_scale", f"a number for each of {len(asked)} adapters", len(scales))
     for scale in [*scales, *([] if isinstance(lora_scale, Sequence) else [lora_scale])]:
         if scale is not None and not (isinstance(scale, int | float) and abs(scale) <= MAX_LORA_SCALE):
             raise refused("lora_scale", f"a number from {-MAX_LORA_SCALE:g} to {MAX_LORA_SCALE:g}", repr(scale))
@@ -75,7 +75,7 @@ def _wanted(asked: object, scale: float | None) -> WantedAdapter:
 
 
 class RequestedAdapters:
-    """What was loaded by the calls of one engine; used on its loop only."""
+    """Adapters loaded by the calls of one engine; used on its loop only."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Source, Fingerprint]] = {}
@@ -93,7 +93,7 @@ class RequestedAdapters:
         if there is not None and there.source == source:
             if self._seen.get(name) == (source, found) and there.state is AdapterState.LOADED:
                 return
-            # The engine takes the same source for the same adapter, unless it is told what it must find there.
+            # The engine reuses the adapter of an equal source, unless it gets a digest to check.
             digest = await asyncio.to_thread(_digest, source)
         call = AdapterCall(operation_id=uuid.uuid4().hex, source=source, digest=digest, deadline_seconds=engine.config.lora_load_timeout_s)
         await engine.put_adapter(name, call)
@@ -109,7 +109,7 @@ def _document(engine: Engine, name: str) -> AdapterDocument | None:
 
 
 def _files(source: Source) -> list[Path]:
-    """What an adapter at a path is read from; nothing where it is elsewhere, or not there."""
+    """Return the files of an adapter at a path; none if it is elsewhere, or not there."""
     if source.path is None:
         return []
     path = Path(source.path)
@@ -126,7 +126,7 @@ def _fingerprint(source: Source) -> Fingerprint:
 
 
 def _digest(source: Source) -> str | None:
-    """Of the weights file at a path, where there is one that can be read; in a thread."""
+    """Hash the weights file at a path, if it can be read; in a thread."""
     files = [file for file in _files(source) if file.suffix == ".safetensors"]
     known = [file for name in WEIGHTS for file in files if file.name == name]
     try:

@@ -27,15 +27,15 @@ from diffusion_worker.ranks.executor import RankExecutor
 
 
 class DiffusionEngine:
-    """One model on rank processes of its own, for a script.
+    """A model on rank processes of its own, for a script.
 
         with DiffusionEngine("models/digits") as engine:
             stripes = LoRARequest("stripes", 1, "loras/stripes")
             image, = engine.generate("a red digit seven", seed=1, lora_request=stripes, lora_scale=0.8)
             image.save("seven.png")
 
-    Any thread may call it, several at once share the model's steps. It ends with `close`, with its `with` block, when nothing
-    refers to it any more, or with the interpreter; its ranks end with the process in any case.
+    Any thread may call it, several at once share the model's steps. It ends with `close`, with its `with` block, when nothing refers to it
+    any more, or with the interpreter. The ranks end with the process in any case.
     """
 
     def __init__(
@@ -104,17 +104,16 @@ class DiffusionEngine:
     ) -> list[GeneratedImage]:
         """Make `n` images of each prompt, in the prompts' order; several share the model's steps as far as that pays.
 
-        Their seeds are `seed`, `seed + 1`, … for every prompt, or random. What is not said is the engine's or the model's
-        default. `size` is `"WIDTHxHEIGHT"`. `lora_request` is an adapter or a list of them: the name of one of `loras`, or a
-        `LoRARequest`, which is loaded from its path when it is first used; `lora_scale` is its strength, or a list with one for
-        each. With `image` they are made of that image, or those, where the model can: `mask` is white where it is made again,
-        `strength` is how far to go from it, up to 1. A call that is interrupted, or takes longer than `timeout_s`, makes
-        nothing more.
+        Their seeds are `seed`, `seed + 1`, … for every prompt, or random. Missing values are the engine's or the model's defaults. `size`
+        is `"WIDTHxHEIGHT"`. `lora_request` is an adapter or a list of them: a name from `loras`, or a `LoRARequest`, loaded from its path
+        at its first use. `lora_scale` is its strength, or a list with one for each. With `image` they start from that image, or those, if
+        the model can. `mask` is white in the part to repaint, `strength` the distance from the image, up to 1. A call that is interrupted,
+        or takes longer than `timeout_s`, makes nothing more.
 
         Raises:
-            RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (NotFound), it cannot be
-                loaded (InvalidAdapter and the like), the call took too long (Timeout), the engine is closed (Terminating), or
-                making it failed. GroupFailed: the ranks are lost.
+            RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (NotFound), or it cannot be loaded
+                (InvalidAdapter and the like). The call took too long (Timeout), the engine is closed (Terminating), or making it failed.
+                GroupFailed: the ranks are lost.
         """
         prompts = _prompts(prompt)
         if size is not None:
@@ -189,7 +188,7 @@ def _sides(size: str, height: int | None, width: int | None) -> tuple[int, int]:
 
 
 def _params(fields: dict[str, object]) -> GenerationParams:
-    """The request as the engine takes it, its types checked. What is wrong with a prompt is told without repeating it."""
+    """The request as the engine takes it, its types checked. An error about a prompt does not repeat it."""
     try:
         return msgspec.convert(fields, GenerationParams)
     except msgspec.ValidationError as error:

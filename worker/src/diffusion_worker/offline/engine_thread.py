@@ -21,7 +21,7 @@ from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 
 LOOK_S = 0.1
-# As the server's: ranks have 5 s to leave before they are killed.
+# The same as the server's: ranks have 5 s to leave before they are killed.
 STOP_TIMEOUT_S = 12.0
 # A start that was interrupted may wait for the fork server's imports.
 FORK_SERVER_S = 30.0
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 def nothing() -> None:
-    """What a caller does that has nothing to do while it waits."""
+    """Do nothing, for a caller that has nothing to do while it waits."""
 
 
 class EngineThread:
-    """One engine with its ranks. Its methods are for every thread but its own; `close` is for all."""
+    """An engine with its ranks. Call its methods from every thread but its own; `close` from any."""
 
     def __init__(self, config: WorkerConfig, make_ranks: Callable[[], RankGroup]) -> None:
         self._config = config

@@ -65,5 +65,5 @@ class GeneratedImage:
         return encode(made.pixels, made.height, made.width, output_format=output_format, compression=quality, metadata=self.metadata)
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows."""
+        """Return a PNG for notebooks."""
         return self._encoded(OutputFormat.PNG)

@@ -33,7 +33,7 @@ def image_fields(image: Image | Sequence[Image] | None, mask: Image | None, stre
 
 
 def _image(image: object) -> InputImage:
-    """As it is seen: turned as its EXIF says, what is transparent on white."""
+    """Convert an image to its visible form: turned by its EXIF, transparent parts on white."""
     turned = ImageOps.exif_transpose(_required("image", image))
     return decoded(turned, turned.size).image
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script tells the engine, checked as the command line checks its options."""
+"""Options of a script's engine, checked like those of the command line."""
 
+import math
 import re
+import sys
 from collections.abc import Mapping
 from os import PathLike, fspath
 from typing import Any
@@ -10,12 +12,12 @@ import click
 import msgspec
 
 from diffusion_worker import cli
-from diffusion_worker.config import CLAIMS_DIR, OnMissing, WorkerConfig
+from diffusion_worker.config import CLAIMS_DIR, OnMissing, QueueLimits, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.sources.options import locate_model, lora_defaults
 
-# What only means something to a server and its operator, and what the engine's own arguments set.
-NOT_HERE = frozenset({"api_key_path", "control_token_path", "desired_path", "preload_loras", "ui"})
+# Options that only a server and its operator have, and those that the engine's own arguments set.
+NOT_HERE = frozenset({"api_key_path", "control_token_path", "desired_path", "max_connections", "preload_loras", "queue", "ui"})
 GIVEN = frozenset({"model", "model_source", "ranks"})
 MAX_BATCH_WINDOW_S = 1.0
 PLACE = re.compile(r" - at `\$\.?(.*)`$")
@@ -29,8 +31,10 @@ def worker_config(
     if unknown := sorted(set(options) - allowed):
         raise ConfigError(f"{unknown[0]}: unknown option of the engine, expected one of {', '.join(sorted(allowed))}")
     place = locate_model(fspath(model), str(options.get("claims_dir", CLAIMS_DIR)))
+    # A script waits for what it asked for.
+    endless = QueueLimits(sys.maxsize, math.inf, sys.maxsize)
     # An adapter that went from memory for others is loaded again: there is nobody else to do it.
-    own: dict[str, Any] = {"served_name": place.name, "lora_on_missing": OnMissing.LOAD}
+    own: dict[str, Any] = {"served_name": place.name, "lora_on_missing": OnMissing.LOAD, "queue": endless}
     if isinstance(slots := options.get("max_loras"), int):
         own |= lora_defaults(slots)
     fields: dict[str, Any] = {**own, **options, "model": place.folder, "model_source": place.source, "ranks": ranks}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress bars for people, on stderr. What the engine's thread tells is only noted; the thread that waits draws."""
+"""Progress bars for people, on stderr. The engine's thread only records progress; the waiting thread draws it."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ WEIGHTS_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}B/{total_fmt}B [{elap
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to draw: as told, else where stderr is a terminal."""
+    """Return whether to draw: the argument, or by default whether stderr is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
 
 
@@ -52,7 +52,7 @@ class StepCounts:
 
 @contextmanager
 def step_bar(counts: StepCounts, progress: bool | None) -> Iterator[Callable[[], None]]:
-    """One bar for a call; gives what draws it again."""
+    """Show a bar for a call; yield the function that redraws it."""
     with tqdm(total=None, unit="step", disable=not wanted(progress)) as bar:
 
         def draw() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wire between the server process and its ranks: one ZMQ broadcast down, one stream up, on Unix sockets.
 
-The server waits for every rank's subscription before it sends anything, and no queue has a limit, so that no message is
-dropped. Frames after the first are images, sent without a copy. What is no message is counted and never acted on.
+The server waits for every rank's subscription before it sends anything, and no queue has a limit, so that no message is dropped. Frames
+after the first are images, sent without a copy. Bytes that are no message are counted and never acted on.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ FOLDER_PREFIX = "diffusion-worker-"
 LOCK = "lock"
 # A server locks its folder right after it made it.
 ABANDONED_S = 60.0
-# What msgspec raises for bytes that are no message.
+# Errors that msgspec raises for bytes that are no message.
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -106,7 +106,7 @@ class ServerEnd:
 
 
 class RankEnd:
-    """One rank's side. Use as a context manager: leaving it flushes what the rank said last."""
+    """A rank's side. Use as a context manager: leaving it flushes what the rank said last."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self.dropped = 0
@@ -135,7 +135,7 @@ class RankEnd:
             except zmq.Again:
                 on_idle()
                 continue
-            # What has more or fewer parts than it says is nobody's, and its parts must not be taken for messages of their own.
+            # A message with more or fewer parts than it declares is dropped, and its parts must not be taken for messages.
             try:
                 message = decode_to_rank(head)
                 if len(frames) == (sum(message.frames) if isinstance(message, Tick) else 0):
@@ -146,7 +146,7 @@ class RankEnd:
             on_dropped(self.dropped)
 
     def send(self, message: ToServer, frames: Sequence[memoryview] = ()) -> None:
-        """Answer the server. One thread at a time."""
+        """Answer the server. Only a single thread may call it at a time."""
         self._answers.send_multipart([encode(message), *frames], copy=False)
 
 

@@ -10,7 +10,7 @@ from diffusion_worker.messages import RpcReply
 
 
 class CallInFlight:
-    """One call, until the last of its ranks has answered."""
+    """A call, until the last of its ranks has answered."""
 
     def __init__(self, method: str, ranks: set[int]) -> None:
         self.method = method
@@ -59,7 +59,7 @@ class CallsInFlight:
             self._end(reply.call_id, call)
 
     def give_up(self, call_id: int, grace_s: float, overdue: Callable[[CallInFlight], None]) -> None:
-        """Its caller waits no longer. `overdue` is called where the ranks still owe an answer after the grace."""
+        """Stop waiting for a call. `overdue` is called where the ranks still owe an answer after the grace."""
         call = self._calls.get(call_id)
         if call is not None:
             call.overdue = asyncio.get_running_loop().call_later(grace_s, overdue, call)

@@ -2,14 +2,23 @@
 """The engine's `RankGroup` with real processes: one generation of them after the other, for the server's life."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
+import msgspec
+
 from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.state.rank_calls import require_success
 from diffusion_worker.engine.state.rank_protocol import Loss, TickReport
 from diffusion_worker.engine.state.state_document import RankDocument, RankState
 from diffusion_worker.errors import Fault, GroupFailed
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import MemoryReport, ModelInfo, RpcReply, Tick
+from diffusion_worker.ranks.load_processes import LoadProcesses, PreparedAdapter
 from diffusion_worker.ranks.rank_generation import RankGeneration
+
+# Methods after which a rank has another model.
+CHANGING_LAYERS = ("re_init_pipeline",)
 
 
 class RankExecutor:
@@ -21,6 +30,9 @@ class RankExecutor:
         self._current: RankGeneration | None = None
         self._dropped_before = (0, 0)
         self._stopped = False
+        self._loads = LoadProcesses()
+        # The ranks of the current generation by their description of the model.
+        self._tables: dict[bytes, list[int]] = {}
 
     @property
     def generation(self) -> int:
@@ -29,7 +41,7 @@ class RankExecutor:
 
     @property
     def loss(self) -> Loss | None:
-        """Why the generation was lost; None while it lives."""
+        """Return the reason why the generation was lost; None while it lives."""
         current = self._current
         return current.loss.result() if current is not None and current.loss.done() else None
 
@@ -43,6 +55,7 @@ class RankExecutor:
         """Start the processes and wait until all have loaded; raises ConfigError, LoadTimeout or GroupFailed."""
         if self._stopped:
             raise GroupFailed("the ranks were ended")
+        self._tables = {}
         self._current = RankGeneration(self._config, self._number, asleep=asleep)
         return await self._current.start()
 
@@ -72,7 +85,24 @@ class RankExecutor:
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
     ) -> list[RpcReply]:
         """Run a method on the ranks; see `RankGroup.call`."""
+        if method in CHANGING_LAYERS:
+            self._tables = {}
         return await self._running().call(method, kwargs, timeout_s=timeout_s, output_rank=output_rank, exec_all_ranks=exec_all_ranks)
+
+    async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
+        """Have an adapter read, checked and laid out by a process of its own; see `RankGroup.prepare_adapter`."""
+        until_s = time.monotonic() + timeout_s
+        if not self._tables:
+            replies = await self.call("adapter_table", timeout_s=timeout_s)
+            require_success("adapter_table", replies)
+            for reply in replies:
+                self._tables.setdefault(reply.result or b"", []).append(reply.rank)
+        return await self._loads.prepare(
+            self._tables,
+            msgspec.convert(request, LoRARequest),
+            msgspec.convert(options, LoadOptions),
+            timeout_s=max(0.001, until_s - time.monotonic()),
+        )
 
     async def failed(self) -> Loss:
         """Returns when the generation is lost."""

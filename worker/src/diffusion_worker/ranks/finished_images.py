@@ -22,7 +22,7 @@ IMAGE_DIMENSIONS = 3
 
 
 class ImageReport:
-    """Of one tick, from its end on the rank's main thread to the bytes on the wire."""
+    """Report of a tick, from its end on the rank's main thread to the bytes on the wire."""
 
     def __init__(self, done: TickDone, output: StepOutput) -> None:
         self._done = done

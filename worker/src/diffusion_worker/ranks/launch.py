@@ -21,7 +21,7 @@ from diffusion_worker.ranks.broadcast import ServerEnd
 from diffusion_worker.ranks.rank_process import RankProcess
 from diffusion_worker.ranks.start_method import start_method_of
 
-RANK_NAME = "diffusion-worker-rank-"
+NAME_PREFIX = "diffusion-worker-"
 _preparation_data = spawn.get_preparation_data
 
 
@@ -39,7 +39,6 @@ def start_processes(
     method = start_method_of(config)
     context = _context(method)
     _set_environment(config)
-    spawn.get_preparation_data = _preparation_without_main
     # Bound here and handed to rank 0, so that nobody else can take the port in between.
     listener = _listen(config.rendezvous_host, config.rendezvous_port, backlog=2 * config.ranks)
     try:
@@ -48,7 +47,7 @@ def start_processes(
             process = context.Process(
                 target=_worker_main,
                 args=(_arguments(config, number, wire, rendezvous, method, asleep), listener if number == 0 else None),
-                name=f"{RANK_NAME}{number}",
+                name=without_main(f"rank-{number}"),
                 daemon=True,
             )
             process.start()
@@ -61,18 +60,29 @@ def start_processes(
 def _context(method: StartMethod) -> SpawnContext | ForkServerContext:
     if method is StartMethod.SPAWN:
         return multiprocessing.get_context("spawn")
+    return fork_server()
+
+
+def fork_server() -> ForkServerContext:
+    """The fork server of this process, which starts with its first process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["diffusion_worker.ranks.preload"])
     return context
 
 
-def _preparation_without_main(name: str) -> dict[str, Any]:
-    """What a process is told at its start. A rank is not told to import the main script first, as all others are.
+def without_main(what: str) -> str:
+    """Name a process so that it does not import the main script."""
+    spawn.get_preparation_data = _preparation_without_main
+    return f"{NAME_PREFIX}{what}"
 
-    That script may be a user's, without a guard: it would start its own ranks in every rank.
+
+def _preparation_without_main(name: str) -> dict[str, Any]:
+    """Make the data that a process starts with. Our processes do not import the main script first, as all others do.
+
+    A user's script may have no guard, and would then start its own ranks in every rank.
     """
     told: dict[str, Any] = _preparation_data(name)
-    if name.startswith(RANK_NAME):
+    if name.startswith(NAME_PREFIX):
         told = {key: value for key, value in told.items() if not key.startswith("init_main")}
     return told
 
@@ -106,7 +116,7 @@ def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dic
             "rendezvous": rendezvous,
             "start_method": method,
             "asleep": asleep,
-            # What a server that is killed cannot remove: the folders of its sockets and of the fork server's.
+            # Folders that a killed server cannot remove: those of its sockets and of the fork server's.
             "folders": [str(wire.folder), util.get_temp_dir()],
             # Ranks say as much as the process that starts them: a server more than a script.
             "log_level": logging.getLogger("diffusion_worker").getEffectiveLevel(),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says, in order. A message that has to be made first, of an image, is made and sent by a thread beside the next tick.
+"""Ordered sending of a rank's messages. A message that has to be made first, of an image, is made and sent by a thread beside the next
+tick.
 
-Whoever holds the lock owns the socket. The rank's main thread sends by itself while nothing waits, so that a tick without
-images costs no change of threads; behind an image everything waits its turn.
+The holder of the lock owns the socket. The rank's main thread sends by itself while nothing waits, so a tick without images costs no change
+of threads. Behind an image everything waits its turn.
 """
 
 import threading
@@ -73,7 +74,7 @@ class RankSender:
                 message, frames = make()
                 with self._changed:
                     self._send(message, frames)
-                    # Only now: whoever sends meanwhile has to see that something is before it.
+                    # Only now: a concurrent sender has to see that something is before it.
                     self._waiting.popleft()
                     self._changed.notify_all()
             except BaseException as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of one generation of a rank group: started, watched, spoken to, ended. They live and die together.
 
-Nothing can free a rank that is stuck in a collective with a dead one, so a generation that lost a rank, has one that a signal
-stopped, or missed a deadline, is killed as a whole. Everything here ends with its generation: processes, sockets, descriptors.
+Nothing can free a rank that is stuck in a collective with a dead one. So a generation with a lost or stopped rank, or a missed deadline, is
+killed as a whole. Everything here ends with its generation: processes, sockets, descriptors.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ STOP_WATCH_S = 0.5
 
 
 class RankGeneration:
-    """One generation. Make and use it on the event loop of the server; `start` once, `end` once."""
+    """A generation of ranks. Make and use it on the event loop of the server; `start` once, `end` once."""
 
     def __init__(self, config: WorkerConfig, number: int, *, asleep: bool) -> None:
         self._loop = asyncio.get_running_loop()
@@ -298,6 +298,6 @@ def _state_of(memory: MemoryReport) -> RankState:
 
 
 def _frames_fit(done: TickDone, frames: list[bytes | memoryview]) -> bool:
-    """Whether the frame of every image and preview came along, in its size."""
+    """Return whether the frame of every image and preview came along, in its size."""
     brought: list[Finished | Preview] = [*done.finished, *done.previews]
     return all(0 <= made.frame < len(frames) and len(frames[made.frame]) == math.prod(made.shape) for made in brought)

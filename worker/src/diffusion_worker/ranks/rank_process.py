@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank process as its server sees it: a pid that cannot be mistaken, what the rank said last, and its end."""
+"""A rank process as its server sees it: a pid that cannot be mistaken, its last words, and its end."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ COLLECT_S = 2.0
 
 
 class RankProcess:
-    """What the server knows of one rank process; made when the process was started."""
+    """The server's knowledge of a rank process; made when the process was started."""
 
     def __init__(self, number: int, process: BaseProcess) -> None:
         assert process.pid is not None
@@ -44,14 +44,14 @@ class RankProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal stopped it. Such a process answers nothing, and may never be continued."""
+        """Return whether a signal stopped it. Such a process answers nothing, and may never be continued."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
         except (OSError, IndexError):
             return False  # it ended meanwhile: its pidfd tells
 
     def exit_text(self) -> str:
-        """How it ended, once it is gone."""
+        """Describe its exit, once it is gone."""
         self._process.join(timeout=0)
         code = self._process.exitcode
         if code is None:

@@ -26,6 +26,7 @@ from diffusion_worker.messages import (
     Failed,
     Fatal,
     LoadProgress,
+    PreparedPart,
     Ready,
     Replay,
     Rpc,
@@ -51,7 +52,8 @@ EXIT_FAULT = 70
 
 # The methods the server may call, with the types of their arguments: the wire carries names and plain data only.
 RPC_METHODS: dict[str, dict[str, Any] | None] = {
-    "add_lora": {"request": LoRARequest, "options": LoadOptions},
+    "add_lora": {"request": LoRARequest, "options": LoadOptions, "parts": list[PreparedPart]},
+    "adapter_table": {},
     "remove_lora": {"lora_int_id": int},
     "list_loras": {},
     "pin_lora": {"lora_int_id": int},
@@ -68,7 +70,7 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
 
 
 class RankArguments(msgspec.Struct, frozen=True):
-    """What a rank process is started with."""
+    """Start arguments of a rank process."""
 
     config: WorkerConfig
     rank: int
@@ -82,7 +84,7 @@ class RankArguments(msgspec.Struct, frozen=True):
 
 
 class WorkerProc:
-    """One rank's process: owns the wire and the worker. `extension` names methods of the worker that take any plain data.
+    """A rank's process: owns the wire and the worker. `extension` names methods of the worker that take any plain data.
 
     Whatever it says goes through `output`, in order: an answer to sleep comes after the images that were finished before.
     """
@@ -134,7 +136,8 @@ class WorkerProc:
                 self.return_result(reply)
 
     def recv_message(self) -> tuple[ToRank, list[bytes]]:
-        """The next message of the broadcast, with its frames. What is none is counted, told to the server and not acted on."""
+        """The next message of the broadcast, with its frames. Bytes that are no message are counted, reported to the server and not acted
+        on."""
         return self._wire.receive(self._on_dropped, self._output.check)
 
     def _on_dropped(self, count: int) -> None:
@@ -168,7 +171,7 @@ class WorkerProc:
         return reply
 
     def _kwargs(self, rpc: Rpc) -> dict[str, Any]:
-        """Its arguments; raises RequestError where the worker has no such method, or the method no such arguments."""
+        """Return the arguments; raises RequestError if the worker has no such method, or the method no such arguments."""
         if rpc.method not in self._methods:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: the ranks' worker has no such method to call")
         types = self._methods[rpc.method]

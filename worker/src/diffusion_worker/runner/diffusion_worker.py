@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The infrastructure side of one rank: device, process group, memory and adapters; the runner does the model's side.
 
-Methods that `WorkerProc` calls by name (`Rpc.method`) are the public ones here; each raises `RequestError` for what is the
-caller's fault and anything else for a fault of the rank.
+The public methods are those that `WorkerProc` calls by name (`Rpc.method`). Each raises `RequestError` for a caller's fault, and anything
+else for a fault of the rank.
 """
 
 import os
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from diffusion_worker.config import WorkerConfig, usable_cores
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.loads.model_table import ModelTable
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.memory.device_memory import free_bytes
 from diffusion_worker.memory.heap import freeze_gc, give_back_heap
@@ -25,6 +26,7 @@ from diffusion_worker.messages import (
     MemoryReport,
     MemoryTag,
     ModelInfo,
+    PreparedPart,
     RequestSpec,
     SleepLevel,
     SleepTask,
@@ -43,7 +45,7 @@ from diffusion_worker.runner.task_acks import TaskAcks
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Where the ranks of one generation meet: rank 0 serves the store on a socket that its parent bound."""
+    """The meeting point of a generation's ranks: rank 0 serves the store on a socket that its parent bound."""
 
     host: str
     port: int
@@ -51,7 +53,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 class DiffusionWorker:
-    """One rank."""
+    """A rank of a worker."""
 
     def __init__(self, config: WorkerConfig, *, rank: int, rendezvous: Rendezvous, listener: socket.socket | None) -> None:
         self._config = config
@@ -138,9 +140,17 @@ class DiffusionWorker:
         """Do as `execute_model`; the reference has both names."""
         return self.execute_model(request, frames)
 
-    def add_lora(self, *, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
-        """Register an adapter from its folder or file, in host memory; requests that use it put it into a slot."""
-        return self.model_runner.add_lora(request, options)
+    def add_lora(self, *, request: LoRARequest, options: LoadOptions, parts: Sequence[PreparedPart] = ()) -> LoadedLoRA:
+        """Register an adapter, in host memory; requests that use it put it into a slot.
+
+        A server brings `parts`, which a process of its own made of the adapter's files. Without them the files are read here.
+        """
+        return self.model_runner.add_lora(request, options, parts)
+
+    def adapter_table(self) -> ModelTable | None:
+        """Describe the model of this rank to the process of a load."""
+        loras = self.model_runner.loras
+        return None if loras is None else loras.table()
 
     def remove_lora(self, *, lora_int_id: int) -> bool:
         """Unload an adapter; False if it was not loaded."""
@@ -177,7 +187,7 @@ class DiffusionWorker:
         self.model_runner.restore(tuple(MemoryTag) if tags is None else tags)
 
     def resident_bytes(self) -> int:
-        """What weights, slots and caches hold on the device now."""
+        """Return the bytes of weights, slots and caches on the device now."""
         memory = self.memory()
         return memory.weights_resident_bytes + memory.adapter_slots_resident_bytes + memory.cache_bytes
 
@@ -202,7 +212,7 @@ class DiffusionWorker:
         return self.model_runner.fingerprint(probe=probe)
 
     def synchronize(self) -> None:
-        """Returns when the device has done all that it was given. What it made is on its way then, before the answer to this."""
+        """Returns when the device has done all that it was given. The results are on their way by then, before the answer to this call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -227,7 +237,7 @@ class DiffusionWorker:
         give_back_heap(self.device)
 
     def memory(self) -> MemoryReport:
-        """Where this rank's weights are, and what adapters take beside them."""
+        """Return where this rank's weights are, and the memory that adapters take beside them."""
         return self.model_runner.memory()
 
     def shutdown(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank makes of its weights and holds of its adapters, in few words, so that it can be compared with itself after a sleep.
+"""A fingerprint of a rank's weights and adapters, to compare the rank with itself after a sleep.
 
-The probe is a request of one step, run beside all others on a stepper of its own: exact, so that nothing that was compiled,
-cached or merged takes part, and every rank makes all of it from its own weights. Nothing is left of it but its digest.
+The probe is a one-step request, run beside all others on a stepper of its own. It is exact: nothing compiled, cached or merged takes part,
+and every rank computes all of it from its own weights. Nothing is left of it but its digest.
 """
 
 import hashlib
@@ -38,11 +38,11 @@ STEPS = (1, 2)
 T = TypeVar("T")
 
 
-def adapter_digests(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]], misapplied: Container[int]) -> dict[int, str]:
-    """By its id, the digest of an adapter's file, a checksum of what is kept of it, and whether its slot is not that."""
+def adapter_contents(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]], misapplied: Container[int]) -> dict[int, str]:
+    """Return, by adapter id, its identity, a checksum of the kept copy, and whether its slot differs."""
     return {
-        lora_int_id: f"{digest} {checksum(kept)}" + (" misapplied" if lora_int_id in misapplied else "")
-        for lora_int_id, (digest, kept) in sorted(copies.items())
+        lora_int_id: f"{identity} {checksum(kept)}" + (" misapplied" if lora_int_id in misapplied else "")
+        for lora_int_id, (identity, kept) in sorted(copies.items())
     }
 
 
@@ -60,7 +60,7 @@ class Probe:
     def digest(self, model: ModelInfo) -> str | None:
         """The SHA-256 of a small image of one step; all ranks make it together, and those that split no weights each of their own.
 
-        None for a model that serves no task of ours, or refuses every request that is tried; on all ranks alike.
+        None, on all ranks alike, for a model that serves none of our tasks or refuses every request tried.
 
         Raises:
             RequestError: InsufficientMemory.
@@ -97,7 +97,7 @@ class Probe:
         return self._agreed(lambda: pixels_of(output.images[spec.request_id]))
 
     def _agreed(self, make: Callable[[], T]) -> T:
-        """What is made here, once it is known that every rank made it; raises RequestError."""
+        """Return the result once every rank has made it; raises RequestError."""
         failed: dict[str, ErrorReport] = {}
         try:
             made = make()

@@ -12,9 +12,10 @@ import torch
 
 from diffusion_worker.config import Compile, LoadFormat, Offload, Quantization, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
-from diffusion_worker.lora.conversion import converter_of
+from diffusion_worker.lora.conversion import converter_of, converter_table
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.lora.slot_bank import PIECE_BYTES
 from diffusion_worker.memory.checksum import checksum
 from diffusion_worker.memory.heap import give_back_heap, unfreeze_gc
 from diffusion_worker.memory.placeholders import Placeholders
@@ -26,11 +27,12 @@ from diffusion_worker.messages import (
     MemoryReport,
     MemoryTag,
     ModelInfo,
+    PreparedPart,
     RequestSpec,
     SleepLevel,
     Tick,
 )
-from diffusion_worker.runner.fingerprint import Probe, adapter_digests
+from diffusion_worker.runner.fingerprint import Probe, adapter_contents
 from diffusion_worker.runner.loading.adapter_layers import TEXT_ENCODER, add_on_all_ranks, create_lora_manager
 from diffusion_worker.runner.loading.compilation import Compilation
 from diffusion_worker.runner.loading.offloading import Offloading, home_of
@@ -59,7 +61,7 @@ __all__ = ["DiffusionModelRunner", "DuplicateRequest", "ReportProgress", "StepOu
 
 
 class DuplicateRequest(ValueError):
-    """Raised when a request joins under an id that runs already: two requests would be told apart by nothing."""
+    """Raised when a request joins under an id that runs already, which would make two requests indistinguishable."""
 
 
 class DiffusionModelRunner:
@@ -168,6 +170,7 @@ class DiffusionModelRunner:
             part_of=self._kinds.part_of,
             in_use=self._adapters_in_use,
             convert=converter_of(self.pipeline),
+            converter=converter_table(self.pipeline),
             asleep=bool(self._memory.asleep),
         )
         self._memory.serve(self.weights, self.loras)
@@ -178,7 +181,7 @@ class DiffusionModelRunner:
         """Run requests of few steps, of which nothing is left; returns what became of the options, as `ModelInfo.features`.
 
         Raises:
-            RequestError: one of them failed; Asleep.
+            RequestError: a warm-up request failed; Asleep.
         """
         self._memory.require_awake("warm-up")
         assert self._model is not None and self.loras is not None
@@ -208,7 +211,7 @@ class DiffusionModelRunner:
             return self._offloading.execute(module, call)
 
     def _new_features(self) -> dict[str, str] | None:
-        """What became of the options; None if that is what it was."""
+        """Return the outcome of the options; None if it is unchanged."""
         assert self._model is not None
         features = self._model.features | self._compilation.features
         if features == self._model.features:
@@ -232,7 +235,7 @@ class DiffusionModelRunner:
 
     @torch.inference_mode()
     def fingerprint(self, *, probe: bool) -> Fingerprint:
-        """What is in the weights, the adapters and their slots now and, if `probe`, what a step makes of the weights.
+        """Return a fingerprint of the weights, the adapters and their slots and, if `probe`, the result of a step.
 
         Raises:
             RequestError: Busy while requests run; Asleep; InsufficientMemory.
@@ -241,7 +244,7 @@ class DiffusionModelRunner:
         assert self._model is not None and self._tasks is not None and self.loras is not None
         # First, as ranks make it together: what fails on one of them later keeps no other waiting.
         made = Probe(self._tasks, self._parallel, modules_of(self.pipeline), self._compute).digest(self._model) if probe else None
-        adapters = adapter_digests(self.loras.host_copies(), self.loras.misapplied())
+        adapters = adapter_contents(self.loras.host_copies(), self.loras.misapplied())
         return Fingerprint(checksum(self.weights.tensors()), adapters, made)
 
     def _have_own_weights(self, otherwise: str) -> None:
@@ -254,8 +257,8 @@ class DiffusionModelRunner:
     def re_init_pipeline(self, pipeline: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
         """Serve the model folder by another pipeline class, one of diffusers by its name or one of yours as `module:Class`.
 
-        The old one is freed before the new one is loaded; requests that run and adapters go with it. Where the new one cannot
-        be loaded, the old one is loaded again.
+        The old one is freed before the new one is loaded; requests that run and adapters go with it. If the new one cannot be loaded, the
+        old one is loaded again.
 
         Raises:
             RequestError: InvalidRequest with what is wrong with the new one; Asleep.
@@ -314,6 +317,7 @@ class DiffusionModelRunner:
             self._admit(tick, frames, output)
             # A tick may have been sent before the server knew of the last one's ends: it may name requests that are gone.
             chosen = [state for name, state in self._states.items() if tick.advance is None or name in tick.advance]
+            chosen = self._with_adapters(chosen)
             self._stepper.advance(chosen, output, meter)
         except BaseException:
             for spec in tick.join:
@@ -326,6 +330,15 @@ class DiffusionModelRunner:
         for state in chosen:
             state.clock.peak_bytes = max(state.clock.peak_bytes, output.peak_bytes)
         return output
+
+    def _with_adapters(self, chosen: list[DiffusionRequestState]) -> list[DiffusionRequestState]:
+        """Those whose adapters are in their slots. While others run no tick copies more than a piece; all ranks copy the same."""
+        loras = self.loras
+        if loras is None or all(loras.is_ready(state.spec.loras) for state in chosen):
+            return chosen
+        others = any(loras.is_ready(state.spec.loras) for state in self._states.values())
+        loras.fill(at_most=PIECE_BYTES if others else None)
+        return [state for state in chosen if loras.is_ready(state.spec.loras)]
 
     def _admit(self, tick: Tick, frames: Sequence[bytes], output: StepOutput) -> None:
         """Add requests, but for those that some rank refuses."""
@@ -371,12 +384,20 @@ class DiffusionModelRunner:
         raise RequestError(ErrorCode.REQUEST_FAILED, f"{found}, expected an image of uint8")
 
     def supports_step_mode(self) -> bool:
-        """Whether requests advance by scheduler steps; what has none runs whole, a model call a tick. False while nothing is loaded."""
+        """Return whether requests advance by scheduler steps; other pipelines run whole, a model call a tick. False while nothing is
+        loaded."""
         return self.pipeline is not None and any(hasattr(part, "step") for part in self.pipeline.components.values())
 
-    def add_lora(self, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
-        """Register an adapter, on all ranks or on none; raises RequestError."""
+    def add_lora(self, request: LoRARequest, options: LoadOptions, parts: Sequence[PreparedPart] = ()) -> LoadedLoRA:
+        """Register an adapter from what the process of a load made for this rank; without that read it here, on all ranks or on none.
+
+        Raises:
+            RequestError: see `DiffusionLoRAManager.adopt` and `read`.
+        """
         assert self.loras is not None
+        mine = next((part for part in parts if self._parallel.rank in part.ranks), None)
+        if mine is not None:
+            return self.loras.adopt(request, options, mine)
         return add_on_all_ranks(self.loras, self._parallel, request, options)
 
     def _adapters_in_use(self) -> list[LoRAUse]:
@@ -393,7 +414,7 @@ class DiffusionModelRunner:
             raise DuplicateRequest(f"request {spec.request_id!r} runs already")
         self._states[spec.request_id] = DiffusionRequestState(spec, body, exact=self._config.exact)
         try:
-            # Its adapters are in use from here on, so that none of them goes for another one.
+            # The request's adapters are in use from here on, so none of them can be evicted for another.
             if self.loras is not None:
                 self.loras.activate(spec.loras)
         except BaseException:
@@ -415,7 +436,7 @@ class DiffusionModelRunner:
         return None if self._prompts is None else msgspec.structs.asdict(self._prompts.stats())
 
     def memory(self) -> MemoryReport:
-        """Where the weights are, and what adapters and caches take beside them."""
+        """Return where the weights are, and the memory of adapters and caches beside them."""
         return self._memory.report()
 
     def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:

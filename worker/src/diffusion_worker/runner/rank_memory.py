@@ -81,7 +81,7 @@ class RankMemory:
                 self._give_back(tag, forget=False)
             give_back_heap(self._device)
             if classify(error) is Fault.OUT_OF_MEMORY:
-                raise _insufficient(needed, available_bytes(self._device), "which was not enough") from error
+                raise _insufficient(needed, available_bytes(self._device), "memory was too small") from error
             if isinstance(error, ConfigError):
                 raise RequestError(ErrorCode.ENGINE_FAILED, f"the weights cannot be restored: {error}") from error
             raise
@@ -90,7 +90,7 @@ class RankMemory:
             self.level = None
 
     def report(self) -> MemoryReport:
-        """Where everything is now."""
+        """Report the current memory by place."""
         found, loras = self._weights.report(), self._loras
         return msgspec.structs.replace(
             found,
@@ -103,7 +103,8 @@ class RankMemory:
         )
 
     def _missing_bytes(self, tag: MemoryTag) -> int:
-        """What a tag takes at once when it comes back. On a CPU slots take nothing before something is written to them."""
+        """Return the bytes that a tag takes at once when it is restored. On a CPU slots take nothing before something is written to
+        them."""
         if tag is MemoryTag.WEIGHTS:
             return self._weights.missing_bytes
         if tag is MemoryTag.ADAPTERS and self._device.type != "cpu" and self._loras is not None:

@@ -50,7 +50,8 @@ class TaskAcks:
 
 
 def _failure_of(work: Callable[[], object]) -> ErrorReport | None:
-    """What the server is told if it fails; its exception, which holds whatever failed, is gone by then. Raises RankFault."""
+    """Run the work and return its failure for the server, without the exception, which would keep the failed objects alive. Raises
+    RankFault."""
     try:
         work()
     except RequestError as error:

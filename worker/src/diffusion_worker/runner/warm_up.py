@@ -24,7 +24,7 @@ Execute = Callable[[Tick, Sequence[bytes]], StepOutput]
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """How often a request is made at once, and what is other about it, by the fields of `RequestSpec`."""
+    """A warm-up request's count, and its differences by the fields of `RequestSpec`."""
 
     images: int = 1
     changes: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def plain_variants(pipeline: Any, task: Task) -> list[Variant]:
 
 
 def compiled_variants(pipeline: Any, task: Task, *, most_images: int, ranks: int, adapter: int | None) -> list[Variant]:
-    """What makes other versions of compiled code: one row or more on a rank, and rows with an adapter."""
+    """Return the variants that need other versions of compiled code: one row or more on a rank, and rows with an adapter."""
     [plain] = rows = plain_variants(pipeline, task)
     guidance = inputs_of(pipeline).get("guidance_scale")
     if isinstance(guidance, int | float) and guidance > 1:
@@ -78,7 +78,7 @@ def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variant
 
 
 def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpRequest]:
-    """One request of words for each size; where the model makes nothing of words alone, one that starts from a grey image."""
+    """Yield a request of words for each size; a model that needs an image gets a grey one."""
     sizes: list[tuple[int | None, int | None]] = [*config.warmup_sizes] or [(None, None)]
     for number, (width, height) in enumerate(sizes):
         spec = RequestSpec(
@@ -99,7 +99,7 @@ def own_request(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest | None:
 
 
 def task_of(model: ModelInfo) -> Task | None:
-    """What the warm-up asks of a model: words alone where that is served."""
+    """Return the warm-up's task: words alone if the model serves that."""
     return Task.GENERATE if Task.GENERATE in model.tasks else next(iter(model.tasks), None)
 
 

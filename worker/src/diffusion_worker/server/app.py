@@ -7,14 +7,20 @@ from pathlib import Path
 
 from fastapi import Depends, FastAPI, params
 from fastapi.security import HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
 
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.server import probes
-from diffusion_worker.server.control import lora_routes, sleep_routes
+from diffusion_worker.server.control import identity, lora_routes, sleep_routes
 from diffusion_worker.server.control import routes as control
+from diffusion_worker.server.control.operator_epoch import admit_epoch
+from diffusion_worker.server.encoding.decoders import Decoders
 from diffusion_worker.server.encoding.threads import EncodingThreads
 from diffusion_worker.server.http.bearer_token import RequireToken, TokenFile
 from diffusion_worker.server.http.body_limit import BodyLimit
+from diffusion_worker.server.http.connection_limit import ConnectionCollector, ConnectionLimit
+from diffusion_worker.server.http.origin import OwnOrigin
+from diffusion_worker.server.http.replica import replica_name
 from diffusion_worker.server.http.request_log import RequestLog
 from diffusion_worker.server.http.running_requests import RunningRequests
 from diffusion_worker.server.images import edits
@@ -26,23 +32,37 @@ from diffusion_worker.server.ui import page_router, status_router
 # A prompt is a few kilobytes; only edits bring images.
 MAX_BODY_BYTES = 1_048_576
 LARGER_BODIES = {"/v1/images/edits": 67_108_864}
+# Methods that a page of an allowed origin may use, and headers of answers that it may read.
+METHODS_OF_PAGES = ("GET", "POST", "DELETE")
+READ_BY_PAGES = ("X-Request-ID", "X-Replica", "Retry-After", "X-Should-Retry")
 
 
-def data_app(engine: Engine) -> FastAPI:
+def data_app(engine: Engine, *, local: bool = False) -> FastAPI:
     """The data port's application: images, models, probes, metrics. With an API key its API wants that.
+
+    Without one a `local` listener, which is on loopback, takes requests to loopback hosts only.
 
     Raises:
         ConfigError: the file of the API key is missing or empty.
     """
     app = _app(engine, title="diffusion-worker", flat_errors=False)
     app.state.encoding = EncodingThreads()
-    app.state.metrics = Metrics(engine, app.state.encoding)
+    app.state.decoders = Decoders()
     app.state.started_at = int(time.time())
     app.state.running = RunningRequests()
-    secured = []
-    if engine.config.api_key_path is not None:
-        secured = _require(app, TokenFile(Path(engine.config.api_key_path), "--api-key-file"), "the API key", _is_api)
-    app.add_middleware(RequestLog, metrics=app.state.metrics)
+    app.state.replica = replica_name()
+    app.state.connections = ConnectionLimit(app, engine.config.max_connections)
+    app.state.metrics = Metrics(engine, app.state.encoding, app.state.decoders)
+    app.state.metrics.registry.register(ConnectionCollector(app.state.connections))
+    secured, key_path, origins = [], engine.config.api_key_path, engine.config.cors_origins
+    if key_path is not None:
+        secured = _require(app, TokenFile(Path(key_path), "--api-key-file"), "the API key", _is_api)
+    app.add_middleware(OwnOrigin, allowed=origins, local=local and key_path is None)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=METHODS_OF_PAGES, allow_headers=["*"], expose_headers=READ_BY_PAGES
+        )
+    app.add_middleware(RequestLog, metrics=app.state.metrics, replica=app.state.replica)
     app.include_router(images.router, dependencies=secured)
     app.include_router(edits.router, dependencies=secured)
     app.include_router(probes.router)
@@ -61,10 +81,16 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     app = _app(engine, title="diffusion-worker control", flat_errors=True)
     secured = []
     if token_path is not None:
-        # The API's description is no secret.
-        secured = _require(app, TokenFile(token_path, "--control-token-file"), "the control token", lambda path: path != "/openapi.json")
+        token_file = app.state.token_file = TokenFile(token_path, "--control-token-file")
+        # The API's description is no secret, and who asks for a proof has sent no token yet.
+        secured = _require(app, token_file, "the control token", lambda path: path not in ("/openapi.json", identity.PATH))
+        app.include_router(identity.router)
+    if engine.pod_uid:
+        app.add_middleware(identity.NamePod, pod_uid=engine.pod_uid)
+    app.add_middleware(OwnOrigin, local=token_path is None)
+    app.state.has_token = token_path is not None
     for router in (control.router, lora_routes.router, sleep_routes.router):
-        app.include_router(router, dependencies=secured)
+        app.include_router(router, dependencies=[*secured, Depends(admit_epoch)])
     return app
 
 
@@ -86,7 +112,7 @@ def _app(engine: Engine, *, title: str, flat_errors: bool) -> FastAPI:
         # The interactive pages load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
-        # One registry of metrics is enough; spans of every request cost time and validation logs would hold prompts.
+        # A single registry of metrics is enough; spans of every request cost time, and validation logs would hold prompts.
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False},
     )
     app.state.engine = engine

@@ -19,6 +19,7 @@ async def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.get("/health", responses=ERRORS)  # vLLM's name
 @router.get("/readyz", responses=ERRORS)
 async def readyz(request: Request) -> dict[str, str]:
     """200 from the end of the first load until the drain for termination, also asleep."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's life: two listeners and the engine in one event loop, from the first answer to the exit code.
+"""The life of a worker: two listeners and the engine in one event loop, from the first answer to the exit code.
 
 The listeners answer while the ranks load, or are started again. SIGTERM ends it with 0 after the running requests; a group
 lost for good, with 70, after they were answered with an error. Nothing here waits without end: a watchdog thread ends the
@@ -28,14 +28,15 @@ from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.errors import ConfigError, GroupFailed
 from diffusion_worker.server.app import control_app, data_app
 from diffusion_worker.server.http.connection import BoundedConnection
+from diffusion_worker.server.http.origin import is_loopback
 
 EXIT_OK = 0
 EXIT_CONFIG = 1
 EXIT_GROUP_LOST = os.EX_SOFTWARE  # 70
 
 LOOPBACK = "127.0.0.1"
-# From the end of the drain to the end of the process: ranks have 5 s to leave before they are killed, clients 3 s to read.
-# The operator's pods allow 15 s.
+# Seconds from the end of the drain to the end of the process. Ranks have 5 s to leave before they are killed, clients 3 s to read. The
+# operator's pods allow 15 s.
 STOP_TIMEOUT_S = 12.0
 # A finished answer still has to reach a slow client.
 SEND_TIMEOUT_S = 3
@@ -43,9 +44,11 @@ SEND_TIMEOUT_S = 3
 KEEP_ALIVE_S = 75
 # The kernel ends a connection whose client took nothing of what was sent for so long.
 UNREAD_TIMEOUT_S = 60
-# How long the loop waits for the GIL while a thread encodes an image. Python's own 5 ms are longer than all else it waits for;
-# with less than this the two take it from each other too often (P10: 3.0, 2.0, 1.4 and 1.9 ms at 5, 0.5, 0.2 and 0.1 ms).
+# Seconds that the loop waits for the GIL while a thread encodes an image. Python's own 5 ms are longer than all else it waits for. With
+# shorter intervals the two threads switch too often (P10: 3.0, 2.0, 1.4 and 1.9 ms at 5, 0.5, 0.2 and 0.1 ms).
 SWITCH_INTERVAL_S = 0.0002
+# Set by the pod's template; an older operator sets none.
+POD_UID_VARIABLE = "DIFFUSION_POD_UID"
 TERMINATION_LOG = "/dev/termination-log"
 # The kubelet reads this much.
 TERMINATION_LOG_BYTES = 4096
@@ -54,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the worker listens; port 0 takes a free one, which the log names."""
+    """Addresses that the worker listens on; port 0 takes a free one, which the log names."""
 
     host: str
     port: int
@@ -62,7 +65,7 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a worker ended."""
+    """The end of a worker and its reason."""
 
     exit_code: int
     reason: str
@@ -78,7 +81,7 @@ class Listener(uvicorn.Server):
 
 
 class Watchdog:
-    """Ends the process from another thread if it is not gone in time after it was told to end, whatever the loop does."""
+    """Ends the process from another thread if it outlives its deadline after the order to end, even if the loop hangs."""
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
@@ -114,9 +117,9 @@ def run(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup
 
 
 async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup], watchdog: Watchdog) -> Ending:
-    """One worker's life in a running loop."""
+    """Run a worker's life in a running loop."""
     stop = _stop_on_signals()
-    engine = Engine(config, make_ranks(), boot_id=uuid.uuid4().hex)
+    engine = Engine(config, make_ranks(), boot_id=uuid.uuid4().hex, pod_uid=os.environ.get(POD_UID_VARIABLE, ""))
     listeners, serving = _start_listeners(engine, config, listen)
     life = asyncio.create_task(_life(engine))
     stopping = asyncio.create_task(stop.wait())
@@ -124,12 +127,12 @@ async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], R
     ending = life.result() if life.done() else Ending(EXIT_OK, "asked to terminate")
     watchdog.arm(ending, config.drain_timeout_s + STOP_TIMEOUT_S)
     if life.done():
-        # Whoever waits for an image has its error already; only the sending is left.
-        await _close(listeners, serving)
+        # A client that waits for an image has its error already; only the sending is left.
+        await _close(engine, listeners, serving)
         await engine.terminate()
     else:
         await engine.terminate()
-        await _close(listeners, serving)
+        await _close(engine, listeners, serving)
     life.cancel()
     stopping.cancel()
     await asyncio.gather(life, stopping, return_exceptions=True)
@@ -138,12 +141,16 @@ async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], R
 
 def _start_listeners(engine: Engine, config: WorkerConfig, listen: Listen) -> tuple[list[Listener], list[asyncio.Task[None]]]:
     token_path = Path(config.control_token_path) if config.control_token_path else None
-    apps = (data_app(engine), control_app(engine, token_path))
+    apps = (data_app(engine, local=is_loopback(listen.host)), control_app(engine, token_path))
+
+    class DataConnection(BoundedConnection):
+        limit = apps[0].state.connections
+
     data = _bind("--port", listen.host, listen.port)
     control = _bind("--control-port", listen.host if token_path else LOOPBACK, listen.control_port)
     (data_host, data_port), (control_host, control_port) = data.getsockname()[:2], control.getsockname()[:2]
     log.info("listening data=%s:%d control=%s:%d boot_id=%s", data_host, data_port, control_host, control_port, engine.boot_id)
-    listeners = [_listener(app) for app in apps]
+    listeners = [_listener(app, DataConnection if app is apps[0] else BoundedConnection) for app in apps]
     serving = [asyncio.create_task(listener.serve([bound])) for listener, bound in zip(listeners, (data, control), strict=True)]
     return listeners, serving
 
@@ -184,19 +191,19 @@ def _bind(option: str, host: str, port: int) -> socket.socket:
         bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
     except OSError as error:
         raise ConfigError(f"{option} {port} on {host}: cannot listen: {error.strerror or error}") from None
-    # Its connections inherit it. asyncio sets it only where the socket says that it is TCP's, and this one says 0: on a kept
-    # connection every answer, sent in two parts, then waited 40 ms for the client's delayed acknowledgement of the first.
+    # Accepted connections inherit it. asyncio sets it only if the socket's protocol is TCP's number, and here it is 0. On a kept connection
+    # every answer, sent in two parts, then waited 40 ms for the client's delayed acknowledgement.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A client that reads nothing would keep its answer in our memory, and its connection, as long as it likes.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))
     return bound
 
 
-def _listener(app: FastAPI) -> Listener:
+def _listener(app: FastAPI, protocol: type[BoundedConnection]) -> Listener:
     return Listener(
         uvicorn.Config(
             app,
-            http=BoundedConnection,
+            http=protocol,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -208,8 +215,9 @@ def _listener(app: FastAPI) -> Listener:
     )
 
 
-async def _close(listeners: list[Listener], serving: list[asyncio.Task[None]]) -> None:
+async def _close(engine: Engine, listeners: list[Listener], serving: list[asyncio.Task[None]]) -> None:
     """Stop listening, send what is finished, close the connections."""
+    engine.end_watches()
     for listener in listeners:
         listener.should_exit = True
     await asyncio.gather(*serving)

@@ -28,7 +28,7 @@ HEADERS = {
 
 
 class PageFile(NamedTuple):
-    """One file of the page, read when the worker starts."""
+    """A file of the page, read when the worker starts."""
 
     content: bytes
     media_type: str
@@ -36,14 +36,14 @@ class PageFile(NamedTuple):
 
 
 class RankStatus(BaseModel):
-    """One rank process."""
+    """A rank process."""
 
     rank: int
     state: RankState
 
 
 class Status(BaseModel):
-    """What the worker does now, for people. `percent` is how much of the model is loaded, null where none is being loaded.
+    """The worker's state for people. `percent` is how much of the model is loaded, null where none is being loaded.
 
     `generation` counts the lives of the rank group, `problem` is the code of what keeps it from serving. `queued` images wait
     for a place on the ranks, `held` requests until the model serves; with the policy OnIdle they wake it.
@@ -81,7 +81,7 @@ status_router = APIRouter()
 
 @status_router.get("/v1/status")
 async def status(request: Request) -> Status:
-    """What the page shows of the worker; only where there is a page."""
+    """Return the worker's state for the page; the route exists only with the page."""
     engine: Engine = request.app.state.engine
     return status_of(engine.state_document())
 

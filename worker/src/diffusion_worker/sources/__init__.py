@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where models and adapters come from: fetched by a child process into a cache addressed by digest."""
+"""Sources of models and adapters: a child process fetches them into a cache addressed by digest."""

@@ -22,7 +22,7 @@ MORE_S = 30
 
 
 def main() -> None:
-    """Run the job; every outcome is told."""
+    """Run the job and report every outcome."""
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=FetchJob)
     _bound(job)
     with ExitStack() as leases:
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def tell(event: Event) -> None:
-    """One line to the server."""
+    """Write a line to the server."""
     sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -44,7 +44,8 @@ def _outcome(job: FetchJob, leases: ExitStack) -> Event:
 
         return fetch(job, lambda done, total: tell(FetchProgress(done, total)), leases)
     except RequestError as error:
-        return FetchFailed(error.code, error.message)
+        # A host or a scheme is refused wherever a request or a redirect leads, where nobody knows for what.
+        return FetchFailed(error.code, error.message if error.message.startswith(job.what) else f"{job.what}: {error.message}")
     except MemoryError:
         return FetchFailed(ErrorCode.TOO_LARGE, f"{job.what}: fetching it needs more memory than {job.limits.memory_bytes} bytes")
     except OSError as error:
@@ -57,7 +58,7 @@ def _outcome(job: FetchJob, leases: ExitStack) -> Event:
 def _bound(job: FetchJob) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != job.parent_pid:
-        sys.exit(1)  # it died before we asked to be told
+        sys.exit(1)  # it died before it could report
     resource.setrlimit(resource.RLIMIT_AS, (job.limits.memory_bytes, job.limits.memory_bytes))
     cpu_s = MORE_S + int(job.deadline_s)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))

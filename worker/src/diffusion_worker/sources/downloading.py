@@ -31,7 +31,7 @@ TELL_S = 0.1
 
 
 class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file at an address.
+    """A file at an address.
 
     `identity` stands for its content: the same one never stands for two. `size`, `sha256` and `etag` are what is known before.
     """
@@ -56,7 +56,7 @@ class Interrupted(Exception):
 class Totals:
     """Bytes of all files of one fetch. While it is entered a thread tells them to `report`, which nothing else may call then.
 
-    Told by a clock and not as bytes arrive, so that the last ones before a source stalls are told too.
+    A clock reports, not the arrival of bytes, so the last bytes before a stall are reported too.
     """
 
     def __init__(self, report: Callable[[int, int | None], None], sizes: Mapping[str, int | None]) -> None:
@@ -77,7 +77,7 @@ class Totals:
 
     @property
     def total(self) -> int | None:
-        """Of all files, where the length of each is known."""
+        """Return the bytes of all files, if the length of each is known."""
         known = [size for size in self._sizes.values() if size is not None]
         return sum(known) if len(known) == len(self._sizes) else None
 
@@ -99,7 +99,7 @@ class Totals:
 
 
 class Downloader:
-    """Brings files into a cache. Its methods block, and may run in several threads."""
+    """Brings files into a cache. The methods block, and may run in several threads."""
 
     def __init__(self, client: httpx2.Client, cache: FileCache, *, max_bytes: int, stall_s: float, totals: Totals) -> None:
         self.stop = threading.Event()
@@ -113,7 +113,7 @@ class Downloader:
         """A file in the cache, kept from eviction until the lease is closed.
 
         Raises:
-            RequestError: as a fetch does.
+            RequestError: see `Fetcher`.
         """
         if file.size is not None and file.size > self._max_bytes:
             raise _too_large(file, self._max_bytes)
@@ -129,7 +129,7 @@ class Downloader:
                 self.stop.wait(LOOK_S)
                 continue
             with partial:
-                # Whoever had it before may have finished it between the two looks.
+                # The previous holder may have finished it between the two looks.
                 if self._find(file, key) is not None:
                     partial.remove()
                     continue
@@ -149,7 +149,7 @@ class Downloader:
         return blob, lease
 
     def _fill(self, partial: Partial, file: RemoteFile) -> Blob:
-        """Have the whole file in `partial`; returns what it is. What turned out to be wrong does not stay."""
+        """Have the whole file in `partial`; returns what it is. Wrong content is deleted."""
         resumed = partial.size > 0
         try:
             while True:
@@ -161,7 +161,7 @@ class Downloader:
                     raise RequestError(
                         ErrorCode.DIGEST_MISMATCH, f"{file.what}: expected sha256:{file.sha256}, found sha256:{found.sha256}"
                     )
-                resumed = False  # what an earlier process left may be of an older content: once more from the start
+                resumed = False  # an earlier process may have left older content: start again
         except RequestError as error:
             if error.code in (ErrorCode.DIGEST_MISMATCH, ErrorCode.TOO_LARGE, ErrorCode.UNSUPPORTED_FORMAT):
                 partial.remove()
@@ -180,7 +180,7 @@ class Downloader:
 
 
 class Transfer:
-    """One file on its way: what of it is here, and its digest so far."""
+    """A file in transfer: its received part, and its digest so far."""
 
     def __init__(
         self, partial: Partial, file: RemoteFile, cache: FileCache, max_bytes: int, moved: Callable[[int, int | None], None]
@@ -233,7 +233,7 @@ class Transfer:
         self._etag, self._size = self._file.etag, self._file.size
 
     def _receive(self, client: httpx2.Client, stall_s: float) -> None:
-        """One request for what is missing; returns when the source has sent all of it."""
+        """Request the missing part; return when the source has sent all of it."""
         what = self._file.what
         try:
             with client.stream("GET", self._file.url, headers=self._request_headers()) as response:
@@ -261,7 +261,7 @@ class Transfer:
         return headers
 
     def _accept(self, response: httpx2.Response) -> None:
-        """Whether an answer continues what is here, or begins again; nothing of its body was read yet."""
+        """Check whether an answer continues the partial file, or begins again; nothing of its body was read yet."""
         status = response.status_code
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and self._done:
             raise Changed("it has no more than was read")
@@ -317,7 +317,7 @@ class Transfer:
 
 
 def raise_for_status(response: httpx2.Response, what: str) -> None:
-    """The error that an answer's status stands for; only the status is told, an answer may repeat what was secret."""
+    """Raise the error for an answer's status. Only the status is reported, because an answer may repeat secrets."""
     status = response.status_code
     found = f"the source answered {status}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
@@ -329,7 +329,7 @@ def raise_for_status(response: httpx2.Response, what: str) -> None:
     raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: {found}, expected a file")
 
 
-# How archives and pickle files begin, whatever they are called: zip, gzip, 7z, and pickle of protocol 2 to 5.
+# First bytes of archives and pickle files, under any name: zip, gzip, 7z, and pickle of protocol 2 to 5.
 MAGIC = (b"PK\x03\x04", b"\x1f\x8b", b"7z\xbc\xaf", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 

@@ -17,7 +17,7 @@ import msgspec
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.file_cache import FileCache, Lease
-from diffusion_worker.sources.in_place import claim_path, local_adapter, local_model
+from diffusion_worker.sources.in_place import FileStamp, adapter_stamps, claim_path, local_adapter, local_model
 from diffusion_worker.sources.job import ArtifactKind, FetchDone, FetchJob, FetchLimits
 from diffusion_worker.sources.parsing import is_remote
 from diffusion_worker.sources.process import Report, fetch_in_process
@@ -33,15 +33,22 @@ MAX_PROCESSES = 4
 class Fetched(msgspec.Struct, frozen=True):
     """Something that is on this machine now.
 
-    `path` of an adapter is a safetensors file or a folder with one (and its adapter_config.json), of a model a folder.
-    `digest` is that of the weights file of an adapter, `sha256:<hex>`, or of a model's whole folder; None where it was not
-    computed on the way. `revision` is what the source calls this state of it: a commit, a version.
+    `path` of an adapter is a safetensors file or a folder with one (and its adapter_config.json), of a model a folder. `digest` is that of
+    an adapter's weights file, `sha256:<hex>`, or of a model's whole folder; None if it was not computed on the way. `revision` is what the
+    source calls this state of it: a commit, a version. With a `root` nothing outside of that folder belongs to it, whatever links say.
+    `stamps` are those of the files of an adapter that are read where they lie.
     """
 
     path: str
     digest: str | None = None
     revision: str | None = None
     size_bytes: int | None = None
+    root: str | None = None
+    stamps: tuple[FileStamp, ...] = ()
+
+    def may_differ(self, earlier: "Fetched") -> bool:
+        """Return whether this may be something else than the same source had earlier."""
+        return (self.path, self.digest, self.revision, self.stamps) != (earlier.path, earlier.digest, earlier.revision, earlier.stamps)
 
 
 class Fetcher:
@@ -54,12 +61,15 @@ class Fetcher:
         self._private: str | None = None
         self._leases: dict[str, list[Lease]] = {}
 
-    async def fetch_adapter(self, source: Source, *, digest: str | None, deadline_s: float, report: Report, name: str) -> Fetched:
-        """Bring an adapter here, for `name` in messages. Its file stays until it is released, or this process ends.
+    async def fetch_adapter(
+        self, source: Source, *, digest: str | None, deadline_s: float, report: Report, name: str, public_only: bool = False
+    ) -> Fetched:
+        """Bring an adapter here, for `name` in messages. The file stays until it is released, or this process ends.
 
         Args:
-            digest: what its weights file must have, as `sha256:<hex>`; one that is in the cache needs no network.
+            digest: the required digest of the weights file, as `sha256:<hex>`; a cached file needs no network.
             report: called on the event loop as bytes arrive.
+            public_only: the addresses that the source names must be global.
 
         Raises:
             RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, TooLarge, CacheFull, DigestMismatch,
@@ -67,7 +77,8 @@ class Fetcher:
         """
         if not is_remote(source):
             return await self._local(source, f"adapter {name!r}", local_adapter, deadline_s)
-        return await self._remote(self._job(source, ArtifactKind.ADAPTER, digest=digest, deadline_s=deadline_s, name=name), report)
+        job = self._job(source, ArtifactKind.ADAPTER, digest=digest, deadline_s=deadline_s, name=name)
+        return await self._remote(msgspec.structs.replace(job, public_only=public_only), report)
 
     async def check_adapter(self, fetched: Fetched, *, digest: str | None, deadline_s: float, name: str) -> Fetched:
         """Look at an adapter that was fetched and that no rank reads yet; what came from elsewhere was looked at on its way.
@@ -79,7 +90,8 @@ class Fetcher:
             return fetched
         try:
             async with asyncio.timeout(deadline_s):
-                found = await asyncio.to_thread(check_unread, Path(fetched.path), digest=digest, name=name)
+                root = None if fetched.root is None else Path(fetched.root)
+                found = await asyncio.to_thread(check_unread, Path(fetched.path), root=root, digest=digest, name=name)
         except TimeoutError:
             raise RequestError(ErrorCode.TIMEOUT, f"adapter {name!r}: its file was not read within {deadline_s:g} s") from None
         return msgspec.structs.replace(fetched, digest=found)
@@ -91,14 +103,14 @@ class Fetcher:
 
         Args:
             revision: the state of the source that is wanted, as an earlier fetch found it; one that is in the cache needs no network.
-            digest: what the folder had then. A source that cannot go back to that revision may have the same bytes still.
+            digest: the folder's digest at the time. A source that cannot go back to that revision may have the same bytes still.
         """
         if not is_remote(source):
             return await self._local(source, "model", local_model, deadline_s)
         return await self._remote(self._job(source, ArtifactKind.MODEL, digest=digest, revision=revision, deadline_s=deadline_s), report)
 
     def release(self, fetched: Fetched) -> None:
-        """One reader less: after the last the cache may evict it. Harmless for what is not from the cache."""
+        """Release a reader: after the last the cache may evict the file. Harmless for what is not from the cache."""
         leases = self._leases.get(fetched.path, [])
         if leases:
             leases.pop().close()
@@ -131,6 +143,7 @@ class Fetcher:
             cache_bytes=config.cache_size_bytes,
             secrets_dir=config.secrets_dir,
             allow_http=config.allow_http_sources,
+            public_only=False,
             limits=self._limits,
         )
 
@@ -151,7 +164,7 @@ class Fetcher:
         if done.note is not None:
             log.warning("%s: %s", job.what, done.note)
         log.info("%s fetched digest=%s revision=%s bytes=%d", job.what, done.digest, done.revision, done.size_bytes)
-        return Fetched(done.path, done.digest, done.revision, done.size_bytes)
+        return Fetched(done.path, done.digest, done.revision, done.size_bytes, root=job.cache_dir)
 
     def _adopt(self, job: FetchJob, done: FetchDone) -> None:
         """Keep it from eviction from now on, before the process that fetched it lets go."""
@@ -163,14 +176,21 @@ class Fetcher:
     async def _local(self, source: Source, what: str, look: Callable[..., Path], deadline_s: float) -> Fetched:
         try:
             async with asyncio.timeout(deadline_s):
-                return Fetched(str(await asyncio.to_thread(self._look, source, what, look)))
+                return await asyncio.to_thread(self._look, source, what, look)
         except TimeoutError:
             raise RequestError(ErrorCode.TIMEOUT, f"{what}: its folder did not answer within {deadline_s:g} s") from None
 
-    def _look(self, source: Source, what: str, look: Callable[..., Path]) -> Path:
+    def _look(self, source: Source, what: str, look: Callable[..., Path]) -> Fetched:
         """In a thread: a network file system may hang."""
         if source.pvc is not None:
             claim, path = claim_path(source.pvc, self._config.claims_dir)
-            return look(path, f"{what}: claim {source.pvc.claim_name!r} path {source.pvc.path!r}", inside=claim)
+            found = look(path, f"{what}: claim {source.pvc.claim_name!r} path {source.pvc.path!r}", inside=claim)
+            return Fetched(str(found), root=str(claim), stamps=_stamps(look, found, what, claim))
         assert source.path is not None, "only a path is left"
-        return look(Path(source.path), f"{what}: {source.path}")
+        found = look(Path(source.path), f"{what}: {source.path}")
+        return Fetched(str(found), stamps=_stamps(look, found, what, None))
+
+
+def _stamps(look: Callable[..., Path], found: Path, what: str, root: Path | None) -> tuple[FileStamp, ...]:
+    """Taken before anybody reads the files, so what is written meanwhile counts as a change."""
+    return adapter_stamps(found, what, root=root) if look is local_adapter else ()

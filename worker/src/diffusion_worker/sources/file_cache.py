@@ -6,8 +6,8 @@
     trees/<sha256>/…          links to blobs under names that ranks can read: a model, an adapter
     records/<key>.json        which blobs a state of a source stands for
 
-Every lock is a `flock` on the file itself, so it ends with whoever held it: exclusive on a partial file by the one that fetches
-it, shared on a blob by everybody that reads it. A file appears under its last name by a rename, whole or not at all.
+Every lock is a `flock` on the file itself, so it ends with its holder. The fetching process locks a partial file exclusively, and readers
+share the lock on a blob. A file appears under its last name by a rename, whole or not at all.
 """
 
 import fcntl
@@ -30,14 +30,14 @@ FOLDERS = ("blobs", "partial", "trees", "records")
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """One file of the cache: its SHA-256 in hex, and its length in bytes."""
+    """A file of the cache: its SHA-256 in hex, and its length in bytes."""
 
     sha256: str
     size: int
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What a state of a source was: its files by their names in a tree, and how the source calls that state."""
+    """A known state of a source: its files by their names in a tree, and the source's name of that state."""
 
     files: dict[str, Blob]
     revision: str | None = None
@@ -56,7 +56,7 @@ class Lease:
 
 
 class FileCache:
-    """One folder of fetched files. Its methods block; they are for the process that fetches, but for `lease`."""
+    """A folder of fetched files. The methods block; they are for the fetching process, except `lease`."""
 
     def __init__(self, folder: Path, *, limit_bytes: int | None = None) -> None:
         self.folder = folder
@@ -68,7 +68,7 @@ class FileCache:
             raise RequestError(ErrorCode.CACHE_FULL, f"cache {folder}: cannot be written to: {error.strerror}") from None
 
     def blob(self, sha256: str) -> Path:
-        """Where a blob is, or would be."""
+        """Return the path of a blob, present or not."""
         return self.folder / "blobs" / sha256
 
     def size(self, sha256: str) -> int | None:
@@ -99,19 +99,19 @@ class FileCache:
             os.close(descriptor)
             return None
         if not _is_at(descriptor, path):
-            os.close(descriptor)  # whoever held it has just finished, or given up
+            os.close(descriptor)  # the holder has just finished, or given up
             return None
         return Partial(path, descriptor)
 
     def partial_size(self, key: str) -> int:
-        """How much of a file that somebody fetches is here."""
+        """Return the received bytes of a file that is being fetched."""
         try:
             return (self.folder / "partial" / key).stat().st_size
         except OSError:
             return 0
 
     def put(self, partial: "Partial", sha256: str) -> None:
-        """Make a whole file, whose digest the caller has computed, a blob. One that is there already stays: it may be in use."""
+        """Make a whole file, whose digest the caller has computed, a blob. An existing blob stays, because it may be in use."""
         os.fsync(partial.descriptor)
         with self._exclusively():
             if self.size(sha256) == partial.size:
@@ -131,7 +131,7 @@ class FileCache:
 
     def _build(self, folder: Path, files: Mapping[str, Blob]) -> None:
         unfinished = self.folder / "partial" / UNFINISHED_TREE
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a process that died
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that died
         for name, blob in files.items():
             link = unfinished / name
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ class FileCache:
         unfinished.rename(folder)
 
     def read_record(self, key: str) -> Record | None:
-        """What is known under a key; whether its blobs are still here is for `lease` to say."""
+        """Return the record under a key; `lease` checks whether its blobs still exist."""
         try:
             return msgspec.json.decode((self.folder / "records" / f"{key}.json").read_bytes(), type=Record)
         except (OSError, msgspec.DecodeError):
@@ -174,7 +174,7 @@ class FileCache:
             )
 
     def _missing(self, need_bytes: int) -> int:
-        """How many bytes have to go before `need_bytes` fit."""
+        """Return the number of bytes to evict before `need_bytes` fit."""
         missing = need_bytes + RESERVE_BYTES - shutil.disk_usage(self.folder).free
         if self._limit_bytes is not None:
             missing = max(missing, sum(size for _, size, _ in self._files()) + need_bytes - self._limit_bytes)
@@ -197,7 +197,7 @@ class FileCache:
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
-        """One at a time, of all processes: never held while anything is fetched."""
+        """Exclude all other processes; never held while anything is fetched."""
         descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -252,7 +252,7 @@ def key_of(*parts: str) -> str:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Return whether an open file is still the one of that name."""
     try:
         there = path.stat()
     except OSError:

@@ -56,7 +56,7 @@ def _ask(api: huggingface_hub.HfApi, source: HuggingFaceSource, what: str) -> An
 
 
 def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
-    """By the status alone: the library's own text repeats the request."""
+    """Only the status counts: the library's own text repeats the request."""
     status = error.response.status_code
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         why = "it does not exist, or its token is missing or not enough"

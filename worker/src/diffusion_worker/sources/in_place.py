@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources that are here already: a path, and a path on a claim. They are read where they lie; nothing is copied.
 
-What is on a claim stays inside it: no name and no link leads out of it.
+Content on a claim stays inside it: no name and no link leads out of it. Only regular files of an adapter are read.
 """
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.located import WEIGHTS, locate
+from diffusion_worker.lora.regular_file import names_in, open_regular
 from diffusion_worker.sources.source import PvcSource
 
-WEIGHTS = ".safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 # Formats that run code when they are read, and containers that hide what is in them.
 REFUSED_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".zip", ".tar", ".gz", ".tgz", ".7z", ".rar")
+
+
+class FileStamp(NamedTuple):
+    """A file as it was at a moment, without its bytes."""
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
 
 
 def local_adapter(path: Path, what: str, *, inside: Path | None = None) -> Path:
@@ -23,22 +35,36 @@ def local_adapter(path: Path, what: str, *, inside: Path | None = None) -> Path:
         RequestError: SourceNotFound, UnsupportedFormat, InvalidAdapter.
     """
     require_there(path, what)
-    if path.is_dir():
-        files = sorted(path.glob(f"*{WEIGHTS}"))
-        if not files:
-            refuse_endings([file.name for file in path.iterdir()], what)
-            raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected a *{WEIGHTS} file in the folder, found none")
-    else:
-        files = [path]
+    names = names_in(path, what, root=inside)
+    if names is None:
         refuse_endings([path.name], what)
         if path.suffix != WEIGHTS:
             raise RequestError(
                 ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a *{WEIGHTS} file or a folder with one, found {path.name!r}"
             )
-    if inside is not None:
-        for file in [*files, path / ADAPTER_CONFIG] if path.is_dir() else files:
-            _require_inside(file, inside, what)
+    elif not any(name.endswith(WEIGHTS) for name in names):
+        refuse_endings(names, what)
+        raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected a *{WEIGHTS} file in the folder, found none")
+    for file in filter(None, locate(path, what, root=inside)):
+        if names is None or file.name in names:  # the reader names a missing one
+            os.close(open_regular(file, what, root=inside))
     return path
+
+
+def adapter_stamps(path: Path, what: str, *, root: Path | None = None) -> tuple[FileStamp, ...]:
+    """Return what the file system says of an adapter's weights and configuration: equal only where nobody wrote them since.
+
+    Raises:
+        RequestError: InvalidAdapter, UnsupportedFormat, SourceNotFound.
+    """
+    stamps = []
+    for file in filter(None, locate(path, what, root=root)):
+        try:
+            found = file.stat()
+        except OSError:
+            continue  # the reader names a missing one
+        stamps.append(FileStamp(str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+    return tuple(stamps)
 
 
 def local_model(path: Path, what: str, *, inside: Path | None = None) -> Path:
@@ -47,6 +73,7 @@ def local_model(path: Path, what: str, *, inside: Path | None = None) -> Path:
     if not path.is_dir():
         raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: expected a diffusers folder, found a file")
     if inside is not None:
+        _require_inside(path, inside, what)
         for place, folders, files in os.walk(path):
             for name in [*folders, *files]:
                 _require_inside(Path(place, name), inside, what)
@@ -54,7 +81,7 @@ def local_model(path: Path, what: str, *, inside: Path | None = None) -> Path:
 
 
 def claim_path(source: PvcSource, claims_dir: str) -> tuple[Path, Path]:
-    """Where a claim is mounted, and what a source names on it. Raises RequestError (SourceNotFound, InvalidRequest)."""
+    """Return a claim's mount path, and the source's path on it. Raises RequestError (SourceNotFound, InvalidRequest)."""
     what = f"claim {source.claim_name!r}"
     if not source.claim_name or "/" in source.claim_name or source.claim_name.startswith("."):
         raise RequestError(ErrorCode.INVALID_REQUEST, f"source.pvc.claimName: expected the name of a claim, found {source.claim_name!r}")
@@ -65,7 +92,6 @@ def claim_path(source: PvcSource, claims_dir: str) -> tuple[Path, Path]:
         raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: expected it to be mounted at {claim}, found nothing there")
     found = claim / source.path
     require_there(found, f"{what} path {source.path!r}")
-    _require_inside(found, claim, f"{what} path {source.path!r}")
     return claim, found
 
 
@@ -79,11 +105,13 @@ def refuse_endings(names: list[str], what: str) -> None:
 
 
 def require_there(path: Path, what: str) -> None:
-    """Raises RequestError (SourceNotFound)."""
+    """Raises RequestError (SourceNotFound, InvalidRequest)."""
     try:
         path.stat()
     except OSError as error:
         raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: expected a file or folder: {error.strerror or error}") from None
+    except ValueError:
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"{what}: expected a path, found a NUL in {str(path)!r}") from None
 
 
 def _require_inside(path: Path, inside: Path, what: str) -> None:

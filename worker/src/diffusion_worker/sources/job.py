@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server tells the process that fetches for it, and what that says back: JSON lines on its standard input and output."""
+"""Messages between a server and its fetching process: JSON lines on standard input and output."""
 
 import enum
 
@@ -7,12 +7,13 @@ import msgspec
 
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.sources.source import Source
+from diffusion_worker.sources.transport_rules import Reach
 
 GIB = 1 << 30
 
 
 class ArtifactKind(enum.StrEnum):
-    """What is fetched."""
+    """The kind of artifact to fetch."""
 
     ADAPTER = "adapter"
     MODEL = "model"
@@ -29,15 +30,15 @@ class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One fetch. It names secrets and holds none."""
+    """A fetch to be made. It names secrets and holds none."""
 
     # The process ends with the one that started it.
     parent_pid: int
     source: Source
     wanted: ArtifactKind
-    # Of an adapter, for messages.
+    # An adapter's name, for messages.
     name: str
-    # What the weights of an adapter must have; of a model, what may be another revision where it is the same bytes.
+    # The required digest of an adapter's weights; a model with this digest may have another revision.
     digest: str | None
     # The state of a model's source that is wanted; None wants what is there now.
     revision: str | None
@@ -46,12 +47,22 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes: int | None
     secrets_dir: str
     allow_http: bool
+    # Anybody who reaches the control port named the source: its addresses must be global.
+    public_only: bool
     limits: FetchLimits
 
     @property
     def what(self) -> str:
         """The beginning of every message."""
         return f"adapter {self.name!r}" if self.wanted is ArtifactKind.ADAPTER else "model"
+
+    @property
+    def reach(self) -> Reach:
+        """The addresses that it may ask. A source that names only a repository or a bucket names no address."""
+        names_address = self.source.http is not None or (self.source.s3 is not None and self.source.s3.endpoint is not None)
+        if self.public_only and names_address:
+            return Reach.GLOBAL
+        return Reach.LOOPBACK if self.allow_http else Reach.PRIVATE
 
     @property
     def max_bytes(self) -> int:
@@ -74,12 +85,12 @@ class FetchDone(msgspec.Struct, frozen=True, tag="done"):
     revision: str | None
     size_bytes: int
     blobs: list[str]
-    # What somebody should know who reads the log.
+    # A note for readers of the log.
     note: str | None = None
 
 
 class FetchFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Why it is not."""
+    """The reason of a failed fetch."""
 
     code: ErrorCode
     message: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command line and a script say of sources, checked before anything is fetched or started."""
+"""Sources on the command line and in scripts, checked before anything is fetched or started."""
 
 import os
 import tempfile
@@ -10,18 +10,19 @@ import msgspec
 
 from diffusion_worker.config import WorkerConfig, served_name_of
 from diffusion_worker.errors import ConfigError, RequestError
-from diffusion_worker.sources.in_place import WEIGHTS, claim_path
+from diffusion_worker.lora.located import WEIGHTS
+from diffusion_worker.sources.in_place import claim_path
 from diffusion_worker.sources.parsing import is_remote, parse_source
 from diffusion_worker.sources.source import Source
 from diffusion_worker.sources.transport_rules import require_scheme
 
-# Defaults that follow from the number of slots: a worker with one is not told two more options to start.
+# Defaults that follow from the number of slots, so a worker with slots needs no two further options.
 USUAL_CACHED = 16
 USUAL_PER_REQUEST = 4
 
 
 class ModelPlace(msgspec.Struct, frozen=True):
-    """Where a model is or will be, where it comes from if it is not here yet, and what to call it."""
+    """A model's present or future path, its source if it is not here yet, and its name."""
 
     folder: str
     source: str | None
@@ -44,13 +45,13 @@ def locate_model(text: str, claims_dir: str) -> ModelPlace:
         raise ConfigError(f"--model: {error.code}: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"--model: {error}") from None
-    # A link that is made there when it was fetched, so that the ranks can be told a path before.
+    # A link is made there after the fetch, so the ranks can get its path before.
     folder = str(Path(tempfile.gettempdir()) / f"diffusion-model-{uuid.uuid4().hex}")
     return ModelPlace(folder, text, _name_of(source))
 
 
 def lora_defaults(max_loras: int) -> dict[str, int]:
-    """What the other bounds of adapters are where only the number of slots is given."""
+    """Return the other bounds of adapters if only the number of slots is given."""
     return {
         "max_cached_loras": max(USUAL_CACHED, max_loras),
         "max_loras_per_request": min(USUAL_PER_REQUEST, max_loras or USUAL_PER_REQUEST),
@@ -58,7 +59,7 @@ def lora_defaults(max_loras: int) -> dict[str, int]:
 
 
 def check_sources(config: WorkerConfig) -> None:
-    """What can be known to be wrong with sources and the places they need; raises ConfigError with the option's name."""
+    """Check sources and the places they need; raises ConfigError with the option's name."""
     if config.cache_dir is not None and not (Path(config.cache_dir).is_dir() and os.access(config.cache_dir, os.W_OK)):
         raise ConfigError(f"--cache-dir: expected a folder that can be written to, found {config.cache_dir!r}")
     if config.model_source is not None:
@@ -76,7 +77,7 @@ def check_sources(config: WorkerConfig) -> None:
 
 
 def check_lora_bounds(config: WorkerConfig) -> None:
-    """Whether the bounds of adapters go together; raises ConfigError with the options' names."""
+    """Check that the bounds of adapters fit together; raises ConfigError with the options' names."""
     if config.max_cached_loras < config.max_loras:
         raise ConfigError(f"--max-cached-loras: expected at least --max-loras {config.max_loras}, found {config.max_cached_loras}")
     if config.max_loras and config.max_loras_per_request > config.max_loras:
@@ -88,7 +89,7 @@ def check_lora_bounds(config: WorkerConfig) -> None:
 
 
 def check_names(source: Source) -> None:
-    """Names of claims, Secrets and their keys are folders and files of ours; raises ConfigError."""
+    """Check the names of claims, Secrets and their keys, which become our folders and files; raises ConfigError."""
     hub, s3, pvc = source.hugging_face, source.s3, source.pvc
     names = {"pvc.claimName": pvc.claim_name if pvc else None}
     if hub is not None and hub.token_secret_ref is not None:

@@ -16,7 +16,7 @@ FORMS = "a path, hf://org/name@revision, s3://bucket/key, pvc://claim/path, http
 
 
 def parse_source(text: str) -> Source:
-    """What a text stands for; raises ConfigError."""
+    """Parse a source; raises ConfigError."""
     if text.lstrip().startswith("{"):
         try:
             return msgspec.json.decode(text, type=Source)
@@ -34,7 +34,7 @@ def parse_source(text: str) -> Source:
 
 
 def is_remote(source: Source) -> bool:
-    """Whether it has to be fetched before it can be read."""
+    """Return whether it must be fetched before it can be read."""
     return source.path is None and source.pvc is None
 
 

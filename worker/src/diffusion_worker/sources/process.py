@@ -14,8 +14,8 @@ import msgspec
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.job import Event, FetchDone, FetchFailed, FetchJob, FetchProgress
 
-# What a fetch may take from its server's surroundings. Not there: tokens and keys, which come from mounted Secrets, and proxies,
-# which would connect to addresses that nobody checked.
+# Variables that a fetch inherits from its server. Not there: tokens and keys, which come from mounted Secrets, and proxies, which would
+# connect to addresses that nobody checked.
 INHERITED = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "TZ", "HF_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR")
 # A library that looks into a home would find a user's tokens there; arenas of malloc are 64 MiB of address space for each thread.
 OWN = {"HOME": "/nonexistent", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "MALLOC_ARENA_MAX": "2"}
@@ -29,7 +29,7 @@ async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[Fetch
     """Run a job; `adopt` is called in a thread while what was fetched is still kept from eviction.
 
     Raises:
-        RequestError: as the job says; NetworkError where it makes no progress, Timeout at its deadline.
+        RequestError: see the job; NetworkError without progress, Timeout at its deadline.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,

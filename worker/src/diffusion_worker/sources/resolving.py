@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kind of source answers when it is asked what there is: files at addresses, and what it calls this state of them."""
+"""A source's answer about its content: files at addresses, and its name of this state."""
 
 from pathlib import Path
 
@@ -8,10 +8,11 @@ import msgspec
 
 from diffusion_worker.sources.downloading import RemoteFile
 from diffusion_worker.sources.job import ArtifactKind
+from diffusion_worker.sources.transport_rules import Reach
 
 
 class ResolveContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a kind has to know beside the source itself."""
+    """Context that a kind needs beside the source itself."""
 
     client: httpx2.Client
     wanted: ArtifactKind
@@ -19,6 +20,7 @@ class ResolveContext(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     secrets: Path
     allow_http: bool
+    reach: Reach
     deadline_s: float
 
 

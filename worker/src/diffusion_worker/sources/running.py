@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One fetch from beginning to end, in the process made for it: what is there, what of it is here, the rest, and its header."""
+"""A fetch from beginning to end, in its own process: the listing, the parts already here, the rest, and the header."""
 
 import os
 import re
@@ -29,19 +29,20 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
     """Have what a job wants in the cache; it cannot be evicted until `leases` is closed.
 
     Raises:
-        RequestError: as `Fetcher` says.
+        RequestError: see `Fetcher`.
     """
     cache = FileCache(Path(job.cache_dir), limit_bytes=job.cache_bytes)
     pinned = _pinned(job)
     if (known := _known(job, cache, pinned, leases)) is not None:
         return known
-    with checked_client(allow_http=job.allow_http, read_timeout_s=job.limits.stall_s / 2) as client:
+    with checked_client(allow_http=job.allow_http, reach=job.reach, read_timeout_s=job.limits.stall_s / 2) as client:
         question = ResolveContext(
             client=client,
             wanted=job.wanted,
             what=job.what,
             secrets=Path(job.secrets_dir),
             allow_http=job.allow_http,
+            reach=job.reach,
             deadline_s=job.deadline_s,
         )
         try:
@@ -69,7 +70,7 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
 
 
 def resolve(source: Source, question: ResolveContext) -> Resolved:
-    """What a source has. The library of a kind is imported where that kind is asked for."""
+    """List a source's content. The library of a kind is imported where that kind is asked for."""
     if source.http is not None:
         return resolve_http(source.http, question)
     if source.hugging_face is not None:
@@ -119,7 +120,7 @@ def _moved(job: FetchJob, resolved: Resolved) -> RequestError:
 
 
 def _known(job: FetchJob, cache: FileCache, pinned: str | None, leases: ExitStack) -> FetchDone | None:
-    """What needs no network: a pinned digest or a revision that is here, or a commit, which never changes."""
+    """Return content that needs no network: a pinned digest or revision that is here, or a commit, which never changes."""
     if job.revision is not None:
         return _recorded(job, cache, job.revision, leases)
     if pinned is not None:
@@ -134,7 +135,7 @@ def _known(job: FetchJob, cache: FileCache, pinned: str | None, leases: ExitStac
 
 
 def _is_single(source: Source) -> bool:
-    """Whether a source names one file."""
+    """Return whether a source names a single file."""
     hub: HuggingFaceSource | None = source.hugging_face
     s3: S3Source | None = source.s3
     return source.http is not None or (hub is not None and hub.file is not None) or (s3 is not None and not s3.uri.endswith("/"))

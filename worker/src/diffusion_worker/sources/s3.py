@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of kind s3, through obstore: it signs, and lists folders; what is signed comes through our own download.
 
-So every address of a file is checked where it is connected to. A listing goes out by obstore's own client, to an endpoint
-whose addresses were checked before.
+So every address of a file is checked where it is connected to. A listing goes out by obstore's own client, which resolves
+names by itself, so it goes through a relay that checks them.
 """
 
+import re
 from datetime import timedelta
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from diffusion_worker.sources.downloading import Interrupted, RemoteFile, raise_
 from diffusion_worker.sources.file_cache import key_of
 from diffusion_worker.sources.job import ArtifactKind
 from diffusion_worker.sources.mounted_secrets import read_optional_secret, read_secret
+from diffusion_worker.sources.relay import relay
 from diffusion_worker.sources.resolving import ResolveContext, Resolved
 from diffusion_worker.sources.selection import ADAPTER_WEIGHTS, adapter_files, model_files, single_adapter
 from diffusion_worker.sources.source import S3Source
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
     from obstore.store import S3Config
 
 DEFAULT_REGION = "us-east-1"
+REGION = re.compile(r"[A-Za-z0-9-]+")
 LIST_TIMEOUT_S = 30
-# A signature is of no use longer than this, whoever has it: a week is the most that S3 takes.
+# A signature expires after this, even if leaked: a week is the most that S3 takes.
 MAX_SIGNED_S = 7 * 86_400
 
 
@@ -56,7 +59,7 @@ def resolve_s3(source: S3Source, question: ResolveContext) -> Resolved:
 
 
 class Bucket:
-    """Where an `s3://` address leads, with what it takes to read there."""
+    """The target of an `s3://` address, with its credentials."""
 
     def __init__(self, source: S3Source, question: ResolveContext) -> None:
         parts = urlsplit(source.uri)
@@ -68,31 +71,41 @@ class Bucket:
         self._client = question.client
         self._expires = timedelta(seconds=min(question.deadline_s + 60, MAX_SIGNED_S))
         region = source.region or DEFAULT_REGION
+        if source.endpoint is None and not REGION.fullmatch(region):
+            raise RequestError(ErrorCode.INVALID_REQUEST, "source.s3.region: expected letters, digits and '-' of a host's name")
         self._endpoint = (source.endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
         _check_endpoint(self._endpoint, question)
         settings = _settings(source, question)
         self._signed = "access_key_id" in settings
-        self._store = S3Store(
-            self._name,
-            config={**settings, "endpoint": self._endpoint, "region": region, "virtual_hosted_style_request": False},
-            client_options={"allow_http": question.allow_http, "timeout": timedelta(seconds=LIST_TIMEOUT_S)},
-            retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=LIST_TIMEOUT_S)},
-        )
+        self._reach, self._allow_http = question.reach, question.allow_http
+        self._config: S3Config = {**settings, "endpoint": self._endpoint, "region": region, "virtual_hosted_style_request": False}
+        # It signs and connects to nothing.
+        self._store = S3Store(self._name, config=self._config, client_options={"allow_http": question.allow_http})
 
     def list(self) -> dict[str, Any]:
-        """What is below the key, by its path there. Raises RequestError."""
+        """List the objects below the key, by their paths there. Raises RequestError."""
         try:
-            found = obstore.list(self._store, self.key or None).collect()
+            with relay(self._reach, allow_http=self._allow_http) as proxy:
+                found = obstore.list(self._listing_store(proxy), self.key or None).collect()
         except (UnauthenticatedError, PermissionDeniedError):
             raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{self.what}: its credentials are missing or not enough") from None
         except FileNotFoundError:
             raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{self.what}: there is no such bucket") from None
         except (BaseError, OSError) as error:
-            # Its text repeats the answer, which may name the access key.
+            # The error's text repeats the answer, which may name the access key.
             raise RequestError(ErrorCode.NETWORK_ERROR, f"{self.what}: the bucket cannot be listed ({type(error).__name__})") from None
         if not found:
             raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{self.what}: nothing is below it")
         return {meta["path"].removeprefix(self.key): meta for meta in found}
+
+    def _listing_store(self, proxy: str) -> S3Store:
+        timeout = timedelta(seconds=LIST_TIMEOUT_S)
+        return S3Store(
+            self._name,
+            config=self._config,
+            client_options={"allow_http": self._allow_http, "timeout": timeout, "proxy_url": proxy},
+            retry_config={"max_retries": 2, "retry_timeout": timeout},
+        )
 
     def object(self) -> tuple[RemoteFile, str | None]:
         """The object of the key, and its version or ETag. Raises RequestError."""
@@ -110,7 +123,7 @@ class Bucket:
         return self.remote(meta), version if version not in (None, "null") else (etag or "").strip('"') or None
 
     def remote(self, meta: Any) -> RemoteFile:
-        """One object, signed for as long as the fetch may take."""
+        """Sign an object for the longest time that the fetch may take."""
         identity = f"{self._endpoint} {self._name} {meta['path']} {meta['e_tag']} {meta['size']}"
         what = f"{self.what}: {meta['path']}" if meta["path"] != self.key else self.what
         return RemoteFile(url=self._url("GET", meta["path"]), what=what, identity=identity, size=meta["size"], etag=meta["e_tag"])
@@ -140,4 +153,4 @@ def _check_endpoint(endpoint: str, question: ResolveContext) -> None:
     if not parts.hostname or parts.username is not None or parts.query:
         raise RequestError(ErrorCode.INVALID_REQUEST, "source.s3.endpoint: expected https://host without a user's name")
     require_scheme(parts.scheme, allow_http=question.allow_http)
-    allowed_addresses(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+    allowed_addresses(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), question.reach)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files of a repository or a bucket's folder are fetched, and under which names they are kept. Pure."""
+"""Selection of a repository's or folder's files, and their local names. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -8,10 +8,11 @@ from pathlib import PurePosixPath
 
 from diffusion_worker.config import MODEL_INDEXES
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.in_place import ADAPTER_CONFIG, REFUSED_ENDINGS, WEIGHTS, refuse_endings
+from diffusion_worker.lora.located import CONFIG_FILE, PEFT_WEIGHTS, WEIGHTS
+from diffusion_worker.sources.in_place import REFUSED_ENDINGS, refuse_endings
 
-# What the weights of an adapter are called here, whatever the source calls them.
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# The local name of an adapter's weights, independent of the source's name.
+ADAPTER_WEIGHTS = PEFT_WEIGHTS
 MODEL_ENDINGS = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab")
 # Copies of the weights in another precision; the plain ones are fetched where there are any.
 VARIANT = re.compile(r"\.(fp16|bf16|fp8|non_ema|ema)[.-]")
@@ -34,7 +35,7 @@ def adapter_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = 
         raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected a *{WEIGHTS} file, found none")
     if chosen is None:
         raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected the name of one file, found {', '.join(sorted(weights)[:5])}")
-    return {ADAPTER_WEIGHTS: chosen} | ({ADAPTER_CONFIG: ADAPTER_CONFIG} if ADAPTER_CONFIG in here else {})
+    return {ADAPTER_WEIGHTS: chosen} | ({CONFIG_FILE: CONFIG_FILE} if CONFIG_FILE in here else {})
 
 
 def model_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
@@ -67,14 +68,14 @@ def single_adapter(name: str, what: str) -> None:
 
 
 def require_plain(name: str, what: str) -> None:
-    """Names from a source become names in a folder of ours: only plain ones do. Raises RequestError (UnsupportedFormat)."""
+    """Names from a source become names in our folder, so only plain ones do. Raises RequestError (UnsupportedFormat)."""
     parts = name.split("/")
     if len(parts) > MAX_DEPTH or not all(NAME_PART.fullmatch(part) for part in parts):
         raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected plain names of files, found {name[:200]!r}")
 
 
 def _usual(names: list[str]) -> list[str]:
-    """What loading reads: texts at the top, texts and plain weights of the components."""
+    """Return the files that loading reads: texts at the top, texts and plain weights of the components."""
     files = [name for name in names if name.endswith(MODEL_ENDINGS) and ("/" in name or not name.endswith(WEIGHTS))]
     plain = {PurePosixPath(name).parent for name in files if name.endswith(WEIGHTS) and not VARIANT.search(PurePosixPath(name).name)}
     return [name for name in files if PurePosixPath(name).parent not in plain or not VARIANT.search(PurePosixPath(name).name)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a source is: one struct for models and adapters, as JSON the same wherever a source is named."""
+"""The structs of sources for models and adapters, with the same JSON everywhere."""
 
 import msgspec
 

@@ -10,7 +10,7 @@ import httpcore2
 import httpx2
 
 from diffusion_worker.errors import ErrorCode
-from diffusion_worker.sources.transport_rules import allowed_addresses, require_scheme
+from diffusion_worker.sources.transport_rules import Reach, allowed_addresses, require_scheme
 
 MAX_REDIRECTS = 5
 CONNECT_TIMEOUT_S = 10.0
@@ -18,6 +18,10 @@ CONNECT_TIMEOUT_S = 10.0
 
 class CheckedBackend(httpcore2.SyncBackend):
     """Connects to addresses that were checked."""
+
+    def __init__(self, reach: Reach) -> None:
+        super().__init__()
+        self._reach = reach
 
     def connect_tcp(
         self,
@@ -29,7 +33,7 @@ class CheckedBackend(httpcore2.SyncBackend):
     ) -> httpcore2.NetworkStream:
         """The first address that answers."""
         failure: Exception = httpcore2.ConnectError("no address")
-        for address in allowed_addresses(host, port):
+        for address in allowed_addresses(host, port, self._reach):
             try:
                 return super().connect_tcp(address, port, timeout, local_address, socket_options)
             except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
@@ -40,11 +44,11 @@ class CheckedBackend(httpcore2.SyncBackend):
 class CheckedTransport(httpx2.HTTPTransport):
     """Checks the scheme of every request, those of redirects among them, and its addresses."""
 
-    def __init__(self, *, allow_http: bool) -> None:
+    def __init__(self, *, allow_http: bool, reach: Reach) -> None:
         # Not its own constructor's: that takes no backend, and would read the certificates a second time.
         self._allow_http = allow_http
         self._pool = httpcore2.ConnectionPool(
-            ssl_context=httpx2.create_ssl_context(), max_connections=8, keepalive_expiry=30.0, network_backend=CheckedBackend()
+            ssl_context=httpx2.create_ssl_context(), max_connections=8, keepalive_expiry=30.0, network_backend=CheckedBackend(reach)
         )
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -53,10 +57,10 @@ class CheckedTransport(httpx2.HTTPTransport):
         return super().handle_request(request)
 
 
-def checked_client(*, allow_http: bool, read_timeout_s: float) -> httpx2.Client:
+def checked_client(*, allow_http: bool, reach: Reach, read_timeout_s: float) -> httpx2.Client:
     """A client that follows a few redirects, takes no proxy and no credentials from its surroundings."""
     return httpx2.Client(
-        transport=CheckedTransport(allow_http=allow_http),
+        transport=CheckedTransport(allow_http=allow_http, reach=reach),
         follow_redirects=True,
         max_redirects=MAX_REDIRECTS,
         trust_env=False,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where no source may be: the schemes and the addresses that nothing is fetched from. Holds no client."""
+"""Forbidden locations of sources: schemes and addresses from which nothing is fetched. Holds no client."""
 
+import enum
 import ipaddress
 import socket
 
@@ -8,17 +9,45 @@ from diffusion_worker.errors import ErrorCode, RequestError
 
 # Services that tell a machine's secrets to whoever asks from it, where they are not link-local anyway.
 METADATA = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16", "fd20:ce::254")))
-# An IPv4 address inside of one of IPv6: the last four bytes of these, and bytes two to six of 2002::/16.
-NAT64 = ipaddress.ip_network("64:ff9b::/96")
-COMPATIBLE = ipaddress.ip_network("::/96")
+# Networks of IPv6 whose addresses stand for one of IPv4, in their last four bytes; the rest of them says nothing.
+EMBEDDING = tuple(map(ipaddress.ip_network, ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")))
+# A translator's own prefix: /48 of these bytes, or a longer one below it (RFC 6052), each with the address at another place.
+LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
+PLACES_OF_NAT64 = ((6, 7, 9, 10), (7, 9, 10, 11), (9, 10, 11, 12), (12, 13, 14, 15))
+# Bytes 8 to 11 of an ISATAP address, whose last four are one of IPv4.
+ISATAP = (b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def why_refused(address: Address) -> str | None:
-    """Why no source may be at an address; None where it may."""
-    if isinstance(address, ipaddress.IPv6Address) and (inner := _inner(address)) is not None and (why := why_refused(inner)):
-        return why
+class Reach(enum.IntEnum):
+    """The addresses that a source may be at; each value includes those before it."""
+
+    GLOBAL = 0
+    PRIVATE = 1
+    LOOPBACK = 2
+
+
+_WITHOUT_TOKEN = "which a call without the control token may not name"
+_LOOPBACK_NEEDS = {
+    Reach.GLOBAL: f"a loopback address, {_WITHOUT_TOKEN}",
+    Reach.PRIVATE: "a loopback address, which needs --allow-http-sources",
+    Reach.LOOPBACK: None,
+}
+
+
+def why_refused(address: Address, reach: Reach) -> str | None:
+    """Return why no source may be at an address; None where it may."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = _inner(address)
+        if any(address in network for network in EMBEDDING) and inner:
+            return why_refused(inner[0], reach)
+        if (why := next(filter(None, (why_refused(each, reach) for each in inner)), None)) is not None:
+            return why
+    return _why_never(address) or _why_out_of_reach(address, reach)
+
+
+def _why_never(address: Address) -> str | None:
     if address in METADATA:
         return "a metadata address"
     if address.is_unspecified or (address.version == 4 and int(address) >> 24 == 0):
@@ -30,13 +59,32 @@ def why_refused(address: Address) -> str | None:
     return None
 
 
-def _inner(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    if address in NAT64 or (address in COMPATIBLE and int(address) > 1):
-        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    return address.ipv4_mapped or address.sixtofour
+def _why_out_of_reach(address: Address, reach: Reach) -> str | None:
+    if address.is_loopback:
+        return _LOOPBACK_NEEDS[reach]
+    # Versions of Python differ about the last two.
+    local = isinstance(address, ipaddress.IPv6Address) and (address.is_site_local or address in LOCAL_NAT64)
+    if (local or not address.is_global) and reach < Reach.PRIVATE:
+        return f"a private address, {_WITHOUT_TOKEN}"
+    return None
 
 
-def allowed_addresses(host: str, port: int) -> list[str]:
+def _inner(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """Return the addresses of IPv4 that one of IPv6 may lead to."""
+    raw = address.packed
+    if any(address in network for network in EMBEDDING):
+        # :: and ::1 are addresses of their own.
+        return [ipaddress.IPv4Address(raw[12:])] if int(address) > 1 else []
+    found = list(address.teredo or ()) + ([address.sixtofour] if address.sixtofour else [])
+    if address in LOCAL_NAT64:
+        # The prefix may have any of these lengths. A first byte of zero shows that it has another one.
+        found += [ipaddress.IPv4Address(bytes(raw[place] for place in places)) for places in PLACES_OF_NAT64 if raw[places[0]]]
+    if raw[8:12] in ISATAP:
+        found.append(ipaddress.IPv4Address(raw[12:]))
+    return found
+
+
+def allowed_addresses(host: str, port: int, reach: Reach) -> list[str]:
     """The addresses of a host, all of which must be allowed. Raises RequestError (NetworkError)."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -44,7 +92,7 @@ def allowed_addresses(host: str, port: int) -> list[str]:
         raise RequestError(ErrorCode.NETWORK_ERROR, f"host {host!r}: its name cannot be resolved") from None
     texts = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     for text in texts:
-        if why := why_refused(ipaddress.ip_address(text.partition("%")[0])):
+        if why := why_refused(ipaddress.ip_address(text.partition("%")[0]), reach):
             raise RequestError(ErrorCode.NETWORK_ERROR, f"host {host!r}: refused, {text} is {why}")
     return texts
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which LoRAAdapters a deployment serves: names, precedence, room and mounts, which CEL cannot see because they span objects.
+"""Choice of the LoRAAdapters that a deployment serves: names, precedence, room and mounts. CEL cannot check these because they span
+objects.
 
-The older object wins a name; what it refuses it refuses without touching what is served. What only a replica finds out, the rank and
-the layers of a file, overrules a decision afterwards (`overruled`): the adapter then stays declared, so that what the replica says
-about it stays known.
+The older object wins a name; what it refuses it refuses without touching what is served. A replica alone discovers the rank and layers of a
+file. This verdict overrules the decision (`overruled`), but the adapter stays declared so that its reports remain known.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -19,14 +19,11 @@ from diffusion_operator.api.source import AdapterSource, claim_of, identity, sec
 from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError
 from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS
 
-Holders = Mapping[str, Sequence[AdapterRecord]]
-"""By name: what awake replicas have under it."""
-
 _RANKS = (8, 16, 32, 64, 128, 256)
 
 
-class DesiredAdapter(msgspec.Struct, frozen=True):
-    """What every replica should hold."""
+class DesiredAdapter(msgspec.Struct, frozen=True, gc=False):
+    """The adapter that every replica should hold."""
 
     uid: str
     generation: int
@@ -36,11 +33,11 @@ class DesiredAdapter(msgspec.Struct, frozen=True):
     declared: str = ""
     """`identity` of the source as the spec has it; that of `load` may name the commit that a branch was found to be."""
     changed: bool = False
-    """Something else was pinned before: a replica has it only after it was told so."""
+    """Another version was pinned before, so a replica has this one only after a push."""
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """Whether an adapter is served, and why not."""
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    """Acceptance of an adapter, or the reason for its refusal."""
 
     adapter: LoRAAdapter
     accepted: bool
@@ -50,23 +47,29 @@ class Decision(msgspec.Struct, frozen=True):
     desired: DesiredAdapter | None = None
 
 
-def decide_all(deployment: DiffusionDeployment, adapters: Sequence[LoRAAdapter], *, holders: Holders) -> tuple[Decision, ...]:
-    """Oldest first; the order is the precedence."""
-    owners: dict[str, str] = {}
-    decisions: list[Decision] = []
-    residents = 0
-    for adapter in sorted(adapters, key=lambda one: (one.metadata.creation_timestamp, one.metadata.name)):
-        owner = owners.get(adapter.served_name)
-        refusal = _refusal(deployment, adapter, owner=owner, holders=holders, residents=residents)
-        owners.setdefault(adapter.served_name, adapter.metadata.name)
-        decision = _decision(deployment, adapter, refusal, owner=owner)
-        residents += decision.desired is not None and adapter.spec.residency is Residency.RESIDENT
-        decisions.append(decision)
-    return tuple(decisions)
+class Claim(msgspec.Struct, frozen=True, gc=False):
+    """All that older adapters mean for the decision on one."""
+
+    owner: str | None = None
+    """The adapter that has its name."""
+    full: bool = False
+    """There is no room for another Resident one."""
+
+
+def decide(deployment: DiffusionDeployment, adapter: LoRAAdapter, claim: Claim, *, held: Sequence[AdapterRecord]) -> Decision:
+    """`held` is what awake replicas have under its name."""
+    refusal = _refusal(deployment, adapter, claim, held=held)
+    if refusal is not None:
+        reason, message = refusal
+        return Decision(
+            adapter=adapter, accepted=False, reason=reason, message=message, conflict_with=claim.owner if reason == "NameConflict" else None
+        )
+    desired = None if adapter.spec.suspend else _desired(deployment, adapter)
+    return Decision(adapter=adapter, accepted=True, message=f"served by DiffusionDeployment {deployment.metadata.name}", desired=desired)
 
 
 def overruled(decision: Decision, errors: Iterable[WireError]) -> Decision:
-    """What a replica found out about an adapter that was accepted."""
+    """Overrule an acceptance with the errors that replicas found."""
     error = next((one for one in errors if one.code in DEPLOYMENT_REASONS), None)
     if error is None or not decision.accepted:
         return decision
@@ -74,7 +77,7 @@ def overruled(decision: Decision, errors: Iterable[WireError]) -> Decision:
 
 
 def declared(adapter: LoRAAdapter) -> str:
-    """The source, what of it is used and what it must be, in one line. What is pinned is about this; anything else voids it."""
+    """Return a line of the source, the components used, and the checks asked for. A pin holds for this line only; another line voids it."""
     spec = adapter.spec
     parts = [component.value for component in spec.components]
     parts += [] if spec.format is AdapterFormat.AUTO else [spec.format.value]
@@ -83,25 +86,15 @@ def declared(adapter: LoRAAdapter) -> str:
 
 
 def pinned(deployment_uid: str, adapter: LoRAAdapter) -> ResolvedStatus | None:
-    """What the first replica of this deployment reported of this source."""
+    """Return the first report of this source by a replica of this deployment."""
     resolved = adapter.status.resolved
     if resolved is None or adapter.status.deployment_uid != deployment_uid or resolved.source != declared(adapter):
         return None
     return resolved
 
 
-def _decision(deployment: DiffusionDeployment, adapter: LoRAAdapter, refusal: tuple[str, str] | None, *, owner: str | None) -> Decision:
-    if refusal is not None:
-        reason, message = refusal
-        return Decision(
-            adapter=adapter, accepted=False, reason=reason, message=message, conflict_with=owner if reason == "NameConflict" else None
-        )
-    desired = None if adapter.spec.suspend else _desired(deployment, adapter)
-    return Decision(adapter=adapter, accepted=True, message=f"served by DiffusionDeployment {deployment.metadata.name}", desired=desired)
-
-
 def _refusal(
-    deployment: DiffusionDeployment, adapter: LoRAAdapter, *, owner: str | None, holders: Holders, residents: int
+    deployment: DiffusionDeployment, adapter: LoRAAdapter, claim: Claim, *, held: Sequence[AdapterRecord]
 ) -> tuple[str, str] | None:
     """Reason and message, None for an adapter that is accepted."""
     lora, name, where = deployment.spec.lora, adapter.served_name, f"DiffusionDeployment {deployment.metadata.name}"
@@ -109,17 +102,19 @@ def _refusal(
         return "LoRADisabled", f"spec.lora.enabled of {where} is false"
     if name == deployment.served_name:
         return "NameReserved", f"the name {name!r} is the served name of {where}"
-    if owner is not None:
-        return "NameConflict", f"the name {name!r} belongs to the older LoRAAdapter {owner}"
-    if _held_by_another(deployment, adapter, holders.get(name, ())):
+    if claim.owner is not None:
+        return "NameConflict", f"the name {name!r} belongs to the older LoRAAdapter {claim.owner}"
+    if _held_by_another(deployment, adapter, held):
         return "NameConflict", f"the adapter that had the name {name!r} before is still being unloaded"
     return (
-        _not_mounted(adapter, lora, where) or _too_large(deployment, adapter, where) or _capacity_refusal(adapter, lora, where, residents)
+        _not_mounted(adapter, lora, where)
+        or _too_large(deployment, adapter, where)
+        or _capacity_refusal(adapter, lora, where, full=claim.full)
     )
 
 
 def _held_by_another(deployment: DiffusionDeployment, adapter: LoRAAdapter, records: Sequence[AdapterRecord]) -> bool:
-    """Whether a replica still has somebody else's adapter under the name; one that was accepted before has its own there."""
+    """Return whether a replica still holds another object's adapter under this name. An adapter accepted earlier holds its own."""
     before = condition_of(adapter.status.conditions, "Accepted")
     if before is not None and before.status is ConditionStatus.TRUE and adapter.status.deployment_uid == deployment.metadata.uid:
         return False
@@ -146,19 +141,19 @@ def _too_large(deployment: DiffusionDeployment, adapter: LoRAAdapter, where: str
     return "RankTooLarge", f"the adapter has rank {rank}, and spec.lora.maxRank of {where} is {limit}: {advice}"
 
 
-def _capacity_refusal(adapter: LoRAAdapter, lora: Lora, where: str, residents: int) -> tuple[str, str] | None:
+def _capacity_refusal(adapter: LoRAAdapter, lora: Lora, where: str, *, full: bool) -> tuple[str, str] | None:
     """Only Resident ones take a place for good; the others take turns."""
     if lora.slots == 0:
         return "CapacityExceeded", f"spec.lora.maxLoaded of {where} is 0: no adapter can be used"
-    if adapter.spec.suspend or adapter.spec.residency is not Residency.RESIDENT or residents < lora.slots:
+    if adapter.spec.suspend or adapter.spec.residency is not Residency.RESIDENT or not full:
         return None
-    message = f"{residents} of {lora.slots} adapters are Resident on {where} (spec.lora.maxLoaded): raise that, or make one Cached"
+    message = f"{lora.slots} of {lora.slots} adapters are Resident on {where} (spec.lora.maxLoaded): raise that, or make one Cached"
     return "CapacityExceeded", message
 
 
 def _desired(deployment: DiffusionDeployment, adapter: LoRAAdapter) -> DesiredAdapter:
     known = pinned(deployment.metadata.uid, adapter)
-    load = adapter_load(adapter.spec, digest=_digest(adapter, known))
+    load = adapter_load(adapter.spec, digest=_digest(adapter, known), identity=known.identity if known is not None else None)
     resolved = adapter.status.resolved
     return DesiredAdapter(
         uid=adapter.metadata.uid,
@@ -172,14 +167,14 @@ def _desired(deployment: DiffusionDeployment, adapter: LoRAAdapter) -> DesiredAd
 
 
 def _digest(adapter: LoRAAdapter, known: ResolvedStatus | None) -> str | None:
-    """The one that was demanded, else the one that was found; a file at an address is demanded with its digest."""
+    """Return the demanded digest, else the digest found; a file at an address must be declared with its digest."""
     http = adapter.spec.source.http
     demanded = adapter.spec.digest or (f"sha256:{http.sha256}" if http is not None else None)
     return demanded or (known.digest if known is not None else None)
 
 
 def _at(source: AdapterSource, known: ResolvedStatus | None) -> AdapterSource:
-    """A branch as the commit that the first replica found it to be, so that a later one does not find another."""
+    """Pin a branch to the commit that the first replica found, so that later ones fetch the same."""
     if source.hugging_face is None or known is None or known.revision is None:
         return source
     return msgspec.structs.replace(source, hugging_face=msgspec.structs.replace(source.hugging_face, revision=known.revision))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conditions of a LoRAAdapter. What they claim was reported by a replica; a message names the replica it is about."""
+"""The conditions of a LoRAAdapter. Each condition repeats a replica's report, and its message names that replica."""
 
 from diffusion_operator.api.adapter import InstanceState, LoRAAdapter, ResolvedStatus
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, RELOAD_LOOP, SOURCE_REASONS
 from diffusion_operator.plan.adapters.instances import Instance
-from diffusion_operator.plan.adapters.plan import AdapterView
+from diffusion_operator.plan.adapters.records import contradicts
+from diffusion_operator.plan.adapters.view import AdapterView
 from diffusion_operator.plan.observed.states import RESTING_STATES
 
 MIB = 1024 * 1024
@@ -41,8 +42,9 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
     if view.wakeable:
         return verdict("Ready", True, "AsleepWakeable", f"{text}; the next request wakes the model, which loads it first")
     if view.ready:
+        everywhere = view.count(InstanceState.LOADED) == len(view.instances)
         whole = all(one.status.state is InstanceState.LOADED for one in view.awake)
-        return verdict("Ready", True, "LoadedEverywhere" if whole else "CachedOnDemand", text)
+        return verdict("Ready", True, "LoadedEverywhere" if everywhere else "LoadedWhereAwake" if whole else "CachedOnDemand", text)
     served = any(view.serves(one) for one in view.awake)
     if view.count(InstanceState.FAILED):
         reason = "PartiallyLoaded" if served else "SourceError" if _source_error(view) else "Failed"
@@ -89,7 +91,11 @@ def degraded(view: AdapterView) -> Verdict:
             return verdict("Degraded", True, "ReloadLoop", f"replica {one.status.replica}: {one.error.message}")
     for one in view.instances:
         if one.drifted:
-            expected = view.decision.desired.load.digest if view.decision.desired is not None else None
+            load = view.decision.desired.load if view.decision.desired is not None else None
+            expected = load.digest if load is not None else None
+            if load is not None and one.other_digest == expected and contradicts(one.other_identity, load.identity):
+                message = f"has the weights {expected} with the identity {one.other_identity}, every replica must have {load.identity}"
+                return verdict("Degraded", True, "IdentityMismatch", f"replica {one.status.replica} {message}")
             message = f"replica {one.status.replica} has {one.other_digest or 'another version'}, every replica must have {expected}"
             return verdict("Degraded", True, "DigestDrift", message)
     for one in view.instances:
@@ -130,8 +136,8 @@ def _progress(instance: Instance) -> str:
 
 def _evicted(view: AdapterView) -> str:
     return (
-        f"out of memory on {_replicas(view.evicted)}, where a request for it is answered 503 AdapterNotLoaded: with more adapters than "
-        "spec.lora.maxCached of the deployment they take turns; raise that, set spec.lora.onMissing to Load, or make this one Resident"
+        f"out of memory on {_replicas(view.evicted)}, where a request for it gets 503 AdapterNotLoaded. More adapters than "
+        "the deployment's spec.lora.maxCached take turns: raise that, set spec.lora.onMissing to Load, or make this one Resident"
     )
 
 
@@ -145,12 +151,12 @@ def _replicas(instances: tuple[Instance, ...] | list[Instance]) -> str:
 
 
 def _source_error(view: AdapterView) -> str | None:
-    """The reason, where a replica says with one of the codes for it that the source is at fault."""
+    """Return the reason if a replica reports an error code that blames the source."""
     return next((SOURCE_REASONS[one.error.code] for one in view.instances if one.error and one.error.code in SOURCE_REASONS), None)
 
 
 def _first_error(view: AdapterView) -> str:
-    """Of the source, if one is; what the deployment has no room for is told by Accepted."""
+    """Return an error of the source if there is one; lack of room on the deployment is reported by Accepted."""
     errors = [one for one in view.instances if one.error is not None]
     errors.sort(key=lambda one: one.error is None or (one.error.code not in SOURCE_REASONS, one.error.code in DEPLOYMENT_REASONS))
     return next((f"replica {one.status.replica}: {one.error.code}: {one.error.message}" for one in errors if one.error), "")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's error code means for an adapter: whose fault it is, which condition shows it, and whether trying again can help.
+"""Worker error codes as seen by an adapter: the party at fault, the condition that shows it, and whether a retry can help.
 
-The worker says of each error whether the same call may succeed later; here the question is whether it may without a new spec, which
-is true of more: a file appears at a path, memory is given back, somebody pushes a repository.
+The worker marks errors that the same call may survive later. More errors than those can pass without a new spec: a file appears, memory is
+freed, a repository is pushed.
 """
 
 SOURCE_REASONS = {
@@ -11,6 +11,7 @@ SOURCE_REASONS = {
     "SourceUnauthorized": "Unauthorized",
     "SecretMissing": "SecretMissing",
     "DigestMismatch": "DigestMismatch",
+    "IdentityMismatch": "IdentityMismatch",
     "InvalidAdapter": "InvalidAdapter",
     "NoMatchingModules": "InvalidAdapter",
     "UnsupportedFormat": "UnsupportedFormat",
@@ -23,14 +24,15 @@ DEPLOYMENT_REASONS = frozenset({"RankTooLarge", "ModulesOutsideEnvelope"})
 """The adapter is sound, and the deployment's `spec.lora` has no room for it: reasons of Accepted=False."""
 
 RELOAD_LOOP = "ReloadLoop"
-"""Ours, no worker's: an adapter that is evicted again and again is not loaded again."""
+"""Ours, no worker's: an adapter that is evicted again and again is loaded again after ten minutes."""
 
 FINAL = DEPLOYMENT_REASONS | {
     "InvalidAdapter",
     "NoMatchingModules",
     "DigestMismatch",
+    "IdentityMismatch",
     "UnsupportedFormat",
     "TooLarge",
     RELOAD_LOOP,
 }
-"""Failed until the object changes, or a new process starts with another `spec.lora`: the same bytes would be refused again."""
+"""The same bytes would be refused again. So a try comes every ten minutes only, at once after an edit, and in each new process."""

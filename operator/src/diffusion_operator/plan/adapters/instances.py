@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter on one replica: what it is, and whether to push it now.
+"""An adapter on a replica: its state, and whether to push it now.
 
-A worker tries the adapters of its mounted file itself when it starts, so a push is for what changed since, what the worker reports as
-failed and was not yet tried by us in this life of its process, and what is due for another try. A sleeping replica is told too, and
-never woken for it: it fetches and looks at what is new, and loads it before it serves again; until then all that it has is Deferred.
+A worker loads the adapters of its mounted file at its start. Push only adapters that changed since, that failed there and were not retried
+in this process, or whose retry is due. A sleeping replica gets the push without being woken. It fetches and validates the file, reports
+Deferred, and loads it before it serves again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceStatus
 from diffusion_operator.api.deployment_spec import Lora
 from diffusion_operator.api.deployment_status import ReplicaState
-from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerState
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.error_codes import FINAL
 from diffusion_operator.plan.adapters.load_attempts import attempt_key
@@ -28,15 +28,13 @@ from diffusion_operator.plan.adapters.records import (
     is_told,
     other_version,
 )
-from diffusion_operator.plan.observed.observed import Attempt, AttemptKey
+from diffusion_operator.plan.observed.observed import Attempt
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.observed.states import ADAPTER_CALL_STATES
 from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, WorkerAddress
 
-"""Replicas that take adapters now; the others do in a moment, or read the mounted file."""
 
-
-class Instance(msgspec.Struct, frozen=True):
+class Instance(msgspec.Struct, frozen=True, gc=False):
     """The record for status, and the push that would bring it forward."""
 
     status: InstanceStatus
@@ -45,11 +43,12 @@ class Instance(msgspec.Struct, frozen=True):
     push: PutAdapter | None = None
     error: WireError | None = None
     other_digest: str | None = None
-    """Of another version that serves under the name."""
+    """The digest of another version that serves under the name."""
+    other_identity: str | None = None
     drifted: bool = False
-    """That other version comes from the declared source: its bytes are not the pinned ones."""
+    """The other version comes from the declared source: its bytes differ from the pinned ones."""
     evictions: int = 0
-    """Of the last ten minutes, that nobody asked for."""
+    """Evictions of the last ten minutes that nobody requested."""
 
     @property
     def done(self) -> bool:
@@ -59,18 +58,20 @@ class Instance(msgspec.Struct, frozen=True):
 
 
 def worker_address(group: Group) -> WorkerAddress | None:
-    """Where a call to this life of the server goes; None while it cannot be called."""
+    """Return the address for calls to this life of the server; None while it cannot be called."""
     if group.document is None or not group.poll.fresh or not group.pod.ip:
         return None
     return WorkerAddress(pod_uid=group.pod.uid, ip=group.pod.ip, boot_id=group.document.boot_id)
 
 
-def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[AttemptKey, Attempt], now: datetime) -> Instance:
-    document = group.document
-    if document is None or group.state not in ADAPTER_CALL_STATES:
+def instance_of(
+    group: Group, desired: DesiredAdapter, records: Sequence[AdapterRecord], *, attempt: Attempt | None, now: datetime
+) -> Instance:
+    """Judge an adapter on a replica; `records` are the replica's records under its name."""
+    if group.document is None or group.state not in ADAPTER_CALL_STATES:
         return Instance(status=_status(group, InstanceState.DEFERRED))
-    record, attempt = current_record(document, desired), attempts.get(attempt_key(group, desired))
-    other = other_version(document, desired) if group.state is ReplicaState.AWAKE else None
+    record = current_record(records, desired)
+    other = other_version(records, desired) if group.state is ReplicaState.AWAKE else None
     state = _state(record, desired, attempt) if group.state is ReplicaState.AWAKE else _state_asleep(record, desired, attempt)
     error = _error(record, desired, attempt) if state is InstanceState.FAILED else None
     due = _due(record, desired, attempt, now=now)
@@ -80,25 +81,25 @@ def instance_of(group: Group, desired: DesiredAdapter, *, attempts: Mapping[Atte
         push=push_of(group, desired, attempt=attempt) if due else None,
         error=error,
         other_digest=other.digest if other is not None else None,
+        other_identity=other.identity if other is not None else None,
         drifted=other is not None and desired.load.digest is not None and comes_from(other, desired),
         evictions=len(attempt.evictions) if attempt is not None else 0,
     )
 
 
-def leaving_instances(groups: tuple[Group, ...], name: str) -> tuple[Instance, ...]:
-    """What is left of an adapter that nothing should have any more: where its requests still run."""
-    return tuple(
-        Instance(status=_status(group, InstanceState.DRAINING, record=record), record=_steady(record))
-        for group in groups
-        if group.state is ReplicaState.AWAKE and group.document is not None
-        for record in group.document.named.get(name, ())
-    )
+def leaving_instances(group: Group, records: Sequence[AdapterRecord]) -> tuple[Instance, ...]:
+    """Return the rest of an adapter that nothing should have any more, while its requests still run there."""
+    if group.state is not ReplicaState.AWAKE:
+        return ()
+    return tuple(Instance(status=_status(group, InstanceState.DRAINING, record=one), record=_steady(one)) for one in records)
 
 
-def undeclared_removals(group: Group, wanted: frozenset[str], *, lora: Lora) -> tuple[RemoveAdapter, ...]:
-    """What runs and is no longer declared."""
+def undeclared_removals(group: Group, wanted: Mapping[str, object], *, lora: Lora) -> tuple[RemoveAdapter, ...]:
+    """Return the calls for all that runs there and is no longer declared; `wanted` is by name."""
     address = worker_address(group)
     if address is None or group.document is None or group.state not in ADAPTER_CALL_STATES:
+        return ()
+    if group.document.named.keys() <= wanted.keys():
         return ()
     return tuple(
         RemoveAdapter(
@@ -107,14 +108,14 @@ def undeclared_removals(group: Group, wanted: frozenset[str], *, lora: Lora) -> 
             name=name,
             drain_s=lora.drain_timeout_seconds,
         )
-        for name in _names(group.document)
-        if name not in wanted
+        for name, records in group.document.named.items()
+        if name not in wanted and not _drains(records)
     )
 
 
-def _names(document: WorkerState) -> tuple[str, ...]:
-    """Each once; a name of which everything drains is on its way out already."""
-    return tuple(dict.fromkeys(record.name for record in document.adapters if record.state is not RecordState.DRAINING))
+def _drains(records: Sequence[AdapterRecord]) -> bool:
+    """Return whether all of a name is on its way out already."""
+    return all(one.state is RecordState.DRAINING for one in records)
 
 
 def _steady(record: AdapterRecord) -> AdapterRecord:
@@ -130,7 +131,7 @@ def _is_wanted(record: AdapterRecord, desired: DesiredAdapter, attempt: Attempt 
 def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
     if record is not None:
         if _is_wanted(record, desired, attempt):
-            # One that the last request for it could not load: the next one tries again, and may fare no better.
+            # The last request for it failed to load it. The next request tries again and may fail alike.
             stranded = record.state is RecordState.CACHED and record.error is not None
             return InstanceState.FAILED if stranded else InstanceState(record.state.value)
         if is_coming(record, desired):
@@ -142,7 +143,7 @@ def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attem
 
 
 def _state_asleep(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
-    """What it cannot even fetch or understand is Failed already; nothing is loaded before it wakes."""
+    """Return Failed for a file that cannot be fetched or parsed; nothing is loaded before the wake."""
     state = _state(record, desired, attempt)
     return state if state in (InstanceState.FETCHING, InstanceState.FAILED) else InstanceState.DEFERRED
 
@@ -161,7 +162,7 @@ def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt
         return False
     if attempt is None:
         return record is None or not is_coming(record, desired)
-    return (attempt.error is None or attempt.error.retryable) and now >= attempt.next_retry
+    return now >= attempt.next_retry
 
 
 def push_of(group: Group, desired: DesiredAdapter, *, attempt: Attempt | None) -> PutAdapter | None:
@@ -170,12 +171,13 @@ def push_of(group: Group, desired: DesiredAdapter, *, attempt: Attempt | None) -
     if address is None:
         return None
     count = attempt.count if attempt else 0
+    knows_identity = group.document is not None and group.document.desired.reads_identity
     return PutAdapter(
         worker=address,
         key=attempt_key(group, desired),
         operation_id=f"put-{desired.name}-{desired.uid[:8]}-{desired.generation}-{count + 1}",
         name=desired.name,
-        load=desired.load,
+        load=desired.load if knows_identity else msgspec.structs.replace(desired.load, identity=None),
         deadline_s=desired.load_timeout_s,
     )
 
@@ -200,9 +202,10 @@ def _status(
         ranks_loaded=record.ranks_loaded if record else None,
         ranks_total=record.ranks_total if record else None,
         digest=record.digest if record else None,
+        identity=record.identity if record else None,
         fetched_bytes=fetching.fetched_bytes if fetching else None,
         total_bytes=fetching.total_bytes if fetching else None,
         attempts=attempt.count if attempt is not None and tried else None,
-        next_retry_time=attempt.next_retry if attempt is not None and attempt.error is not None and attempt.error.retryable else None,
+        next_retry_time=attempt.next_retry if attempt is not None and attempt.error is not None else None,
         last_error=ErrorStatus(code=error.code, message=error.message[:1024], retryable=error.retryable) if error else None,
     )

@@ -1,32 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has become of having adapters loaded: from the answer to a push, and from what state documents say later.
+"""Outcomes of adapter loads: from the answer to a push, and from later state documents.
 
-A push outlives its call where a file is fetched, so most failures are told by a document and not by an answer. Evictions that nobody
+A push outlives its call while a file is fetched, so most failures arrive in a state document instead of the answer. Evictions that nobody
 asked for are counted here, so that an engine that throws out what it was just given is not fed without end.
 """
 
-from collections.abc import Mapping
 from datetime import datetime, timedelta
 
 import msgspec
 
+from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError
 from diffusion_operator.errors import ControlError, ControlRefused
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.error_codes import FINAL, RELOAD_LOOP
-from diffusion_operator.plan.adapters.records import current_record, error_of, in_memory, in_place, is_coming, is_deferred
+from diffusion_operator.plan.adapters.records import error_of, in_memory, in_place, is_coming, is_deferred
 from diffusion_operator.plan.observed.observed import Attempt, AttemptKey
 from diffusion_operator.plan.observed.replica_state import Group
 
 BACKOFF_FIRST_S = 10.0
 BACKOFF_MAX_S = 600.0
+"""The pause after an error that the same bytes would bring again, too: the bytes of a source may become others."""
 SETTLE_S = 5.0  # before a push that was taken, or went unanswered, is made again
 RACE_RETRY_S = 1.0
 STUCK_GRACE_S = 30.0  # past its deadline the worker itself should have ended a load
 THRASH_WINDOW = timedelta(minutes=10)
 THRASH_LIMIT = 3
 
-RACES = frozenset({"Busy", "Asleep", "Starting", "Conflict", "WrongBoot", "Terminating"})
+RACES = frozenset({"Busy", "Asleep", "Starting", "Conflict", "WrongBoot", "StaleEpoch", "Terminating"})
 """The worker moved on between our look and our call: no fault of the adapter's, look again."""
 
 
@@ -50,33 +51,33 @@ def next_attempt(before: Attempt | None, error: ControlError | None, *, now: dat
 
 
 def failed(attempt: Attempt, error: WireError, *, now: datetime) -> Attempt:
-    """It did not work: another try later, or none where the same bytes would be refused again."""
-    backoff_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(max(attempt.count - 1, 0), 10))
+    """Record a failed try: schedule another, and ten minutes later if the same bytes would be refused again."""
+    first_s = BACKOFF_MAX_S if error.code in FINAL else BACKOFF_FIRST_S
+    backoff_s = min(BACKOFF_MAX_S, first_s * 2 ** min(max(attempt.count - 1, 0), 10))
     delay_s = max(backoff_s, error.retry_after_seconds or 0)
     wire = WireError(code=error.code, message=error.message, retryable=error.code not in FINAL)
     return msgspec.structs.replace(attempt, error=wire, next_retry=now + timedelta(seconds=delay_s), in_progress=False)
 
 
-def learn(
-    attempts: Mapping[AttemptKey, Attempt], groups: tuple[Group, ...], desired: DesiredAdapter, *, now: datetime
-) -> dict[AttemptKey, Attempt]:
-    """One adapter's attempts with what the replicas say now. `groups` are awake or asleep, and have answered."""
-    learned = {}
-    for group in groups:
-        if group.document is None:
-            continue
-        key = attempt_key(group, desired)
-        before = attempts.get(key)
-        after = _learned(before, current_record(group.document, desired), desired, now=now)
-        if after is not None:
-            learned[key] = after
-    return learned
+def recalled(adapter: LoRAAdapter, boot_id: str, now: datetime) -> Attempt | None:
+    """Return what the adapter's status says of tries on one life of a server process: an earlier process of the operator made them."""
+    if adapter.status.observed_generation != adapter.metadata.generation:
+        return None
+    said = next((one for one in adapter.status.replica_instances if one.boot_id == boot_id), None)
+    if said is None or said.attempts is None or said.last_error is None:
+        return None
+    error = said.last_error
+    wire = WireError(code=error.code or "", message=error.message or "", retryable=bool(error.retryable))
+    never_said = now if wire.retryable else now + timedelta(seconds=BACKOFF_MAX_S)  # an earlier release gave such an adapter up
+    return Attempt(count=said.attempts, next_retry=said.next_retry_time or never_said, error=wire)
 
 
-def _learned(before: Attempt | None, record: AdapterRecord | None, desired: DesiredAdapter, *, now: datetime) -> Attempt | None:
+def learned(before: Attempt | None, record: AdapterRecord | None, desired: DesiredAdapter, *, now: datetime) -> Attempt | None:
+    """Return the attempt with what a replica says now, which is awake or asleep and has answered."""
     attempt = _forget_evictions(before, now) if before is not None else Attempt(count=0, next_retry=now)
     if record is not None and in_memory(record, desired):
-        error = attempt.error if attempt.error is not None and attempt.error.code == RELOAD_LOOP else None
+        loops = attempt.error is not None and attempt.error.code == RELOAD_LOOP and attempt.evictions
+        error = attempt.error if loops else None
         return msgspec.structs.replace(attempt, loaded=True, in_progress=False, error=error)
     if attempt.loaded and _lost(record, desired):
         return _evicted(attempt, now)
@@ -85,7 +86,7 @@ def _learned(before: Attempt | None, record: AdapterRecord | None, desired: Desi
     if record is not None and is_coming(record, desired):
         return _watched(attempt, desired, now)
     attempt = msgspec.structs.replace(attempt, loaded=False)
-    tried = attempt.count > 0 or attempt.in_progress  # what failed before anybody looked is tried once more at once
+    tried = attempt.count > 0 or attempt.in_progress  # A load that failed before the first look is retried once at once
     error = error_of(record, desired) if record is not None else None
     if error is not None and tried and attempt.error is None:
         return failed(attempt, error, now=now)
@@ -93,7 +94,7 @@ def _learned(before: Attempt | None, record: AdapterRecord | None, desired: Desi
 
 
 def _lost(record: AdapterRecord | None, desired: DesiredAdapter) -> bool:
-    """Gone, or out of memory and never meant to leave it. One that failed meanwhile has an error of its own to tell."""
+    """Gone, or out of memory and never meant to leave it. A load that failed meanwhile reports its own error instead."""
     return record is None or (record.state is RecordState.CACHED and not in_place(record, desired))
 
 
@@ -102,8 +103,9 @@ def _evicted(attempt: Attempt, now: datetime) -> Attempt:
     attempt = msgspec.structs.replace(attempt, loaded=False, evictions=evictions, next_retry=now, error=None)
     if len(evictions) <= THRASH_LIMIT:
         return attempt
-    message = f"evicted {len(evictions)} times in {THRASH_WINDOW.seconds // 60} minutes; it is not loaded again until its spec changes"
-    return msgspec.structs.replace(attempt, error=WireError(code=RELOAD_LOOP, message=message))
+    minutes = THRASH_WINDOW.seconds // 60
+    message = f"evicted {len(evictions)} times in {minutes} minutes; it is loaded again in {minutes} minutes, or when its spec changes"
+    return msgspec.structs.replace(attempt, error=WireError(code=RELOAD_LOOP, message=message), next_retry=now + THRASH_WINDOW)
 
 
 def _watched(attempt: Attempt, desired: DesiredAdapter, now: datetime) -> Attempt:

@@ -1,208 +1,241 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters of a deployment on its replicas: decisions, records and pushes, and what each LoRAAdapter's status is computed from.
 
-The deployment's reconcile decides and acts, because acceptance, capacity and the mounted file span all adapters; the LoRAAdapter's
-reconcile writes the status of its object from the view made here.
+The deployment's reconcile decides and acts, because acceptance, capacity and the mounted file span all adapters. The LoRAAdapter's
+reconcile writes its object's status from this view.
+
+Planning is by difference: a plan remembers what it was made from. The next one looks again only at adapters that changed, whose records
+or attempts did, or whose time has come. It looks at all of them where the deployment or a replica changed. The result is that of a plan
+from nothing with the same attempts.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import TypeVar
 
 import msgspec
 
-from diffusion_operator.api.adapter import InstanceState, Residency, UsageStatus
-from diffusion_operator.api.deployment_spec import Lora, OnMissing, SleepPolicy
-from diffusion_operator.api.deployment_status import AdaptersStatus, ReplicaState
-from diffusion_operator.api.worker_state import AdapterRecord, WireError
-from diffusion_operator.plan.adapters.acceptance import Decision, DesiredAdapter, Holders, decide_all, overruled
-from diffusion_operator.plan.adapters.instances import Instance, instance_of, leaving_instances, undeclared_removals
-from diffusion_operator.plan.adapters.load_attempts import learn
+from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.api.meta import ObjectMeta
+from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
+from diffusion_operator.plan.adapters.deciding import asks_another, decide_all
+from diffusion_operator.plan.adapters.instances import undeclared_removals
 from diffusion_operator.plan.adapters.refilling import refills
-from diffusion_operator.plan.adapters.usage import usage_of
+from diffusion_operator.plan.adapters.roster import Roster, enroll
+from diffusion_operator.plan.adapters.row import Column, Decided, Named, Row, Table, column_of, row_of
+from diffusion_operator.plan.adapters.shards import NO_SHARDS, Refusal, Shards, foreign_shards, plan_shards, refusals_of
+from diffusion_operator.plan.adapters.slices import SLICE, Slices
+from diffusion_operator.plan.adapters.tally import Tally, tally_of
+from diffusion_operator.plan.adapters.view import AdapterView, Frame, frame_of, marks_of, view_of
 from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Observed
 from diffusion_operator.plan.observed.replica_state import Group
-from diffusion_operator.plan.observed.states import ADAPTER_CALL_STATES, ADAPTER_SERVING_STATES, RESTING_STATES
 from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter
 
-
-class AdapterView(msgspec.Struct, frozen=True):
-    """One adapter as its deployment's last pass saw it."""
-
-    deployment_uid: str
-    decision: Decision
-    instances: tuple[Instance, ...] = ()
-    group_states: tuple[ReplicaState, ...] = ()
-    """In the order of instances."""
-    loads_on_request: bool = False
-    """A request for it is held while it is loaded, where it is out of memory."""
-    suspended: bool = False
-    """The deployment is, so there is nothing to load it on."""
-    on_idle: bool = False
-    """The replicas sleep because nobody needs them, and a request wakes them."""
-    usage: UsageStatus | None = None
-
-    def count(self, *states: InstanceState) -> int:
-        return sum(instance.status.state in states for instance in self.instances)
-
-    @property
-    def report(self) -> AdapterRecord | None:
-        """What the first replica that has it says about it, in memory or not."""
-        has = (one for one in self.instances if one.status.state in (InstanceState.LOADED, InstanceState.CACHED))
-        return next((one.record for one in has if one.record is not None and one.record.digest is not None), None)
-
-    @property
-    def awake(self) -> tuple[Instance, ...]:
-        """On replicas that serve."""
-        pairs = zip(self.instances, self.group_states, strict=True)
-        return tuple(instance for instance, state in pairs if state in ADAPTER_SERVING_STATES)
-
-    @property
-    def ready(self) -> bool:
-        """Every awake replica would serve it, and there is one."""
-        return self.decision.accepted and bool(self.awake) and all(self.serves(instance) for instance in self.awake)
-
-    def serves(self, instance: Instance) -> bool:
-        state = instance.status.state
-        return state is InstanceState.LOADED or (state is InstanceState.CACHED and self.loads_on_request)
-
-    @property
-    def wakeable(self) -> bool:
-        """Return whether all replicas sleep until a request comes, and each has found it and will load it before it serves."""
-        asleep = self.on_idle and bool(self.instances) and all(state in RESTING_STATES for state in self.group_states)
-        return asleep and all(
-            one.status.state is InstanceState.DEFERRED and one.push is None and one.record is not None and one.record.error is None
-            for one in self.instances
-        )
-
-    @property
-    def evicted(self) -> tuple[Instance, ...]:
-        """Out of memory on replicas that answer 503 to a request for it."""
-        return tuple(one for one in self.awake if one.status.state is InstanceState.CACHED and not self.loads_on_request)
+Value = TypeVar("Value")
 
 
 class AdapterPlan(msgspec.Struct, frozen=True):
-    views: tuple[AdapterView, ...]
-    groups: tuple[Group, ...]
+    tally: Tally = Tally()
+    """With the views."""
+    changed: tuple[AdapterView, ...] = ()
+    """Views that are not those of the plan before."""
+    desired: tuple[DesiredAdapter, ...] = ()
+    """The same object as in the plan before where nothing of it changed."""
+    groups: tuple[Group, ...] = ()
     """The same groups, those that are not yet verified as Verifying."""
-    pushes: tuple[PutAdapter, ...]
-    removals: tuple[RemoveAdapter, ...]
-    attempts: Mapping[AttemptKey, Attempt] = {}
-    """With what the replicas say now."""
+    pushes: tuple[PutAdapter, ...] = ()
+    removals: tuple[RemoveAdapter, ...] = ()
+    dropped: Mapping[str, ObjectMeta] = {}
+    """Adapters that were to be served in the plan before, and are no more; by name."""
+    again_at: datetime | None = None
+    """When time alone changes something."""
+
+    # Remembered for the next plan.
+    frame: Frame | None = None
+    roster: Roster = Roster()
+    columns: tuple[Column, ...] = ()
+    named: tuple[Named, ...] = ()
+    states: tuple[ReplicaState, ...] = ()
+    rows: Mapping[str, Row] = {}
+    wanted: Mapping[str, str] = {}
+    """UIDs by name."""
+    shards: Shards = NO_SHARDS
+    """The mounted files."""
+    foreign: Mapping[int, str] = {}
+    """Shards of which somebody else has the ConfigMap, with the message."""
+    refusals: Mapping[str, Refusal] = {}
+    """Adapters that no file has room for, by UID."""
+    eager: Mapping[str, Row] = {}
+    """Rows with pushes or with a time, by UID."""
 
     @property
     def calls(self) -> tuple[PutAdapter | RemoveAdapter, ...]:
-        """What goes first makes room."""
+        """Removals come first because they make room."""
         return (*self.removals, *self.pushes)
 
     @property
-    def decisions(self) -> tuple[Decision, ...]:
-        return tuple(view.decision for view in self.views)
+    def views(self) -> tuple[AdapterView, ...]:
+        return tuple(self.tally.views.values())
 
-    @property
-    def summary(self) -> AdaptersStatus:
-        failed = sum(not view.decision.accepted or view.count(InstanceState.FAILED) > 0 for view in self.views)
-        desired = sum(view.decision.desired is not None for view in self.views)
-        return AdaptersStatus(desired=desired, ready=sum(view.ready for view in self.views), failed=failed)
+    def attempt(self, key: AttemptKey) -> Attempt | None:
+        row = self.rows.get(key.adapter_uid)
+        column = next((place for place, one in enumerate(self.columns) if one.boot_id == key.boot_id), None)
+        same = row is not None and row.adapter.metadata.generation == key.generation
+        return row.cells[column].attempt if row is not None and same and column is not None else None
 
 
-def plan_adapters(observed: Observed, groups: tuple[Group, ...], now: datetime, *, revision: str) -> AdapterPlan:
+def plan_adapters(
+    observed: Observed, groups: tuple[Group, ...], now: datetime, *, revision: str, before: AdapterPlan
+) -> Slices[AdapterPlan]:
+    """`before` is the plan of the pass before, if this process made one."""
+    table = _table(observed, groups, now, revision=revision, before=before)
+    frame, enrolled = frame_of(observed.deployment), (yield from enroll(before.roster, observed.adapters))
+    whole = frame != before.frame or table.columns != before.columns
+    foreign = foreign_shards(observed.children)
+    if not whole and not enrolled.touched and not enrolled.moved and foreign == before.foreign and not _news(table, before, now):
+        plan = msgspec.structs.replace(before, roster=enrolled.roster, dropped={})
+        return (yield from _with_views(plan, (), groups, table, frame=frame, before=before))
+    touched = frozenset(enrolled.roster.adapters) if whole else enrolled.touched | _touched(table, before, enrolled.roster, now)
+    decided = yield from decide_all(observed.deployment, enrolled.roster, touched, table, before=before.rows)
+    shards = before.shards
+    if enrolled.moved or foreign != before.foreign or asks_another(decided, before.rows):
+        accepted = [decided[uid].accepted if uid in decided else before.rows[uid].accepted for uid in enrolled.roster.adapters]
+        shards = yield from plan_shards(accepted, foreign, before.shards)
+    refusals = before.refusals if shards is before.shards else refusals_of(shards, frame.name)
+    rows = yield from _rows(decided, refusals, table, before=before)
+    plan = yield from _planned(frame, enrolled.roster, rows, table, before=before)
+    plan = msgspec.structs.replace(plan, shards=shards, foreign=foreign, refusals=refusals)
+    return (yield from _with_views(plan, tuple(rows), groups, table, frame=frame, before=before))
+
+
+def _table(observed: Observed, groups: tuple[Group, ...], now: datetime, *, revision: str, before: AdapterPlan) -> Table:
     present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
-    decisions = decide_all(observed.deployment, observed.adapters, holders=_holders(present))
-    desired = [decision.desired for decision in decisions if decision.desired is not None]
-    attempts = _attempts(observed, desired, present, now)
-    table = [_instances(decision, present, attempts, now) for decision in decisions]
-    wanted = frozenset(one.name for one in desired)
-    lora = observed.deployment.spec.lora
-    removals = {group.index: undeclared_removals(group, wanted, lora=lora) for group in present}
-    rows = [row for decision, row in zip(decisions, table, strict=True) if decision.desired is not None]
-    verified = {
-        group.index: _verified(group, [row[column] for row in rows], removals=removals[group.index]) for column, group in enumerate(present)
-    }
-    states = {index: group.state for index, group in verified.items()}
-    # Others are about to go, and have settings that the spec has no more.
-    current = tuple(group for group in present if group.pod.revision == revision)
-    pushes = tuple(instance.push for row in rows for instance in row if instance.push is not None)
+    columns = tuple(column_of(group, revision=revision) for group in present)
+    lives = {one.boot_id: place for place, one in enumerate(before.columns) if one.boot_id is not None}
+    origins = tuple(lives.get(one.boot_id or "") for one in columns)
+    return Table(
+        columns=columns,
+        groups=present,
+        named=tuple(group.document.named if group.document is not None else {} for group in present),
+        origins=origins,
+        kept=frozenset(place for place, one in enumerate(origins) if one is not None and before.columns[one] == columns[place]),
+        news=observed.attempts,
+        now=now,
+    )
+
+
+def _news(table: Table, before: AdapterPlan, now: datetime) -> bool:
+    """Return whether a replica says something else of an adapter, a call came to something, or a time has come."""
+    said = any(then is not named for then, named in zip(before.named, table.named, strict=True))
+    return said or bool(table.news) or (before.again_at is not None and before.again_at <= now)
+
+
+def _touched(table: Table, before: AdapterPlan, roster: Roster, now: datetime) -> set[str]:
+    """Return the UIDs of those that there is news of."""
+    names: set[str] = set()
+    for then, named in zip(before.named, table.named, strict=True):
+        if then is not named:
+            names.update(name for name, records in named.items() if then.get(name) is not records)
+            names.update(then.keys() - named.keys())
+    touched = {uid for name in names for uid in roster.by_name.get(name, ())}
+    touched.update(key.adapter_uid for key in table.news)
+    touched.update(uid for uid, row in before.eager.items() if row.is_due(now))
+    return touched & roster.adapters.keys()
+
+
+def _rows(decided: Mapping[str, Decided], refusals: Mapping[str, Refusal], table: Table, *, before: AdapterPlan) -> Slices[dict[str, Row]]:
+    """Return the rows of those that were decided on, and of those that another one has taken the room for."""
+    others = {uid for uid in refusals.keys() | before.refusals.keys() if uid in before.rows and uid not in decided}
+    moved = {uid: before.rows[uid].decided for uid in others if refusals.get(uid) != before.refusals.get(uid)}
+    rows: dict[str, Row] = {}
+    for uid, one in {**decided, **moved}.items():
+        rows[uid] = row_of(one, refusals.get(uid), table, known=before.rows.get(uid))
+        if len(rows) % SLICE == 0:
+            yield
+    return rows
+
+
+def _planned(frame: Frame, roster: Roster, new: Mapping[str, Row], table: Table, *, before: AdapterPlan) -> Slices[AdapterPlan]:
+    """Build the plan of all rows, without views. It copies whole mappings, and looks at no row that is neither new nor gone."""
+    came, gone = new.keys() - before.rows.keys(), before.rows.keys() - roster.adapters.keys()
+    rows = {**before.rows, **new} if not came and not gone else {uid: new.get(uid) or before.rows[uid] for uid in roster.adapters}
+    yield
+    then = {uid: row for uid in (*new, *gone) if (row := before.rows.get(uid)) is not None and row.desired is not None}
+    now = {uid: row for uid, row in new.items() if row.desired is not None}
+    wanted = _replaced(before.wanted, [_name(row) for row in then.values()], {_name(row): uid for uid, row in now.items()})
+    yield
+    unchanged = then.keys() == now.keys() and all(row.desired == now[uid].desired for uid, row in then.items())
+    desired = before.desired if unchanged else tuple(row.desired for row in rows.values() if row.desired is not None)
+    yield
+    removals = tuple(one for group in table.groups for one in undeclared_removals(group, wanted, lora=frame.lora))
+    eager = _replaced(before.eager, (*new, *gone), {uid: row for uid, row in new.items() if row.pushes or row.again_at})
+    pushes = [push for uid in roster.in_order(eager) for push in eager[uid].pushes]
+    yield
     return AdapterPlan(
-        views=tuple(
-            _view(observed, overruled(decision, _errors(row, current)), row, states, usage=_usage(observed, decision, present, now))
-            for decision, row in zip(decisions, table, strict=True)
-        ),
-        groups=tuple(verified.get(group.index, group) for group in groups),
-        pushes=(*pushes, *refills(desired, current, lora=lora, pushes=pushes, attempts=attempts, now=now)),
-        removals=tuple(removal for one in removals.values() for removal in one),
-        attempts=attempts,
+        desired=desired,
+        pushes=(*pushes, *refills(rows.values(), table, lora=frame.lora, pushes=pushes)),
+        removals=removals,
+        dropped={name: row.adapter.metadata for row in then.values() if (name := _name(row)) not in wanted},
+        again_at=min((row.again_at for row in eager.values() if row.again_at is not None), default=None),
+        frame=frame,
+        roster=roster,
+        columns=table.columns,
+        named=table.named,
+        rows=rows,
+        wanted=wanted,
+        eager=eager,
     )
 
 
-def _view(
-    observed: Observed,
-    decision: Decision,
-    row: tuple[Instance, ...],
-    states: Mapping[int, ReplicaState],
-    *,
-    usage: UsageStatus | None,
-) -> AdapterView:
-    return AdapterView(
-        deployment_uid=observed.deployment.metadata.uid,
-        decision=decision,
-        instances=row,
-        group_states=tuple(states[instance.status.replica] for instance in row),
-        loads_on_request=_loads_on_request(decision, observed.deployment.spec.lora),
-        suspended=observed.deployment.spec.suspend,
-        on_idle=observed.deployment.spec.sleep.policy is SleepPolicy.ON_IDLE,
-        usage=usage,
-    )
+def _replaced(before: Mapping[str, Value], left: Iterable[str], new: Mapping[str, Value]) -> dict[str, Value]:
+    after = dict(before)
+    for key in left:
+        after.pop(key, None)
+    return {**after, **new}
 
 
-def _errors(row: Sequence[Instance], groups: Sequence[Group]) -> list[WireError]:
-    indices = {group.index for group in groups}
-    return [one.error for one in row if one.error is not None and one.status.replica in indices]
+def _name(row: Row) -> str:
+    return row.adapter.served_name
 
 
-def _usage(observed: Observed, decision: Decision, groups: Sequence[Group], now: datetime) -> UsageStatus | None:
-    """What was counted under a name that this adapter has not is another's."""
-    status = decision.adapter.status
-    before = status.usage if status.deployment_uid == observed.deployment.metadata.uid else None
-    return usage_of(decision.adapter.served_name, groups, before=before, now=now) if decision.desired is not None else before
+def _with_views(
+    plan: AdapterPlan, new: Sequence[str], groups: tuple[Group, ...], table: Table, *, frame: Frame, before: AdapterPlan
+) -> Slices[AdapterPlan]:
+    """Add the states of replicas, and rebuild the views that they and `new` rows change."""
+    verified = {group.index: _verified(group, place, plan) for place, group in enumerate(table.groups)}
+    states = tuple(group.state for group in verified.values())
+    same = states == before.states and frame == before.frame
+    views, marks, changed = dict[str, AdapterView](), dict[str, int](), list[AdapterView]()
+    for number, uid in enumerate(new if same else plan.rows):
+        known, view = before.tally.views.get(uid), view_of(frame, plan.columns, plan.rows[uid], states)
+        if known != view:
+            views[uid], marks[uid] = view, marks_of(view)
+            changed.append(view)
+        if number % SLICE == SLICE - 1:
+            yield
+    tally = before.tally
+    if plan.rows is not before.rows or changed:
+        views, marks = {**tally.views, **views}, {**tally.marks, **marks}
+        yield
+        if views.keys() != plan.rows.keys() or plan.rows.keys() != before.rows.keys():
+            views, marks = {uid: views[uid] for uid in plan.rows}, {uid: marks[uid] for uid in plan.rows}
+        yield
+        tally = tally_of(views, marks)
+    verified_groups = tuple(verified.get(group.index, group) for group in groups)
+    return msgspec.structs.replace(plan, tally=tally, states=states, changed=tuple(changed), groups=verified_groups)
 
 
-def _loads_on_request(decision: Decision, lora: Lora) -> bool:
-    return lora.on_missing is OnMissing.LOAD or decision.adapter.spec.residency is Residency.ON_DEMAND
-
-
-def _holders(groups: Sequence[Group]) -> Holders:
-    holders: dict[str, list[AdapterRecord]] = defaultdict(list)
-    for group in groups:
-        if group.state is ReplicaState.AWAKE and group.document is not None:
-            for record in group.document.adapters:
-                holders[record.name].append(record)
-    return holders
-
-
-def _attempts(observed: Observed, desired: Sequence[DesiredAdapter], groups: Sequence[Group], now: datetime) -> dict[AttemptKey, Attempt]:
-    """A document that could not be refreshed says nothing new."""
-    answering = tuple(group for group in groups if group.state in ADAPTER_CALL_STATES and group.poll.fresh)
-    learned = dict(observed.attempts)
-    for one in desired:
-        learned |= learn(observed.attempts, answering, one, now=now)
-    return learned
-
-
-def _instances(
-    decision: Decision, groups: tuple[Group, ...], attempts: Mapping[AttemptKey, Attempt], now: datetime
-) -> tuple[Instance, ...]:
-    if decision.desired is not None:
-        return tuple(instance_of(group, decision.desired, attempts=attempts, now=now) for group in groups)
-    return leaving_instances(groups, decision.adapter.served_name) if decision.accepted else ()
-
-
-def _verified(group: Group, instances: Sequence[Instance], *, removals: Sequence[RemoveAdapter]) -> Group:
+def _verified(group: Group, place: int, plan: AdapterPlan) -> Group:
     """Awake is entered through Verifying: once, for each life of the server and each wake. A new adapter does not lead back."""
     if group.state is not ReplicaState.AWAKE:
         return group
     before = group.previous
     was_awake = before is not None and before.state is ReplicaState.AWAKE and before.boot_id == group.boot_id
-    if was_awake or (not removals and all(instance.done for instance in instances)):
+    if was_awake or _done(group, place, plan):
         return group
     return msgspec.structs.replace(group, state=ReplicaState.VERIFYING)
+
+
+def _done(group: Group, place: int, plan: AdapterPlan) -> bool:
+    leaving = any(one.worker.pod_uid == group.pod.uid for one in plan.removals)
+    return not leaving and all(row.cells[place].done for row in plan.rows.values() if row.desired is not None)

@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When what is known of an adapter is worth a look at its status: at once for what it is, now and then for what only counts."""
+"""When to publish an adapter's status: changes of state at once, changes of counters only now and then."""
 
 from datetime import timedelta
+from enum import Enum
 
 import msgspec
 
 from diffusion_operator.api.adapter import AdapterStatus
-from diffusion_operator.plan.adapters.plan import AdapterView
+from diffusion_operator.plan.adapters.view import AdapterView
 
 PROGRESS_INTERVAL = timedelta(seconds=5)
 PROGRESS_STEP = 0.05
 USAGE_INTERVAL = timedelta(seconds=60)
 
 
-def worth_publishing(old: AdapterView | None, new: AdapterView, *, since: timedelta) -> bool:
+class Worth(Enum):
+    """When a view is worth a look at its object's status."""
+
+    NOW = "now"
+    LATER = "later"
+    NEVER = "never"
+
+
+def worth_publishing(old: AdapterView | None, new: AdapterView, *, since: timedelta) -> Worth:
     """`since` the last time that the adapter's view was published."""
     if old is None or _without_counts(old) != _without_counts(new):
-        return True
-    if old.usage != new.usage and since >= USAGE_INTERVAL:
-        return True
+        return Worth.NOW
     (done_then, _), (done_now, total) = _bytes(old), _bytes(new)
-    return since >= PROGRESS_INTERVAL and abs(done_now - done_then) >= max(1.0, PROGRESS_STEP * total)
+    if old.usage == new.usage and done_then == done_now:
+        return Worth.NEVER
+    used = old.usage != new.usage and since >= USAGE_INTERVAL
+    fetched = since >= PROGRESS_INTERVAL and abs(done_now - done_then) >= max(1.0, PROGRESS_STEP * total)
+    return Worth.NOW if used or fetched else Worth.LATER
 
 
 def _without_counts(view: AdapterView) -> AdapterView:
@@ -39,5 +50,5 @@ def _without_counts(view: AdapterView) -> AdapterView:
 
 
 def _bytes(view: AdapterView) -> tuple[int, int]:
-    """Fetched and to be fetched, over all replicas."""
+    """Return bytes fetched and bytes in total, over all replicas."""
     return sum(one.status.fetched_bytes or 0 for one in view.instances), sum(one.status.total_bytes or 0 for one in view.instances)

@@ -1,38 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's record of an adapter is worth against what is asked for. Reported, never assumed.
+"""Comparison of a worker's record of an adapter with the desired one. Reported, never assumed.
 
-The digest is what an adapter is: where one is known, a record with it is the adapter wherever its bytes came from.
+Digest and identity are what an adapter is: where they are known, a record with them is the adapter wherever its bytes came from.
 """
+
+from collections.abc import Sequence
 
 from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.source import identity
-from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError, WorkerState
+from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 
 SCALE_TOLERANCE = 1e-6
 IN_PROGRESS = frozenset({RecordState.FETCHING, RecordState.LOADING})
 
 
-def current_record(document: WorkerState, desired: DesiredAdapter) -> AdapterRecord | None:
-    """The record that tells how far the wanted one is: another version of the name may serve, or drain, beside it."""
-    named = [one for one in document.named.get(desired.name, ()) if one.state is not RecordState.DRAINING]
-    return min(named, key=lambda one: _distance(one, desired), default=None)
+def current_record(named: Sequence[AdapterRecord], desired: DesiredAdapter) -> AdapterRecord | None:
+    """Return the record that tells how far the wanted one is: another version of the name may serve, or drain, beside it."""
+    staying = [one for one in named if one.state is not RecordState.DRAINING]
+    return min(staying, key=lambda one: _distance(one, desired), default=None)
 
 
-def other_version(document: WorkerState, desired: DesiredAdapter) -> AdapterRecord | None:
-    """What serves under the name and is not what is asked for."""
-    loaded = (one for one in document.named.get(desired.name, ()) if one.state is RecordState.LOADED)
+def other_version(named: Sequence[AdapterRecord], desired: DesiredAdapter) -> AdapterRecord | None:
+    """Return the record of the name that serves and is not what is asked for."""
+    loaded = (one for one in named if one.state is RecordState.LOADED)
     return next((one for one in loaded if not has_content(one, desired)), None)
 
 
+def contradicts(found: str | None, expected: str | None) -> bool:
+    """Return whether two identities are of two effects. Workers of different converters write them differently, and older ones none."""
+    if found is None or expected is None or converter_of(found) != converter_of(expected):
+        return False
+    return found != expected
+
+
+def converter_of(effect: str) -> str:
+    """Return the version of the converter that an identity was made with."""
+    return effect.partition(":")[0]
+
+
 def has_content(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """The bytes that are asked for, and of them the components that are; loaded, or ready to be."""
+    """Return whether the record has the desired bytes and components, loaded or ready to load."""
     if record.state not in (RecordState.LOADED, RecordState.CACHED):
         return False
     if record.digest is not None and desired.load.digest is not None:
         same = record.digest == desired.load.digest
     else:
         same = comes_from(record, desired)
+    same = same and not contradicts(record.identity, desired.load.identity)
     return same and (not desired.load.components or set(record.components) <= set(desired.load.components))
 
 
@@ -42,7 +57,7 @@ def in_memory(record: AdapterRecord, desired: DesiredAdapter) -> bool:
 
 
 def in_place(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """Where it should be: in memory, or out of it where that is allowed."""
+    """Return whether the adapter is in memory, or evicted where that is allowed."""
     may_leave = desired.load.residency is not Residency.RESIDENT
     return in_memory(record, desired) or (may_leave and record.state is RecordState.CACHED and has_content(record, desired))
 
@@ -61,7 +76,7 @@ def is_coming(record: AdapterRecord, desired: DesiredAdapter) -> bool:
 
 
 def error_of(record: AdapterRecord, desired: DesiredAdapter) -> WireError | None:
-    """Why the wanted one is not there: its own error, or the one of a load that should have replaced what serves."""
+    """Return the error that keeps the wanted version out: its own, or that of the load that should have replaced the serving version."""
     return record.error if record.state is RecordState.LOADED or comes_from(record, desired) else None
 
 

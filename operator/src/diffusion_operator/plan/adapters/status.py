@@ -3,13 +3,16 @@
 
 from datetime import datetime
 
+import msgspec
+
 from diffusion_operator.api.adapter import AdapterStatus, InstanceState, LoRAAdapter, OwnerStatus, ResolvedStatus
 from diffusion_operator.api.adapter_load import components_of, format_of
 from diffusion_operator.api.foreign_text import plain_text
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.plan.adapters.acceptance import declared, pinned
 from diffusion_operator.plan.adapters.conditions import adapter_verdicts, without_deployment
-from diffusion_operator.plan.adapters.plan import AdapterView
+from diffusion_operator.plan.adapters.records import converter_of
+from diffusion_operator.plan.adapters.view import AdapterView
 
 INSTANCES_SHOWN = 64
 
@@ -35,19 +38,23 @@ def adapter_status(adapter: LoRAAdapter, view: AdapterView | None, *, now: datet
 
 
 def _earlier(adapter: LoRAAdapter, view: AdapterView | None) -> ResolvedStatus | None:
-    """What was pinned for another source, until this one is known: it names its source, and tells that replicas must hear of the change."""
+    """Return the previous source's pin until the current source is resolved. The pinned line differs then, so replicas must be
+    notified."""
     return adapter.status.resolved if view is not None and adapter.status.deployment_uid == view.deployment_uid else None
 
 
 def _resolved(adapter: LoRAAdapter, view: AdapterView, now: datetime) -> ResolvedStatus | None:
     """Kept while the source and the deployment stay the same; otherwise what the first replica reports."""
     kept, report = pinned(view.deployment_uid, adapter), view.report
-    if kept is not None or report is None:
-        return kept
+    if kept is not None:
+        return msgspec.structs.replace(kept, identity=_identity(kept, view))
+    if report is None:
+        return None
     return ResolvedStatus(
         source=declared(adapter),
         revision=report.revision[:128] if report.revision else None,
         digest=report.digest,
+        identity=report.identity,
         size_bytes=report.size_bytes,
         rank=report.rank,
         alpha=None if report.alpha is None else f"{report.alpha:g}",
@@ -57,3 +64,12 @@ def _resolved(adapter: LoRAAdapter, view: AdapterView, now: datetime) -> Resolve
         base_model_hint=report.base_model[:256] if report.base_model else None,
         resolved_at=now,
     )
+
+
+def _identity(kept: ResolvedStatus, view: AdapterView) -> str | None:
+    """Return the identity to pin: kept while a replica has that converter, else what the first replica with the pinned weights reports."""
+    records = (one.record for one in view.instances if one.record is not None and one.record.digest == kept.digest)
+    found = [record.identity for record in records if record.identity is not None]
+    if kept.identity is not None and (not found or converter_of(kept.identity) in map(converter_of, found)):
+        return kept.identity
+    return found[0] if found else None

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who used an adapter, from what its replicas count: coarse, and without an object's status changing with every request."""
+"""Usage of an adapter from its replicas' counters, rounded so that the object's status does not change with every request."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import datetime, timedelta
+
+import msgspec
 
 from diffusion_operator.api.adapter import UsageStatus
 from diffusion_operator.api.worker_state import AdapterRecord
-from diffusion_operator.plan.observed.replica_state import Group
 
 
-def usage_of(name: str, groups: Iterable[Group], *, before: UsageStatus | None, now: datetime) -> UsageStatus | None:
-    """None while nobody has used it. A worker tells the age of the last request, so two clocks never meet."""
-    records = [record for group in groups if group.document is not None for record in group.document.named.get(name, ())]
-    total = sum(record.requests_total for record in records)
+class Use(msgspec.Struct, frozen=True, gc=False):
+    """Requests for an adapter on one replica."""
+
+    total: int = 0
+    last: datetime | None = None
+
+
+def use_of(records: Sequence[AdapterRecord], heard_at: datetime) -> Use:
+    """Return the use that new records tell. A worker tells the age of the last request, so two clocks never meet."""
+    times = [heard_at - timedelta(seconds=round(age_s)) for one in records if (age_s := one.last_request_age_seconds) is not None]
+    return Use(total=sum(one.requests_total for one in records), last=max(times, default=None))
+
+
+def usage_of(uses: Sequence[Use], *, before: UsageStatus | None) -> UsageStatus | None:
+    """None while nobody has used it."""
+    total = sum(one.total for one in uses)
     if total == 0 or (before is not None and total == before.requests_total):
         return before
-    times = [_last_request(record, now) for record in records] + [before.last_request_time if before is not None else None]
+    times = [one.last for one in uses] + [before.last_request_time if before is not None else None]
     return UsageStatus(requests_total=total, last_request_time=max((when for when in times if when is not None), default=None))
-
-
-def _last_request(record: AdapterRecord, now: datetime) -> datetime | None:
-    age_s = record.last_request_age_seconds
-    return None if age_s is None else now - timedelta(seconds=round(age_s))

@@ -12,6 +12,7 @@ from diffusion_operator.api.names import CONFIG_MAP, NETWORK_POLICY, SECRET, SER
 NAME_CONFLICT = "NameConflict"
 LEAVING = "EarlierObjectLeaving"
 CONTESTED = "ChildContested"
+ANOTHER_OPERATOR = "AnotherOperator"
 REFUSED = "Refused"
 PASS_FAILED = "PassFailed"
 REFUSALS = frozenset(
@@ -28,8 +29,10 @@ CONTEST_WINDOW = timedelta(minutes=10)
 CONTEST_PACE = timedelta(minutes=10)
 CONTEST_PACE_URGENT = timedelta(minutes=1)
 """The pace for a NetworkPolicy, and for a child that is missing."""
-_FIXED = {NAME_CONFLICT: timedelta(seconds=60), CONTESTED: timedelta(seconds=1)}
-"""Pauses that do not grow with the count of tries."""
+OPERATORS_PACE = timedelta(seconds=10)
+"""The pace for a child that another operator writes, as one of an earlier release does while an upgrade replaces it."""
+PAUSES = {NAME_CONFLICT: timedelta(seconds=60), CONTESTED: timedelta(seconds=1), ANOTHER_OPERATOR: timedelta(seconds=1)}
+"""Pauses by reason, where they do not grow with the count of tries."""
 RETRY_FIRST = timedelta(seconds=1)
 RETRY_MAX = timedelta(seconds=60)
 TOLD_AFTER = 3
@@ -54,6 +57,8 @@ class ChildState(msgspec.Struct, frozen=True):
     """It may take this long; no condition is False for it yet."""
     not_before: datetime | None = None
     """The earliest time of the next try, where its reason sets one."""
+    shard: int | None = None
+    """The number of a ConfigMap with adapters, which keeps no pod from starting; None for every other child."""
 
     @property
     def what(self) -> str:
@@ -76,9 +81,10 @@ def tried(before: ChildTry | None, state: ChildState, *, content: str, now: date
     """Return the record of a try that did not succeed. A stranger is looked at each minute; all else after 1, 2, 4 … 60 s."""
     same = before is not None and before.state.reason == state.reason
     count, since = (before.count + 1, before.since) if before is not None and same else (1, now)
-    wait = _FIXED.get(state.reason) or min(RETRY_MAX, RETRY_FIRST * 2 ** min(count - 1, 10))
+    wait = PAUSES.get(state.reason) or min(RETRY_MAX, RETRY_FIRST * 2 ** min(count - 1, 10))
     leaves = state.reason == LEAVING and now - since < SILENT_FOR
-    silent = leaves or (state.passing and count < TOLD_AFTER)
+    anothers_for_now = state.reason == ANOTHER_OPERATOR and now - since < SILENT_FOR
+    silent = leaves or anothers_for_now or (state.passing and count < TOLD_AFTER)
     again_at = min(now + wait, since + SILENT_FOR) if leaves else max(now + wait, state.not_before or now)
     return ChildTry(state=msgspec.structs.replace(state, silent=silent), content=content, count=count, since=since, again_at=again_at)
 
@@ -105,14 +111,20 @@ class Repairs(msgspec.Struct, frozen=True):
         return Repairs(times=(*self.times, now)[-CONTEST_AFTER:], contested=self._goes_on(now))
 
     def _goes_on(self, now: datetime) -> bool:
-        """A contest is over when nothing was put back for the window after its pace."""
+        """Return whether the contest continues; it ends after a window without repairs."""
         return self.contested and now - self.times[-1] < CONTEST_PACE + CONTEST_WINDOW
 
 
 def contested(kind: Kind, name: str, what: str, *, ours: bool, not_before: datetime) -> ChildState:
-    """`what` says how it differs from the spec."""
+    """Build the state of a contested child; `what` describes its difference from the spec."""
     text = f"{what}; another client or an admission webhook changes it each time, so the operator puts it back less often"
     return ChildState(kind=kind.kind, name=name, ours=ours, reason=CONTESTED, message=text, not_before=not_before)
+
+
+def anothers(kind: Kind, name: str, *, not_before: datetime) -> ChildState:
+    """Return the state of a child that another operator writes. It is no contest: the child is put back as soon as that one has ended."""
+    text = f"{kind.kind} {name} is written by another operator, such as one of an earlier release; this one puts it back every ten seconds"
+    return ChildState(kind=kind.kind, name=name, ours=True, reason=ANOTHER_OPERATOR, message=text, passing=True, not_before=not_before)
 
 
 def hurried(known: ChildTry, now: datetime) -> ChildTry:
@@ -151,7 +163,8 @@ def children_ready(children: Sequence[ChildState]) -> Verdict:
 
 def pods_wait_for(children: Sequence[ChildState]) -> str:
     """Return why no pod can be made: a Secret or ConfigMap that it mounts is not ours. Empty where one can."""
-    return "; ".join(one.message for one in children if one.kind in (SECRET.kind, CONFIG_MAP.kind) and not one.ours)
+    mounted = (one for one in children if one.kind in (SECRET.kind, CONFIG_MAP.kind) and one.shard is None)
+    return "; ".join(one.message for one in mounted if not one.ours)
 
 
 def no_service(children: Sequence[ChildState]) -> str:

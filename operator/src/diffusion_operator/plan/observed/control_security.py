@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guards the control ports of a deployment, as far as the operator can know it.
+"""Protection of a deployment's control ports, as far as the operator can observe it.
 
-Every control port takes a token, so there is no reason for one without. Whether a Secret with it is there shows in pods that do not start.
+Every control port takes a token, so there is no reason for one without. A missing token Secret shows as pods that do not start.
 """
 
 import msgspec
@@ -11,12 +11,12 @@ from diffusion_operator.api.meta import Verdict, verdict
 
 
 class PolicyOutcome(msgspec.Struct, frozen=True):
-    """What came of the NetworkPolicy in the last pass."""
+    """Outcome of applying the NetworkPolicy in the last pass."""
 
     possible: bool = False
-    """The operator was told by what its own pods are known."""
+    """The operator knows the labels of its own pods, which the policy needs."""
     refusal: str = ""
-    """Why the API server did not take it; empty if it did."""
+    """The API server's refusal; empty if it accepted the policy."""
 
 
 def control_secured(spec: DeploymentSpec, policy: PolicyOutcome) -> Verdict:

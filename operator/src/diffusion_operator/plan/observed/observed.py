@@ -14,16 +14,24 @@ from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.plan.observed.children import ChildState
 from diffusion_operator.plan.observed.pods import Pod
 
-UNREACHABLE_POLLS = 3
+UNREACHABLE_TRIES = 3
 UNREACHABLE_AFTER = timedelta(seconds=15)
 
 
 class Poll(msgspec.Struct, frozen=True):
-    """What is known of one server process: its last state document, and how many polls failed since."""
+    """The knowledge of one server process: its last state document, and how often it could not be reached since.
+
+    A worker's ages are of the moment of its answer, and its answer stands until something changes. So they are read here, with the
+    time since then.
+    """
 
     state: WorkerState | None = None
+    since_s: float = 0.0
+    """Seconds since that document came, by the operator's clock."""
     failures: int = 0
+    """Tries to reach it that failed, the loss of a connection among them."""
     failing_for: timedelta = timedelta(0)
+    """Since the connection was lost, or could not be made."""
     error: str = ""
 
     @property
@@ -31,12 +39,35 @@ class Poll(msgspec.Struct, frozen=True):
         return self.state is not None and self.failures == 0
 
     @property
+    def draining(self) -> bool:
+        """Return whether it drains before the end of its pod, and accepts nothing any more."""
+        return self.state is not None and bool(self.state.draining)
+
+    @property
     def unreachable(self) -> bool:
-        """A single failed poll says nothing: a busy node may take seconds."""
-        return self.failures >= UNREACHABLE_POLLS and self.failing_for >= UNREACHABLE_AFTER
+        """A single failure says nothing: a busy node may take seconds."""
+        return self.failures >= UNREACHABLE_TRIES and self.failing_for >= UNREACHABLE_AFTER
+
+    @property
+    def state_age_s(self) -> float:
+        """Seconds that the worker has been in its state."""
+        return self.state.state_age_seconds + self.since_s if self.state is not None else 0.0
+
+    @property
+    def request_age_s(self) -> float | None:
+        """Since its last request; 0 while it has one, None before the first."""
+        return self.aged(self.state.last_request_age_seconds) if self.state is not None else None
+
+    def aged(self, age_s: float | None) -> float | None:
+        """Return an age of the document as it is now. An age that was 0 because a request ran stays 0 until the worker says otherwise."""
+        return None if age_s is None else age_s + self.since_s if age_s or not self._busy else 0.0
+
+    @property
+    def _busy(self) -> bool:
+        return self.state is not None and bool(self.state.in_flight or self.state.queued or self.state.held.current)
 
 
-class AttemptKey(msgspec.Struct, frozen=True):
+class AttemptKey(msgspec.Struct, frozen=True, gc=False):
     """An attempt counts for one spec of one adapter in one life of one server process."""
 
     adapter_uid: str
@@ -44,8 +75,8 @@ class AttemptKey(msgspec.Struct, frozen=True):
     boot_id: str
 
 
-class Attempt(msgspec.Struct, frozen=True):
-    """What came of having an adapter loaded; error None means the worker has it, or is still at it."""
+class Attempt(msgspec.Struct, frozen=True, gc=False):
+    """Outcome of a load of an adapter; error None means that it succeeded or is in progress."""
 
     count: int
     """Pushes."""
@@ -56,7 +87,7 @@ class Attempt(msgspec.Struct, frozen=True):
     loaded: bool = False
     """It was in memory at the last look."""
     evictions: tuple[datetime, ...] = ()
-    """Of the last ten minutes: it was in memory, should have stayed there, and was not at the next look."""
+    """Evictions of the last ten minutes: in memory at one look, supposed to stay, and gone at the next."""
 
 
 AdapterPlace = tuple[str, str]
@@ -65,9 +96,9 @@ AdapterPlace = tuple[str, str]
 
 class Departures(msgspec.Struct, frozen=True):
     owners: Mapping[str, ObjectMeta] = {}
-    """By name: the adapter that has it, or had it last."""
+    """The adapter that had a name last, by the name. Nobody has it any more, and a replica holds it."""
     leaving: Mapping[AdapterPlace, ObjectMeta] = {}
-    """What was told to go and has not gone yet."""
+    """Adapters that were asked to leave and are still there."""
 
 
 class Answer(StrEnum):
@@ -98,19 +129,30 @@ class Observed(msgspec.Struct, frozen=True):
     foreign_incarnations: Mapping[int, int] = {}
     """Highest incarnation by index among pods of an earlier deployment of this name, or of somebody else: their names are taken."""
     polls: Mapping[str, Poll] = {}
-    """By pod UID."""
+    """The last poll of each pod, by UID."""
     adapters: tuple[LoRAAdapter, ...] = ()
     attempts: Mapping[AttemptKey, Attempt] = {}
+    """Those that calls since the last plan came to. It knows the others."""
     departures: Departures = Departures()
+    calling: frozenset[str] = frozenset()
+    """UIDs of pods whose worker has a control call unanswered."""
     operation_not_before: Mapping[str, datetime] = {}
-    """When a sleep or wake may be tried again, by plan.sleeping.retry_key."""
+    """When a sleep or wake may be tried again, by plan.sleep.policy.retry_key."""
     unrouted_at: Mapping[str, datetime] = {}
-    """By pod UID: when this process took the routable label off."""
+    """Times at which this process removed the routable label, by pod UID."""
+    undrained: frozenset[str] = frozenset()
+    """UIDs of pods whose worker did not take the call to drain."""
     trial: TemplateTrial | None = None
     """The last one."""
     policy_possible: bool = False
     """The operator knows the labels of its own pods, so that it can make a NetworkPolicy."""
     children: tuple[ChildState, ...] = ()
     """After the pass before."""
+    images_that_read_shards: frozenset[str] = frozenset()
+    """Container images whose workers said so."""
     refusal: str = ""
-    """Why the API server last refused to create a pod (quota, Pod Security), empty if it did not."""
+    """The API server's last refusal to create a pod (quota, Pod Security); empty if it accepted."""
+
+    def leaves(self, pod: Pod) -> bool:
+        """Return whether a pod is on its way out: it was deleted, or is drained before that."""
+        return pod.terminating or self.polls.get(pod.uid, Poll()).draining

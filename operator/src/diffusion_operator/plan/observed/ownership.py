@@ -122,6 +122,12 @@ def adopt_secret(owner: ObjectMeta, references: Sequence[Mapping[str, Any]]) -> 
     return [free, *labels, {"op": "add", "path": "/metadata/ownerReferences", "value": list(references)}]
 
 
+def adopt(live: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Operation]:
+    """Return the patch that adds our object as the controller of an orphan. It holds for this version of the object only."""
+    others = [dict(one) for one in live["metadata"].get("ownerReferences", ())]
+    return [*_of_this_version(live), {"op": "add", "path": "/metadata/ownerReferences", "value": [*others, dict(reference)]}]
+
+
 def _of_this_version(live: Mapping[str, Any]) -> list[Operation]:
     """Preconditions: the API server answers 409 where the object is another one, or was changed."""
     metadata = live["metadata"]
@@ -129,7 +135,7 @@ def _of_this_version(live: Mapping[str, Any]) -> list[Operation]:
 
 
 def _members(live: Mapping[str, Any], parent: str, section: str, content: Any) -> Iterator[Operation]:
-    """A map member by member, because others may have some of their own; all of it where there is none."""
+    """Patch a map member by member, because others may own some; add it whole if there is none."""
     if not isinstance(content, Mapping) or not live.get(section):
         yield {"op": "add", "path": f"{parent}/{section}", "value": content}
         return
@@ -138,7 +144,7 @@ def _members(live: Mapping[str, Any], parent: str, section: str, content: Any) -
 
 
 def _with_node_ports(live: Mapping[str, Any], spec: Any) -> Any:
-    """A port of a Service keeps the port that each node has for it: clients may know that one only."""
+    """Keep a Service's node ports, because clients may know only those."""
     if live.get("kind") != "Service" or "ports" not in spec:
         return spec
     known = {port.get("name"): port["nodePort"] for port in live.get("spec", {}).get("ports", ()) if "nodePort" in port}
@@ -156,7 +162,7 @@ def _our_labels(deployment: str) -> dict[str, str]:
 
 
 def _is_our_manager(entry: Mapping[str, Any]) -> bool:
-    """A manager of any name that begins with ours: an earlier or another release of the operator."""
+    """Return whether the manager's name begins with ours, as that of an earlier or another release does."""
     return str(entry.get("manager", "")).startswith(FIELD_MANAGER)
 
 
@@ -169,5 +175,5 @@ def _is_our_apply(entry: Mapping[str, Any]) -> bool:
 
 
 def _escape(name: str) -> str:
-    """A member's name in a JSON pointer (RFC 6901)."""
+    """Escape a member's name for a JSON pointer (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pod says about a replica: a manifest in, facts out.
+"""Facts about a replica, read from its pod's manifest.
 
-Index and incarnation come from the pod's name, which cannot be edited; labels are never read as facts, except `routable`, which only
-the operator writes and which is compared with what it should be.
+Index and incarnation come from the pod's name, which cannot be edited. Labels are not trusted as facts, except `routable`, which only the
+operator writes and compares with its desired value.
 """
 
 import re
@@ -13,19 +13,27 @@ from typing import Any
 import msgspec
 
 from diffusion_operator.api.foreign_text import plain_text
-from diffusion_operator.api.names import CONTAINER, LABEL_REVISION, LABEL_ROUTABLE
+from diffusion_operator.api.names import (
+    ANNOTATION_DESIRED,
+    ANNOTATION_OWNER_UID,
+    CONTAINER,
+    DESIRED_SHARDS,
+    LABEL_REVISION,
+    LABEL_ROUTABLE,
+)
 
 NODE_FAULTS = ("NodeShutdown", "Terminated", "UnexpectedAdmissionError", "TopologyAffinityError", "NodeAffinity")
 """Reasons of a finished pod that say something of its node, beside those that begin with `OutOf` and the condition DisruptionTarget.
 
 An eviction for the pod's own use of a disk has no such condition.
 """
+UID_LENGTH = 64
 WORDS = 8192
 """Characters of a container's last words: the kubelet keeps 4096 bytes, which are longer when they are escaped."""
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """How the container last ended."""
+    """The last exit of the container."""
 
     code: int
     reason: str = ""
@@ -71,16 +79,28 @@ class Pod(msgspec.Struct, frozen=True):
     lost: bool = False
     """The cluster says that its node does not answer."""
     routable: bool = False
+    mounts_shards: bool = False
+    """It was made with the files of adapters beside the main one."""
     container: Container = Container()
+    owner_uid: str = ""
+    """The UID of the object for which it was made. Empty in pods of the first version."""
+    orphan: bool = False
+    """It was left by an earlier object of the deployment's name, and nobody controls it."""
+    left: str = ""
+    """The reason for which an orphan is to be replaced. Empty where it is not, or where that is not known yet."""
+
+
+_NUMBERS = re.compile(r"(\d+)-(\d+)")
 
 
 def pod_numbers(deployment: str, name: str) -> tuple[int, int] | None:
     """Index and incarnation of a pod of this deployment, None for a stranger."""
-    match = re.fullmatch(re.escape(deployment) + r"-(\d+)-(\d+)", name)
+    prefix = f"{deployment}-"  # not in the expression, which would be compiled for each deployment
+    match = _NUMBERS.fullmatch(name, len(prefix)) if name.startswith(prefix) else None
     return (int(match[1]), int(match[2])) if match else None
 
 
-def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Pod:
+def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int, orphan: bool = False) -> Pod:
     metadata, spec, status = manifest["metadata"], manifest.get("spec", {}), manifest.get("status", {})
     labels = metadata.get("labels", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions", ())}
@@ -108,7 +128,10 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int) -> Po
         ready=conditions.get("Ready", {}).get("status") == "True",
         lost=_lost(status, conditions),
         routable=labels.get(LABEL_ROUTABLE) == "true",
+        mounts_shards=metadata.get("annotations", {}).get(ANNOTATION_DESIRED) == DESIRED_SHARDS,
         container=_container(status),
+        owner_uid=metadata.get("annotations", {}).get(ANNOTATION_OWNER_UID, "")[:UID_LENGTH],
+        orphan=orphan,
     )
 
 

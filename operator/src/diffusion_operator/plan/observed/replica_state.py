@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of each replica (reconcile.md 2): its pod, what its server process said last, and what we recorded before.
+"""The state of each replica: its pod, what its server process said last, and what we recorded before.
 
 Truth order: state document, then the pod's status, then our own record. A document that could not be refreshed still counts until
 the container restarts, because a failed poll says nothing about the engine.
@@ -39,7 +39,7 @@ ENDED = "the pod ended and will not be started again"
 
 
 class Problem(StrEnum):
-    """Why a replica is not where it should be; the reasons of Ready come from here."""
+    """Reasons why a replica is not in its desired state; the reasons of Ready come from here."""
 
     MODEL_ERROR = "ModelError"
     CRASH_LOOPING = "CrashLooping"
@@ -64,11 +64,11 @@ _FAULTS = {
     "RankFailed": Problem.RANK_LOST,
     "EngineFailed": Problem.RANK_LOST,
 }
-"""Why a worker starts its ranks again, by the code it tells; any other is of the sleep or wake that failed."""
+"""Reasons for a restart of the ranks, by the worker's code; any other code belongs to a failed sleep or wake."""
 
 
 class Failures(msgspec.Struct, frozen=True):
-    """Of a replica, over its pods; see recovery.py."""
+    """A replica's failures, counted over its pods; see recovery.py."""
 
     count: int = 0
     since: datetime | None = None
@@ -79,7 +79,7 @@ class Failures(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """One replica as it is now."""
+    """A replica as observed now."""
 
     index: int
     pod: Pod
@@ -100,7 +100,7 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def restarting(self) -> bool:
-        """Its server lives, keeps the requests it has, and starts its ranks again."""
+        """Return whether the server lives, keeps its requests, and restarts its ranks."""
         return self.state is ReplicaState.STARTING and self.document is not None and self.document.state is WorkerPhase.RESTARTING
 
     @property
@@ -109,7 +109,7 @@ class Group(msgspec.Struct, frozen=True):
 
     @property
     def settled(self) -> bool:
-        """Where it should be, and the kubelet says so too."""
+        """Return whether the replica is in its desired state and the kubelet reports it too."""
         return self.state in SETTLED_STATES and self.pod.ready and self.problem is not Problem.UNREACHABLE
 
     @property
@@ -122,9 +122,9 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def observe_groups(observed: Observed) -> tuple[Group, ...]:
-    """One group an index: the newest pod that is not on its way out, else the newest of all."""
+    """Return one group for each index: its newest pod that is not terminating, else its newest pod of all."""
     by_index: dict[int, Pod] = {}
-    for pod in sorted(observed.pods, key=lambda pod: (not pod.terminating, pod.incarnation)):
+    for pod in sorted(observed.pods, key=lambda pod: (not observed.leaves(pod), pod.incarnation)):
         by_index[pod.index] = pod
     previous = {group.index: group for group in observed.deployment.status.replica_states}
     return tuple(
@@ -139,6 +139,10 @@ def read_group(pod: Pod, poll: Poll, previous: ReplicaStatus | None, deployment:
     if poll.state is not None and not poll.state.state.known:
         word = f"the worker says {poll.state.state.value!r}, which this operator does not know: the worker is newer than the operator"
         message = f"{message}; {word}".lstrip("; ")
+    if poll.state is not None and poll.state.desired.problem is not None:
+        message = f"{message}; {poll.state.desired.problem.message}".lstrip("; ")
+    if pod.left:
+        message = f"{pod.left}; {message}".rstrip("; ")
     return Group(index=pod.index, pod=pod, poll=poll, state=state, previous=previous, problem=problem, message=message)
 
 
@@ -154,6 +158,8 @@ def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState
         return ReplicaState.FAILED if container.restarts or container.last_exit else ReplicaState.STARTING
     if poll.state is not None:
         return _PHASES.get(poll.state.state, ReplicaState.AWAKE if pod.ready else ReplicaState.STARTING)
+    if pod.ready and pod.orphan:  # the worker may take another token, and no status tells of it
+        return ReplicaState.AWAKE
     same_pod = previous is not None and previous.leader_pod == pod.name and previous.restarts == container.restarts
     if pod.ready and previous is not None and same_pod:
         return previous.state
@@ -162,7 +168,7 @@ def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState
 
 def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
     if state is ReplicaState.TERMINATING:
-        return None, f"it has to go: {pod.disruption}" if pod.disruption else ""
+        return None, f"it has to go: {pod.disruption}" if pod.disruption else _last_requests(poll, deployment.spec.drain.timeout_seconds)
     if pod.finished:
         return Problem.POD_FAILED, pod.finished_message or ENDED
     if pod.lost:
@@ -186,7 +192,7 @@ def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDep
 
 
 def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem | None, str]:
-    """A replica that is not up: a failed engine, a process that keeps ending, or simply one that needs its time."""
+    """Explain a replica that is not up: a failed engine, a crash loop, or a start in progress."""
     if poll.state is not None and poll.state.failure is not None:
         return _fault(poll.state, poll.state.failure)
     ended = pod.container.last_exit
@@ -201,12 +207,16 @@ def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem 
     return None, message
 
 
+def _last_requests(poll: Poll, seconds: int) -> str:
+    return f"it has up to {seconds} s to finish its requests (spec.drain.timeoutSeconds), and then it is deleted" if poll.draining else ""
+
+
 def _unreachable(poll: Poll) -> str:
     return f"the last polls of the control endpoint failed: {poll.error}"
 
 
 def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
-    """A model that is looked for in vain; or ranks that were lost, or given up because a sleep or a wake of theirs failed."""
+    """Classify an engine's failure: a model that cannot be found, ranks that were lost, or a failed sleep or wake."""
     if document.state is WorkerPhase.STARTING or (document.state is WorkerPhase.FAILED and code_in(failure.message) is not None):
         return Problem.MODEL_ERROR, _sentence(failure.code, failure.message)
     operation = document.operation or document.last_operation
@@ -216,7 +226,8 @@ def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
 
 
 def _operation_problem(document: WorkerState, state: ReplicaState, policy: SleepPolicy) -> tuple[Problem | None, str]:
-    """What the last operation came to, until another one ends, the replica gets there by itself, or nobody wants it there any more."""
+    """Return the last operation's failure. It counts until another operation ends, the replica gets there by itself, or the goal
+    changes."""
     last = document.last_operation
     if last is None or last.error is None or not last.failed:
         return None, ""
@@ -232,7 +243,7 @@ def _operation_problem(document: WorkerState, state: ReplicaState, policy: Sleep
 
 
 def _on_its_way(state: ReplicaState, sleep: Sleep) -> str:
-    """What a replica is busy with, without figures that change from one look to the next."""
+    """Describe the replica's current work, without figures that change between looks."""
     if state is ReplicaState.DRAINING:
         patient = sleep.drain is DrainMode.WAIT and sleep.drain_timeout_seconds
         return f"running requests have up to {sleep.drain_timeout_seconds} s before it sleeps" if patient else "running requests are ended"
@@ -259,7 +270,7 @@ def exit_text(ended: Exit) -> str:
 
 
 def exit_message(ended: Exit) -> str:
-    """The worker's own last words; without any, at least the code."""
+    """Return the worker's termination message, or at least its exit code."""
     return ended.message[-900:] or exit_text(ended)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's error code means for its model, and the code in the last words of a worker that ended for want of one."""
+"""Error codes of a worker about its model, and the code in the termination message of a worker that failed to load it."""
 
 import re
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the source of a model was found to be, which every replica is held to from then on, and why it cannot be had.
+"""The version of a model that all replicas must serve, and the reason if it cannot be had.
 
-The first replica that has loaded the model tells the state of its source: a hub's commit, a hash of a bucket's ETags, or of a folder that
-is read where it lies only the digest. That is pinned in the status and told to every worker that starts later. Replicas that looked at
-the same moment may have found different states: those that differ from the pinned one are replaced. A folder cannot go back to what it
-was, so a replica that differs there is told of and left alone.
+The first replica to load the model reports its version: a hub's commit or a hash of a bucket's ETags. A folder read in place has only a
+digest. The status pins that version, and every worker started later receives it. Replicas that looked at the same moment may have found
+different states: those that differ from the pinned one are replaced. A folder cannot go back to an earlier state, so a replica that differs
+there is reported and kept.
 
 A pin is for one source, one `restartedAt` and, where the model may be part of the container image, one container image.
 """
@@ -54,7 +54,7 @@ def resolve_model(deployment: DiffusionDeployment, template: Template, groups: S
 
 
 def fetched(source: ModelSource) -> bool:
-    """Whether workers bring it from elsewhere, and can be told which state of it they have to bring."""
+    """Return whether workers download the model, and so can be given a version to download."""
     return source.hugging_face is not None or source.s3 is not None
 
 
@@ -90,7 +90,7 @@ def _pinned_for(deployment: DiffusionDeployment, template: Template) -> str:
 
 
 def _kept(deployment: DiffusionDeployment, template: Template) -> ModelStatus:
-    """What was known, unless it is about something else."""
+    """Return the previous model status, unless it is about something else."""
     before, source = deployment.status.model, identity(deployment.spec.model.source)
     if before is None or before.source != source or before.pinned_for not in (None, _pinned_for(deployment, template)):
         return ModelStatus(source=source)
@@ -98,7 +98,7 @@ def _kept(deployment: DiffusionDeployment, template: Template) -> ModelStatus:
 
 
 def _with_details(model: ModelStatus, report: ModelReport) -> ModelStatus:
-    """What a replica tells that has the pinned model; a sleeping one may know less than another did."""
+    """Add a replica's details of the pinned model; a sleeping replica may know fewer than another reported."""
     return msgspec.structs.replace(
         model,
         digest=model.digest or (report.digest if model.resolved_at is not None else None),
@@ -155,5 +155,5 @@ def _pinned_text(model: ModelStatus) -> str:
 
 
 def _cut(revision: str | None) -> str | None:
-    """The schema's length; longer than any commit, and than the version of any known bucket."""
+    """Cut a revision to the schema's length, which exceeds any commit and any known bucket's version."""
     return revision[:128] if revision else None

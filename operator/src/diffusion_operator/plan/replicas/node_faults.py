@@ -12,7 +12,7 @@ from diffusion_operator.api.deployment_status import AvoidedNode
 from diffusion_operator.plan.observed.replica_state import Group
 
 AVOIDED_FOR = timedelta(minutes=10)
-MOST = 32  # as the schema has it
+MOST = 32  # the schema's bound
 
 
 def avoided_nodes(before: Sequence[AvoidedNode], groups: Sequence[Group], now: datetime) -> tuple[AvoidedNode, ...]:
@@ -33,6 +33,6 @@ def faults_of(nodes: Sequence[AvoidedNode]) -> Mapping[str, int]:
 
 
 def _known(group: Group) -> bool:
-    """A pod of which the status has the time of its successor was counted."""
+    """Return whether the status has counted this pod's failure, which it shows by the time of the successor."""
     before = group.previous
     return before is not None and before.leader_pod == group.pod.name and before.next_restart_time is not None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a replica's pod is given up for a new one, and when no more: failures are counted, waited for, and kept in the status.
 
-The kubelet starts a container again in place, with pauses of its own that grow to five minutes. A new pod is made where that does not help:
-the pod ended for good, its container ended more than three times, its ranks do not come up, or nobody can reach it. Before it there is a
-pause that doubles with each failure. After `failureThreshold` of them a pod is made every ten minutes at most: nothing is given up for
-good. A worker that refuses its configuration or model would say the same in a new pod, so it stays where it is. A node that does
-not answer is the cluster's to judge: its pods are removed when their toleration ends, and then replaced without a pause. A pod that its
-node ended or refused has not failed; see node_faults.py.
+The kubelet starts a container again in place, with pauses of its own that grow to five minutes. A new pod is made where a restart in place
+does not help. Either the pod ended for good, its container ended more than three times, its ranks fail to start, or it is unreachable.
+Before it there is a pause that doubles with each failure. After `failureThreshold` of them a pod is made every ten minutes at most: nothing
+is given up for good. A worker that refuses its configuration or model would say the same in a new pod, so it stays where it is. A node that
+does not answer is the cluster's to judge: its pods are removed when their toleration ends, and then replaced without a pause. A pod that
+its node ended or refused has not failed; see node_faults.py.
 
 Times in a status are the operator's own; ages are the worker's own. They are never subtracted from one another.
 """
@@ -24,13 +24,14 @@ from diffusion_operator.plan.observed.replica_state import CRASH_LOOP_RESTARTS, 
 UNREACHABLE_FOR = timedelta(minutes=5)
 SLOW_PAUSE = timedelta(minutes=10)
 """Between the pods of a replica that failed too often."""
-RESTART_PERIODS = 2  # of startup.timeoutSeconds: what a load of all ranks may take, and once more
+RESTART_PERIODS = 2  # times startup.timeoutSeconds: a load of all ranks, and as long again
 
 _ITS_OWN_WORDS = (Problem.MODEL_ERROR, Problem.NODE_LOST)
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why a pod is given up: a failure more, unless it was for ends `in_place`, each of which counts when the kubelet starts it again."""
+    """Reasons for giving up a pod. Each adds a failure, except ends `in_place`, which are counted when the kubelet restarts the
+    container."""
 
     text: str
     in_place: bool = False
@@ -39,7 +40,7 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime, *, faults: Mapping[str, int]) -> tuple[Group, ...]:
-    """The groups with what is known of their failures, and the verdict on those that fail too often. `faults` are of nodes, by name."""
+    """Add failures to the groups, and give up replicas that fail too often. `faults` are of nodes, by name."""
     recovery = spec.replica_recovery
     counted = [_counted(group, recovery, now) for group in groups]
     reasons = given_up(counted, spec)
@@ -48,7 +49,7 @@ def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime, 
 
 
 def given_up(groups: Sequence[Group], spec: DeploymentSpec) -> Mapping[int, Reason]:
-    """By index; `groups` with their failures."""
+    """Return the reasons by index; `groups` include their failures."""
     reasons = {group.index: why for group in groups if (why := _reason(group, spec)) is not None}
     silent = _cut_off(groups)
     return reasons | ({silent.index: Reason("its control endpoint could not be reached for five minutes")} if silent is not None else {})
@@ -78,11 +79,12 @@ def _reason(group: Group, spec: DeploymentSpec) -> Reason | None:
     if document is None or document.state not in (WorkerPhase.RESTARTING, WorkerPhase.FAILED):
         return None
     patience_s = RESTART_PERIODS * spec.startup.timeout_seconds
-    return Reason(f"its ranks did not come up within {patience_s} s") if document.state_age_seconds >= patience_s else None
+    return Reason(f"its ranks did not come up within {patience_s} s") if group.poll.state_age_s >= patience_s else None
 
 
 def _cut_off(groups: Sequence[Group]) -> Group | None:
-    """One at a time, and none while no other answers either: then it is more likely us who are cut off, and what serves is left alone."""
+    """Give up only one unreachable replica at a time, and only while another answers. Otherwise the operator itself is probably cut off,
+    and serving replicas must stay."""
     silent = [group for group in groups if group.live and group.poll.unreachable and not group.pod.lost]
     long = [group for group in silent if group.poll.failing_for >= UNREACHABLE_FOR]
     alone = len(groups) == 1 or any(group.poll.fresh for group in groups)
@@ -109,7 +111,7 @@ def _is_over(failures: Failures, recovery: ReplicaRecovery, now: datetime) -> bo
 
 
 def _more(failures: Failures, new: int, recovery: ReplicaRecovery, now: datetime) -> Failures:
-    """A failure after the window is the first of a new one."""
+    """Add failures; one after the window starts a new window."""
     if not new:
         return failures
     before = Failures(next_restart=failures.next_restart) if _is_over(failures, recovery, now) else failures

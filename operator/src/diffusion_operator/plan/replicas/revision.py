@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The revision of a replica's template: which spec fields a running pod was made from.
 
-A revision is `<hash of the spec's part>-<hash of the image>`. The first half tells whether the spec still asks for what it asked
-when the operator's default container image was taken, so a new default never replaces running pods by itself. Nor does an operator that
-knows more fields: what has its default is left out of the hash. Two operators with different defaults at once agree by the oldest pod.
+A revision is `<hash of the spec's part>-<hash of the image>`. The first half shows whether the spec has changed since the default container
+image was taken. So a new default never replaces running pods by itself. Nor does an operator that knows more fields: what has its default
+is left out of the hash. Two operators with different defaults at once agree by the oldest pod.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.deployment_spec import Lora
+from diffusion_operator.api.deployment_spec import Lora, host_namespaces
 from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT
 from diffusion_operator.plan.observed.pods import Pod
 
@@ -46,7 +46,8 @@ def _pinned_image(deployment: DiffusionDeployment, spec_hash: str) -> str | None
 
 
 def _pod_fields(deployment: DiffusionDeployment) -> dict[str, Any]:
-    """What a pod is rendered from, by name. Left out is what reaches a running replica, and what is about other objects than pods."""
+    """Return the values from which a pod is rendered, by name. Left out is what reaches a running replica, and what is about other objects
+    than pods."""
     spec = deployment.spec
     fields = {
         "servedName": deployment.served_name,
@@ -62,13 +63,16 @@ def _pod_fields(deployment: DiffusionDeployment) -> dict[str, Any]:
         "drain": spec.drain,
         "securityContext": spec.security_context,
         "podMetadata": spec.pod_metadata,
+        "serviceAccountName": spec.service_account_name,
+        "volumes": spec.volumes,
+        "host": [name for name, used in host_namespaces(spec).items() if used],
         "restartedAt": deployment.metadata.annotations.get(ANNOTATION_RESTARTED_AT),
     }
     return {name: said for name, value in fields.items() if (said := _said(value)) not in (None, {}, [])}
 
 
 def _said(value: Any) -> Any:
-    """A struct as its fields that do not have their default; anything else as it is."""
+    """Reduce a struct to its fields that differ from their defaults; keep other values."""
     if not isinstance(value, msgspec.Struct):
         return [_said(one) for one in value] if isinstance(value, tuple) else value
     return {encoded: _said(found) for name, encoded, default in _fields(type(value)) if (found := getattr(value, name)) != default}

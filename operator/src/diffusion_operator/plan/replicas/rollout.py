@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacing replicas after a template change: how many may go, how many may come, how far it is, and when it counts as stuck.
 
-A rolling update keeps two promises at every instant: `replicas - maxUnavailable` serve, unless fewer did before, and there are at most
-`replicas + maxSurge` pods, where one on its way out does not count. It looks at what is and remembers no step, so a spec that changes in
-the middle simply has other replicas to replace. `Recreate` ends all old pods and makes new ones when the last is gone.
+A rolling update keeps two promises. At least `replicas - maxUnavailable` serve, unless fewer did before. At most `replicas + maxSurge` pods
+exist, terminating ones not counted. It looks at what is and remembers no step, so a spec that changes in the middle simply has other
+replicas to replace. `Recreate` ends all old pods and makes new ones when the last is gone.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import msgspec
 
 from diffusion_operator.api.deployment_spec import DeploymentSpec, Rollout, RolloutType
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState, RolloutStatus
+from diffusion_operator.plan.observed.observed import Observed
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.observed.states import MOVING_STATES
@@ -21,7 +22,7 @@ _REMOVED_FIRST = (ReplicaState.FAILED, ReplicaState.PENDING, ReplicaState.STARTI
 
 
 class RolloutProgress(msgspec.Struct, frozen=True):
-    """Of the template that the spec has now."""
+    """Progress of the rollout of the current template."""
 
     record: RolloutStatus | None = None
     """To be kept in the status; None while nothing is to be rolled out."""
@@ -30,13 +31,29 @@ class RolloutProgress(msgspec.Struct, frozen=True):
     stalled: bool = False
 
 
-def max_unavailable(rollout: Rollout) -> int:
-    """Absent is 1."""
-    return 1 if rollout.max_unavailable is None else rollout.max_unavailable
+def max_surge(rollout: Rollout, replicas: int) -> int:
+    """Return how many replicas more there may be. Absent is 0; a share is rounded up."""
+    return _share(rollout.max_surge or 0, replicas, up=True)
+
+
+def max_unavailable(rollout: Rollout, replicas: int) -> int:
+    """Return how many replicas may be missing. Absent is 1; a share is rounded down, but not to 0 where no surge is allowed either."""
+    if rollout.max_unavailable is None:
+        return 1
+    missing = _share(rollout.max_unavailable, replicas, up=False)
+    return missing or (1 if isinstance(rollout.max_unavailable, str) and not max_surge(rollout, replicas) else 0)
+
+
+def _share(given: int | str, replicas: int, *, up: bool) -> int:
+    """Return a number, or so many percent of the replicas, as Kubernetes rounds them for a Deployment."""
+    if isinstance(given, int):
+        return given
+    hundredths = int(given.removesuffix("%")) * replicas
+    return -(-hundredths // 100) if up else hundredths // 100
 
 
 def usable(group: Group, revision: str) -> bool:
-    """Counts as serving: where it should be, and a new one is routed to as well."""
+    """Return whether a replica serves: it is in its desired state, and a new one is routed to as well."""
     routed = group.pod.routable or group.state is not ReplicaState.AWAKE or group.pod.revision != revision
     return group.settled and routed
 
@@ -72,23 +89,23 @@ def progress_of(
     return RolloutProgress(record=record, stalled=not paused and now - known.progress_time >= deadline)
 
 
-def count_paused(pods: Sequence[Pod]) -> int:
+def count_paused(observed: Observed) -> int:
     """Count the pods that the rollout waits for, however long that takes.
 
     On their way out they may finish requests, as `spec.drain` allows. Behind a scheduling gate they wait for quota. Those that ended, or
     whose node is lost, do not count.
     """
-    return sum((pod.terminating or pod.gated) and not pod.finished and not pod.lost for pod in pods)
+    return sum((observed.leaves(pod) or pod.gated) and not pod.finished and not pod.lost for pod in observed.pods)
 
 
 def allowed(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> int:
-    """The most pods at a time, now."""
+    """Return the largest number of pods allowed now."""
     rolling = any(group.pod.revision != revision for group in groups)
-    return replicas + (rollout.max_surge or 0) if rolling and replicas else replicas
+    return replicas + max_surge(rollout, replicas) if rolling and replicas else replicas
 
 
 def missing(rollout: Rollout, groups: Sequence[Group], pods: Sequence[Pod], *, replicas: int, revision: str, stalled: bool) -> int:
-    """How many pods to make. A stuck rollout makes no more than are missing anyway."""
+    """Return the number of pods to create. A stuck rollout makes no more than are missing anyway."""
     if rollout.type is RolloutType.RECREATE and any(_holds_up(pod, revision) for pod in pods):
         return 0
     fresh = sum(group.pod.revision == revision for group in groups)
@@ -97,8 +114,8 @@ def missing(rollout: Rollout, groups: Sequence[Group], pods: Sequence[Pod], *, r
 
 
 def to_replace(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> Sequence[Group]:
-    """Old replicas that go now. What neither serves nor will by itself goes at once; of the others as many as may be missing, and none for
-    a new one that does not serve yet."""
+    """Old replicas that go now. Replicas that will never serve go at once. Serving ones go only as far as maxUnavailable allows, and never
+    for a new one that does not serve yet."""
     old = by_removal_priority([group for group in groups if group.pod.revision != revision], revision=revision)
     if rollout.type is RolloutType.RECREATE:
         return old
@@ -106,7 +123,7 @@ def to_replace(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revi
     if useless:
         return useless
     serving = [group for group in groups if usable(group, revision)]
-    promised = max(0, replicas - max_unavailable(rollout))
+    promised = max(0, replicas - max_unavailable(rollout, replicas))
     coming = sum(group.pod.revision == revision and group not in serving for group in groups)
     budget = max(0, len(groups) - promised - coming)
     broken = [group for group in old if group not in serving and group.state not in MOVING_STATES][:budget]
@@ -115,8 +132,8 @@ def to_replace(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revi
 
 
 def by_removal_priority(groups: Sequence[Group], *, revision: str) -> list[Group]:
-    """None that holds requests, if another will do; the least useful; one of an old revision, the oldest first; one that was chosen, and so
-    unrouted, before; the least busy; the newest."""
+    """Order replicas for removal. First come those without held requests, then the least useful, old revisions by age, those already
+    unrouted, the least busy, and the newest."""
     made: dict[str, datetime] = {}
     for group in groups:
         made[group.pod.revision] = min(group.pod.created_at, made.get(group.pod.revision, group.pod.created_at))
@@ -130,7 +147,7 @@ def by_removal_priority(groups: Sequence[Group], *, revision: str) -> list[Group
 
 
 def _comes_back(group: Group) -> bool:
-    """It served before, and its container was just started again."""
+    """Return whether a replica served before and its container was just restarted."""
     return group.problem is None and group.pod.container.last_exit is not None
 
 

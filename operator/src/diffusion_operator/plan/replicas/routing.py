@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pods carry the routable label (reconcile.md, Routing).
+"""The pods that carry the routable label.
 
 While a replica is awake only awake ones carry it. While none is, every live one does: its server answers by policy, which is better
-than a refused connection. A replica that is about to be removed never does.
+than a refused connection. A replica that is about to be removed never does. A ready one that has not answered this process yet keeps what
+it has: a replica may serve that the operator cannot ask.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,8 +18,9 @@ def plan_routing(groups: Sequence[Group], *, retiring: Collection[str]) -> tuple
     candidates = [group for group in groups if group.pod.uid not in retiring]
     awake = {group.pod.uid for group in candidates if group.state is ReplicaState.AWAKE}
     wanted = awake or {group.pod.uid for group in candidates if group.live}
+    kept = {group.pod.uid for group in candidates if group.pod.ready and group.document is None}
     return tuple(
         SetRoutable(name=group.pod.name, uid=group.pod.uid, routable=group.pod.uid in wanted)
         for group in groups
-        if group.pod.routable is not (group.pod.uid in wanted) and not group.pod.terminating
+        if group.pod.routable is not (group.pod.uid in wanted) and group.pod.uid not in kept and not group.pod.terminating
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pods to make and which to let go: scale, pods that are given up, and replacement after a template change.
+"""Pods to create and delete: scale, replacement of failed pods, and rollout of a changed template.
 
 A pod that carries the routable label is unrouted first and deleted a moment later, so that no new connection meets a closing server.
 """
@@ -82,8 +82,8 @@ def _replaced(
 def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
     """Retire the older of two pods of one replica: two operators that overlap may each make one, and a replica is its newest pod."""
     newest = {group.pod.uid for group in groups}
-    older = [pod for pod in observed.pods if not pod.terminating and pod.uid not in newest]
-    return [DeletePod(name=pod.name, uid=pod.uid, why="a newer pod has the place of this replica") for pod in older]
+    older = [pod for pod in observed.pods if not observed.leaves(pod) and pod.uid not in newest]
+    return [DeletePod(name=pod.name, uid=pod.uid, why="a newer pod has the place of this replica", orphan=pod.orphan) for pod in older]
 
 
 def _wrongly_pinned(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:
@@ -94,7 +94,7 @@ def _wrongly_pinned(kept: Sequence[Group], raced: Collection[str], *, revision: 
 
 
 def _retire(group: Group, why: str) -> DeletePod:
-    return DeletePod(name=group.pod.name, uid=group.pod.uid, why=why)
+    return DeletePod(name=group.pod.name, uid=group.pod.uid, why=group.pod.left or why, orphan=group.pod.orphan)
 
 
 def pods_to_make(used: Collection[int], count: int, observed: Observed) -> tuple[CreatePod, ...]:

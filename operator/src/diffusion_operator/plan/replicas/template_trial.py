@@ -83,7 +83,7 @@ def remembered(before: TemplateTrial | None, trial: TemplateTrial) -> TemplateTr
 
 
 def _next_pod(observed: Observed) -> CreatePod:
-    """A pod of the name that the first replica would have next."""
+    """Return a pod under the name that the first replica would get next."""
     (first,) = pods_to_make(frozenset(), 1, observed)
     return first
 

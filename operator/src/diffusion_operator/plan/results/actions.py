@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan may ask for. Each action is idempotent by name, UID, boot id or operation id, so doing it twice does nothing twice."""
+"""Actions of a plan. Each action is idempotent by name, UID, boot id or operation id, so doing it twice does nothing twice."""
 
 import msgspec
 
@@ -15,10 +15,20 @@ class CreatePod(msgspec.Struct, frozen=True):
     """Name those where the pod goes only if no other node can take it."""
 
 
+class AdoptPod(msgspec.Struct, frozen=True):
+    """Become the controller of a pod that an earlier object of the deployment's name left behind."""
+
+    name: str
+    uid: str
+    index: int
+
+
 class DeletePod(msgspec.Struct, frozen=True):
     name: str
     uid: str
     why: str
+    orphan: bool = False
+    """An earlier object of the deployment's name left it behind, so an Event reports its end."""
 
 
 class SetRoutable(msgspec.Struct, frozen=True):
@@ -27,8 +37,8 @@ class SetRoutable(msgspec.Struct, frozen=True):
     routable: bool
 
 
-class WorkerAddress(msgspec.Struct, frozen=True):
-    """One life of one server process: a call to it cannot reach its successor."""
+class WorkerAddress(msgspec.Struct, frozen=True, gc=False):
+    """A single life of a server process: a call to it cannot reach its successor."""
 
     pod_uid: str
     ip: str
@@ -55,7 +65,15 @@ class WakeWorker(msgspec.Struct, frozen=True):
     policy: SleepPolicy
 
 
-class PutAdapter(msgspec.Struct, frozen=True):
+class DrainWorker(msgspec.Struct, frozen=True):
+    """Before its pod is deleted. Once its worker has taken it, the replica serves no new request any more."""
+
+    worker: WorkerAddress
+    operation_id: str
+    deadline_s: int
+
+
+class PutAdapter(msgspec.Struct, frozen=True, gc=False):
     worker: WorkerAddress
     key: AttemptKey
     operation_id: str
@@ -71,5 +89,5 @@ class RemoveAdapter(msgspec.Struct, frozen=True):
     drain_s: int
 
 
-PodAction = CreatePod | DeletePod | SetRoutable
-WorkerAction = SleepWorker | WakeWorker | PutAdapter | RemoveAdapter
+PodAction = CreatePod | AdoptPod | DeletePod | SetRoutable
+WorkerAction = SleepWorker | WakeWorker | DrainWorker | PutAdapter | RemoveAdapter

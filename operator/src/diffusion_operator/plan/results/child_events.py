@@ -19,6 +19,16 @@ def child_events(before: DeploymentStatus, after: DeploymentStatus) -> tuple[Pla
     return (PlannedEvent(type=EventType.WARNING, reason=reason, message=now.message[:1000], key=key),)
 
 
+def pod_adopted(name: str, *, index: int, uid: str) -> PlannedEvent:
+    earlier = "which an earlier DiffusionDeployment of this name left"
+    text = f"pod {name}, {earlier}, has the same template and model: it serves on as replica {index}"
+    return PlannedEvent(type=EventType.NORMAL, reason="PodAdopted", message=text, key=uid)
+
+
+def orphan_replaced(name: str, *, why: str, uid: str) -> PlannedEvent:
+    return PlannedEvent(type=EventType.NORMAL, reason="OrphanReplaced", message=f"pod {name} is deleted: {why}"[:1000], key=uid)
+
+
 def pod_name_taken(name: str, *, index: int, uid: str) -> PlannedEvent:
     """Return the Event about somebody else's pod under a name of replica `index`."""
     text = f"pod {name} belongs to somebody else and is left alone; replica {index} gets a pod of the next name"

@@ -30,7 +30,7 @@ def _differences(live: Mapping[str, Any], wanted: Mapping[str, Any], path: str) 
 
 
 def _same(live: Any, wanted: Any, *, key: str = "") -> bool:
-    """Compare by what is ours, unless the key stands for a whole. What is empty may be left out."""
+    """Compare by what is ours, unless the key stands for a whole. An absent field equals an empty one."""
     if key in _WHOLE:
         return bool(live == wanted)
     if isinstance(wanted, Mapping) and isinstance(live, Mapping):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: told once, when a status moves from one thing to another. The key makes the Event's name, so a repeat is the same Event."""
+"""Events: recorded once, when a status changes. The key makes the Event's name, so a repeat is the same Event."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -25,7 +25,7 @@ class PlannedEvent(msgspec.Struct, frozen=True):
     reason: str
     message: str
     key: str
-    """What it is about besides object and reason: usually a boot id."""
+    """The subject besides object and reason: usually a boot id."""
 
 
 def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tuple[PlannedEvent, ...]:
@@ -102,7 +102,7 @@ def _group_events(before: ReplicaStatus | None, after: ReplicaStatus, *, generat
 
 
 def ended_operation(before: ReplicaStatus | None, after: ReplicaStatus) -> OperationStatus | None:
-    """The sleep or wake that ended since the status before, as far as one can see: of two between two looks, the later."""
+    """Return the sleep or wake that ended since the previous status; if two did, the later."""
     last = after.last_operation
     told = before.last_operation if before is not None and before.boot_id == after.boot_id else None
     return last if last is not None and (told is None or told.id != last.id) else None
@@ -118,7 +118,7 @@ def wakes_between(before: DeploymentStatus, after: DeploymentStatus) -> Iterator
 
 
 def _operation_events(index: int, ended: OperationStatus, *, boot: str, generation: int | None) -> list[PlannedEvent]:
-    """A success by its own name; of failures the same one once in a boot, because a worker tries again and again."""
+    """Return a success's Event, or a failure's; the same failure is recorded once a boot, since a worker keeps trying."""
     if ended.code in NO_FAILURES:
         return []
     took = f"in {ended.seconds or 'an unknown number of'} s"
@@ -154,7 +154,7 @@ def _revision_done(before: DeploymentStatus, after: DeploymentStatus) -> bool:
 
 
 def repaired(what: str, *, key: str) -> PlannedEvent:
-    """`key` is what was touched and when, to the minute: who touches it all the time is told of once a minute."""
+    """`key` holds the object and the minute of its change, so a client that keeps changing it causes one Event a minute."""
     return _normal("Repaired", what, key=key)
 
 
@@ -184,17 +184,22 @@ def _instance_events(before: InstanceStatus | None, after: InstanceStatus, gener
             )
         ]
     if after.state is InstanceState.FAILED and after.last_error is not None:
-        reason = "DigestMismatch" if after.last_error.code == "DigestMismatch" else "AdapterLoadFailed"
+        reason = after.last_error.code if after.last_error.code in ("DigestMismatch", "IdentityMismatch") else "AdapterLoadFailed"
         message = f"replica {after.replica}: {_why(after.last_error.code, after.last_error.message)}"
         return [_warning(reason, message, key=f"{key}-{after.last_error.code}")]
     return []
 
 
+_DRIFTS = {"DigestDrift": "DigestMismatch", "IdentityMismatch": "IdentityMismatch"}
+"""Reasons of Events, by the reason of Degraded."""
+
+
 def _drift_events(before: AdapterStatus, after: AdapterStatus, generation: int) -> list[PlannedEvent]:
     then, now = condition_of(before.conditions, "Degraded"), condition_of(after.conditions, "Degraded")
-    if now is None or now.reason != "DigestDrift" or (then is not None and then.message == now.message):
+    reason = _DRIFTS.get(now.reason) if now is not None else None
+    if now is None or reason is None or (then is not None and then.message == now.message):
         return []
-    return [_warning("DigestMismatch", now.message, key=f"{generation}-{now.message}")]
+    return [_warning(reason, now.message, key=f"{generation}-{now.message}")]
 
 
 def _code(instance: InstanceStatus) -> str | None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened on a replica between two looks at it, for metrics.
+"""Changes of a replica between two looks at it, for metrics.
 
-Told by two state documents that one process of the operator has seen, so nothing is counted again when it restarts; and of what
-happened while nobody looked, the worker's own metrics tell.
+Both state documents were seen by the same operator process, so a restart counts nothing twice. Changes that nobody saw are in the worker's
+own metrics.
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -34,18 +36,28 @@ def happened(before: WorkerState | None, after: WorkerState) -> WorkerChanges:
         return WorkerChanges()
     # All of what another process says is new.
     known = before if before.boot_id == after.boot_id else WorkerState(boot_id=after.boot_id, state=WorkerPhase.STARTING)
-    told = {_load_of(one) for one in known.adapters}
-    wrong = {one.name for one in known.adapters if one.verification_failed}
+    changed = _changed(known, after)
+    earlier = [one for name in {one.name for one in changed} for one in known.named.get(name, ())]
+    told = {_load_of(one) for one in earlier}
+    wrong = {one.name for one in earlier if one.verification_failed}
     return WorkerChanges(
         loads=tuple(
             AdapterLoadTime(seconds=one.load_seconds, size_bytes=one.size_bytes or 0)
-            for one in after.adapters
+            for one in changed
             if one.load_seconds is not None and _load_of(one) not in told
         ),
-        evictions=_evictions(known, after),
+        evictions=_evictions(known, after, earlier, changed),
         wrong_wakes=_wrong_wakes(known, after),
-        wrong_adapters=len({one.name for one in after.adapters if one.verification_failed} - wrong),
+        wrong_adapters=len({one.name for one in changed if one.verification_failed} - wrong),
     )
+
+
+def _changed(before: WorkerState, after: WorkerState) -> list[AdapterRecord]:
+    """Return the records that are not the same objects as before: the others did not change."""
+    if after.adapters is before.adapters:
+        return []
+    same = set(map(id, before.adapters))
+    return [one for one in after.adapters if id(one) not in same]
 
 
 def _load_of(record: AdapterRecord) -> tuple[str, str | None, float | None]:
@@ -53,12 +65,12 @@ def _load_of(record: AdapterRecord) -> tuple[str, str | None, float | None]:
     return record.name, record.digest, record.load_seconds
 
 
-def _evictions(before: WorkerState, after: WorkerState) -> int:
-    """What a sleep takes out of memory is back after it."""
+def _evictions(before: WorkerState, after: WorkerState, earlier: Sequence[AdapterRecord], changed: Sequence[AdapterRecord]) -> int:
+    """Adapters that a sleep takes out of memory return at the wake and are no evictions."""
     if before.state not in SERVING_PHASES or after.state not in SERVING_PHASES:
         return 0
-    in_memory = {(one.name, one.digest) for one in before.adapters if one.state is RecordState.LOADED}
-    return sum(one.state is RecordState.CACHED and (one.name, one.digest) in in_memory for one in after.adapters)
+    in_memory = {(one.name, one.digest) for one in earlier if one.state is RecordState.LOADED}
+    return sum(one.state is RecordState.CACHED and (one.name, one.digest) in in_memory for one in changed)
 
 
 def _wrong_wakes(before: WorkerState, after: WorkerState) -> int:

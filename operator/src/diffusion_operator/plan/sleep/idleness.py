@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How idle a deployment with `OnIdle` is: how many replicas it needs awake, and when the next of them may sleep (reconcile.md 5).
+"""The idleness of a deployment with `OnIdle`: how many replicas it needs awake, and when the next of them may sleep.
 
-Every duration is an age that a worker measured by its own clock; times of two machines are never compared. The formula of the design
-would let the last replica sleep between two requests of a busy client, so a request less than `idleSeconds` ago keeps one awake.
+Every duration is an age that a worker measured by its own clock, and the time since its answer by ours. Times of two machines are never
+compared. Requests that came since that answer are not known here, so a worker refuses a sleep if one did (`ifIdleSince`). A request less
+than `idleSeconds` ago keeps one replica awake. Without this rule the last one could sleep between two requests of a busy client.
 """
 
 import math
@@ -15,18 +16,19 @@ from diffusion_operator.plan.observed.replica_state import Group
 
 
 def work_of(document: WorkerState) -> int:
-    """Requests that are made, queued or held."""
+    """Count running, queued and held requests."""
     return document.in_flight + document.queued + document.held.current
 
 
-def idle_for_s(document: WorkerState) -> float:
+def idle_for_s(group: Group) -> float:
     """Since its last request; one that never had any is idle since it became ready."""
-    age_s = document.last_request_age_seconds
-    return document.state_age_seconds if age_s is None else age_s
+    age_s = group.poll.request_age_s
+    return group.poll.state_age_s if age_s is None else age_s
 
 
 def always_awake(spec: DeploymentSpec) -> int:
-    """Of `minAwake` as many as there are to be: a rule that compared the two would refuse an autoscaler's scaling down."""
+    """Return `minAwake`, but at most the number of replicas. A validation rule comparing the two would refuse an autoscaler's scaling
+    down."""
     return min(spec.sleep.min_awake, spec.replicas)
 
 
@@ -37,7 +39,7 @@ def needed_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
 
 
 def wanted_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
-    """With OnIdle, for those that may come: so many are let stay awake. What is not known counts as a request."""
+    """With OnIdle, for those that may come: so many are let stay awake. An unknown answer counts as a request."""
     unknown = any(group.live and not group.poll.fresh for group in groups)
     recent = _recent_for_s(spec.sleep, groups) > 0
     return max(needed_awake(spec, groups), int(unknown or recent))
@@ -48,7 +50,7 @@ def may_sleep_in_s(group: Group, sleep: Sleep) -> float | None:
     document = group.document
     if group.state is not ReplicaState.AWAKE or document is None or not group.poll.fresh or work_of(document):
         return None
-    return max(sleep.idle_seconds - idle_for_s(document), sleep.min_awake_seconds - document.state_age_seconds)
+    return max(sleep.idle_seconds - idle_for_s(group), sleep.min_awake_seconds - group.poll.state_age_s)
 
 
 def next_sleep_in_s(spec: DeploymentSpec, groups: Sequence[Group]) -> float | None:
@@ -63,9 +65,10 @@ def next_sleep_in_s(spec: DeploymentSpec, groups: Sequence[Group]) -> float | No
 
 
 def _recent_for_s(sleep: Sleep, groups: Sequence[Group]) -> float:
-    """How long yet some request counts as recent; 0: none does. A replica that was never asked counts while it is awake."""
+    """Return the seconds for which some request still counts as recent; 0 if none does. A replica that was never asked counts while it is
+    awake."""
     ages = [
-        idle_for_s(group.document)
+        idle_for_s(group)
         for group in groups
         if group.document is not None and (group.state is ReplicaState.AWAKE or group.document.last_request_age_seconds is not None)
     ]

@@ -1,62 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a deployment is to be looked at again: the more moves, the sooner."""
+"""When time alone makes a deployment worth another look, and how often a worker is asked that cannot be watched.
+
+All else that happens wakes the object: events of the API server, and the watches of its workers.
+"""
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from diffusion_operator.api.adapter import InstanceState
 from diffusion_operator.api.deployment_spec import SleepPolicy
 from diffusion_operator.api.deployment_status import ReplicaState
-from diffusion_operator.api.worker_state import RecordState
+from diffusion_operator.api.worker_state import RecordState, WorkerState
 from diffusion_operator.plan.adapters.plan import AdapterPlan
 from diffusion_operator.plan.adapters.records import IN_PROGRESS
+from diffusion_operator.plan.adapters.view import UNANSWERED
 from diffusion_operator.plan.observed.children import pods_wait_for
-from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.observed.observed import UNREACHABLE_AFTER, Observed
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.observed.states import MOVING_STATES
+from diffusion_operator.plan.replicas.recovery import UNREACHABLE_FOR
+from diffusion_operator.plan.replicas.rollout import RolloutProgress
 from diffusion_operator.plan.sleep.idleness import next_sleep_in_s
+
+SOON_S = 0.5
+REFUSED_S = 5.0
+STEADY_S = 10.0
+"""While something is under way, or was not long ago."""
 
 MOVING_POLL_S = 0.5
 LOADING_POLL_S = 1.0
-FAILING_POLL_S = 5.0
 WAKEABLE_POLL_S = 2.0  # a request wakes a replica without us, and the others are to be routed around
 
+_CALM = (ReplicaState.PENDING, ReplicaState.AWAKE, ReplicaState.ASLEEP)
+"""Only an event ends them."""
 
-def next_look_s(observed: Observed, adapters: AdapterPlan, *, acting: bool, now: datetime) -> float | None:
-    """Seconds; None: nothing moves, the steady poll is soon enough."""
-    groups = adapters.groups
+
+def next_look_s(observed: Observed, adapters: AdapterPlan, progress: RolloutProgress, *, acting: bool, now: datetime) -> float | None:
+    """Seconds; None: time alone changes nothing."""
     if observed.refusal or pods_wait_for(observed.children):
-        return FAILING_POLL_S
-    if acting or any(group.state in MOVING_STATES and not group.poll.failures for group in groups) or _adapters_move(groups):
+        return REFUSED_S
+    if acting or (adapters.again_at is not None and adapters.again_at <= now):
+        return SOON_S
+    times = [*_times(observed, adapters, progress, now), *_sleep_times(observed, adapters.groups, now)]
+    waits = [max(SOON_S, (when - now).total_seconds()) for when in times if when > now]
+    return min([*waits, *([] if _is_calm(observed, adapters) else [STEADY_S])], default=None)
+
+
+def poll_every_s(observed: Observed, adapters: AdapterPlan) -> float:
+    """Return the pause between two looks at a worker of an earlier version: the more moves, the sooner."""
+    groups = adapters.groups
+    if any(group.state in MOVING_STATES for group in groups) or _adapters_move(groups):
         return MOVING_POLL_S
-    if any(group.state is ReplicaState.STARTING and group.pod.container.running for group in groups) or _push_unanswered(adapters):
+    if any(group.state is ReplicaState.STARTING and group.pod.container.running for group in groups) or adapters.tally.count(UNANSWERED):
         return LOADING_POLL_S
-    return min(_waits(observed, adapters, now), default=None)
+    on_idle = observed.deployment.spec.sleep.policy is SleepPolicy.ON_IDLE
+    return WAKEABLE_POLL_S if on_idle and any(group.state is ReplicaState.ASLEEP for group in groups) else STEADY_S
 
 
-def _waits(observed: Observed, adapters: AdapterPlan, now: datetime) -> Iterator[float]:
-    spec = observed.deployment.spec
-    if spec.sleep.policy is SleepPolicy.ON_IDLE:
-        yield from (WAKEABLE_POLL_S for group in adapters.groups if group.state is ReplicaState.ASLEEP)
-        due_in_s = next_sleep_in_s(spec, adapters.groups)
-        if due_in_s is not None and due_in_s > 0:
-            yield max(MOVING_POLL_S, due_in_s)
-    yield from (FAILING_POLL_S for group in adapters.groups if group.poll.failures or group.pod.finished)
-    yield from (
-        max(MOVING_POLL_S, (group.failures.next_restart - now).total_seconds()) for group in adapters.groups if group.failures.next_restart
+def _is_calm(observed: Observed, adapters: AdapterPlan) -> bool:
+    moves = bool(observed.departures.leaving) or _adapters_move(adapters.groups) or bool(adapters.tally.count(UNANSWERED))
+    return not moves and all(
+        group.state in _CALM and group.failures.since is None and group.failures.next_restart is None for group in adapters.groups
     )
-    times = [one.next_retry for one in adapters.attempts.values() if one.error is not None and one.error.retryable]
-    times += [when for when in observed.operation_not_before.values() if when > now]
-    yield from (max(MOVING_POLL_S, (when - now).total_seconds()) for when in times)
+
+
+def _times(observed: Observed, adapters: AdapterPlan, progress: RolloutProgress, now: datetime) -> Iterator[datetime]:
+    if progress.record is not None and progress.record.progress_time is not None and not progress.stalled:
+        yield progress.record.progress_time + timedelta(seconds=observed.deployment.spec.rollout.progress_deadline_seconds)
+    yield from (node.until for node in observed.deployment.status.avoided_nodes)
+    for group in adapters.groups:
+        if group.failures.next_restart is not None:
+            yield group.failures.next_restart
+        if group.poll.failures:
+            lost_at = now - group.poll.failing_for
+            yield from (lost_at + after for after in (UNREACHABLE_AFTER, UNREACHABLE_FOR))
+    if adapters.again_at is not None:
+        yield adapters.again_at
+    yield from observed.operation_not_before.values()
+
+
+def _sleep_times(observed: Observed, groups: Sequence[Group], now: datetime) -> Iterator[datetime]:
+    spec = observed.deployment.spec
+    due_in_s = next_sleep_in_s(spec, groups) if spec.sleep.policy is SleepPolicy.ON_IDLE else None
+    if due_in_s is not None and due_in_s > 0:
+        yield now + timedelta(seconds=due_in_s)
 
 
 def _adapters_move(groups: Sequence[Group]) -> bool:
-    """What drains from a sleeper does so until it wakes."""
-    known = [(group, record) for group in groups if group.document for record in group.document.adapters]
-    draining = any(record.state is RecordState.DRAINING and group.state is not ReplicaState.ASLEEP for group, record in known)
-    return draining or any(record.state in IN_PROGRESS for _, record in known)
+    """Return whether adapters move: requests that drain from a sleeper keep them moving until it wakes."""
+    return any(_moves(group.document, asleep=group.state is ReplicaState.ASLEEP) for group in groups if group.document is not None)
 
 
-def _push_unanswered(adapters: AdapterPlan) -> bool:
-    """Its worker shows nothing of it yet."""
-    return any(view.count(InstanceState.LOADING, InstanceState.PENDING) for view in adapters.views)
+def _moves(document: WorkerState, *, asleep: bool) -> bool:
+    moving = IN_PROGRESS if asleep else (*IN_PROGRESS, RecordState.DRAINING)
+    return any(state in document.record_states for state in moving)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sleep and wake by policy: which calls to start now. They are started, then observed in the state document.
 
-An operation id is made from the spec's generation, the attempt and the operation that the worker ended last. So a call repeated after
-an operator's restart, or because its answer was lost, is the same call to the worker; after a failure, and in the next cycle of an
-idle deployment, it is a new one.
+An operation id is made from the spec's generation, the attempt and the operation that the worker ended last. A call repeated after an
+operator's restart or a lost answer is therefore the same call to the worker. After a failure, and in the next idle cycle, it is a new one.
 """
 
 import hashlib
@@ -31,8 +30,8 @@ _Known = tuple[Group, WorkerState]
 def plan_sleep(
     observed: Observed, groups: Sequence[Group], now: datetime, *, rolling: bool = False, busy: Collection[str] = ()
 ) -> tuple[SleepWorker | WakeWorker, ...]:
-    """`groups` are those that stay; `busy` the pod UIDs that get adapters in this pass. While replicas are replaced (`rolling`) none sleeps
-    for idleness."""
+    """Plan sleeps and wakes of the remaining `groups`; `busy` are the UIDs of pods that get adapters in this pass. While replicas are
+    replaced (`rolling`) none sleeps for idleness."""
     spec, generation = observed.deployment.spec, observed.deployment.metadata.generation
     to_sleep, to_wake = _chosen(spec, groups, rolling=rolling, busy=busy)
     calls: list[SleepWorker | WakeWorker | None] = [_sleep(spec, group, generation) for group in groups if group.index in to_sleep]
@@ -41,13 +40,14 @@ def plan_sleep(
 
 
 def retry_key(call: SleepWorker | WakeWorker) -> str:
-    """One backoff for each pod, kind and generation: a wake never waits for what a sleep had to."""
+    """Return the backoff key of a call: each pod, kind and generation has its own, so a wake never waits for a sleep's backoff."""
     kind, generation, _ = call.operation_id.split("-", 2)
     return f"{call.worker.pod_uid}/{kind}-{generation}"
 
 
 def _chosen(spec: DeploymentSpec, groups: Sequence[Group], *, rolling: bool, busy: Collection[str]) -> tuple[set[int], set[int]]:
-    """Indices to put to sleep, and to wake. What rests already is told so to hear of a new policy, or to give up more."""
+    """Choose the indices to put to sleep and those to wake. A replica already at rest is called again, so that it learns of a new policy or
+    frees more memory."""
     known = [(group, group.document) for group in groups if group.document is not None]
     untold = {group.index for group, document in known if document.state in RESTING_PHASES and _is_untold(spec, document)}
     match spec.sleep.policy:
@@ -59,6 +59,8 @@ def _chosen(spec: DeploymentSpec, groups: Sequence[Group], *, rolling: bool, bus
             woken = _needed(spec, groups, known)
             idle = set() if rolling else _idle(spec, groups, [one for one in known if one[0].pod.uid not in busy])
             return (untold - woken) | idle, woken
+        case _:  # the schema is newer than the operator
+            return set(), set()
 
 
 def _is_untold(spec: DeploymentSpec, document: WorkerState) -> bool:
@@ -67,7 +69,7 @@ def _is_untold(spec: DeploymentSpec, document: WorkerState) -> bool:
 
 
 def _may_wake(document: WorkerState) -> bool:
-    """A wake during the drain ends the sleep that has begun; one that gives its memory back just now is woken when it has."""
+    """Return whether a wake is accepted now. During a drain it cancels the sleep; while memory is being freed it must wait."""
     return document.state is WorkerPhase.DRAINING or (document.state is WorkerPhase.ASLEEP and document.operation is None)
 
 
@@ -79,17 +81,17 @@ def _idle(spec: DeploymentSpec, groups: Sequence[Group], known: Sequence[_Known]
     """Idle the longest first, and no more than are too many; one that would not sleep last time comes last."""
     surplus = sum(group.state is ReplicaState.AWAKE for group in groups) - wanted_awake(spec, groups)
     candidates = [(group, document) for group, document in known if _may_sleep(spec, group, document)]
-    candidates.sort(key=lambda one: (_failed(one[1], "sleep"), -idle_for_s(one[1]), one[0].index))
+    candidates.sort(key=lambda one: (_failed(one[1], "sleep"), -idle_for_s(one[0]), one[0].index))
     return {group.index for group, _ in candidates[: max(0, surplus)]}
 
 
 def _may_sleep(spec: DeploymentSpec, group: Group, document: WorkerState) -> bool:
     due_in_s = may_sleep_in_s(group, spec.sleep)
-    return due_in_s is not None and due_in_s <= 0 and _is_free(document) and not any(one.state in _MOVING for one in document.adapters)
+    return due_in_s is not None and due_in_s <= 0 and _is_free(document) and not any(state in document.record_states for state in _MOVING)
 
 
 def _needed(spec: DeploymentSpec, groups: Sequence[Group], known: Sequence[_Known]) -> set[int]:
-    """As many as are missing, without those that wake by themselves for what they hold.
+    """Wake as many as are missing, less those that will wake by themselves for the requests they hold.
 
     Those whose last wake failed come last; of the others those that have the most adapters at hand come first, then those asleep the
     shortest.
@@ -98,7 +100,7 @@ def _needed(spec: DeploymentSpec, groups: Sequence[Group], known: Sequence[_Know
     asleep = [(group, document) for group, document in known if group.state is ReplicaState.ASLEEP]
     up += sum(work_of(document) > 0 for _, document in asleep)
     candidates = [(group, document) for group, document in asleep if group.poll.fresh and not work_of(document)]
-    candidates.sort(key=lambda one: (_failed(one[1], "wake"), -_adapters_at_hand(one[1]), one[1].state_age_seconds, one[0].index))
+    candidates.sort(key=lambda one: (_failed(one[1], "wake"), -_adapters_at_hand(one[1]), one[0].poll.state_age_s, one[0].index))
     return {group.index for group, _ in candidates[: max(0, needed_awake(spec, groups) - up)]}
 
 
@@ -146,4 +148,4 @@ def _failed(document: WorkerState, kind: str) -> bool:
 
 
 def _adapters_at_hand(document: WorkerState) -> int:
-    return sum(record.state in _AT_HAND for record in document.adapters)
+    return sum(document.record_states.get(state, 0) for state in _AT_HAND)

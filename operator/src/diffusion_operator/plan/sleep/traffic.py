@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a deployment's status says of its requests: how many are held, when the last one came, when a replica may sleep.
+"""Traffic in a deployment's status: held requests, the time of the last request, and when a replica may sleep.
 
-Workers tell ages; a time in a status is the operator's own clock minus an age, and moves a little from one look to the next. A time
-that only moved so is kept as it was written, so that an idle deployment's status does not change.
+Workers report ages; a time in a status is the operator's clock minus an age, and moves a little between looks. A time that only moved so is
+kept as it was written, so that an idle deployment's status does not change.
 """
 
 import math
@@ -22,13 +22,13 @@ def held_requests(groups: Sequence[Group]) -> HeldStatus | None:
     held = [group.document.held for group in groups if group.document is not None]
     if not held:
         return None
-    ages = [one.oldest_age_seconds for one in held if one.oldest_age_seconds is not None]
-    return HeldStatus(current=sum(one.current for one in held), oldest_seconds=math.floor(max(ages)) if ages else None)
+    aged = [group.poll.since_s + (group.document.held.oldest_age_seconds or 0) for group in groups if group.document and group.held]
+    return HeldStatus(current=sum(one.current for one in held), oldest_seconds=math.floor(max(aged)) if aged else None)
 
 
 def last_request_time(groups: Sequence[Group], *, before: datetime | None, now: datetime) -> datetime | None:
-    """A new server process knows of none, so what was known stays."""
-    ages = [group.document.last_request_age_seconds for group in groups if group.document is not None and group.poll.fresh]
+    """Return the time of the last request; a new server process has none, so the earlier time stays."""
+    ages = [group.poll.request_age_s for group in groups if group.poll.fresh]
     times = [now - timedelta(seconds=round(age)) for age in ages if age is not None]
     latest = max(times, default=before)
     return before if before is not None and latest is not None and latest < before + JITTER else latest

@@ -3,10 +3,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from diffusion_operator.api.adapter import InstanceState
 from diffusion_operator.api.deployment_spec import ColdMode, DeploymentSpec, SleepLevel, SleepPolicy
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import Verdict, verdict
+from diffusion_operator.plan.adapters.view import BROKEN, CROWDED, EVICTED, READY, REFUSED, WAKEABLE, WANTED
 from diffusion_operator.plan.observed.children import children_ready
 from diffusion_operator.plan.observed.control_security import control_secured
 from diffusion_operator.plan.observed.replica_state import Group, Problem
@@ -20,7 +20,7 @@ _READY_PROBLEMS = (
     Problem.MODEL_ERROR, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER, Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE,
     Problem.POD_FAILED, Problem.NODE_LOST, Problem.VERIFICATION_FAILED, Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST,
 )  # fmt: skip
-"""What keeps a replica from ever being ready, most telling first."""
+"""Problems that keep a replica from ever being ready, the most informative first."""
 
 _WAKE_PROBLEMS = (Problem.WAKE_FAILED, Problem.INSUFFICIENT_MEMORY)
 
@@ -39,6 +39,8 @@ _DEGRADED_REASONS = {
     Problem.IMAGE_PULL: "ReplicaFailed",
 }
 _MESSAGE_LIMIT = 1500
+QUOTA = "exceeded quota"
+"""Words of the API server's refusal."""
 
 
 def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
@@ -104,7 +106,7 @@ def _not_serving(now: Situation) -> Verdict:
 def available(now: Situation) -> Verdict:
     if now.spec.suspend:
         return verdict("Available", False, "Suspended", _suspended(now))
-    enough = max(1, now.wanted - max_unavailable(now.spec.rollout))  # so many may be missing, as while they are replaced
+    enough = max(1, now.wanted - max_unavailable(now.spec.rollout, now.wanted))  # so many may be missing, as while they are replaced
     text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}, {enough} are enough"
     if now.serving and now.serving + now.wakeable >= enough:
         return verdict("Available", True, "MinimumAvailable", text)
@@ -127,7 +129,8 @@ def progressing(now: Situation) -> Verdict:
     if stuck is not None and stuck.problem is not None:
         return verdict("Progressing", False, stuck.problem.value, _about(stuck))
     if now.outdated:
-        return verdict("Progressing", True, "RolloutProgressing", _rolled_out(now) + _others(now))
+        why = f"; no pod is made: {now.pods_wait_for}" if now.pods_wait_for else ""
+        return verdict("Progressing", True, "RolloutProgressing", _rolled_out(now) + why + _others(now))
     if missing:
         why = now.pods_wait_for or now.refusal
         text = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {why}" if why else "")
@@ -150,7 +153,7 @@ def scheduled(now: Situation) -> Verdict:
         text = f"{gated} of {now.wanted} replicas wait behind a scheduling gate, as one of Kueue's until its queue has quota"
         return verdict("Scheduled", False, "WaitingForQuota", text)
     if now.refusal:
-        return verdict("Scheduled", False, "QuotaExceeded" if "exceeded quota" in now.refusal else "PodsRefused", now.refusal)
+        return verdict("Scheduled", False, "QuotaExceeded" if QUOTA in now.refusal else "PodsRefused", now.refusal)
     if len(now.groups) < now.wanted or not all(group.pod.scheduled for group in now.groups):
         return verdict("Scheduled", None, "Scheduling", "not every replica's pod has been looked at by the scheduler")
     return verdict("Scheduled", True, "AllScheduled", f"{len(now.groups)} of {now.wanted} replicas have a node")
@@ -180,7 +183,7 @@ def _awake(now: Situation) -> tuple[bool, str, str]:
 
 
 def _sleep_advice(spec: DeploymentSpec) -> Iterator[str]:
-    """What the schema cannot refuse and somebody should know."""
+    """Yield advice on sleep settings that are valid but unwise."""
     sleep = spec.sleep
     if sleep.policy is SleepPolicy.ON_IDLE and sleep.min_awake > spec.replicas:
         yield f"spec.sleep.minAwake is {sleep.min_awake} and spec.replicas {spec.replicas}: none sleeps"
@@ -189,32 +192,24 @@ def _sleep_advice(spec: DeploymentSpec) -> Iterator[str]:
 
 
 def adapters_ready(now: Situation) -> Verdict:
-    views = now.adapters.views
-    if not views:
+    tally = now.adapters.tally
+    if not tally.views:
         return verdict("AdaptersReady", True, "NoAdapters", "no LoRAAdapter refers to this object")
-    crowded = [view for view in views if view.decision.reason == "CapacityExceeded"]
-    if crowded:
-        return verdict(
-            "AdaptersReady", False, "CapacityExceeded", _named(crowded[0].decision.adapter.metadata.name, crowded[0].decision.message)
-        )
+    crowded = tally.first(CROWDED)
+    if crowded is not None:
+        text = _named(crowded.decision.adapter.metadata.name, crowded.decision.message)
+        return verdict("AdaptersReady", False, "CapacityExceeded", text)
     if now.spec.suspend:
         return verdict("AdaptersReady", False, "Deferred", _suspended(now))
-    refused = [view for view in views if not view.decision.accepted]
-    broken = [view for view in views if view.count(InstanceState.FAILED)]
-    if refused or broken:
-        names = ", ".join(view.decision.adapter.metadata.name for view in refused + broken)
-        return verdict("AdaptersReady", False, "SomeFailed", f"see the status of LoRAAdapter {names}")
-    evicted = [view for view in views if view.evicted]
-    if evicted:
-        names = ", ".join(view.decision.adapter.metadata.name for view in evicted)
-        text = f"{names}: out of memory, and spec.lora.onMissing is Reject; {now.spec.lora.cached} fit (spec.lora.maxCached)"
-        return verdict("AdaptersReady", False, "CapacityExceeded", text)
-    wanted = [view for view in views if view.decision.desired is not None]
-    behind = [view for view in wanted if not view.ready and not view.wakeable]
-    if not behind:
-        who = "every awake replica serves" if any(view.ready for view in wanted) else "each replica will serve once a request wakes it"
-        return verdict("AdaptersReady", True, "AllReady", f"{who} {len(wanted)} adapters")
-    names = ", ".join(view.decision.adapter.metadata.name for view in behind)
+    if tally.count(REFUSED | BROKEN):
+        return verdict("AdaptersReady", False, "SomeFailed", f"see the status of LoRAAdapter {tally.names(REFUSED | BROKEN)}")
+    if tally.count(EVICTED):
+        text = f"out of memory, and spec.lora.onMissing is Reject; {now.spec.lora.cached} fit (spec.lora.maxCached)"
+        return verdict("AdaptersReady", False, "CapacityExceeded", f"{tally.names(EVICTED)}: {text}")
+    if not tally.count(WANTED, none_of=READY | WAKEABLE):
+        who = "every awake replica serves" if tally.count(READY) else "each replica will serve once a request wakes it"
+        return verdict("AdaptersReady", True, "AllReady", f"{who} {tally.count(WANTED)} adapters")
+    names = tally.names(WANTED, none_of=READY | WAKEABLE)
     if now.groups and not now.count(ReplicaState.AWAKE, ReplicaState.VERIFYING):
         return verdict("AdaptersReady", False, "Deferred", f"{names}: loaded before a replica is awake again")
     return verdict("AdaptersReady", False, "Loading", f"{names}: not yet on every awake replica")
@@ -225,6 +220,10 @@ def degraded(now: Situation) -> Verdict:
         found = next((group for group in now.groups if group.problem is problem), None)
         if found is not None:
             return verdict("Degraded", True, reason, _about(found))
+    if now.pods_wait_for:
+        return verdict("Degraded", True, "ChildrenNotReady", f"no pod is made: {now.pods_wait_for}")
+    if now.refusal and len(now.groups) < now.wanted:
+        return verdict("Degraded", True, "QuotaExceeded" if QUOTA in now.refusal else "PodsRefused", now.refusal)
     return verdict("Degraded", False, "AsExpected", "")
 
 
@@ -263,13 +262,13 @@ def _wakes(now: Situation) -> str:
 
 
 def _unprobed(now: Situation) -> str:
-    """The engine is ready and the kubelet does not say so: for a moment after a start, or because the data port does not answer."""
+    """Explain an engine that is ready before the kubelet reports it: just started, or its data port does not answer."""
     indices = [str(group.index) for group in now.groups if group.state is ReplicaState.AWAKE and not group.pod.ready]
     return f"; the readiness probe of replica {', '.join(indices)} does not pass" if indices else ""
 
 
 def _others(now: Situation) -> str:
-    """What is said about replicas that have something to say, as a tail to a sentence."""
+    """Return a tail for a message: the replicas that have a problem of their own."""
     about = _talkative(now.groups)
     return f"; {about}"[:_MESSAGE_LIMIT] if about else ""
 

@@ -28,7 +28,7 @@ def deployment_status(
     made: Sequence[CreatePod],
     now: datetime,
 ) -> DeploymentStatus:
-    """`groups` has the terminating ones too, `situation` only what counts; `made` are asked for in this pass."""
+    """Compute the status. `groups` includes terminating ones, `situation` only those that count; `made` are pods created in this pass."""
     name, before = deployment.metadata.name, deployment.status
     count = situation.count
     shown, truncated = truncate_groups((*(group_status(group) for group in groups), *_between_pods(before, groups, made)))
@@ -50,7 +50,7 @@ def deployment_status(
         rollout=situation.progress.record,
         model=situation.resolution.model,
         endpoints=EndpointsStatus(url=_url(deployment) if not situation.no_service else None),
-        adapters=situation.adapters.summary,
+        adapters=situation.adapters.tally.summary,
         held=held_requests(situation.groups),
         last_request_time=last_request_time(situation.groups, before=before.last_request_time, now=now),
         sleep_eligible_time=sleep_eligible_time(
@@ -71,8 +71,8 @@ def _url(deployment: DiffusionDeployment) -> str:
 
 
 def _between_pods(before: DeploymentStatus, groups: Sequence[Group], made: Sequence[CreatePod]) -> Iterator[ReplicaStatus]:
-    """What is known of the failures of a replica whose pod is gone and whose next one is not there yet. With another template they do
-    not count, and the last one is still told."""
+    """Keep the failures of a replica whose pod is gone and not replaced yet. With another template they no longer count, but the last one
+    is still shown."""
     present, coming = {group.index for group in groups}, {action.index for action in made}
     for known in before.replica_states:
         if known.index in coming - present and (known.failures or known.last_failure):
@@ -106,11 +106,19 @@ def group_status(group: Group) -> ReplicaStatus:
         generation=group.document.generation if group.document else None,
         last_rank_loss=_last_rank_loss(group),
         last_operation=_last_operation(group),
+        control_proven=_control_proven(group),
     )
 
 
+def _control_proven(group: Group) -> bool | None:
+    """Return True from the first proof of the pod's worker on. A worker that names its pod has a version that can prove itself."""
+    document, before = group.document, group.previous
+    known = before is not None and before.leader_pod == group.pod.name and before.control_proven
+    return True if known or (document is not None and document.pod_uid == group.pod.uid) else None
+
+
 def _last_operation(group: Group) -> OperationStatus | None:
-    """Of this server process, or the last one known of it while it does not answer."""
+    """Return the last operation of this server process, or the last known one while it does not answer."""
     last = group.document.last_operation if group.document is not None else None
     if group.document is None:
         return group.previous.last_operation if group.previous is not None and group.live else None
@@ -120,7 +128,7 @@ def _last_operation(group: Group) -> OperationStatus | None:
     return OperationStatus(
         id=last.operation_id[:128],
         kind=last.kind,
-        level=last.level,
+        level=last.level if last.level is not None and last.level.known else None,  # the schema takes no other word
         seconds=f"{last.seconds:.3f}",
         bytes=last.freed_bytes if last.kind == "sleep" else size,
         code=last.error.code if last.error is not None else None,
@@ -129,6 +137,6 @@ def _last_operation(group: Group) -> OperationStatus | None:
 
 
 def _last_rank_loss(group: Group) -> str | None:
-    """As the server process tells it; a new one knows of none."""
+    """Return the last loss that this server process reports; a new process reports none."""
     loss = group.document.last_loss if group.document else None
     return f"{loss.fault}: {loss.message}"[:1024] if loss else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the status of a deployment is computed from, and what several of its conditions count."""
+"""Inputs of a deployment's status, and counts that several of its conditions use."""
 
 import msgspec
 
@@ -36,8 +36,8 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def pods_wait_for(self) -> str:
-        """Return why no pod can be made; empty where one can, or none is missing."""
-        return pods_wait_for(self.children) if len(self.groups) < self.wanted else ""
+        """Return why no pod can be made; empty where one can, or where none is missing or to be replaced."""
+        return pods_wait_for(self.children) if len(self.groups) < self.wanted or self.outdated else ""
 
     @property
     def no_service(self) -> str:

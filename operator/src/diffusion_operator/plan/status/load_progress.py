@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a replica is that is not ready yet: by its pod until the worker answers, then by what that says. Nothing is guessed."""
+"""Load progress of a replica that is not ready: from its pod until the worker answers, then from the worker's report. Nothing is
+guessed."""
 
 from diffusion_operator.api.deployment_status import LoadStatus, ReplicaState
 from diffusion_operator.plan.observed.replica_state import IMAGE_REASONS, Group
@@ -26,7 +27,7 @@ def load_status(group: Group) -> LoadStatus | None:
 
 
 def _pulling(group: Group) -> LoadStatus | None:
-    """A container that is being created waits for its volumes or for its image; for the image once its pod has all else."""
+    """Return Pulling if a container waits for its image, which it does once its volumes are ready."""
     pod = group.pod
     creating = pod.container.waiting_reason == "ContainerCreating" and pod.set_up_at is not None
     if creating or pod.container.waiting_reason in IMAGE_REASONS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a status small enough for etcd, whatever replicas and workers have to say: 1.5 MiB is the most that it takes of an object.
 
-What is left out is only detail. Counters are of all replicas.
+Only details are left out. Counters are of all replicas.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ import msgspec
 
 from diffusion_operator.api.deployment_status import FailureStatus, OperationStatus, ReplicaStatus
 
-GROUPS_SHOWN = 64  # as the schema has it
+GROUPS_SHOWN = 64  # the schema's bound
 GROUPS_BYTES = 256 << 10
 StatusWithMessage = TypeVar("StatusWithMessage", FailureStatus, OperationStatus)
 _SHORTER = (512, 128, 32)  # characters, of up to four bytes; the last fits in any case
 
 
 def truncate_groups(groups: Sequence[ReplicaStatus]) -> tuple[tuple[ReplicaStatus, ...], bool]:
-    """The records that are shown, by index, and whether that is not everything. Those with something to tell come before the others."""
+    """Return the records to show, by index, and whether some were left out. Those with something to tell come before the others."""
     shown = sorted(sorted(groups, key=_silent)[:GROUPS_SHOWN], key=lambda group: group.index)
     whole = len(shown) == len(groups)
     for limit in _SHORTER:

@@ -3,16 +3,19 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState, ProblemReport, Residency
 from diffusion_worker.errors import RequestError
-from diffusion_worker.messages import LoadedLoRA
+from diffusion_worker.lora.identity import contradicts
+from diffusion_worker.messages import AdapterIdentity, LoadedLoRA
 from diffusion_worker.sources.fetching import Fetched
 
 LOADING = (AdapterState.FETCHING, AdapterState.LOADING)
-# How long an adapter tells that a wake found it wrong: for somebody to see it, and whether it comes again.
+# Seconds for which an adapter reports that a wake found it wrong, so that somebody can see it.
 TELL_WRONG_S = 600.0
 
 
@@ -26,10 +29,10 @@ class Load:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.done.add_done_callback(lambda done: done.exception())  # it may fail when nobody waits any more
         self.task: asyncio.Task[None] | None = None
-        # The ranks are told already: what they answer has to be heard.
+        # The ranks have their call already, and their answer must be awaited.
         self.registering = False
         self.waits_for_room = False
-        # Why nobody wants it any more.
+        # The error of an adapter that is no longer wanted.
         self.superseded: RequestError | None = None
 
     def end(self, error: RequestError | None = None) -> None:
@@ -58,25 +61,35 @@ class Usage:
         self.last_s: float | None = None
 
     def add(self) -> None:
-        """One more, now."""
+        """Count another event at the present time."""
         self.requests += 1
         self.last_s = time.monotonic()
 
 
-class Adapter:
-    """One content of an adapter's name. The same name with other bytes is another one; each load has another id."""
+def _ignore(adapter: "Adapter") -> None:
+    pass
 
-    def __init__(self, name: str, call: AdapterCall, *, usage: Usage) -> None:
+
+class Adapter:
+    """A version of an adapter's content under its name. The same name with other bytes is another one; each load has another id.
+
+    `on_touched` hears of everything that its record may show, so that nobody need compare the records of all adapters.
+    """
+
+    _on_touched: "Callable[[Adapter], None]"
+
+    def __init__(self, name: str, call: AdapterCall, *, usage: Usage, on_touched: "Callable[[Adapter], None]" = _ignore) -> None:
+        object.__setattr__(self, "_on_touched", on_touched)
         self.name = name
         self.call = call
         self.usage = usage
         self.lora_int_id = 0
         self.state = AdapterState.FETCHING
-        # What the last load found; kept while it is `Cached`.
+        # The result of the last load; kept while it is `Cached`.
         self.loaded: LoadedLoRA | None = None
-        # By rank, what each tells of it when all is well: recorded at the load, compared after every wake.
+        # Each rank's report of the adapter, recorded at the load and compared after every wake.
         self.kept: list[str] = []
-        # Of the last load that succeeded.
+        # Seconds of the last load that succeeded.
         self.load_s: float | None = None
         # When a wake last found that to be otherwise.
         self.found_wrong_s: float | None = None
@@ -88,7 +101,7 @@ class Adapter:
         self.registered = False
         # It may be evicted by the load that runs: until that is over nobody may take it.
         self.going = False
-        # Its weights are about to leave the ranks: a new generation of them is not to have it.
+        # Set before the weights leave the ranks: a new generation must not get it.
         self.unloading = False
         self.users: set[str] = set()
         self.unused = asyncio.Event()
@@ -98,14 +111,18 @@ class Adapter:
         # The order of use and of loads.
         self.touched = 0
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        self._on_touched(self)
+
     @property
     def usable(self) -> bool:
-        """Whether a request may take it now."""
+        """Return whether a request may use it now."""
         return self.state is AdapterState.LOADED and not self.going
 
     @property
     def serves(self) -> bool:
-        """Whether its name has something that would be served, were the ranks awake."""
+        """Return whether its name could be served if the ranks were awake."""
         return self.state is AdapterState.LOADED or (self.state is AdapterState.DEFERRED and self.loaded is not None)
 
     @property
@@ -115,23 +132,34 @@ class Adapter:
         return self.loaded.digest
 
     @property
+    def identity(self) -> AdapterIdentity:
+        """Effect of a loaded adapter."""
+        assert self.loaded is not None, "only loaded adapters are used"
+        return self.loaded.identity
+
+    @property
+    def pinned_identity(self) -> str | None:
+        """The identity that every load of it must find, but for one by another converter."""
+        return self.loaded.identity if self.loaded else self.call.identity
+
+    @property
     def pinned(self) -> str | None:
         """The digest that every load of it must find."""
         return self.loaded.digest if self.loaded else self.call.digest
 
     @property
     def resident(self) -> bool:
-        """Whether it is never evicted."""
+        """Return whether it is never evicted."""
         return self.call.residency is Residency.RESIDENT
 
     def copy_key(self) -> tuple[object, ...]:
         """Adapters of one key are one copy on the ranks."""
         if self.loaded is None:
             return (self.lora_int_id,)
-        return (self.loaded.digest, self.loaded.alpha, *sorted(self.loaded.components))
+        return (self.loaded.identity,)
 
     def is_content(self, call: AdapterCall) -> bool:
-        """Whether it is what a call asks for, but for its scale, residency and priority.
+        """Return whether it matches a call, regardless of scale, residency and priority.
 
         With a digest that decides, and without one the source; but what was in memory once may be others' bytes by now.
         """
@@ -140,18 +168,30 @@ class Adapter:
             return False
         if loaded and (call.format not in (None, loaded.format) or call.expected_rank not in (None, loaded.rank)):
             return False
+        if loaded and contradicts(loaded.identity, call.identity):
+            return False
         if call.digest is not None:
             return call.digest == self.pinned
         return call.source == self.call.source and not (loaded and self._may_have_changed())
 
+    def may_be_behind(self, call: AdapterCall) -> bool:
+        """Return whether it is what a call asks for, as far as is known without a look at the source, which may have changed."""
+        loaded = self.state is AdapterState.LOADED and self.fetched is not None
+        return loaded and self.is_content(call) and not self.is_exactly(call)
+
+    def is_exactly(self, call: AdapterCall) -> bool:
+        """Return whether a call names all of what was loaded, so that nobody need look at the source."""
+        loaded = self.loaded
+        return loaded is not None and (call.digest, call.identity) == (loaded.digest, loaded.identity)
+
     def _may_have_changed(self) -> bool:
-        """Whether its file may be another one than was loaded, and is to be read again; one that is deferred lies as it was fetched."""
+        """Return whether its file may differ from the loaded one and must be read again; a deferred file stays as fetched."""
         in_place = self.fetched is None or self.fetched.digest is None
         return self.state is AdapterState.CACHED or (self.state is AdapterState.DEFERRED and in_place)
 
     def describe(self, call: AdapterCall) -> None:
         """Take over what of a call needs no load."""
-        self.call = msgspec.structs.replace(call, digest=call.digest or self.call.digest)
+        self.call = msgspec.structs.replace(call, digest=call.digest or self.call.digest, identity=call.identity or self.call.identity)
         if self.state is AdapterState.LOADED:
             self.error = None
 
@@ -160,15 +200,17 @@ class Adapter:
         self.users.add(request_id)
         self.unused.clear()
         self.usage.add()
+        self._on_touched(self)
 
     def let_go(self, request_id: str) -> None:
         """A request uses it no more."""
         self.users.discard(request_id)
         if not self.users:
             self.unused.set()
+        self._on_touched(self)
 
     def _digest_on_disk(self) -> str | None:
-        """Of one whose file was looked at, and that no rank has read yet."""
+        """Return the digest of a file that was inspected and that no rank has read yet."""
         return self.fetched.digest if self.fetched and self.state is AdapterState.DEFERRED else None
 
     def document(self, ranks: int) -> AdapterDocument:
@@ -178,6 +220,7 @@ class Adapter:
         return AdapterDocument(
             name=self.name,
             digest=loaded.digest if loaded else self._digest_on_disk(),
+            identity=loaded.identity if loaded else None,
             source=self.call.source,
             state=self.state,
             scale=self.call.scale,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives ranks that come back their adapters: after a sleep what changed meanwhile, as a new generation all that there were.
 
-While ranks sleep nothing is told to them. What is put then, and after a sleep that discards what was loaded before, is
-`Deferred`: known, with its file kept here, so that nothing is fetched a second time.
+Sleeping ranks receive no calls about adapters. An adapter put then, or lost by a sleep that discards loaded ones, is `Deferred`. It is
+known and its file is kept here, so nothing is fetched a second time.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 # To load an adapter on a new generation of ranks, or too late for a wake, from a file that is here.
 RELOAD_TIMEOUT_S = 120.0
-# Of the time that a wake has left: fetches of what the desired file brings again, and then loads, have to be over by these parts
-# of it. The rest is for the verification: a source that stalls must not cost the wake.
+# Parts of the wake's remaining time by which fetches of newly desired adapters, and then their loads, must be over. The rest is for the
+# verification: a source that stalls must not cost the wake.
 FOLLOW_SHARE = 0.5
 APPLY_SHARE = 0.75
 
 
 class AdapterWaking:
-    """`in_order` is held by whoever tells the ranks of an adapter, `begin` starts a load as a put does.
+    """`in_order` is held during calls to the ranks about an adapter; `begin` starts a load as a put does.
 
     `follow` does what the desired file says by now, within so many seconds.
     """
@@ -71,15 +71,15 @@ class AdapterWaking:
                 self._outcomes.forget(adapter)
 
     def load_when_serving(self) -> None:
-        """What is deferred too late for a wake is loaded once that is over."""
+        """Load adapters that were deferred too late for a wake, once the wake is over."""
         if self._late is None or self._late.done():
             self._late = self._in_background(self._when_serving())
 
     async def reload(self) -> None:
         """Load on a new generation of ranks what was loaded on the last one, under the same ids and with the same bytes.
 
-        One that cannot be loaded any more becomes Failed, and the requests that use it end with AdapterNotLoaded. What is
-        deferred is loaded as well.
+        An adapter that cannot be loaded any more becomes Failed, and the requests that use it end with AdapterNotLoaded. Deferred adapters
+        are loaded as well.
 
         Raises:
             GroupFailed: the new generation is lost as well.
@@ -95,8 +95,8 @@ class AdapterWaking:
     async def apply_deferred(self, deadline_s: float) -> None:
         """Follow the desired file, have what left the table leave the ranks, and all that is deferred loaded, the most wanted first.
 
-        Where there are more than there is room for, the least wanted are `Cached`, as if they had been evicted. One that
-        cannot be loaded, or not in time, is Failed with the reason; a name whose new content fails keeps its old one.
+        If there are more than there is room for, the least wanted are `Cached`, as if they had been evicted. An adapter that cannot be
+        loaded in time is Failed with the reason. A name whose new content fails keeps its old one.
 
         Raises:
             GroupFailed: the ranks are lost.
@@ -108,7 +108,7 @@ class AdapterWaking:
     async def load_again(self, lora_int_ids: Collection[int], timeout_s: float) -> None:
         """Have awake ranks forget these, all of them first as some may share a copy, and load from their files what the table has.
 
-        One that cannot be loaded becomes Failed.
+        An adapter that cannot be loaded becomes Failed.
 
         Raises:
             RequestError: the ranks do not forget one. GroupFailed: they are lost.
@@ -162,7 +162,7 @@ class AdapterWaking:
             loaded = await self._tell.add_for(adapter, victims, timeout_s=left_s)
         except RequestError as error:
             log.error("adapter=%s not loaded after the sleep code=%s: %s", adapter.name, error.code, error.message)
-            adapter.loaded = None  # as one that never was: it is Failed, whatever the reason
+            adapter.loaded = None  # like an adapter that never loaded: it is Failed, whatever the reason
             self._outcomes.failed(adapter, load, error)
         except BaseException as error:
             adapter.load, adapter.state = None, AdapterState.DEFERRED

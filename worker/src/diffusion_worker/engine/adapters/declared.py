@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters that a server knows from its options and from the desired file: at its start, and again when it wakes.
+"""The adapters that a server knows from its options and from the mounted files: at its start, and again when it wakes.
 
-The file and calls do not fight. Of a file that was read before only what changed in it counts, and of that only what no call
-spoke of after the file was written: a mounted file lags behind the calls of whoever writes it, and whichever is newer is right.
-So what only a call brought stays, and what a call took away does not come back by a file that has it still.
+All are known from then on, and the most wanted ones are loaded: as many as the ranks' memory has room for.
+
+Files and calls do not fight: mounted files lag behind the calls of their writer, and the newer word is right. Files that were read before
+count where they changed, and for names of which no call spoke since. So an adapter that only a call brought stays, and what a call took
+away stays away.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.adapters.desired_files import DesiredFiles
 from diffusion_worker.engine.adapters.loading import AdapterLoader
-from diffusion_worker.engine.state.state_document import AdapterCall, DesiredAdapter, DesiredState, Residency
+from diffusion_worker.engine.state.state_document import AdapterCall, DesiredAdapter, DesiredState, ProblemReport
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.parsing import parse_source
 
@@ -23,25 +26,30 @@ log = logging.getLogger(__name__)
 
 # Sources that are asked side by side.
 FETCHES = 4
+# The kubelet brings each file by itself. A shard that is not as the main file names it is waited for so long, and looked at this often.
+FILE_PATIENCE_S = 120.0
+FILE_LOOK_S = 1.0
+# And this often afterwards.
+FILE_LATER_LOOK_S = 30.0
 
 Call = tuple[str, AdapterCall]
 
 
 class Changes(NamedTuple):
-    """What a file says that the one before it did not."""
+    """Differences of files from those before them."""
 
     removed: list[str]
     put: list[DesiredAdapter]
 
 
 def changes(before: Sequence[DesiredAdapter], after: Sequence[DesiredAdapter]) -> Changes:
-    """What became of the adapters of a file. Pure."""
+    """Return what became of the adapters of the files. Pure."""
     old, new = ({adapter.name: adapter for adapter in adapters} for adapters in (before, after))
     return Changes([name for name in old if name not in new], [adapter for name, adapter in new.items() if old.get(name) != adapter])
 
 
 class DeclaredAdapters:
-    """Keeps a loader's adapters as options and file declare them; `desired` is what the file says now."""
+    """Keeps a loader's adapters as options and files declare them; `desired` is what the main file says now."""
 
     def __init__(
         self,
@@ -51,54 +59,113 @@ class DeclaredAdapters:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        # The reason why some adapters of the files may be missing here.
+        self.problem: ProblemReport | None = None
         self._loader = loader
         self._config = config
         self._desired = desired
         self._clock = clock
-        self._followed: list[DesiredAdapter] = []
-        # When a call last spoke of a name, on the clock of the file's time.
+        self._files = DesiredFiles(config.desired_path)
+        self._followed: dict[str, DesiredAdapter] = {}
+        # When a call last spoke of a name, on the clock of the files' time.
         self._called_at_s: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: asyncio.Task[None] | None = None
 
     def called(self, name: str) -> None:
         """A call of the control port speaks of a name."""
         if self._config.desired_path is not None:
             self._called_at_s[name] = self._clock()
 
-    async def load_at_start(self) -> None:
-        """Try every adapter once; one that fails is kept as Failed and keeps nothing else from serving.
+    async def load_at_start(self, deadline_s: float) -> None:
+        """Try the most wanted adapters once; one that fails is kept as Failed and keeps nothing else from serving.
 
-        Where there are more than fit in memory, the most wanted ones come last and so are there in the end.
+        Shards that the kubelet has not brought yet are waited for. A load that is not over at the deadline goes on beside what serves.
 
         Raises:
             ConfigError: an option's source cannot be read.
         """
-        self._followed = self._desired().adapters
-        calls = [(name, _call(self._config, source)) for name, source in self._config.preload_loras.items()]
-        calls += [(wanted.name, _desired_call(wanted, wanted.load_timeout_seconds)) for wanted in self._followed]
-        calls.sort(key=lambda each: (each[1].residency is Residency.RESIDENT, each[1].priority))
-        await self._put(calls)
+        until_s = asyncio.get_running_loop().time() + deadline_s
+        options = {name: _call(self._config, source) for name, source in self._config.preload_loras.items()}
+        await self._take_up(options)
+        if self._waiting is not None:
+            await asyncio.wait([self._waiting], timeout=min(FILE_PATIENCE_S, deadline_s))
+        if loading := self._tasks - {self._waiting}:
+            _, late = await asyncio.wait(loading, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
+            if late:
+                log.error("adapters are not all loaded within the %.0f s of the start: they come beside what serves", deadline_s)
 
     async def follow(self, deadline_s: float) -> None:
-        """Do what the file says by now, where it changed; what is new in it is fetched within the deadline."""
-        written_s = _written_s(self._config.desired_path)
-        after = self._desired().adapters
-        removed, put = changes(self._followed, after)
+        """Do what the files say by now, where they changed; what is new in them is fetched within the deadline."""
+        before = set(self._tasks)
+        await self._take_up({})
+        if loading := self._tasks - before - {self._waiting}:
+            _, late = await asyncio.wait(loading, timeout=deadline_s)
+            if late:
+                # Their fetches go on, and what they bring is loaded beside what serves then.
+                log.error("adapters of the desired files are not all here after %.1f s", deadline_s)
+
+    def end(self) -> None:
+        """Take nothing up any more."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _take_up(self, options: dict[str, AdapterCall]) -> None:
+        """Read the files, remove and know what they say, and begin to load; wait in the background for shards that are not there."""
+        missing = await self._follow_files(options)
+        if missing and (self._waiting is None or self._waiting.done()):
+            self._waiting = self._in_background(self._wait_for_files(missing))
+
+    async def _wait_for_files(self, missing: dict[str, str]) -> None:
+        """Follow each shard as it comes. After a while that is a problem, which is over when all are there."""
+        began_s = asyncio.get_running_loop().time()
+        while missing:
+            waited_s = asyncio.get_running_loop().time() - began_s
+            if waited_s >= FILE_PATIENCE_S and self.problem is None:
+                reasons = "; ".join(missing.values())
+                message = f"mounted adapters did not come within {FILE_PATIENCE_S:.0f} s and are left to calls: {reasons}"
+                log.error("%s", message)
+                self.problem = ProblemReport(ErrorCode.DIGEST_MISMATCH, message)
+            await asyncio.sleep(FILE_LOOK_S if waited_s < FILE_PATIENCE_S else FILE_LATER_LOOK_S)
+            missing = await self._follow_files({})
+        self.problem = None
+
+    async def _follow_files(self, options: dict[str, AdapterCall]) -> dict[str, str]:
+        """Do what changed since the files were read last, and return the files that are not as they are named, with the reason.
+
+        The content of such a file is not known, so nothing is removed before all are there.
+        """
+        written_s, main = _written_s(self._config.desired_path), self._desired()
+        after, missing = self._files.read(main)
+        if missing:
+            after = {**self._followed, **after}
+        removed, put = changes([*self._followed.values()], [*after.values()])
         self._followed = after
         for name in removed:
             if self._is_older(name, written_s):
                 await self._remove(name)
-        calls = [(each.name, _desired_call(each, each.load_timeout_seconds)) for each in put if self._is_older(each.name, written_s)]
+        calls = {each.name: _desired_call(each) for each in put if self._is_older(each.name, written_s)}
         self._called_at_s = {name: at_s for name, at_s in self._called_at_s.items() if at_s >= written_s}
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._put(calls)
-        except TimeoutError:
-            # Their fetches go on, and what they bring is loaded beside what serves then.
-            log.error("adapters of the desired file are not all here after %.1f s", deadline_s)
+        chosen = self._known(calls | {name: call for name, call in options.items() if name not in calls})
+        if chosen:
+            self._in_background(self._put(chosen, written_s))
+        return missing
 
     def _is_older(self, name: str, written_s: float) -> bool:
-        """Whether what calls said of a name is older than the file."""
+        """Return whether what calls said of a name is older than the files."""
         return self._called_at_s.get(name, -1.0) < written_s
+
+    def _known(self, calls: dict[str, AdapterCall]) -> list[Call]:
+        """Have all of these known, and return those to be loaded now, the most wanted first."""
+        changed = [(name, call) for name, call in calls.items() if self._loader.knows(name)]
+        new = {name: call for name, call in calls.items() if self._may_be(name) and not self._loader.knows(name)}
+        wanted = [(name, new[name]) for name in self._loader.most_wanted(new)]
+        for name, call in new.items():
+            try:
+                self._loader.know(name, call)
+            except RequestError as error:
+                log.error("adapter=%s not loaded code=%s: %s", name, error.code, error.message)
+        return [(name, call) for name, call in wanted if self._loader.knows(name)] + changed
 
     async def _remove(self, name: str) -> None:
         try:
@@ -107,27 +174,43 @@ class DeclaredAdapters:
             if error.code is not ErrorCode.NOT_FOUND:
                 log.error("adapter=%s not unloaded code=%s: %s", name, error.code, error.message)
 
-    async def _put(self, calls: Iterable[Call]) -> None:
-        """Side by side; whatever fails is logged, and with the adapter in the state document."""
-        turns = asyncio.Semaphore(FETCHES)
+    async def _put(self, calls: list[Call], written_s: float) -> None:
+        """Load some side by side; whatever fails is logged, and with the adapter in the state document."""
+        turns, declared = iter(calls), {name: self._followed.get(name) for name, _ in calls}
 
-        async def put(name: str, call: AdapterCall) -> None:
-            async with turns:
+        async def load() -> None:
+            for name, call in turns:
+                if not self._is_older(name, written_s) or self._followed.get(name) != declared.get(name):
+                    continue  # a call, or files that came later, say otherwise
                 try:
                     await self._loader.put(name, call)
                 except RequestError as error:
                     log.error("adapter=%s not loaded code=%s: %s", name, error.code, error.message)
 
-        await asyncio.gather(*(put(name, call) for name, call in calls if self._may_be(name)))
+        await asyncio.gather(*(load() for _ in range(FETCHES)))
 
     def _may_be(self, name: str) -> bool:
         if name == self._config.served_name:
             log.error("adapter=%s not loaded code=%s: the name is that of the base model", name, ErrorCode.CONFLICT)
         return name != self._config.served_name
 
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the desired files could not be followed: %r", error)
+
 
 def _written_s(path: str | None) -> float:
-    """When the file became what it is, by the clock of this machine; never, where there is none."""
+    """Return when the main file became what it is, by the clock of this machine; never, where there is none.
+
+    The kubelet writes all files of a folder again when one of them changes.
+    """
     try:
         return Path(path).stat().st_mtime if path is not None else 0.0
     except OSError:
@@ -138,16 +221,17 @@ def _call(config: WorkerConfig, source: str) -> AdapterCall:
     return AdapterCall(operation_id="start", source=parse_source(source), deadline_seconds=config.lora_load_timeout_s)
 
 
-def _desired_call(wanted: DesiredAdapter, deadline_s: float) -> AdapterCall:
+def _desired_call(wanted: DesiredAdapter) -> AdapterCall:
     return AdapterCall(
         operation_id="desired",
         source=wanted.source,
         digest=wanted.digest,
+        identity=wanted.identity,
         scale=wanted.scale,
         components=wanted.components,
         format=wanted.format,
         expected_rank=wanted.expected_rank,
         residency=wanted.residency,
         priority=wanted.priority,
-        deadline_seconds=deadline_s,
+        deadline_seconds=wanted.load_timeout_seconds,
     )

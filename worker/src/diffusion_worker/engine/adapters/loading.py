@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads and unloads adapters: on all ranks or on none, beside the ones that run, never in the middle of a step.
 
-Files are fetched side by side; the ranks are told of one adapter after the other. Whoever wants an adapter waits for its one
-load. The newest call for a name wins: a load that it makes needless ends with Conflict, and leaves nothing behind.
+Files are fetched side by side; the ranks load one adapter after the other. All waiters for an adapter share its load. The newest call for a
+name wins: a load that it makes needless ends with Conflict, and leaves nothing behind.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from diffusion_worker.engine.adapters.adapter import Adapter, Load
@@ -18,10 +18,11 @@ from diffusion_worker.engine.adapters.outcomes import Abort, AdapterOutcomes
 from diffusion_worker.engine.adapters.table import AdapterTable
 from diffusion_worker.engine.state.lifecycle import EngineLife
 from diffusion_worker.engine.state.rank_calls import CallAll
+from diffusion_worker.engine.state.rank_protocol import Prepare, PreparedAdapter
 from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState, Residency
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import LoadedLoRA
-from diffusion_worker.sources.fetching import Fetcher
+from diffusion_worker.sources.fetching import Fetched, Fetcher
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class AdapterLoader:
         self,
         table: AdapterTable,
         call_all: CallAll,
+        prepare: Prepare,
         fetcher: Fetcher,
         life: EngineLife,
         *,
@@ -54,7 +56,7 @@ class AdapterLoader:
         self._require_serving = require_serving
         self._in_order = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
-        self._tell = AdapterRanks(table, self.loads, call_all, in_background=self._in_background)
+        self._tell = AdapterRanks(table, self.loads, call_all, prepare, in_background=self._in_background)
         self._outcomes = AdapterOutcomes(table, self._tell, self.loads, fetcher, life, abort=abort, in_background=self._in_background)
         self._waking = AdapterWaking(
             table,
@@ -72,8 +74,9 @@ class AdapterLoader:
     async def put(self, name: str, call: AdapterCall) -> AdapterDocument:
         """Have an adapter under a name, loaded unless it is for the first request that wants it.
 
-        What is there with the same content takes over scale, residency and priority. Other content is loaded beside it and
-        then replaces it. While the model sleeps it is fetched and looked at, and loaded before the model serves: Deferred.
+        An adapter with the same content takes over scale, residency and priority. A call that names its digest and identity
+        needs no source; of any other the source is looked at. Other content is loaded beside it and then replaces it. While the
+        model sleeps it is fetched and looked at, and loaded before the model serves: Deferred.
 
         Raises:
             RequestError: InvalidAdapter and the other codes of files and sources, CapacityExceeded, RankFailed, Timeout,
@@ -81,13 +84,32 @@ class AdapterLoader:
                 Failed, with the reason.
         """
         self._table.require_place(name, call)
-        adapter = self._wanted(name, call)
+        adapter = self._wanted(name, call, await self._changed(name, call))
         if not self._is_done(adapter, call):
             await asyncio.shield(self.begin(adapter, call.deadline_seconds, asked=True).done)
         return adapter.document(self._ranks_total)
 
+    def knows(self, name: str) -> bool:
+        """Return whether a name has an adapter, in whatever state."""
+        return self._table.newest(name) is not None
+
+    def most_wanted(self, calls: Mapping[str, AdapterCall]) -> list[str]:
+        """Return the new adapters that are to be loaded now; see `AdapterTable.most_wanted`."""
+        return self._table.most_wanted(calls)
+
+    def know(self, name: str, call: AdapterCall) -> None:
+        """Have a new adapter under a name that is loaded by a request or a later call.
+
+        Raises:
+            RequestError: CapacityExceeded.
+        """
+        self._table.require_place(name, call)
+        adapter = self._table.new(name, call)
+        adapter.state = AdapterState.CACHED
+        self._table.put(adapter)
+
     def begin(self, adapter: Adapter, deadline_s: float, *, asked: bool = False) -> Load:
-        """Begin to load an adapter of the table; the load that runs where one does. Its `done` raises as `put` does."""
+        """Begin to load an adapter of the table; the load that runs where one does. The load's `done` raises as `put` does."""
         if adapter.load is not None:
             adapter.load.asked |= asked
             return adapter.load
@@ -119,7 +141,7 @@ class AdapterLoader:
         await self._waking.load_again(lora_int_ids, timeout_s)
 
     def held(self) -> dict[int, list[str]]:
-        """What each rank told of each adapter when it loaded it, by its id, of those that the ranks are to hold."""
+        """Return each rank's report of each adapter at its load, by id, of those that the ranks should hold."""
         return {adapter.lora_int_id: adapter.kept for adapter in self._table if adapter.registered and adapter.loaded}
 
     async def delete(self, name: str, *, drain_s: float) -> None:
@@ -155,12 +177,43 @@ class AdapterLoader:
             return _is_for_requests(call)
         return adapter.state is AdapterState.LOADED or (adapter.state is AdapterState.DEFERRED and self._outcomes.deferring)
 
-    def _wanted(self, name: str, call: AdapterCall) -> Adapter:
+    async def _changed(self, name: str, call: AdapterCall) -> Fetched | None:
+        """Return what the source of a loaded adapter has by now, where it may be something else; None where it is not, or nobody asks.
+
+        Raises:
+            RequestError: the source cannot be looked at; Conflict, a newer call came meanwhile.
+        """
+        adapter = self._table.newest(name)
+        if adapter is None or call.read_again or not adapter.may_be_behind(call):
+            return None
+        earlier, source = adapter.fetched, call.source
+        assert earlier is not None, "it is read by nobody else"
+        fetched = await self._fetcher.fetch_adapter(
+            source,
+            digest=call.digest,
+            deadline_s=call.deadline_seconds,
+            report=lambda done, total: None,
+            name=name,
+            public_only=call.public_only,
+        )
+        newest = self._table.newest(name)
+        if newest is adapter and fetched.may_differ(earlier):
+            return fetched
+        self._fetcher.release(fetched)
+        if newest is not adapter and (newest is None or not newest.is_content(call)):
+            raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: a newer call came while its source was looked at")
+        return None
+
+    def _wanted(self, name: str, call: AdapterCall, changed: Fetched | None) -> Adapter:
         """The adapter of a call: the newest of its name, the one that has the name, or a new one beside them."""
         newest, current = self._table.newest(name), self._table.get(name)
-        if newest is None or not newest.is_content(call):
+        again = changed is not None or call.read_again
+        if again or newest is None or not newest.is_content(call):
             self._outcomes.discard(self._table.drop_arriving(name), f"adapter {name!r}: a newer call asks for another one")
-            newest = current if current is not None and current.is_content(call) else self._added(name, call)
+            same = not again and current is not None and current.is_content(call)
+            newest = current if same and current is not None else self._added(name, call)
+        if changed is not None:
+            newest.fetched = changed
         newest.describe(call)
         return newest
 
@@ -206,7 +259,8 @@ class AdapterLoader:
         self._table.move()
 
     async def _brought(self, adapter: Adapter, load: Load) -> LoadedLoRA | None:
-        """Fetch, wait for the turn and for room, tell the ranks; all within the deadline. None where the ranks sleep."""
+        """Fetch, prepare, wait for the turn and for room, tell the ranks; all within the deadline. None where the ranks sleep."""
+        prepared: PreparedAdapter | None = None
         try:
             async with asyncio.timeout_at(load.deadline_s) as limit:
                 await self._fetch(adapter, load)
@@ -214,19 +268,29 @@ class AdapterLoader:
                     if self._outcomes.deferring and await self._is_right_unread(adapter, load):
                         return None
                     await self._settled()
-                    async with self._in_order:
-                        if self._outcomes.deferring:
-                            continue
-                        self._require_serving(f"adapter {adapter.name!r}")
-                        victims = self._table.room_for(adapter)
-                        if victims is not None:
-                            load.registering = True
-                            limit.reschedule(None)  # the call has a deadline of its own
-                            return await self._tell.add_for(adapter, victims, timeout_s=max(0.001, _left_s(load)))
+                    if self._outcomes.deferring:
+                        continue
+                    if self._table.room_for(adapter) is not None:
+                        prepared = await self._tell.prepare(adapter, timeout_s=max(0.001, _left_s(load)))
+                        async with self._in_order:
+                            if self._outcomes.deferring:
+                                continue
+                            self._require_serving(f"adapter {adapter.name!r}")
+                            victims = self._table.room_for(adapter)
+                            if victims is not None:
+                                load.registering = True
+                                limit.reschedule(None)  # the call has a deadline of its own
+                                left_s = max(0.001, _left_s(load))
+                                return await self._tell.add_for(adapter, victims, timeout_s=left_s, prepared=prepared)
+                        # Not kept while it waits: who waits takes no memory.
+                        prepared.close()
                     load.waits_for_room = True
                     await self._table.moved()
         except TimeoutError:
             raise self._too_late(adapter, load) from None
+        finally:
+            if prepared is not None:
+                prepared.close()
 
     async def _fetch(self, adapter: Adapter, load: Load) -> None:
         if adapter.fetched is None:
@@ -236,7 +300,12 @@ class AdapterLoader:
                 adapter.progress = done, total
 
             adapter.fetched = await self._fetcher.fetch_adapter(
-                adapter.call.source, digest=adapter.pinned, deadline_s=_left_s(load), report=report, name=adapter.name
+                adapter.call.source,
+                digest=adapter.pinned,
+                deadline_s=_left_s(load),
+                report=report,
+                name=adapter.name,
+                public_only=adapter.call.public_only,
             )
             if adapter.progress is not None:
                 self.loads.fetch_durations.observe(time.monotonic() - started)
@@ -244,7 +313,7 @@ class AdapterLoader:
         adapter.state = AdapterState.LOADING
 
     async def _is_right_unread(self, adapter: Adapter, load: Load) -> bool:
-        """For ranks that sleep: whether nothing is wrong as far as it can be told without them, and they still sleep."""
+        """Return whether the ranks still sleep, and the file passes every check that needs no rank."""
         if not load.asked:
             self._require_serving(f"adapter {adapter.name!r}")
         assert adapter.fetched is not None

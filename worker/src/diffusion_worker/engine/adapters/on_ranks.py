@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks are told of adapters: all of them load one or none does, and what goes for it is known to the table."""
+"""Adapter calls to the ranks: all of them load an adapter or none does, and the table learns of evictions."""
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from diffusion_worker.engine.adapters.adapter import Adapter
 from diffusion_worker.engine.adapters.table import AdapterTable
 from diffusion_worker.engine.state.histogram import Durations
 from diffusion_worker.engine.state.rank_calls import CallAll
+from diffusion_worker.engine.state.rank_protocol import Prepare, PreparedAdapter
 from diffusion_worker.engine.state.state_document import AdapterState
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import LoadedLoRA
@@ -24,12 +26,12 @@ UNLOAD_TIMEOUT_S = 30.0
 
 
 class AdapterLoads:
-    """What became of the loads since the start: their codes, OK among them, how long the successful ones took, and who went."""
+    """Counters of loads since the start: their codes, OK among them, durations of successes, and evictions."""
 
     def __init__(self) -> None:
         self.codes = Counter[str]()
         self.durations = Durations()
-        # Of those that were brought here from elsewhere.
+        # Durations of fetches from elsewhere.
         self.fetch_durations = Durations()
         self.fetched_bytes = 0
         self.evictions = 0
@@ -48,22 +50,31 @@ class AdapterRanks:
         table: AdapterTable,
         loads: AdapterLoads,
         call_all: CallAll,
+        prepare: Prepare,
         *,
         in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._table = table
         self._loads = loads
         self._call_all = call_all
+        self._prepare = prepare
         self._in_background = in_background
         self._undoing: set[asyncio.Task[None]] = set()
 
-    async def add_for(self, adapter: Adapter, victims: Sequence[Adapter], *, timeout_s: float) -> LoadedLoRA:
+    async def prepare(self, adapter: Adapter, *, timeout_s: float) -> PreparedAdapter:
+        """Have its files read, checked and laid out, beside the ranks; raises RequestError."""
+        return await self._prepare(self._request(adapter), self._options(adapter), timeout_s=timeout_s)
+
+    async def add_for(
+        self, adapter: Adapter, victims: Sequence[Adapter], *, timeout_s: float, prepared: PreparedAdapter | None = None
+    ) -> LoadedLoRA:
         """Load an adapter; who has to go for it goes once it was found right, or not at all. Raises RequestError, GroupFailed."""
         adapter.registered = True
         for victim in victims:
             victim.going = True
         try:
-            loaded = await self.add(adapter, evict=[victim.lora_int_id for victim in victims], timeout_s=timeout_s)
+            evict = [victim.lora_int_id for victim in victims]
+            loaded = await self.add(adapter, evict=evict, timeout_s=timeout_s, prepared=prepared)
         except RequestError:
             # All ranks or none; where it was not loaded this does nothing. In order behind a load that is late.
             self.undo(adapter, victims)
@@ -76,19 +87,43 @@ class AdapterRanks:
         _stay(victims)
         return loaded
 
-    async def add(self, adapter: Adapter, *, evict: Sequence[int] = (), timeout_s: float) -> LoadedLoRA:
-        """What the ranks found, all the same; raises RequestError, GroupFailed."""
-        call, fetched = adapter.call, adapter.fetched
-        assert fetched is not None, "the ranks only read what is here"
-        request = {"lora_name": adapter.name, "lora_int_id": adapter.lora_int_id, "lora_path": fetched.path}
-        options: dict[str, object] = {"digest": adapter.pinned or fetched.digest, "components": call.components, "evict": list(evict)}
-        options |= {"format": call.format, "expected_rank": call.expected_rank}
-        replies = await self._call_all("add_lora", timeout_s=timeout_s, request=request, options=options)
+    async def add(
+        self, adapter: Adapter, *, evict: Sequence[int] = (), timeout_s: float, prepared: PreparedAdapter | None = None
+    ) -> LoadedLoRA:
+        """Commit what was prepared, which is done here where it was not. The ranks say all the same.
+
+        Raises:
+            RequestError. GroupFailed.
+        """
+        until_s = time.monotonic() + timeout_s
+        if prepared is None:
+            prepared = await self.prepare(adapter, timeout_s=timeout_s)
+        try:
+            replies = await self._call_all(
+                "add_lora",
+                timeout_s=max(0.001, until_s - time.monotonic()),
+                request=self._request(adapter),
+                options=self._options(adapter) | {"evict": list(evict)},
+                parts=prepared.parts,
+            )
+        finally:
+            prepared.close()
         results = [msgspec.msgpack.decode(reply.result or b"", type=LoadedLoRA) for reply in replies]
-        if len({result.digest for result in results}) != 1:
-            raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks read different files")
-        adapter.kept = [f"{result.digest} {result.checksum}" for result in results]
+        if len({(result.identity, *result.evicted) for result in results}) != 1:
+            raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks do not hold the same")
+        adapter.kept = [f"{result.identity} {result.checksum}" for result in results]
         return results[0]
+
+    def _request(self, adapter: Adapter) -> dict[str, object]:
+        fetched = adapter.fetched
+        assert fetched is not None, "only what is here can be read"
+        return {"lora_name": adapter.name, "lora_int_id": adapter.lora_int_id, "lora_path": fetched.path, "lora_root": fetched.root}
+
+    def _options(self, adapter: Adapter) -> dict[str, object]:
+        call, fetched = adapter.call, adapter.fetched
+        digest = adapter.pinned or (fetched.digest if fetched else None)
+        content = {"digest": digest, "identity": adapter.pinned_identity, "components": call.components}
+        return content | {"format": call.format, "expected_rank": call.expected_rank}
 
     def _evicted(self, adapters: Iterable[Adapter]) -> None:
         for adapter in adapters:
@@ -111,9 +146,7 @@ class AdapterRanks:
         try:
             await self.remove(lora_int_id)
             if victims:
-                replies = await self._call_all("list_loras", timeout_s=UNLOAD_TIMEOUT_S)
-                held = msgspec.msgpack.decode(replies[0].result or b"", type=list[int])
-                self._evicted(victim for victim in victims if victim.state is AdapterState.LOADED and victim.lora_int_id not in held)
+                await self._evict_everywhere([victim for victim in victims if victim.state is AdapterState.LOADED])
         except GroupFailed:
             pass  # the ranks that had it are gone
         finally:
@@ -121,6 +154,16 @@ class AdapterRanks:
                 adapter.registered = False
             _stay(victims)
             self._table.move()
+
+    async def _evict_everywhere(self, victims: Sequence[Adapter]) -> None:
+        """Remove victims everywhere that some rank has let go for a load that failed on another."""
+        replies = await self._call_all("list_loras", timeout_s=UNLOAD_TIMEOUT_S)
+        held = [msgspec.msgpack.decode(reply.result or b"", type=list[int]) for reply in replies]
+        gone = [victim for victim in victims if not all(victim.lora_int_id in ids for ids in held)]
+        for victim in gone:
+            if any(victim.lora_int_id in ids for ids in held):
+                await self.remove(victim.lora_int_id)
+        self._evicted(gone)
 
     async def remove(self, lora_int_id: int) -> None:
         """Take an adapter out of memory; nothing happens where it is not there. Raises RequestError, GroupFailed."""

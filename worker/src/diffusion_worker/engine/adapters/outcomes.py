@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of adapters: of one whose load ended well, badly or too late for ranks that sleep, and of one that has to go."""
+"""Outcomes for adapters: a load that succeeded, failed or came too late for sleeping ranks, and a removal."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ class AdapterOutcomes:
 
     @property
     def deferring(self) -> bool:
-        """Whether the ranks sleep, or are not through with waking: what comes for them, and what goes, waits until they are."""
+        """Return whether the ranks sleep or are still waking: additions and removals wait until they serve."""
         return self._life.state_after_restart in DEFERRING
 
     # --- the end of a load ----------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class AdapterOutcomes:
         load.end()
 
     def deferred(self, adapter: Adapter, load: Load) -> None:
-        """Its file is here and the ranks sleep: it is loaded before they serve."""
+        """Keep an adapter's file while the ranks sleep, and load it before they serve."""
         adapter.load = None
         if not self._unwanted(adapter, load):
             adapter.state = AdapterState.DEFERRED
@@ -110,9 +110,10 @@ class AdapterOutcomes:
         """It is in no memory, and nobody but a call tries it again."""
         adapter.state, adapter.error, adapter.loaded = AdapterState.FAILED, problem, None
         self.release(adapter)
+        self._table.failed.add(adapter)
 
     def _unwanted(self, adapter: Adapter, load: Load) -> bool:
-        """Whether a newer call made a load needless that is over now; then nothing of it stays."""
+        """Return whether a newer call made a finished load needless; then nothing of it stays."""
         if load.superseded is None and adapter in self._table:
             return False
         self.release(adapter)
@@ -122,7 +123,7 @@ class AdapterOutcomes:
     # --- names ----------------------------------------------------------------------------------------------------------
 
     def take_name(self, adapter: Adapter) -> None:
-        """What arrived beside the adapter of its name takes its place; requests that use that one have their time."""
+        """Give a name to the adapter loaded beside its old one; requests that use the old one may finish."""
         if self._table.get(adapter.name) is adapter:
             return
         previous = self._table.put(adapter)
@@ -179,7 +180,7 @@ class AdapterOutcomes:
         self._table.move()
 
     async def _awake(self) -> None:
-        """Returns when the ranks can be told of adapters, or the end is near."""
+        """Wait until the ranks accept calls about adapters, or the end is near."""
         while self.deferring:
             await self._life.wait_for_change()
 

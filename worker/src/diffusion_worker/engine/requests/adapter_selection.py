@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters a request is made with: never others than it names, never fewer, and never while one of them is not there."""
+"""Choice of a request's adapters: exactly those it names, and an error while one of them is missing."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ from diffusion_worker.messages import LoRAUse
 RETRY_AFTER_S = 5.0
 # In memory, or so before the model serves again.
 THERE = (AdapterState.LOADED, AdapterState.DEFERRED)
-# What a load says of the whole server, not of its adapter.
+# Errors of a load that concern the whole server, not its adapter.
 OF_THE_SERVER = (ErrorCode.ASLEEP, ErrorCode.BUSY, ErrorCode.STARTING, ErrorCode.TERMINATING, ErrorCode.ENGINE_FAILED)
 
 
@@ -58,17 +58,17 @@ class TakenAdapter(NamedTuple):
 
     @property
     def use(self) -> LoRAUse:
-        """As the ranks are told of it."""
+        """Return the use in the ranks' terms."""
         return LoRAUse(self.adapter.lora_int_id, self.scale)
 
     @property
     def applied(self) -> AppliedAdapter:
-        """As the images tell of it."""
-        return AppliedAdapter(self.adapter.name, self.adapter.digest, self.scale)
+        """Return the use in the terms of an image's provenance."""
+        return AppliedAdapter(self.adapter.name, self.adapter.digest, self.scale, self.adapter.identity)
 
 
 class AdapterWait:
-    """How long one request waits for adapters in all, also where it has to begin again."""
+    """The longest time that a request waits for adapters in all, including restarts."""
 
     def __init__(self) -> None:
         self._until_s: float | None = None
@@ -234,7 +234,7 @@ class AdapterSelection:
 
 
 def _told(adapter: Adapter, error: ProblemReport | RequestError) -> str:
-    """Why a load failed, without where this worker has its files: that is for the control port."""
+    """Describe a load's failure without the worker's file paths, which only the control port may show."""
     message = error.message
     for path in (adapter.call.source.path, adapter.fetched and adapter.fetched.path):
         if path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request can be served, decided before it costs anything. Pure."""
+"""Validation of a request before it costs anything. Pure."""
 
 import math
 
@@ -11,9 +11,9 @@ from diffusion_worker.errors import ConfigError, RequestError, refused
 from diffusion_worker.messages import ModelInfo, Task
 
 MAX_SEED = 2**63 - 1
-# Of an adapter in a request, to either side of 0.
+# Largest strength of an adapter in a request, to either side of 0.
 MAX_LORA_SCALE = 4.0
-# What to send instead where a model does not serve a task, but another one.
+# Alternatives to suggest if a model serves another task than the requested one.
 HINTS = {
     (Task.GENERATE, Task.EDIT): ": it needs an image, send one to /v1/images/edits",
     (Task.GENERATE, Task.INPAINT): ": it needs an image and a mask, send them to /v1/images/edits",
@@ -39,7 +39,7 @@ class AdapterChoice(msgspec.Struct, frozen=True):
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asks for; None means the default. `model` is the served name or that of an adapter."""
+    """A client's parameters; None means the default. `model` is the served name or that of an adapter."""
 
     prompt: str
     model: str | None = None
@@ -59,7 +59,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = Task.GENERATE
     images: list[InputImage] = []
     mask: InputImage | None = None
-    # What the transparency of the first image would be as a mask: for a model that only inpaints.
+    # The first image's transparency as a mask, for a model that only inpaints.
     own_mask: InputImage | None = None
     strength: float | None = None
     previews: int = 0
@@ -73,7 +73,7 @@ def with_own_mask(params: GenerationParams, model: ModelInfo) -> GenerationParam
 
 
 def only_inpaints(model: ModelInfo) -> bool:
-    """Whether an image without a mask is nothing it could edit."""
+    """Return whether the model can only edit images with a mask."""
     return Task.INPAINT in model.tasks and Task.EDIT not in model.tasks
 
 
@@ -126,7 +126,7 @@ def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> 
 
 
 def check_form(params: GenerationParams, limits: RequestLimits) -> None:
-    """What can be said of a request before the model is known; raises RequestError (InvalidRequest)."""
+    """Check a request as far as possible before the model is known; raises RequestError (InvalidRequest)."""
     if not params.prompt.strip():
         raise refused("prompt", "a text", "an empty one")
     if len(params.prompt) > limits.max_prompt_chars:
@@ -144,7 +144,7 @@ def check_form(params: GenerationParams, limits: RequestLimits) -> None:
 
 
 def check_defaults(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> None:
-    """Whether the loaded model can make what requests get by default; raises ConfigError with the option's name."""
+    """Check that the loaded model can make the default request; raises ConfigError with the option's name."""
     if defaults.width is None or defaults.height is None:
         _check_own_size(limits, model)
         return
@@ -207,7 +207,7 @@ def check_served(task: Task, model: ModelInfo) -> None:
 
 
 def _check_images(params: GenerationParams, model: ModelInfo) -> None:
-    """Whether a request has the images that the model takes for its task."""
+    """Check that a request has the images that the model takes for its task."""
     if params.task is Task.GENERATE:
         return
     if not 1 <= len(params.images) <= model.max_input_images:

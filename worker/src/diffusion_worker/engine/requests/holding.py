@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that meet a model which cannot serve them yet: held in their order, or told when to come back.
+"""Requests for a model that cannot serve them yet: held in order, or refused with a time to come back.
 
-`decide` says what becomes of one, purely. `Holding` lets those that are held wait, tells them of it, and asks for a wake where
-the policy says that a request brings one. What a request is, and whether it is valid, is decided before it comes here.
+`decide` says what becomes of one, purely. `Holding` lets those that are held wait, tells them of it, and asks for a wake where the policy
+says that a request brings one. The request is identified and validated before it comes here.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # To come back after, where a state does not say when it ends: a wake is a matter of seconds.
 RETRY_AFTER_S = 5.0
-# So often the places of those that wait are told, and the policy is looked at: both may change while the state does not.
+# Interval of reporting places to waiting requests and of reading the policy: both may change while the state does not.
 LOOK_S = 0.5
 TO_SLEEP = (EngineState.DRAINING, EngineState.SLEEPING, EngineState.ASLEEP)
 
@@ -37,7 +37,7 @@ class NoLongerServing(Exception):
 
 
 class HeldOutcome(enum.StrEnum):
-    """How the wait of a request ended, or why it was not allowed to wait."""
+    """The end of a request's wait, or the reason why it may not wait."""
 
     SERVED = "served"
     TIMED_OUT = "timed_out"
@@ -56,7 +56,7 @@ class ColdSituation(msgspec.Struct, frozen=True):
 
     @property
     def serves(self) -> bool:
-        """Whether requests go to the ranks."""
+        """Return whether requests go to the ranks."""
         return self.state is EngineState.READY
 
     @property
@@ -69,7 +69,7 @@ class ColdSituation(msgspec.Struct, frozen=True):
 
     @property
     def wakes(self) -> bool:
-        """Whether a request is a reason to wake the model now."""
+        """Return whether a request is a reason to wake the model now."""
         return self.cold_state in TO_SLEEP and self.policy is SleepPolicy.ON_IDLE
 
 
@@ -106,7 +106,7 @@ def _retry_after_s(now: ColdSituation) -> float:
 
 
 class Rules(Protocol):
-    """What counts now of sleep, see `sleep_policy.SleepRules`."""
+    """The current rules of sleep, see `sleep_policy.SleepRules`."""
 
     @property
     def policy(self) -> SleepPolicy:
@@ -114,7 +114,7 @@ class Rules(Protocol):
 
     @property
     def cold_requests(self) -> ColdRequests:
-        """What becomes of requests that the model cannot serve yet."""
+        """Return the handling of requests that the model cannot serve yet."""
 
 
 class Life(Protocol):
@@ -122,18 +122,18 @@ class Life(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """As it is shown."""
+        """Return the state as shown."""
 
     @property
     def state_after_restart(self) -> EngineState:
-        """What comes after a restart."""
+        """Return the state after a restart."""
 
     async def wait_for_change(self) -> None:
         """Returns when another state is shown."""
 
 
 class HoldBudget:
-    """One request's way to the ranks. It may have to wait more than once; how long it may is for all of it."""
+    """A request's way to the ranks. It may have to wait more than once; how long it may is for all of it."""
 
     def __init__(self, on_event: Callable[[RequestEvent], None] | None = None) -> None:
         self.on_event = on_event
@@ -141,7 +141,7 @@ class HoldBudget:
 
 
 class HeldRequest(msgspec.Struct, eq=False):
-    """One held request. `go` is done when it may look whether it is served, or with the error that it ends with."""
+    """A held request. `go` is done when it may look whether it is served, or with the error that it ends with."""
 
     go: "asyncio.Future[Exception | None]"
     on_event: Callable[[RequestEvent], None] | None
@@ -151,7 +151,7 @@ class HeldRequest(msgspec.Struct, eq=False):
     outcome: HeldOutcome = HeldOutcome.REFUSED
 
     def tell(self, event: Held) -> None:
-        """Pass on what changed. What its listener raises ends the request."""
+        """Pass on what changed. An exception from its listener ends the request."""
         if self.on_event is None or event == self.told or self.go.done():
             return
         self.told = event
@@ -170,15 +170,25 @@ class HeldRequest(msgspec.Struct, eq=False):
 class Holding:
     """The held requests of one engine, first come, first served. `wake` asks for a wake, returns at once and may be repeated."""
 
-    def __init__(self, life: Life, rules: Rules, *, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        life: Life,
+        rules: Rules,
+        *,
+        wake: Callable[[], None],
+        on_held: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_held` hears of every request that begins to wait."""
         self.outcomes = Counter[HeldOutcome]()
         self.waited = Durations()
         self._life = life
         self._rules = rules
         self._wake = wake
+        self._on_held = on_held
         self._clock = clock
         self._numbers = itertools.count()
-        # By number, so that one that leaves from the middle costs no more than the first.
+        # Places by number, so that leaving from the middle costs no more than leaving first.
         self._places: dict[int, HeldRequest] = {}
         self._watching: asyncio.Task[None] | None = None
 
@@ -188,7 +198,7 @@ class Holding:
         return len(self._places)
 
     def document(self) -> HeldDocument:
-        """How many wait, and for how long."""
+        """Return the number of waiting requests, and their waits."""
         first = next(iter(self._places.values()), None)
         return HeldDocument(self.current, None if first is None else round(self._clock() - first.since_s, 3))
 
@@ -229,16 +239,17 @@ class Holding:
             self._left()
 
     def _begin(self, place: HeldRequest, ahead: int, now: ColdSituation) -> None:
-        """What is done at once for a request that begins to wait."""
+        """Start a request's wait: notify it, and wake the model if the policy says so."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         if not now.serves:
             place.tell(Held(now.cold_state, ahead))
         if now.wakes:
             self._wake()
+        self._on_held()
 
     def _left(self) -> None:
-        """One is gone: the next one's turn."""
+        """Remove a request and let the next one go."""
         if self._places:
             self._release()
         elif self._watching is not None:
@@ -246,7 +257,7 @@ class Holding:
             self._watching = None
 
     async def _turn_of(self, place: HeldRequest) -> None:
-        """The model may sleep again before a request that was told to go could; it keeps its place then."""
+        """The model may sleep again before a released request could run; the request then keeps its place."""
         while True:
             if (error := await place.go) is not None:
                 raise error
@@ -255,7 +266,7 @@ class Holding:
             place.go = _future()
 
     async def _watch(self) -> None:
-        """Look again whenever something may have changed. By a defect all that wait end: nobody else looks after them."""
+        """Look again whenever something may have changed. A defect here ends all waiting requests, because nobody else looks after them."""
         try:
             while True:
                 self.look()

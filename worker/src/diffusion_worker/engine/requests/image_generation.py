@@ -9,19 +9,21 @@ from contextlib import ExitStack
 import msgspec
 
 from diffusion_worker.engine.requests.admission import GenerationParams, InputImage
+from diffusion_worker.engine.requests.queueing import QueuePlace
 from diffusion_worker.engine.scheduling.step_loop import FinishedPixels, OnEvent, StepLoop
 from diffusion_worker.engine.state.request_events import FinishedImage, Timings
 from diffusion_worker.messages import ImageInput, LoRAUse, Recipe, RequestSpec
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
-    """What a request has beside its parameters. `started_s` is when it was accepted: what it waited since is time in the queue."""
+    """A request's data beside its parameters. `started_s` is when it was accepted: what it waited since is time in the queue."""
 
     request_id: str
     started_s: float
     uses: list[LoRAUse]
     recipe: Recipe
     accelerated: bool
+    place: QueuePlace
 
 
 async def make_images(steps: StepLoop, params: GenerationParams, work: AdmittedRequest, *, on_event: OnEvent | None) -> list[FinishedImage]:
@@ -31,7 +33,10 @@ async def make_images(steps: StepLoop, params: GenerationParams, work: AdmittedR
     specs = [_spec(params, work, index, first_seed + index) for index in range(params.n)]
     frames = [image.pixels for image in _input_images(params)]
     with ExitStack() as stack:
-        outcomes = [steps.submit(spec, frames, index=index, on_event=on_event) for index, spec in enumerate(specs)]
+        outcomes = [
+            steps.submit(spec, frames, index=index, on_event=on_event, on_join=work.place.start) for index, spec in enumerate(specs)
+        ]
+        work.place.submitted([spec.request_id for spec in specs])
         for spec in specs:
             stack.callback(steps.forget, spec.request_id)
         made = await asyncio.gather(*outcomes)

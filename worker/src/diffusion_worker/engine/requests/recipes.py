@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the recipes of adapters make of a request: it inherits what it does not say, and may say nothing else. Pure."""
+"""Recipes of adapters applied to a request: it inherits values it leaves open, and may set no others. Pure."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ FIELDS = {"steps": "num_inference_steps", "guidance_scale": "guidance_scale"}
 
 
 def agreed(recipes: Sequence[tuple[str, Recipe | None]]) -> tuple[Recipe, dict[str, str]]:
-    """One recipe of those of several adapters, by name, and whose each of its parts is.
+    """Merge several adapters' recipes, and return which adapter each part came from.
 
     Raises:
         RequestError: InvalidRequest, two of them contradict each other.
@@ -52,7 +52,7 @@ def inherit(params: GenerationParams, recipe: Recipe, owners: dict[str, str]) ->
 
 
 def _parts(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe says; sigmas say the number of steps as well."""
+    """Return a recipe's parts; sigmas imply the number of steps."""
     said = {name: value for name in recipe.__struct_fields__ if (value := getattr(recipe, name)) is not None}
     return ({"steps": len(recipe.sigmas)} if recipe.sigmas else {}) | said
 

@@ -14,6 +14,7 @@ from diffusion_worker.engine.requests.adapter_selection import AdapterSelection,
 from diffusion_worker.engine.requests.admission import AdapterChoice, GenerationParams
 from diffusion_worker.engine.requests.holding import HoldBudget, Holding, NoLongerServing
 from diffusion_worker.engine.requests.image_generation import AdmittedRequest, make_images
+from diffusion_worker.engine.requests.queueing import QueuePlace, RequestQueue
 from diffusion_worker.engine.scheduling.step_loop import OnEvent, StepLoop
 from diffusion_worker.engine.state.lifecycle import EngineLife
 from diffusion_worker.engine.state.request_events import AppliedAdapter, Generation, Provenance
@@ -32,6 +33,7 @@ class RequestService:
         # Set when it was loaded.
         self.model: ModelInfo | None = None
         self.holding = holding
+        self.queue = RequestQueue(config, life, steps)
         self._config = config
         self._life = life
         self._steps = steps
@@ -43,6 +45,11 @@ class RequestService:
         self.version = importlib.metadata.version("diffusion-worker")
 
     @property
+    def last_at_s(self) -> float | None:
+        """When a valid request came or ended last, on the monotonic clock; None before the first."""
+        return self._last_at_s
+
+    @property
     def last_age_s(self) -> float | None:
         """Seconds since a valid request came or ended last; 0 while there is one, None before the first."""
         if self._last_at_s is None:
@@ -52,20 +59,20 @@ class RequestService:
     async def generate(self, params: GenerationParams, *, on_event: OnEvent | None = None) -> Generation:
         """Make `n` images with the seeds `seed`, `seed + 1`, …; cancelling it frees its place and its rows.
 
-        `on_event` is called on the event loop with each time it is held, each step and each preview, in order, and must not
-        wait; an image that is made again after a loss of the ranks says so by step 0.
+        `on_event` is called on the event loop, in order, each time it is held, and for each step and preview. It must not wait. An image
+        that is restarted after a loss of the ranks reports step 0.
 
         Raises:
             RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile. Whatever
                 `on_event` raises.
         """
         choices = self._checked(params)
-        with self._counted() as started_s:
+        with self.queue.place(params) as place, self._counted() as started_s:
             turn, wait = HoldBudget(on_event), AdapterWait()
             while True:
                 await self.holding.admit(turn)
                 with contextlib.suppress(NoLongerServing):
-                    return await self._made(params, choices, wait, started_s, on_event)
+                    return await self._made(params, choices, wait, place, started_s, on_event)
 
     def _checked(self, params: GenerationParams) -> list[AdapterChoice]:
         """All that can be said of a request before it is its turn; raises RequestError where it can never be served."""
@@ -92,7 +99,13 @@ class RequestService:
             self._last_at_s = time.monotonic()
 
     async def _made(
-        self, params: GenerationParams, choices: list[AdapterChoice], wait: AdapterWait, started_s: float, on_event: OnEvent | None
+        self,
+        params: GenerationParams,
+        choices: list[AdapterChoice],
+        wait: AdapterWait,
+        place: QueuePlace,
+        started_s: float,
+        on_event: OnEvent | None,
     ) -> Generation:
         """The images of a request whose turn it is; raises NoLongerServing where the model stopped to serve before it began."""
         request_id = uuid.uuid4().hex
@@ -100,7 +113,7 @@ class RequestService:
             recipe, owners = recipes.agreed([(adapter.name, adapter.loaded.recipe if adapter.loaded else None) for adapter, _ in taken])
             params = self._admit(recipes.inherit(params, recipe, owners))
             applied = [each.applied for each in taken]
-            work = AdmittedRequest(request_id, started_s, [each.use for each in taken], recipe, self.accelerates(params))
+            work = AdmittedRequest(request_id, started_s, [each.use for each in taken], recipe, self.accelerates(params), place)
             images = await make_images(self._steps, params, work, on_event=on_event)
         return Generation(images, self._provenance(params, applied, recipe))
 
@@ -114,7 +127,7 @@ class RequestService:
         return params
 
     def accelerates(self, params: GenerationParams) -> bool:
-        """Whether the step cache may skip work for a request: where there is one, unless every step or every bit is asked for."""
+        """Return whether the step cache may skip work: there is one, and the request demands neither every step nor every bit."""
         exact = params.exact or self._config.exact
         return self._config.step_cache is not StepCache.NONE and params.accelerated is not False and not exact
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests may be on the ranks at once by their adapters: those of all together have to fit in the slots. Pure.
+"""Admission by adapters: those of all requests on the ranks together must fit in the slots. Pure.
 
-A request whose adapters do not fit is passed by others that need no slot more. Where it has waited too long it reserves: from
-then on only those younger ones join whose adapters leave it what it needs, so that it joins as soon as others are done.
+A request whose adapters do not fit is passed by others that need no slot more. A request that waited too long reserves slots. From then on
+younger ones join only if their adapters leave it enough, so that it joins once others are done.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ class AdapterSlots:
             self._reserved = min(waiting, key=lambda request: request.number, default=None)
 
     def fits(self, request: QueuedRequest, joining: set[int]) -> bool:
-        """Whether a request may join, beside those that are with the ranks and adapters that are `joining` in the same tick."""
+        """Return whether a request fits beside the running ones and adapters that are `joining` in the same tick."""
         if not request.adapters:
             return True
         taken = self._users.keys() | joining

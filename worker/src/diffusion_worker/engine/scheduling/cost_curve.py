@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of one class of requests costs by the size of its batch, learned from the ranks' reports. Pure.
+"""Cost of a class's step by batch size, learned from the ranks' reports. Pure.
 
-A larger batch pays while a step is bound by launches or memory, and only delays everybody where it is bound by arithmetic.
-Where the border is depends on the shape, the device and the model, so nothing here is a constant of theirs.
+A larger batch pays while a step is bound by launches or memory, and only delays everybody where it is bound by arithmetic. The border
+depends on the shape, the device and the model, so no constant of theirs is used here.
 """
 
 import statistics
@@ -13,7 +13,7 @@ ENOUGH = 3
 KEPT = 9
 # A larger batch has to save this much of the time per image, or the smaller one is taken: it answers sooner.
 WORTH = 0.03
-# Where the time per image rises by this much with a smaller batch, still smaller ones need no measuring.
+# If a smaller batch raises the time per image by this much, still smaller ones need no measuring.
 CLEARLY_WORSE = 0.10
 # After so many steps a size is measured again: whether it pays may have changed (clocks, other work on the device).
 FORGET_AFTER = 2000
@@ -48,7 +48,7 @@ class CostCurve:
 
     @property
     def measured(self) -> bool:
-        """Whether any report came in."""
+        """Return whether any report came in."""
         return bool(self._levels)
 
     def observe(self, batch: int, seconds: float) -> None:
@@ -66,7 +66,7 @@ class CostCurve:
         self._failed_at = self._steps
 
     def batch(self, demand: int) -> int:
-        """How many of `demand` requests the next step should take: the fewest that make an image about as cheap as can be.
+        """Return the batch for `demand` requests: the fewest that make an image about as cheap as can be.
 
         A size that was not measured yet is taken, so that it will be.
         """
@@ -75,7 +75,7 @@ class CostCurve:
         for level in range(_level_of(demand), -1, -1):
             if not self._is_known(level):
                 if level and _is_flat(list(costs.values())):
-                    continue  # one after another is what to compare with then
+                    continue  # the comparison is then a single image after another
                 return min(demand, 1 << level)
             costs[level] = self._levels[level].cost_s
             if costs[level] > min(costs.values()) * (1 + CLEARLY_WORSE):
@@ -83,7 +83,7 @@ class CostCurve:
         return min(demand, 1 << min(level for level, cost_s in costs.items() if cost_s <= min(costs.values()) * (1 + WORTH)))
 
     def seconds(self, batch: int) -> float | None:
-        """What a step of this size takes, from the nearest measured one; None before the first report."""
+        """Return the seconds of a step of this size, from the nearest measured one; None before the first report."""
         if not self._levels:
             return None
         wanted = _level_of(batch)
@@ -103,7 +103,7 @@ class CostCurve:
 
 
 def _is_flat(costs: list[float]) -> bool:
-    """Whether the smaller of the last two batches makes an image as cheaply as the larger one."""
+    """Return whether the smaller of the last two batches makes an image as cheaply as the larger one."""
     return len(costs) >= 2 and costs[-1] <= costs[-2] * (1 + WORTH)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a step needs by the pixels it works on, learned from the peaks that the ranks report. Pure.
+"""Memory of a step by its pixels, learned from the peaks that the ranks report. Pure.
 
-The estimate errs on the small side, so that nothing is refused that would have fitted: what is refused is larger than a
-image that failed alone a short time ago, or than a straight line through the measured peaks allows.
+The estimate errs on the small side, so that nothing is refused that would have fitted. It refuses images larger than one that failed alone
+recently, or than a line through the measured peaks allows.
 """
 
 import math
@@ -13,7 +13,7 @@ from diffusion_worker.engine.scheduling.request_class import RequestClass
 
 # The decoded image alone is three channels of float32, and with guidance its load counts twice.
 LEAST_BYTES_PER_PIXEL = 6
-# What failed once may fit later: memory that others held is free again.
+# A failed load may fit later, when others have freed memory.
 FORGET_S = 600.0
 # Sizes whose peaks are remembered; more would only slow it down.
 REMEMBERED = 256
@@ -45,7 +45,7 @@ class MemoryModel:
 
     def __init__(self, free_bytes: int = 0) -> None:
         self.free_bytes = free_bytes
-        # Of requests alone by their load, decoding included; and of each class by the number of its requests in a step.
+        # Peaks of single requests by load, decoding included; and of each class by its number of requests in a step.
         self._alone = PeakModel()
         self._batches: dict[RequestClass, PeakModel] = {}
         self._failed_load = math.inf
@@ -64,7 +64,7 @@ class MemoryModel:
             del self._batches[next(iter(self._batches))]
 
     def failed(self, load: float, now_s: float) -> None:
-        """One request alone, of this load, was out of memory."""
+        """Record that a request of this load, alone, ran out of memory."""
         self._failed_load = min(load, self._failed_load)
         self._failed_at_s = now_s
 
@@ -76,7 +76,7 @@ class MemoryModel:
         return min(most, math.nextafter(self._failed_load, 0)) if math.isfinite(self._failed_load) else most
 
     def batch(self, kind: RequestClass, demand: int) -> int:
-        """How many requests of a class fit in one step; at least one: whether that fits was decided at its admission."""
+        """Return how many requests of a class fit in a step; at least one, since its admission decided that."""
         line = self._batches.get(kind)
         most = line.most(self.free_bytes) if line else math.inf
         return demand if math.isinf(most) else max(1, min(demand, int(most)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests are alike for the scheduler, from what the server knows of them without torch. Pure.
+"""Classes of requests that are alike for the scheduler, computed without torch. Pure.
 
-Requests of one class have model calls of the same shape, so they can share steps, cost the same and are served in the order
-they came. What the ranks cannot merge after all (another prompt length, say) they still run apart within a step.
+Requests of a class have model calls of the same shape. So they can share steps, cost the same, and are served in order of arrival. Calls
+that cannot be merged after all (another prompt length, say) still run apart within a step.
 """
 
 import msgspec
@@ -14,7 +14,7 @@ UNKNOWN_PIXELS = 512 * 512
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """What the pipeline takes where a request says nothing; None where that is not known. Pixels, frames, steps.
+    """The pipeline's values for a request that gives none; None if unknown. Pixels, frames, steps.
 
     `references`: the images of an edit are seen by the model beside the one it makes.
     """
@@ -27,7 +27,7 @@ class Defaults(msgspec.Struct, frozen=True):
 
 
 class RequestClass(msgspec.Struct, frozen=True):
-    """What requests have to have in common to share steps.
+    """Properties that requests must have in common to share steps.
 
     An edit that starts from its image is of one class with images made from words: the calls are the same. `references`
     are the pixels of images that the model sees beside the one it makes.
@@ -49,7 +49,7 @@ class RequestClass(msgspec.Struct, frozen=True):
 
     @property
     def sized(self) -> bool:
-        """Whether `load` is more than a guess."""
+        """Return whether `load` is more than a guess."""
         return bool(self.height and self.width)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class RequestClass(msgspec.Struct, frozen=True):
 
 
 def is_guided(guidance_scale: float | None) -> bool:
-    """Whether guidance doubles the calls. Without a scale it is assumed: most pipelines have it on."""
+    """Return whether guidance doubles the calls. Without a scale it is assumed: most pipelines have it on."""
     return guidance_scale is None or guidance_scale > 1
 
 

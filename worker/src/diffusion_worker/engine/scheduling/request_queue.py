@@ -16,7 +16,7 @@ REMEMBERED_COURSES = 1024
 
 
 class RunLengthKey(msgspec.Struct, frozen=True):
-    """What of a request decides how many ticks it takes; an edit of little strength leaves most of its steps out."""
+    """Properties of a request that decide its number of ticks; an edit of little strength skips most of its steps."""
 
     steps: int | None
     task: Task = Task.GENERATE
@@ -24,7 +24,7 @@ class RunLengthKey(msgspec.Struct, frozen=True):
 
 
 class RunLengths:
-    """How many ticks requests take by what they ask for. At first one more than steps; then as it was seen.
+    """Ticks of requests by their parameters. At first one more than steps; then as it was seen.
 
     Some schedulers call the model twice a step, some pipelines leave steps out, and only the pipeline knows its defaults.
     """
@@ -39,7 +39,7 @@ class RunLengths:
         return self._seen.get(course, (steps if course.strength is None else math.ceil(steps * course.strength)) + 1)
 
     def sure(self, course: RunLengthKey) -> bool:
-        """Whether that is known: seen, and the same each time."""
+        """Return whether the length is certain: seen, and the same each time."""
         return course in self._seen and course not in self._varying
 
     def observe(self, course: RunLengthKey, ticks: int) -> None:
@@ -85,7 +85,7 @@ class ClassQueue:
         self.kind = kind
         self.requests: dict[str, QueuedRequest] = {}
         self.credit_s = 0.0
-        # How many of them are with the ranks; some may have passed others that wait for slots.
+        # Number of them with the ranks; some may have passed others that wait for slots.
         self.joined = 0
 
     @property
@@ -95,7 +95,7 @@ class ClassQueue:
 
     @property
     def started(self) -> bool:
-        """Whether any of them is with the ranks."""
+        """Return whether any of them is with the ranks."""
         return self.joined > 0
 
     def add(self, request: QueuedRequest) -> None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests take the next step. Pure: requests and reports in, ticks out, time as a parameter.
+"""Choice of the requests that take the next step. Pure: requests and reports in, ticks out, time as a parameter.
 
-Requests wait in a queue for each class of alike ones (`RequestClass`) and one class takes a step at a time, with as many of
-its requests as make an image cheapest (`CostCurve`) and fit in memory (`MemoryModel`). The class that can finish an image
-soonest goes first, so a small request never waits for all of a large one: pausing that between two steps costs nothing. A class
-whose oldest request has waited for a multiple of what it takes alone gets a share of the device whatever else comes, so
-nobody starves. Within a class requests are served in the order they came, but for those whose adapters do not fit in the
-slots beside the others' (`AdapterSlots`).
+Requests wait in a queue for each class of alike ones (`RequestClass`), and a single class takes each step. It takes the number of requests
+that makes images cheapest (`CostCurve`) and fits in memory (`MemoryModel`). The class that can finish an image soonest goes first, so a
+small request never waits for all of a large one. Pausing between two steps costs nothing. A class whose oldest request has waited for a
+multiple of its own time gets a guaranteed share of the device, so nobody starves. Within a class requests are served in order of arrival,
+except those whose adapters do not fit in the slots beside the others' (`AdapterSlots`).
 
 Ticks are decided before the last ones are reported, so the state here is that of what was sent.
 """
@@ -100,7 +99,7 @@ class StepScheduler:
         return len(self._sent)
 
     def describe(self, defaults: Defaults, free_bytes: int) -> None:
-        """What a model makes of a request that says nothing, and the memory for it; before the first request."""
+        """Set the model's defaults for requests, and the memory for them; call it before the first request."""
         self._defaults = defaults
         self.memory.free_bytes = free_bytes
 
@@ -186,7 +185,7 @@ class StepScheduler:
         return Tick(number, [request.spec for request in join], leave, [request.spec.request_id for request in chosen])
 
     def leave_tick(self) -> Tick | None:
-        """What only lets the ranks forget the requests that leave; None where none does."""
+        """Return a tick that only removes leaving requests from the ranks; None without any."""
         if not self._leaving:
             return None
         leave, self._leaving = self._leaving, []
@@ -200,7 +199,7 @@ class StepScheduler:
         return min(held, default=None) if self._window_s else None
 
     def oldest_wave(self) -> TickEstimate:
-        """What the ranks work on now: the oldest tick that was not reported."""
+        """Return the ranks' current work: the oldest tick that was not reported."""
         sent = self._sent[0]
         if sent.kind is None:
             return TickEstimate("requests that leave", steps=1, step_s=0.0, same_class=True)
@@ -212,6 +211,15 @@ class StepScheduler:
             step_s=None if self._pixel_s is None else self._step_s(sent.kind, len(sent.requests)),
             same_class=curve is not None and curve.measured,
         )
+
+    def expected_s(self, spec: RequestSpec) -> float:
+        """Device time that a request is expected to take in company, before it is queued."""
+        return self._share_s(class_of(spec, self._defaults)) * self._lengths.of(self._course(spec))
+
+    def left_s(self, request_id: str) -> float:
+        """Device time that a queued request still takes; 0 for one that is not here."""
+        request = self._requests.get(request_id)
+        return self._share_s(request.kind) * request.left if request is not None else 0.0
 
     # --- choice ---------------------------------------------------------------------------------------------------------
 
@@ -231,7 +239,7 @@ class StepScheduler:
             return batch
         queue, batch = min(batches, key=lambda pair: (self._seconds_to_an_image(pair[1]), pair[0].oldest.number))
         spent_s = self._cost_s(batch)
-        # What they would have got of this time had they had their share of it.
+        # Their guaranteed share of this time is credited to them.
         for other, _ in overdue:
             if other is not queue:
                 other.credit_s += spent_s * SHARE / (1 - SHARE) / len(overdue)
@@ -287,7 +295,7 @@ class StepScheduler:
         return demand < self._size(queue.kind, self._max_batch_size)
 
     def _is_last(self, request: QueuedRequest) -> bool:
-        """Whether its next tick is known to be its last, in which it is decoded."""
+        """Return whether its next tick is known to be its last, in which it is decoded."""
         return request.sent > 0 and request.left == 1 and self._lengths.sure(self._course(request.spec))
 
     def _is_overdue(self, queue: ClassQueue, now_s: float) -> bool:
@@ -311,7 +319,7 @@ class StepScheduler:
     # --- what is known --------------------------------------------------------------------------------------------------
 
     def _cost_s(self, batch: list[QueuedRequest]) -> float:
-        """What a step of these takes. Nothing where all of them are done but for their decoding: that has to be, and soon."""
+        """Estimate the seconds of a step of these. Nothing where all of them are done but for their decoding: that has to be, and soon."""
         denoising = sum(not self._is_last(request) for request in batch)
         return self._step_s(batch[0].kind, denoising) if denoising else 0.0
 
@@ -319,6 +327,11 @@ class StepScheduler:
         curve = self._curves.get(kind)
         measured = curve.seconds(batch) if curve else None
         return kind.load * (self._pixel_s or GUESSED_PIXEL_S) * batch if measured is None else measured
+
+    def _share_s(self, kind: RequestClass) -> float:
+        """The part of a request in a step of the batch that its class makes when many wait."""
+        batch = max(1, self._size(kind, self._max_batch_size))
+        return self._step_s(kind, batch) / batch
 
     def _course(self, spec: RequestSpec) -> RunLengthKey:
         return RunLengthKey(spec.steps or self._defaults.steps, spec.task, spec.strength)
@@ -329,7 +342,8 @@ class StepScheduler:
             return
         self.memory.observe(sent.kind, len(sent.requests), done.peak_bytes)
         batch = sum(request.spec.request_id not in ended for request in sent.requests)
-        if batch == 0:
+        # Without a call it only copied adapters, which says nothing of a step.
+        if batch == 0 or not done.calls:
             return
         curve = self._curves.pop(sent.kind, None) or CostCurve()
         self._curves[sent.kind] = curve  # the newest last

@@ -10,14 +10,14 @@ from diffusion_worker.errors import ErrorCode, RequestError
 
 
 class Pauser(enum.Enum):
-    """Who wants that no step is made."""
+    """Callers that can stop steps."""
 
     CALL = "pause"
     SLEEP = "sleep"
 
 
 class Pausing:
-    """Who holds the steps now. A generation of ranks that is started meanwhile makes none either."""
+    """Callers that stop the steps now. A generation of ranks that is started meanwhile makes none either."""
 
     def __init__(self, steps: StepLoop, call_all: CallAll) -> None:
         self._steps = steps
@@ -26,7 +26,7 @@ class Pausing:
 
     @property
     def paused(self) -> bool:
-        """Whether a caller wants it."""
+        """Return whether a caller stops the steps."""
         return Pauser.CALL in self._holders
 
     def begin(self, who: Pauser) -> None:
@@ -37,7 +37,7 @@ class Pausing:
     async def hold(self, who: Pauser, *, timeout_s: float) -> None:
         """No step begins; returns when the ranks' work of those that did is over and their results are handed out.
 
-        Where it fails the steps go on.
+        A failed hold lets the steps continue.
 
         Raises:
             RequestError: Timeout, or what a rank says, named. GroupFailed: the ranks are lost; the next ones make no step.

@@ -22,7 +22,7 @@ from diffusion_worker.messages import ErrorReport, ModelInfo, PromptCacheStats, 
 
 log = logging.getLogger(__name__)
 
-# One tick runs while the next one is already with the ranks, so that none of them waits for the server.
+# The next tick is with the ranks while the current one runs, so that none of them waits for the server.
 TICKS_AHEAD = 2
 
 # A request that was with the ranks at three losses of them is as likely their cause as their victim.
@@ -31,7 +31,7 @@ MAX_REPLAYS = 2
 # Bytes of images on their way to the ranks.
 InputFrames = Sequence[bytes | memoryview]
 
-# Hears of the steps and previews of a request, in order and never after its outcome. What it raises ends the request.
+# Hears of the steps and previews of a request, in order and never after its outcome. An exception from it ends the request.
 OnEvent = Callable[[RequestEvent], None]
 
 
@@ -57,8 +57,9 @@ class Submission(msgspec.Struct, eq=False):
     replays: int = 0
     # From 1: one more after each loss, and where it needs the model alone.
     attempt: int = 1
-    # What it will take, as last heard.
+    # The number of steps it will take, as last reported.
     steps: int | None = None
+    on_join: Callable[[], None] | None = None
 
     def start_over(self) -> None:
         """It is made once more from its first step."""
@@ -76,13 +77,13 @@ class Submission(msgspec.Struct, eq=False):
 
 
 class StepStats(msgspec.Struct):
-    """What the ranks did since the start of the server, over all generations of them."""
+    """Counters of the ranks' work since the start of the server, over all generations."""
 
     images: int = 0
     ticks: int = 0
     rows: int = 0
     model_calls: int = 0
-    # Of the rows, those that a step cache skipped for the most part.
+    # The part of the rows that a step cache mostly skipped.
     skipped_rows: int = 0
     pixels: int = 0
     step_durations: Durations = msgspec.field(default_factory=Durations)
@@ -106,7 +107,7 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = StepStats()
-        # What the options that speed up or shrink the model are now, by their names.
+        # The current outcome of the options that speed up or shrink the model, by their names.
         self.features: dict[str, str] = {}
         # Tasks whose requests run alone, with what their pipeline was about to do with the shared model.
         self.whole: dict[Task, str] = {}
@@ -116,7 +117,7 @@ class StepLoop:
         self._clock = clock
         self._scheduler = StepScheduler(max_batch_size, slots=max_loras, window_s=window_s)
         self._requests: dict[str, Submission] = {}
-        # What the prompt caches of lost generations counted.
+        # Counts of the prompt caches of lost generations.
         self._prompts_before = PromptCacheStats()
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -126,18 +127,26 @@ class StepLoop:
         self._quiet = asyncio.Event()
 
     def describe(self, model: ModelInfo) -> None:
-        """What was loaded; before the first request."""
+        """Set the loaded model; call it before the first request."""
         defaults = Defaults(model.default_height, model.default_width, model.default_frames, model.default_steps, model.references)
         self._scheduler.describe(defaults, model.free_bytes)
 
     def set_features(self, features: dict[str, str]) -> None:
-        """What became of the options, as the ranks say after their warm-up."""
+        """Set the outcome of the options, from the ranks' report after their warm-up."""
         self.features = features
 
     @property
     def memory(self) -> MemoryModel:
-        """What fits in a step, for admission."""
+        """Return the memory model of steps, for admission."""
         return self._scheduler.memory
+
+    def expected_s(self, spec: RequestSpec) -> float:
+        """Device time that a request is expected to take, by what steps took before."""
+        return self._scheduler.expected_s(spec)
+
+    def left_s(self, request_id: str) -> float:
+        """Device time that a submitted request still takes."""
+        return self._scheduler.left_s(request_id)
 
     @property
     def running(self) -> int:
@@ -155,17 +164,23 @@ class StepLoop:
         return self._scheduler.waiting
 
     def submit(
-        self, spec: RequestSpec, frames: InputFrames = (), *, index: int = 0, on_event: OnEvent | None = None
+        self,
+        spec: RequestSpec,
+        frames: InputFrames = (),
+        *,
+        index: int = 0,
+        on_event: OnEvent | None = None,
+        on_join: Callable[[], None] | None = None,
     ) -> asyncio.Future[FinishedPixels]:
-        """Queue a request with the frames of its images; whoever submits also calls `forget`, however it ends.
+        """Queue a request with the frames of its images; the caller must also call `forget`, however it ends.
 
-        `on_event` is called on the event loop, with `index` in each event.
+        `on_event` is called on the event loop, with `index` in each event, and `on_join` when the request goes to the ranks first.
         """
         outcome: asyncio.Future[FinishedPixels] = asyncio.get_running_loop().create_future()
         now_s = self._clock()
         if spec.task in self.whole:
             spec = msgspec.structs.replace(spec, whole=True)
-        self._requests[spec.request_id] = Submission(outcome, frames, index, on_event, now_s)
+        self._requests[spec.request_id] = Submission(outcome, frames, index, on_event, now_s, on_join=on_join)
         self._scheduler.add(spec, now_s)
         self._idle.clear()
         self._work.set()
@@ -197,7 +212,7 @@ class StepLoop:
             await self._idle.wait()
 
     def pause(self) -> None:
-        """No step begins from now on. Requests keep their places; the ranks are still told to forget those that end meanwhile."""
+        """No step begins from now on. Requests keep their places, and the ranks still remove those that end meanwhile."""
         self._paused = True
         self._quiet.clear()
         self._work.set()
@@ -215,7 +230,7 @@ class StepLoop:
     def lost(self, code: ErrorCode, message: str) -> None:
         """The ranks forgot all requests: those that ran are made again, before the others and from the same seeds.
 
-        One that was made again `MAX_REPLAYS` times already ends with the error. Not while `run` runs.
+        A request already restarted `MAX_REPLAYS` times ends with the error. Not while `run` runs.
         """
         self._keep_prompt_counts()
         for request_id in self._scheduler.requeue_running():
@@ -258,7 +273,10 @@ class StepLoop:
         self._quiet.clear()
         joining = [self._requests[spec.request_id] for spec in tick.join]
         for request in joining:
-            request.joined_s = self._clock() if request.joined_s is None else request.joined_s
+            if request.joined_s is None:
+                request.joined_s = self._clock()
+                if request.on_join is not None:
+                    request.on_join()
         frames = [frame for request in joining for frame in request.frames]
         if frames:
             tick = msgspec.structs.replace(tick, frames=[len(request.frames) for request in joining])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the ranks may work on one tick before they count as hung. Pure.
+"""Deadline of a tick, after which the ranks count as hung. Pure.
 
-No constant fits: a step of a long video on a small device takes minutes, one of a small image milliseconds. So the limit is a
-multiple of what the whole request was measured to take, which also covers its decoding, and a floor for the rest of the work.
+No constant fits: a step of a long video on a small device takes minutes, one of a small image milliseconds. So the limit is a multiple of
+the measured time of the whole request, which also covers its decoding. The rest of the work has a floor.
 """
 
 from diffusion_worker.engine.scheduling.scheduler import TickEstimate

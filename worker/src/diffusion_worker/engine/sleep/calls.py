@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call to sleep or to wake does now: it begins something, joins or cancels what goes on, finds nothing to do, or is refused."""
+"""Decision on a call to sleep or wake: begin, join or cancel an operation, find nothing to do, or refuse."""
 
 import asyncio
 import itertools
@@ -42,11 +42,11 @@ class SleepCalls:
         self._held = held
         self._demands = itertools.count(1)
         self._on_demand: asyncio.Task[None] | None = None
-        # What the wake in progress brings; None for everything.
+        # Tags that the wake in progress restores; None for everything.
         self._waking: list[MemoryTag] | None = None
 
     def sleep(self, call: SleepCall) -> bool:
-        """Whether this operation runs now, or what it joined; False where nothing is left to do.
+        """Sleep; return True while this operation or the one it joined runs, False if nothing is left to do.
 
         The policy of the call counts whatever becomes of it.
 
@@ -71,7 +71,7 @@ class SleepCalls:
         return True
 
     def wake(self, call: WakeCall) -> bool:
-        """Whether this operation runs now, or what it joined or cancelled; False where nothing is left to do.
+        """Wake; return True while this operation, or the one it joined or cancelled, runs, False if nothing is left to do.
 
         Raises:
             RequestError: Conflict with a sleep or with a wake of less, Starting, Busy while the group is started again.
@@ -108,7 +108,7 @@ class SleepCalls:
     # --- what goes on ---------------------------------------------------------------------------------------------------
 
     def _repeated(self, operation_id: str) -> bool | None:
-        """Whether the operation of an id that was seen before runs; None for a new one."""
+        """Return whether the operation of a known id runs; None for a new id."""
         if self._operations.is_running(operation_id):
             return True
         return False if self._operations.is_done(operation_id) else None
@@ -125,13 +125,13 @@ class SleepCalls:
         return True
 
     def _is_covered(self, call: WakeCall) -> bool:
-        """Whether the wake in progress brings all that this one asks for."""
+        """Return whether the wake in progress restores everything that this one asks for."""
         if not self._is_running("wake"):
             return False
         return self._waking is None or (call.tags is not None and set(call.tags) <= set(self._waking))
 
     def _has_more_to_give(self, level: SleepLevel) -> bool:
-        """Whether a group that sleeps is awake in part, or keeps what the level does not."""
+        """Return whether a sleeping group is awake in part, or keeps more than the level allows."""
         deeper = level is SleepLevel.DISCARD and self._sleeper.ranks.level is SleepLevel.HOST_MEMORY
         return deeper or self._sleeper.ranks.partly_awake
 
@@ -154,7 +154,7 @@ class SleepCalls:
                 return
 
     async def _wake_when_possible(self) -> OperationResult | None:
-        """How the wake ended that began here; None where none is wanted any more."""
+        """Return the result of the wake that began here; None if none is wanted any more."""
         while self._rules.policy is SleepPolicy.ON_IDLE and self._life.state_after_restart not in (EngineState.READY, *ENDING):
             self._cancel_drain()
             running = self._operations.running()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts now of sleep: the mounted desired file, read again when it changes, and the policies of calls since then."""
+"""The current rules of sleep: the mounted desired file, read again when it changes, and the policies of later calls."""
 
 import logging
 from pathlib import Path
@@ -60,7 +60,7 @@ class SleepRules:
 
     @property
     def cold_requests(self) -> ColdRequests:
-        """What becomes of requests that meet a model which cannot serve them yet."""
+        """Return the handling of requests for a model that cannot serve them yet."""
         return self.desired.cold_requests
 
     def declare(self, policy: SleepPolicy | None) -> None:
@@ -87,7 +87,7 @@ class SleepRules:
 
 
 def _stamp(path: str | None) -> tuple[int, int, int] | None:
-    """What changes with the file: a mounted ConfigMap is replaced by a link to another one."""
+    """Return a stamp that changes with the file: a mounted ConfigMap is replaced by a link to another one."""
     if path is None:
         return None
     try:

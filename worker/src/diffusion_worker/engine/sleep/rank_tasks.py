@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sleep or a wake as the ranks are told of it, and what their answers mean: it succeeded on all of them, or it failed."""
+"""A sleep or a wake in the ranks' terms, and the meaning of their answers: success on all of them, or failure."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from diffusion_worker.engine.state.state_document import RankDocument
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.messages import MemoryTag, SleepLevel, SleepTask, TaskAck, TaskStatus, WakeTask
 
-# Of a rank's weights, what may still be on its device when it sleeps.
+# The share of a rank's weights that may stay on its device during a sleep.
 KEPT_SHARE = 0.02
 # The kernel gives memory back within milliseconds, and a driver may take its time.
 SECOND_LOOK_S = 1.0
@@ -28,17 +28,17 @@ class SleepingRanks:
 
     @property
     def level(self) -> SleepLevel | None:
-        """How deep they sleep; None where they do not."""
+        """Return the level of their sleep; None if they are awake."""
         return next((rank.memory.level for rank in self._ranks.documents() if rank.memory.level is not None), None)
 
     @property
     def whole(self) -> bool:
-        """Whether none lacks anything."""
+        """Return whether none lacks anything."""
         return not any(rank.memory.asleep for rank in self._ranks.documents())
 
     @property
     def partly_awake(self) -> bool:
-        """Whether one that sleeps has something back already."""
+        """Return whether a sleeping rank has something back already."""
         return any(set(rank.memory.asleep) != set(MemoryTag) for rank in self._ranks.documents())
 
     async def tell(self, task: SleepTask | WakeTask, *, timeout_s: float | None = None) -> list[TaskAck]:
@@ -68,7 +68,7 @@ class SleepingRanks:
 
 
 def _code(failed: Sequence[TaskAck]) -> ErrorCode:
-    """That of all ranks that failed, where they agree: a wake is only tried again where memory is all that is missing."""
+    """Return the code that all failed ranks agree on: a wake is retried only if memory alone is missing."""
     codes = {ack.error_code for ack in failed}
     only = codes.pop() if len(codes) == 1 else None
     return ErrorCode(only) if only in set(ErrorCode) else ErrorCode.RANK_FAILED

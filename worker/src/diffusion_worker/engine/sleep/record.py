@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server leaves in a file while its model sleeps, so that the next one in its place starts asleep: without device memory.
+"""A file that a server leaves while its model sleeps, so that its successor starts asleep, without device memory.
 
 The file is there exactly while the model sleeps as a whole. It counts only for the same options, version and model.
 """
@@ -58,7 +58,7 @@ class SleepNotes:
             log.error("the record of the sleep stays at %s: %s", self._path, error)
 
     def read(self) -> SleepRecord | None:
-        """What a server before this one left; void where that had other options, another version or another model."""
+        """Read the predecessor's record; void if it had other options, another version or another model."""
         if self._path is None:
             return None
         try:
@@ -75,7 +75,7 @@ class SleepNotes:
 
 
 def record_key(config: WorkerConfig, *, version: str, revision: str | None) -> str:
-    """What a record is for. A model that is fetched is known by its source and revision: where it is put is new each time."""
+    """Return the key of a record. A model that is fetched is known by its source and revision: where it is put is new each time."""
     model = config.model_source or config.model
     parts = [version, revision, msgspec.structs.replace(config, model=model)]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts a rank group to sleep and wakes it; whatever goes wrong, it ends asleep, or awake and proved, or lost and started again.
 
-A loss of the group in the middle is the supervisor's to mend: it starts the next one into the state that was asked for (see
-`recovery.AFTER`), and the work here goes on from there. So a fault that nothing else mends is made a loss.
+A loss of the group in the middle is left to the supervisor. It starts the next group into the requested state (see `recovery.AFTER`), and
+the work here continues from there. So a fault that nothing else mends is made a loss.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Sleeper:
         self._life.enter(EngineState.DRAINING if self._life.state_after_restart is EngineState.READY else EngineState.SLEEPING)
 
     def cancel_drain(self) -> None:
-        """The sleep that drains ends as Cancelled and the model serves on; too late once the ranks are told."""
+        """Cancel a draining sleep and let the model serve on; too late once the ranks have their task."""
         self._cancelled = True
         if self._quieting is not None:
             self._quieting.cancel()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The digest of a model folder: what the images of a worker were made by, whatever the folder is called.
 
-A model is large and nobody waits for its digest, so it is computed by a thread that gets what time is left, after the load.
+A model is large and nobody waits for its digest, so a thread computes it in spare time, after the load.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings the model here where it comes from elsewhere: before the ranks start, while the server already answers.
 
-The ranks are told one path at the server's start; what was fetched is put there as a link.
+The ranks get a fixed path at the server's start, and the fetched model is linked there.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class ModelFetch:
 
     @property
     def needed(self) -> bool:
-        """Whether there is anything to fetch."""
+        """Return whether there is anything to fetch."""
         return self._config.model_source is not None
 
     async def run(self) -> None:

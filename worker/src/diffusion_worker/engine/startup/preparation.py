@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks go through before they serve: after they were loaded, and again after each sleep."""
+"""Preparation of ranks before they serve: after their load, and again after each sleep."""
 
 import asyncio
 import logging
@@ -46,13 +46,13 @@ class Preparation:
         self._describe = describe
         self._warmed = warmed
         self._model: ModelInfo | None = None
-        # Whether this generation has run a request already.
+        # Set once this generation has run a request.
         self._warm = False
 
     async def begin(self, model: ModelInfo, *, asleep: bool) -> None:
-        """A generation was started. One that is awake is warmed up and its fingerprints are what later ones are compared with.
+        """A generation was started. An awake generation is warmed up, and its fingerprints become the reference for later ones.
 
-        One that was started asleep holds nothing; all of this is done at its first wake.
+        A generation started asleep holds nothing; all of this is done at its first wake.
 
         Raises:
             ConfigError: a size is none of the model's, or the model makes no image. GroupFailed.

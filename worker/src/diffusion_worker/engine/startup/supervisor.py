@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a rank group at work: steps it, and when it is lost starts it again with its adapters and in the state it was in.
+"""Supervision of a rank group: step it, and after a loss restart it with its adapters and in its former state.
 
 Queued requests stay queued and running ones are made again from their seed. A group that is lost too often, or cannot load
 its model any more, fails the engine.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks hold after a wake what they held when they were loaded, and make the same of it: compared, never assumed."""
+"""Verification after a wake: the ranks' contents and results are compared with those after the load, never assumed."""
 
 import asyncio
 import logging
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class Verification:
     """The fingerprints of the ranks that were loaded last.
 
-    `adapters` tells by id what each rank said of an adapter when it loaded it, of those that the ranks are to have now;
-    `load_again` has the ranks read some of them from their files again, within so many seconds.
+    `adapters` maps the id of each expected adapter to the ranks' reports at its load. `load_again` makes the ranks reread some of them from
+    their files, within so many seconds.
     """
 
     def __init__(
@@ -27,14 +27,14 @@ class Verification:
         adapters: Callable[[], Mapping[int, Sequence[str]]],
         load_again: Callable[[Collection[int], float], Awaitable[None]],
     ) -> None:
-        # One for each rank; none before the first load.
+        # A fingerprint for each rank; none before the first load.
         self.recorded: list[Fingerprint] = []
         self._call_all = call_all
         self._adapters = adapters
         self._load_again = load_again
 
     async def take(self, *, timeout_s: float) -> list[Fingerprint]:
-        """What the ranks hold now, in their order; raises RequestError that names a rank, GroupFailed."""
+        """Take the ranks' fingerprints, in their order; raises RequestError that names a rank, GroupFailed."""
         replies = await self._call_all("fingerprint", timeout_s=timeout_s, probe=True)
         return [msgspec.msgpack.decode(reply.result or b"", type=Fingerprint) for reply in replies]
 
@@ -77,9 +77,9 @@ def difference(recorded: Sequence[Fingerprint], found: Sequence[Fingerprint]) ->
 
 
 def wrong_adapters(expected: Mapping[int, Sequence[str]], found: Sequence[Fingerprint]) -> dict[int, str]:
-    """The ids of which some rank does not tell what it told at the load, and what the first of them tells. Pure.
+    """Return the ids of adapters that some rank reports differently from its load, with the first such report. Pure.
 
-    That is an adapter's file, what is kept of it in memory, and that its slot is filled with that.
+    A report covers an adapter's file, its copy in memory, and its slot.
     """
     wrong: dict[int, str] = {}
     for rank, now in enumerate(found):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long things of one kind took, as a histogram: what the engine counts and the metrics page shows."""
+"""Durations of a kind as a histogram, which the engine fills and the metrics page shows."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
 
-# From the step of a toy on a GPU to the load of a large model: each at most two and a half times the one before.
+# Bounds from the step of a toy on a GPU to the load of a large model, each at most 2.5 times the previous.
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
@@ -16,12 +16,12 @@ class Durations:
         self._counts = [0] * (len(BOUNDS_S) + 1)
 
     def observe(self, seconds: float) -> None:
-        """One more."""
+        """Add a duration."""
         self.total_s += seconds
         self._counts[bisect_left(BOUNDS_S, seconds)] += 1
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """How many took at most so long, for every bound; infinity is the last."""
+        """Yield the number of durations up to each bound; infinity is the last."""
         below = 0
         for bound, count in zip((*BOUNDS_S, float("inf")), self._counts, strict=True):
             below += count

@@ -27,12 +27,14 @@ REFUSALS: dict[EngineState, tuple[ErrorCode, str, float | None]] = {
 class EngineLife:
     """The state of an engine. While its group is started again, `state_after_restart` is the state that follows."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, on_change: Callable[[], None] = lambda: None) -> None:
+        """`on_change` hears of every change of the shown state."""
         self.loaded = False
         self.stage = LoadStage.STARTING_RANKS
         self.failure: str | None = None
         self.losses = LossRecord()
         self._clock = clock
+        self._on_change = on_change
         self._state_after_restart = EngineState.STARTING
         self._restarting = False
         self._loss_code = ErrorCode.RANK_FAILED
@@ -51,12 +53,12 @@ class EngineLife:
 
     @property
     def restarting(self) -> bool:
-        """Whether the group was lost and its next generation is not there yet."""
+        """Return whether the group was lost and its next generation is not there yet."""
         return self._restarting
 
     @property
     def state_age_seconds(self) -> float:
-        """How long the state is shown already."""
+        """Return the seconds since the shown state began."""
         return round(self._clock() - self._since_s, 3)
 
     async def wait_for_change(self) -> None:
@@ -94,19 +96,20 @@ class EngineLife:
         self._show()
 
     def _show(self) -> None:
-        """Wake whoever waits for another state."""
+        """Wake everyone who waits for another state."""
         if self.state is not self._shown:
             self._shown, self._since_s = self.state, self._clock()
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
+            self._on_change()
 
     def load_stage(self, bytes_total: int) -> LoadStage:
-        """Where a load is: the ranks are starting until one of them knows how much there is to load."""
+        """Return a load's stage: the ranks are starting until one of them reports the bytes to load."""
         starting = self.stage is LoadStage.STARTING_RANKS
         return LoadStage.LOADING_WEIGHTS if starting and bytes_total else self.stage
 
     def problem(self) -> ProblemReport | None:
-        """Why it does not serve now, where that is a fault."""
+        """Return the fault that keeps it from serving, if there is one."""
         if self.failure is not None:
             return ProblemReport(ErrorCode.ENGINE_FAILED, self.failure, True)
         if self._restarting and self.losses.last is not None:

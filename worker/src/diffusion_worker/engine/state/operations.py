@@ -23,14 +23,14 @@ REMEMBERED = 64
 
 
 class TaskOutcome(msgspec.Struct, frozen=True):
-    """What the ranks acknowledged, and how deep they slept by it or before it."""
+    """The ranks' acknowledgements, and the level of the sleep that began or ended."""
 
     acks: list[TaskAck]
     level: SleepLevel | None
 
 
 class OperationsDone:
-    """What became of the operations since the start: how long the successful ones took and what they freed, how many failed."""
+    """Counters of operations since the start: durations and freed bytes of successes, and the number of failures."""
 
     def __init__(self) -> None:
         self.durations = {kind: Durations() for kind in OPERATION_KINDS}
@@ -50,11 +50,13 @@ class _Running(msgspec.Struct, frozen=True):
 class Operations:
     """At most one operation at a time; a repeated id never starts a second one. `broken` hears of a defect in the work of one."""
 
-    def __init__(self, broken: Callable[[str], None]) -> None:
+    def __init__(self, broken: Callable[[str], None], *, on_end: Callable[[], None] = lambda: None) -> None:
+        """`on_end` hears of the end of each."""
         self._broken = broken
+        self._on_end = on_end
         self.done = OperationsDone()
         self.last: OperationResult | None = None
-        # Of the ranks, to the operation that ended last.
+        # The ranks' acknowledgements of the operation that ended last.
         self.last_acks: list[TaskAck] = []
         self._running: _Running | None = None
         # Results by id; calls that had nothing to do of their own have the id of what went on instead.
@@ -66,11 +68,11 @@ class Operations:
         return None if now is None else Operation(now.operation_id, now.kind, round(time.monotonic() - now.began_s, 3))
 
     def is_running(self, operation_id: str) -> bool:
-        """Whether this very operation is in progress, or what it joined."""
+        """Return whether this very operation, or the one it joined, is in progress."""
         return self._running is not None and self._running.operation_id == self._meant(operation_id)
 
     def is_done(self, operation_id: str) -> bool:
-        """Whether this very operation is over."""
+        """Return whether this very operation is over."""
         return operation_id in self._results and not self.is_running(operation_id)
 
     def join(self, operation_id: str) -> None:
@@ -135,6 +137,7 @@ class Operations:
         elif problem.code != ErrorCode.CANCELLED:
             self.done.failures[kind] += 1
         log.info("%s operation=%s seconds=%.3f error=%s", kind, operation_id, seconds, problem)
+        self._on_end()
 
     def _remember(self, operation_id: str, result: OperationResult | str) -> None:
         self._results[operation_id] = result

@@ -46,5 +46,5 @@ def require_success(method: str, replies: Sequence[RpcReply]) -> None:
 
 
 def all_true(replies: Sequence[RpcReply]) -> bool:
-    """Whether every rank that gave a result gave a true one."""
+    """Return whether every rank that gave a result gave a true one."""
     return all(msgspec.msgpack.decode(reply.result) is True for reply in replies if reply.result is not None)

@@ -8,7 +8,7 @@ import msgspec
 
 from diffusion_worker.engine.state.state_document import RankDocument
 from diffusion_worker.errors import Fault
-from diffusion_worker.messages import ModelInfo, RpcReply, Tick, TickDone
+from diffusion_worker.messages import ModelInfo, PreparedPart, RpcReply, Tick, TickDone
 
 
 class TickReport(msgspec.Struct, frozen=True):
@@ -19,10 +19,28 @@ class TickReport(msgspec.Struct, frozen=True):
 
 
 class Loss(msgspec.Struct, frozen=True):
-    """Why a group was lost: a sentence that names the rank, and the kind of fault."""
+    """The cause of a group's loss: a sentence that names the rank, and the kind of fault."""
 
     reason: str
     fault: Fault
+
+
+class PreparedAdapter(Protocol):
+    """An adapter that was read, checked and laid out for each rank."""
+
+    @property
+    def parts(self) -> list[PreparedPart]:
+        """The parts that ranks register it from."""
+
+    def close(self) -> None:
+        """Give back what the ranks have not taken; harmless when repeated."""
+
+
+class Prepare(Protocol):
+    """See `RankGroup.prepare_adapter`."""
+
+    async def __call__(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
+        """Have an adapter read, checked and laid out."""
 
 
 class RankGroup(Protocol):
@@ -37,7 +55,7 @@ class RankGroup(Protocol):
 
     @property
     def loss(self) -> Loss | None:
-        """Why the generation was lost; None while it lives."""
+        """Return the reason why the generation was lost; None while it lives."""
 
     @property
     def dropped_frames(self) -> tuple[int, int]:
@@ -73,6 +91,13 @@ class RankGroup(Protocol):
 
         Raises:
             RequestError: code Timeout, naming the method, when a rank did not answer in time.
+        """
+
+    async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
+        """Have an adapter read, checked and laid out beside the ranks, which do not hear of it.
+
+        Raises:
+            RequestError: the adapter is wrong; Timeout.
         """
 
     async def failed(self) -> Loss:

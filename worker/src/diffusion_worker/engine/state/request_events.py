@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request brings its caller: events on its way, and in the end images with all that is needed to make them again."""
+"""Results of a request: events during its run, and in the end images with everything needed to make them again."""
 
 import msgspec
 
@@ -67,14 +67,14 @@ class AppliedAdapter(msgspec.Struct, frozen=True):
     name: str
     digest: str
     scale: float
+    identity: str = ""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """What the images of a request were made by, beside their seeds. `digest` is null until the model's files were hashed.
+    """Provenance of a request's images, beside their seeds. `digest` is null until the model's files were hashed.
 
-    `steps` and `guidance_scale` are null where they were left to the pipeline and it does not say; `sigmas` and `shift` are
-    those of the adapters' recipe, null where none has any. `accelerated` tells whether a step cache was allowed to skip work.
-    `engine` is the worker's version.
+    `steps` and `guidance_scale` are null if the pipeline decided them without reporting. `sigmas` and `shift` are those of the adapters'
+    recipe, null if none has any. `accelerated` tells whether a step cache was allowed to skip work. `engine` is the worker's version.
     """
 
     model: str
@@ -82,7 +82,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None
     digest: str | None
     task: Task
-    # How far an edit could go from its image; null where it is none, or that was left to the pipeline.
+    # An edit's distance from its image; null for others, or if the pipeline decided.
     strength: float | None
     adapters: list[AppliedAdapter]
     steps: int | None

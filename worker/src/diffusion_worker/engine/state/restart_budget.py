@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows the loss of a rank group: which state comes after it, how often it may happen, what is told of it. Pure."""
+"""Consequences of a rank group's loss: the next state, the number of restarts allowed, and the report. Pure."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ from diffusion_worker.errors import Fault
 
 WINDOW_S = 600.0
 
-# What was asked for: a group that is to sleep starts so, one that woke is awake by its start, and one that drained goes on doing so.
+# The requested state: a sleeping group restarts asleep, a waking one is awake by its start, and a draining one continues to drain.
 AFTER: dict[EngineState, EngineState] = {
     EngineState.READY: EngineState.READY,
     EngineState.DRAINING: EngineState.DRAINING,
@@ -21,14 +21,14 @@ AFTER: dict[EngineState, EngineState] = {
 
 
 class RestartBudget:
-    """How often a group may be lost within ten minutes before a new start is no use any more. Times are monotonic seconds."""
+    """The number of losses within ten minutes after which another start is useless. Times are monotonic seconds."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._at: list[float] = []
 
     def spend(self, now_s: float) -> bool:
-        """One restart; False when there have been too many."""
+        """Spend a restart; return False when there have been too many."""
         self._at = [at for at in self._at if now_s - at < WINDOW_S]
         self._at.append(now_s)
         return len(self._at) <= self._limit
@@ -44,7 +44,7 @@ class LossRecord(msgspec.Struct):
     last_at_s: float = 0.0
 
     def add(self, loss: Loss, generation: int, now_s: float) -> None:
-        """One more."""
+        """Record a loss."""
         self.by_fault[loss.fault] = self.by_fault.get(loss.fault, 0) + 1
         self.last, self.last_generation, self.last_at_s = loss, generation, now_s
 

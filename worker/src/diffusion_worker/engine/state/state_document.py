@@ -11,7 +11,7 @@ from diffusion_worker.sources.source import Source
 
 
 class EngineState(enum.StrEnum):
-    """What the server as a whole does; requests are served in `ready` only, and kept while it is `restarting`."""
+    """The state of the whole server; requests are served in `ready` only, and kept while it is `restarting`."""
 
     STARTING = "starting"
     READY = "ready"
@@ -25,7 +25,7 @@ class EngineState(enum.StrEnum):
 
 
 class LoadStage(enum.StrEnum):
-    """Where a start is."""
+    """Stage of a start."""
 
     FETCHING = "Fetching"
     STARTING_RANKS = "StartingRanks"
@@ -36,7 +36,7 @@ class LoadStage(enum.StrEnum):
 
 
 class AdapterState(enum.StrEnum):
-    """One adapter's life; only a `Loaded` one is served. A `Cached` one is known and its file is here, but in no rank's memory.
+    """An adapter's life; only a `Loaded` one is served. A `Cached` one is known and its file is here, but in no rank's memory.
 
     A `Deferred` one came, or was dropped from memory, while the model slept: it is loaded before the model serves again.
     """
@@ -51,7 +51,7 @@ class AdapterState(enum.StrEnum):
 
 
 class RankState(enum.StrEnum):
-    """One rank process."""
+    """A rank process."""
 
     STARTING = "starting"
     READY = "ready"
@@ -60,7 +60,7 @@ class RankState(enum.StrEnum):
 
 
 class SleepMode(enum.StrEnum):
-    """What sleep does with running requests: let them finish, or end them with code `Asleep`."""
+    """A sleep's handling of running requests: let them finish, or end them with code `Asleep`."""
 
     WAIT = "Wait"
     ABORT = "Abort"
@@ -75,14 +75,14 @@ class SleepPolicy(enum.StrEnum):
 
 
 class ColdMode(enum.StrEnum):
-    """What becomes of a request that meets a model which cannot serve it yet: it waits, or is refused with a time to come back."""
+    """Handling of a request for a model that cannot serve it yet: it waits, or is refused with a time to come back."""
 
     HOLD = "Hold"
     REJECT = "Reject"
 
 
 class Residency(enum.StrEnum):
-    """How an adapter is kept: always in memory, in memory while there is room, or from its first request on while there is room."""
+    """Time that an adapter stays in memory: always, while there is room, or from its first request on while there is room."""
 
     RESIDENT = "Resident"
     CACHED = "Cached"
@@ -149,7 +149,7 @@ class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class RankDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """One rank; `last_progress_age_seconds` is the age of its last message."""
+    """A rank; `last_progress_age_seconds` is the age of its last message."""
 
     rank: int
     pid: int | None
@@ -159,7 +159,7 @@ class RankDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class LossDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """How a rank group was lost: the kind of fault, a sentence that names the rank, and which generation of it."""
+    """A rank group's loss: the kind of fault, a sentence that names the rank, and its generation."""
 
     fault: Fault
     message: str
@@ -168,10 +168,10 @@ class LossDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """One adapter; `refs` counts the requests that use it, `requests_total` those that did since it is known here.
+    """An adapter; `refs` counts the requests that use it, `requests_total` all those since it is known here.
 
-    `fetched_bytes` of `total_bytes` are progress while it is `Fetching`. `verification_failed` tells for ten minutes that a wake
-    found it wrong. `load_seconds` is the time of its last load that succeeded, the fetch included. What is null is not known yet.
+    `fetched_bytes` of `total_bytes` are progress while it is `Fetching`. `verification_failed` tells for ten minutes that a wake found it
+    wrong. `load_seconds` is the time of its last load that succeeded, the fetch included. Null values are not known yet.
     """
 
     name: str
@@ -200,14 +200,28 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
     last_request_age_seconds: float | None = None
     verification_failed: bool = False
     load_seconds: float | None = None
+    identity: str | None = None
+
+
+class DesiredDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """The mounted files: `reads_shards` says that this worker needs no list in the main one, `problem` why adapters may be missing.
+
+    `reads_identity` says that a put may name the identity of an adapter.
+    """
+
+    reads_shards: bool = True
+    reads_identity: bool = True
+    problem: ProblemReport | None = None
 
 
 class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     """Everything the operator needs, in one cheap document. Ages are seconds on this worker's own clock.
 
-    `generation` counts the lives of the rank group in this one of the server, `failure` is why it is not serving now, and
-    `last_loss` why the group was started again last. `policy` is the sleep policy that this worker acts by, `paused` tells that
-    requests are accepted but no step is made.
+    `adapters_removed` are names that are gone since then. The rest of the list is asked for with `adapters_continue`. `revision` is another
+    one after every change that a watcher is to hear of. `pod_uid` is empty outside of Kubernetes. `generation` counts the lives of the rank
+    group in this server's life. `failure` is the reason why it is not serving, and `last_loss` that of the group's last restart. `policy`
+    is the sleep policy that this worker acts by, `paused` tells that requests are accepted but no step is made. `operator_epoch` is the
+    highest that a leader of the operator had in a call.
     """
 
     boot_id: str
@@ -225,12 +239,22 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     failure: ProblemReport | None
     restarts: int = 0
     last_loss: LossDocument | None = None
-    # What became of the options that speed up or shrink the model, by their names; one that is not used is not there.
+    # Outcome of the options that speed up or shrink the model, by name; unused options are absent.
     features: dict[str, str] = {}
     state_age_seconds: float = 0.0
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
     held: HeldDocument = HeldDocument()
+    desired: DesiredDocument = DesiredDocument()
     paused: bool = False
+    operator_epoch: int = 0
+    # A call asked for the drain before the end. A worker of the first version has neither the call nor this.
+    draining: bool = False
+    revision: str = ""
+    pod_uid: str = ""
+    # With `adapters_since`, the list has only names that changed after that revision, each with all of its adapters.
+    adapters_since: str | None = None
+    adapters_removed: list[str] = []
+    adapters_continue: str | None = None
 
 
 class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -255,6 +279,12 @@ class SleepCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid
     policy: SleepPolicy | None = None
 
 
+class DrainCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Body of a drain before the end: nothing is accepted any more, and what runs past the deadline is ended with an error."""
+
+    deadline_seconds: float = 300.0
+
+
 class WakeCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     """Body of a wake, of everything or of some tags; until all are awake nothing is served. `policy` as of a sleep."""
 
@@ -273,15 +303,21 @@ class AdapterCall(OperationCall, frozen=True, kw_only=True, rename="camel", forb
 
     source: Source
     digest: str | None = None
+    # The effect that the load must have, unless another converter named it.
+    identity: str | None = None
     scale: float = 1.0
     # Only these components of the file are used; none means all that it has.
     components: list[str] = []
-    # What the file must be written as (`peft`, `diffusers`, `kohya`), and its rank; None leaves it open.
+    # The file's required format (`peft`, `diffusers`, `kohya`), and its rank; None leaves it open.
     format: str | None = None
     expected_rank: int | None = None
     residency: Residency = Residency.CACHED
-    # Of those that may be evicted the lowest goes first, then the least recently used.
+    # Among evictable adapters the lowest goes first, then the least recently used.
     priority: int = 0
+    # The call needed no token, so its source may name global addresses only.
+    public_only: bool = False
+    # Read the source again, whatever is known of it.
+    read_again: bool = False
 
 
 class ProfileCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -292,18 +328,19 @@ class ProfileCall(OperationCall, frozen=True, kw_only=True, rename="camel", forb
 
 
 class ProfileDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """Whether every rank takes a trace now, and the files that the ranks wrote, as paths on the worker."""
+    """State of a trace on every rank, and the files that the ranks wrote, as paths on the worker."""
 
     running: bool
     files: list[str] = []
 
 
 class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
-    """One adapter of the desired file."""
+    """An adapter of the desired file."""
 
     name: str
     source: Source
     digest: str | None = None
+    identity: str | None = None
     scale: float = 1.0
     components: list[str] = []
     format: str | None = None
@@ -313,8 +350,17 @@ class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
     load_timeout_seconds: float = 300.0
 
 
+class DesiredShard(msgspec.Struct, frozen=True):
+    """A file with adapters beside the desired file, and how many they are."""
+
+    file: str
+    sha256: str
+    count: int
+
+
 class DesiredModel(msgspec.Struct, frozen=True, rename="camel"):
-    """What every replica's model has to be: the state of its source that the first one found. Of another source it says nothing."""
+    """The required version of every replica's model: the state of its source that the first one found. It does not apply to another
+    source."""
 
     source: Source
     revision: str | None = None
@@ -330,7 +376,7 @@ class DesiredSleep(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ColdRequests(msgspec.Struct, frozen=True, rename="camel"):
-    """What becomes of requests that meet a model which loads, sleeps or wakes: at most `max_held` wait, each at most so long."""
+    """Handling of requests for a model that loads, sleeps or wakes: at most `max_held` wait, each at most so long."""
 
     mode: ColdMode = ColdMode.HOLD
     max_held: int = 64
@@ -342,5 +388,7 @@ class DesiredState(msgspec.Struct, frozen=True, rename="camel"):
 
     sleep: DesiredSleep = DesiredSleep()
     cold_requests: ColdRequests = ColdRequests()
+    # Shorter than all the shards together where there is no room for more, or no need of it.
     adapters: list[DesiredAdapter] = []
+    shards: list[DesiredShard] = []
     model: DesiredModel | None = None

@@ -11,6 +11,7 @@ from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.conversion import Convert
 from diffusion_worker.lora.diffusion_manager import Candidate, DiffusionLoRAManager
 from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.loads.model_table import ConverterTable
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import ErrorReport, LoadedLoRA, LoRAUse
 from diffusion_worker.runner.model_call.components import DENOISERS
@@ -36,6 +37,7 @@ def create_lora_manager(
     part_of: Callable[[str], LinearPart | None],
     in_use: Callable[[], Iterable[LoRAUse]],
     convert: Convert | None,
+    converter: ConverterTable | None = None,
     asleep: bool = False,
 ) -> DiffusionLoRAManager:
     """The manager of a pipeline's adapters, whose slots take no memory yet if `asleep`.
@@ -57,6 +59,7 @@ def create_lora_manager(
         part_of=part_of,
         target_modules=config.lora_target_modules,
         convert=convert,
+        converter=converter,
         in_use=in_use,
         asleep=asleep,
     )
@@ -77,7 +80,7 @@ def add_on_all_ranks(loras: DiffusionLoRAManager, parallel: Parallel, request: L
     for failure in failures_of_all(parallel, refused).values():
         raise RequestError(ErrorCode(failure.code), failure.message)
     assert candidate is not None
-    if not same_on_all(parallel, candidate.effect):
+    if not same_on_all(parallel, candidate.loaded.identity):
         raise RequestError(ErrorCode.RANK_FAILED, f"adapter {request.lora_name!r}: the ranks read different files")
     return loras.register(candidate)
 

@@ -2,7 +2,7 @@
 """Compiles the denoisers of a pipeline by regions: each kind of repeated block once, and all blocks of that kind share the code.
 
 Adapters stay outside of what a compiler knows: their slots are part of the layers before anything is compiled
-(`DiffusionLoRAManager.make_static`). What cannot be compiled runs as it is; that is said once, and in `features`.
+(`DiffusionLoRAManager.make_static`). A part that cannot be compiled runs uncompiled; the log says so once, and `features` too.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 # Without CUDA graphs: their outputs lie where the next block of the same kind writes its own.
 MODES = {Compile.DEFAULT: None, Compile.MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
-# Versions of one function: blocks of one class differ in what they have, and each is compiled for one row and for more, with
-# adapters and without. Torch gives up past 8 of them.
+# Versions of a function: blocks of a class differ in their parts. Each is compiled for one row and for more, with and without adapters.
+# Torch gives up past 8 of them.
 MOST_VERSIONS = 64
 REASON_CHARS = 200
 
@@ -47,7 +47,7 @@ class Compilation:
 
     @property
     def features(self) -> dict[str, str]:
-        """What runs, under the name of the option."""
+        """Return the outcome, under the option's name."""
         if self._kind is Compile.NONE:
             return {}
         if self._reason is not None:
@@ -56,7 +56,7 @@ class Compilation:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """As if nothing was compiled: for calls that have to be bit-equal to diffusers', or change the model."""
+        """Run calls uncompiled, because they must be bit-equal to diffusers' or change the model."""
         before, self._eager = self._eager, True
         try:
             yield
@@ -68,7 +68,7 @@ class Compilation:
         self._whole = self._whole or found == [module]
         self.regions += found
         for region in found:
-            # What `Module.compile` sets as well. It is no part of a copy of the module.
+            # `Module.compile` sets this attribute as well. It is no part of a copy of the module.
             region._compiled_call_impl = self._call_of(region)
 
     def _call_of(self, region: nn.Module) -> Callable[..., Any]:
@@ -95,11 +95,11 @@ class Compilation:
         words = next((line.strip() for line in str(error).splitlines() if line.strip()), "no words")
         self._reason = f"{type(error).__name__}: {words}"[:REASON_CHARS]
         log.warning("--compile %s: %s cannot be compiled, everything runs as it is: %s", self._kind, type(region).__name__, self._reason)
-        log.debug("why it cannot be compiled", exc_info=error)
+        log.debug("the reason it cannot be compiled", exc_info=error)
 
 
 def regions_of(module: nn.Module) -> list[nn.Module]:
-    """What of a model is compiled: the blocks that diffusers names, or those its lists have several of, or else the whole."""
+    """Return the parts to compile: the blocks that diffusers names, those that its lists repeat, or else the whole model."""
     named = set(getattr(module, "_repeated_blocks", None) or ())
     if found := [part for part in module.modules() if type(part).__name__ in named]:
         return found
@@ -109,10 +109,10 @@ def regions_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _let_rows_vary(arguments: Iterable[Any]) -> None:
-    """Whoever joins changes the number of rows; sizes of images do not change from tick to tick, and make faster code."""
+    """Joining requests change the number of rows. Image sizes do not change from tick to tick, and fixed sizes make faster code."""
     tensors = [value for value in arguments if isinstance(value, torch.Tensor) and value.dim() > 0]
     rows = tensors[0].shape[0] if tensors else 1
-    if rows > 1:  # one row is always compiled for itself
+    if rows > 1:  # a single row is always compiled separately
         for tensor in tensors:
             if tensor.shape[0] == rows:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -125,5 +125,5 @@ def _configure() -> None:
 
     dynamo.recompile_limit = MOST_VERSIONS
     if not torch.cuda.is_available():
-        # Its C++ compiler is one process a kernel anyway; more of them would be another import of torch each.
+        # The C++ compiler starts a process for each kernel anyway; more threads would each import torch again.
         inductor.compile_threads = 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One component of a model folder that is a module: its class, its config, its weights, and whether they belong together.
+"""A module of a model folder: its class, its config, its weights, and the check that they belong together.
 
-Weights are left unread where they can be read later straight to their place (`unread_weights`), and loaded by the library's
-own `from_pretrained` otherwise; either way every tensor of the model has to come from a file.
+Weights that can be read later straight to their place stay unread (`unread_weights`); the library's `from_pretrained` loads the others.
+Either way every tensor of the model must come from a file.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def class_of(name: str, library: str, kind: str) -> Any:
 
 
 def is_loadable(kind: Any) -> bool:
-    """Whether `load_component` knows how to load a class; the pipeline loads the others."""
+    """Return whether `load_component` can load the class; the pipeline loads the others."""
     return isinstance(kind, type) and issubclass(kind, torch.nn.Module) and is_known(kind)
 
 
@@ -50,7 +50,7 @@ def load_component(
     them. With `options`, which go to `from_pretrained`, they never are.
 
     Raises:
-        ConfigError: what the folder holds is not what the class wants; the message names the component and the file.
+        ConfigError: the folder does not hold the class's files; the message names the component and the file.
     """
     _check_config(name, folder)
     try:

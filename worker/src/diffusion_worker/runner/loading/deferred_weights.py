@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Components without their weights: built from the config as `from_pretrained` builds them, every tensor that is in a file a placeholder.
 
-A placeholder has the shape and the dtype that the library would give the tensor, and one element of memory. Computed buffers
-are real, tied weights are tied, names are those that the library makes of the file's. What needs more than names and a dtype
-(tensors that are fused on the way, weights that were saved quantised) is `NotReadable` here, for `from_pretrained` to load.
+A placeholder has the shape and the dtype that the library would give the tensor, and one element of memory. Computed buffers are real, tied
+weights are tied, names are those that the library makes of the file's. Tensors that are fused on the way, or weights saved quantised, need
+more than names and a dtype. They are `NotReadable` here, for `from_pretrained` to load.
 """
 
 import logging
@@ -32,7 +32,7 @@ class NotReadable(Exception):
 
 
 def is_known(kind: Any) -> bool:
-    """Whether a class loads its weights in its library's usual way."""
+    """Return whether a class loads its weights in its library's usual way."""
     for base in (diffusers.ModelMixin, transformers.PreTrainedModel):
         if issubclass(kind, base):
             return bool(kind.from_pretrained.__func__ is base.from_pretrained.__func__)
@@ -71,7 +71,7 @@ def build_unread(
 def _of_diffusers(kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Checkpoint, unread: Placeholders) -> tuple[Any, list[str]]:
     config = kind.load_config(folder, local_files_only=True)
     if config.get("quantization_config") is not None:
-        raise NotReadable("its config names a quantization")
+        raise NotReadable("the config names a quantization")
     before = kind._set_default_torch_dtype(dtype)
     try:
         with no_init_weights(), accelerate.init_empty_weights():
@@ -95,7 +95,7 @@ def _of_diffusers(kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Check
 
 
 def _dtype_in_diffusers(kind: Any, name: str, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Integers stay what they are; what the class keeps in float32 is told by the parts of its name."""
+    """Return a tensor's dtype: integers keep theirs, and the class keeps tensors in float32 by parts of their names."""
     if not stored.is_floating_point:
         return stored
     kept = kind._keep_in_fp32_modules or ()
@@ -112,7 +112,7 @@ def _put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 class _DeferredTensor:
-    """What transformers takes for a tensor in a file: asked for its contents in a dtype, it gives a placeholder."""
+    """A stand-in for a tensor in a file, for transformers: asked for its contents in a dtype, it returns a placeholder."""
 
     def __init__(self, stored: StoredTensor, unread: Placeholders) -> None:
         self._stored = stored
@@ -128,7 +128,7 @@ class _DeferredTensor:
 def _of_transformers(kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Checkpoint, unread: Placeholders) -> tuple[Any, list[str]]:
     config = kind.config_class.from_pretrained(folder, local_files_only=True)
     if getattr(config, "quantization_config", None) is not None:
-        raise NotReadable("its config names a quantization")
+        raise NotReadable("the config names a quantization")
     module, info = _promise(kind, config, dtype, checkpoint.tensors, unread)
     if doubled := _stored_twice(module, unread):
         once = {name: stored for name, stored in checkpoint.tensors.items() if name not in doubled}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps weights in host memory and has them on the device only while they are computed with: by component, or by layers.
 
-By component it is ours: one copy of a component's slab brings it, and leaving costs nothing, since its weights never left the
-slab. By layers it is diffusers' group offloading, which brings the next block while one computes.
+Component offloading is our own: a single copy of a component's slab loads it. Unloading costs nothing, since the weights never left the
+slab. Layer offloading is diffusers' group offloading, which loads the next block while one computes.
 """
 
 import weakref
@@ -29,7 +29,7 @@ def check_device(kind: Offload, device: torch.device) -> None:
 
 
 def home_of(kind: Offload, device: torch.device) -> torch.device:
-    """Where weights are placed at load."""
+    """Return the device on which weights are placed at load."""
     return device if kind is Offload.NONE else HOST
 
 
@@ -44,7 +44,7 @@ class Offloading:
 
     @property
     def features(self) -> dict[str, str]:
-        """What is done, under the name of the option."""
+        """Return the offloading in use, under the option's name."""
         return {} if self._kind is Offload.NONE else {"offload": str(self._kind)}
 
     def manage(self, modules: Mapping[str, nn.Module]) -> None:
@@ -86,13 +86,13 @@ class _Home(NamedTuple):
 
 
 class Residence:
-    """Where the weights of one module are: at home in host memory, and for a while on the device."""
+    """The location of a module's weights: at home in host memory, and for a while on the device."""
 
     def __init__(self, module: nn.Module) -> None:
         homes: dict[int, _Home] = {}
         for tensor in (*module.parameters(), *module.buffers()):
             homes.setdefault(id(tensor), _Home(tensor, tensor.data.to(HOST)))
-        # What lies in one memory, a slab, comes in one copy.
+        # Tensors in the same memory, a slab, come in one copy.
         self._blocks: dict[int, list[_Home]] = {}
         for home in homes.values():
             self._blocks.setdefault(home.data.untyped_storage().data_ptr(), []).append(home)
@@ -118,7 +118,7 @@ class Residence:
 
 
 def _begin(data: torch.Tensor) -> int:
-    """Where a tensor begins in its storage, in bytes."""
+    """Return a tensor's offset in its storage, in bytes."""
     return int(data.storage_offset()) * data.element_size()
 
 

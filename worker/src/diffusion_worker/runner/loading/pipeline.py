@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a model folder to a pipeline in host memory: diffusers' own classes, one of yours, or random weights.
 
-Weights are read from safetensors in the folder and nothing is ever downloaded. What cannot be loaded is a `ConfigError`
-that names the option or the component.
+Weights are read from safetensors in the folder and nothing is ever downloaded. A failed load is a `ConfigError` that names the option or
+the component.
 """
 
 import importlib
@@ -32,15 +32,15 @@ def dtype_of(dtype: Dtype, device: torch.device) -> torch.dtype:
 
 
 def checkpoint_folder(config: WorkerConfig, component: str) -> Path:
-    """Where a component's safetensors files are."""
+    """Return the folder of a component's safetensors files."""
     return Path(config.model) / component
 
 
 def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placeholders | None = None) -> Any:
     """The pipeline of the model folder, in the way of `config.load_format`.
 
-    Its weights are in host memory, as diffusers loads them. With `unread` given most are still in their files, and `unread`
-    says where: they are to be placed before anything is computed.
+    Load a pipeline with its weights in host memory, as diffusers does. With `unread` given most are still in their files, and `unread` says
+    where: they are to be placed before anything is computed.
 
     Raises:
         ConfigError: no such pipeline class, or it cannot be made from this folder.
@@ -62,7 +62,7 @@ def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placehold
 
 
 def check_pipeline_class(config: WorkerConfig) -> None:
-    """Whether there is such a pipeline class, before anything is given up for it; raises ConfigError."""
+    """Check that the pipeline class exists, before anything is given up for it; raises ConfigError."""
     _pipeline_class(config, read_model_index(config.model))
 
 
@@ -112,7 +112,7 @@ def _load_modular(config: WorkerConfig, pipeline_class: Any, index: dict[str, An
     modules = _modules(config, {name: kind for name, kind in _classes_of(index).items() if name in here}, dtype, unread)
     pipeline.update_components(**modules)
     here -= modules.keys()
-    # One after the other: asked for several, it logs what fails and goes on without.
+    # Load them singly: asked for several, the loader logs failures and continues without them.
     for name in sorted(here):
         spec = pipeline.get_component_spec(name)
         weights = {"dtype": dtype, "use_safetensors": True} if _holds_weights(spec.type_hint) else {}

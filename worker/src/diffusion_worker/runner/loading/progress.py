@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a load is, told often enough to see that it moves and seldom enough to cost nothing."""
+"""Progress of a load, reported often enough to show that it moves and seldom enough to cost nothing."""
 
 from collections.abc import Callable
 
 ReportProgress = Callable[[int, int], None]
 
-# Told at least each time that this part of the bytes was added.
+# A report follows at least each time this part of the bytes was added.
 PART = 0.01
 
 

@@ -16,7 +16,7 @@ from diffusion_worker.runner.model_call.components import DENOISERS
 
 
 def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What `from_pretrained` of a component is to be given beside its folder; nothing where it is loaded as it is.
+    """Return the quantization arguments of a component's `from_pretrained`; none if it is not quantized.
 
     Raises:
         ConfigError: this machine cannot compute with such weights.
@@ -46,5 +46,5 @@ def require_quantizable(config: WorkerConfig, components: Collection[str]) -> No
 
 
 def nf4_is_refused() -> bool:
-    """Whether diffusers' quantizer would refuse this machine."""
+    """Return whether diffusers' quantizer would refuse this machine."""
     return not torch.cuda.is_available()

@@ -22,7 +22,7 @@ KINDS: dict[Kind, Callable[[], CacheKind]] = {Kind.FIRST_BLOCK: FirstBlock, Kind
 
 
 def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Module], parallel: Parallel) -> PipelineStepCache | None:
-    """The step cache that a worker is told to have on a pipeline; None for none.
+    """Build the step cache that the worker is configured to use; None for none.
 
     Raises:
         ConfigError: --step-cache, naming the class that cannot have it, why, and what can.

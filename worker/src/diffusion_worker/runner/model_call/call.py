@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model call as the batch point: what may share a call, and how calls are merged and cut into rows.
 
-What may share a call is found from the arguments (`families.md` (c)): tensors with one row per row of the call are
-concatenated, time steps are expanded, everything else must be equal by content, and an argument of an unknown kind keeps
-its call alone. `stand_in` makes the calls, `outputs` splits what comes out of them.
+Calls may be merged according to their arguments. Tensors with a row per row of the call are concatenated, time steps are expanded, and
+everything else must be equal by content. An argument of an unknown kind keeps its call alone. `stand_in` makes the calls, `outputs` splits
+what comes out of them.
 """
 
 import enum
@@ -20,10 +20,10 @@ from diffusion_worker.runner.model_call.outputs import split, stacked, tensors_o
 __all__ = ["ModelCall", "Role", "answer", "execute", "group_key", "merge", "role_of", "slice_rows", "split", "tensors_of", "with_tensors"]
 
 MERGED_METHODS = frozenset({"forward", "encode", "decode"})
-# What a model's first argument is called where it has rows; otherwise the first tensor that is no time is taken.
+# Names of a model's first argument with rows; otherwise the first tensor that is no time is used.
 LEADING = ("hidden_states", "sample", "x", "z", "latents", "input_ids", "inputs_embeds", "pixel_values")
-# In the names of arguments that have no row for each row of a call: positions of tokens and frames, one mask for the whole
-# image (Cosmos, Anima), a strength for each control block (Wan VACE).
+# Parts of the names of arguments without a row for each row of a call. These are positions of tokens and frames, a mask for the whole image
+# (Cosmos, Anima), and a strength for each control block (Wan VACE).
 TABLES = ("rotary", "rope", "indices_", "padding_mask", "control_hidden_states_scale", "img_mask")
 # Tables that are read row by row where they have rows: tokens of OmniGen, positions of Ideogram 4.
 ROW_TABLES = frozenset({"input_ids", "position_ids", "segment_ids"})
@@ -34,7 +34,7 @@ DENOISER_WORDS = ("transformer", "unet", "controlnet", "prior")
 
 
 class Role(enum.Enum):
-    """What an argument is to a call of several rows."""
+    """The role of an argument in a call of several rows."""
 
     ROW = "row"
     COLUMN = "column"  # a tensor whose second dimension is the rows
@@ -56,11 +56,11 @@ ROLES: dict[tuple[str, str], Role] = {
 
 
 class ModelCall(msgspec.Struct, frozen=True):
-    """What a request asks of a shared module. `arguments` are bound by name, in the order of the method's signature.
+    """A request's call of a shared module. `arguments` are bound by name, in the order of the method's signature.
 
-    `autocast` is the precision the caller asked for by torch.autocast, None without; `whole` keeps the rows of the call
-    together: no other request's are added, and they are not spread over the ranks. `context` is what the pipeline calls this
-    one of its calls for step caches (`cond`, `uncond`), empty where it says nothing.
+    `autocast` is the caller's precision by torch.autocast, None without. `whole` keeps the call's rows together: no other request's are
+    added, and they are not spread over the ranks. `context` is what the pipeline calls this one of its calls for step caches (`cond`,
+    `uncond`), empty where it says nothing.
     """
 
     component: str
@@ -85,7 +85,7 @@ class ModelCall(msgspec.Struct, frozen=True):
 
     @property
     def listed(self) -> bool:
-        """Whether the rows are the entries of a list."""
+        """Return whether the rows are the entries of a list."""
         return isinstance(self._led_by(), list | tuple)
 
     def _led_by(self) -> Any:
@@ -96,13 +96,13 @@ class ModelCall(msgspec.Struct, frozen=True):
 
     @property
     def divisible(self) -> bool:
-        """Whether its rows can be computed apart: not where a ControlNet's part is padded to the longest row of a list."""
+        """Return whether its rows can be computed apart; not if a ControlNet's part is padded to the longest row of a list."""
         given = (name for name, value in self.arguments.items() if value is not None)
         return not (self.listed and any("controlnet" in name for name in (self.component, *given)))
 
     @property
     def denoises(self) -> bool:
-        """Whether the call belongs to a step; all others (encoders, VAE) run ahead of those, so that steps stay together."""
+        """Return whether the call belongs to a step; all others (encoders, VAE) run ahead of those, so that steps stay together."""
         if type(self.module).__module__.startswith(DENOISER_MODULES):
             return True
         return any(word in self.component for word in DENOISER_WORDS)
@@ -142,7 +142,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class _Layout:
-    """How the arguments of one call lie in its rows."""
+    """The layout of a call's arguments over its rows."""
 
     def __init__(self, call: ModelCall) -> None:
         self.model = type(call.module).__name__
@@ -161,7 +161,7 @@ class _Layout:
         return Role.NESTED if _holds_tensors(value) else Role.EQUAL
 
     def _tensor_role(self, path: str, value: torch.Tensor) -> Role:
-        # One with more dimensions has a time for each token: a row like any other.
+        # A tensor with more dimensions has a time for each token, and is a row like any other.
         if _is_time(path) and value.shape in ((), (1,), (self.rows,)):
             return Role.TIME
         if path == self.leading:
@@ -170,7 +170,7 @@ class _Layout:
 
 
 def _is_table(name: str) -> bool:
-    """Whether an argument is one for the whole call, also where its first dimension happens to be the number of rows.
+    """Return whether an argument belongs to the whole call, even if its first dimension happens to equal the number of rows.
 
     Tables of positions are read from row 0 only by some models, even where they have a row each.
     """
@@ -180,7 +180,7 @@ def _is_table(name: str) -> bool:
 
 
 def role_of(call: ModelCall, name: str) -> Role:
-    """What one argument is to its call."""
+    """Return the role of an argument in its call."""
     return _Layout(call).role(name, call.arguments[name])
 
 
@@ -203,13 +203,13 @@ def group_key(call: ModelCall, contents: Contents | None = None) -> Hashable | N
             return None
         parts.append((name, part))
     if layout.listed and "controlnet" in call.component:
-        # What it adds to the denoiser is padded to the longest of its rows, and fits no others.
+        # A ControlNet's addition to the denoiser is padded to the longest row, and fits no others.
         parts.append(_structure(list(call.arguments.values()), sizes=True))
     return tuple(parts)
 
 
 def _structure(value: Any, *, sizes: bool) -> Hashable:
-    """What one row of a list is made of: where it has tensors, of which dtype, and of which size if `sizes`."""
+    """Return a list row's structure: the positions and dtypes of tensors, and their sizes if `sizes`."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape) if sizes else value.dim()
     return tuple(_structure(item, sizes=sizes) for item in value) if isinstance(value, list | tuple) else value
@@ -229,14 +229,14 @@ def _key_part(path: str, value: Any, layout: _Layout, known: Contents) -> Hashab
     if role is Role.NESTED:
         items = list(value.items() if isinstance(value, dict) else enumerate(value))
         if isinstance(value, dict) and any(isinstance(key, int) and not isinstance(item, torch.Tensor) for key, item in items):
-            return None  # what each row has, by its number (OmniGen): the rows of a merged call have others
+            return None  # row data is keyed by row number (OmniGen), and a merged call numbers its rows differently
         parts = tuple((key, _key_part(f"{path}.{key}", item, layout, known)) for key, item in items)
         return None if any(part is None for _, part in parts) else (type(value).__name__, parts)
     return known.of(path, value)
 
 
 def merge(calls: list[ModelCall]) -> ModelCall:
-    """One call for several with the same key. A lone call is passed on as it is, so that it stays bit-equal.
+    """Merge calls with the same key into one. A lone call is passed on as it is, so that it stays bit-equal.
 
     Raises:
         ValueError: the calls do not go together; names the argument.
@@ -312,5 +312,5 @@ def execute(module: torch.nn.Module, call: ModelCall) -> Any:
 
 
 def answer(call: ModelCall, part: Any) -> Any:
-    """What the pipeline is given for its call: its part of what `execute` returned, with lists where the module returned lists."""
+    """Return the pipeline's answer: its part of `execute`'s output, with lists where the module returned lists."""
     return unstacked(part) if call.method in MERGED_METHODS and call.listed else part

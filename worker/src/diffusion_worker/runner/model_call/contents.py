@@ -12,11 +12,11 @@ _PLAIN = (str, bytes, bool, int, float, complex, torch.dtype, torch.device)
 
 
 class Contents:
-    """What the arguments of one request's calls hold, by the name of the argument.
+    """The contents of the arguments of a request's calls, by argument name.
 
-    A tensor is hashed again only when it is another one or was written to. That shows in its version; tensors made in
-    inference mode have none, so on a CPU those are compared with a copy. On an accelerator a comparison would stop the
-    launching of kernels, so there the same tensor counts as unchanged; no pipeline writes into one it passes again.
+    A tensor is hashed again only when it is another one or was written to. A write shows in a tensor's version. Tensors made in inference
+    mode have none, so on a CPU those are compared with a copy. On an accelerator a comparison would stop the launching of kernels, so the
+    same tensor counts as unchanged there. No pipeline writes into one it passes again.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Contents:
         return self._remembered(path, value, content) if isinstance(value, torch.Tensor) else content(value)
 
     def has_any(self, path: str, value: torch.Tensor) -> bool:
-        """Whether a tensor is not zero throughout."""
+        """Return whether a tensor has a nonzero value."""
         return bool(self._remembered(f"any of {path}", value, lambda tensor: bool(tensor.any())))
 
     def _remembered(self, key: str, value: torch.Tensor, find: Callable[[torch.Tensor], Hashable]) -> Hashable:
@@ -65,5 +65,5 @@ def content(value: Any) -> Hashable | None:
 
 
 def _is_idle(value: Any) -> bool:
-    """Whether a model does not look at this cache: GLM-Image passes one at every step, also to requests without reference images."""
+    """Return whether the model ignores this cache: GLM-Image passes one at every step, also without reference images."""
     return type(value).__name__ == "GlmImageKVCache" and all(layer.mode is None for layer in value.caches)

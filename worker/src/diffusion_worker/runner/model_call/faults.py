@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of fault an exception of a rank is: one request's, or one that the rank and its group cannot survive. Pure.
+"""Classification of a rank's exception: a single request's fault, or one that the rank and its group cannot survive. Pure.
 
-After an illegal address or an ECC error every later call on the device fails, and after a failed collective the ranks no
-longer agree on what comes next. Neither can be mended inside the process, so `require_usable_rank` ends the rank, and the
-server starts the group again. Out of memory and errors of one request leave the group serving.
+After an illegal address or an ECC error every later call on the device fails. After a failed collective the ranks no longer agree on the
+next one. Neither can be mended inside the process, so `require_usable_rank` ends the rank, and the server starts the group again. Out of
+memory and errors of one request leave the group serving.
 """
 
 from diffusion_worker.errors import Fault

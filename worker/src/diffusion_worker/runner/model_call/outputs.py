@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes out of a module: tensors in tuples, lists, dicts and diffusers' distributions, taken apart by rows."""
+"""Outputs of a module: tensors in tuples, lists, dicts and diffusers' distributions, split by rows."""
 
 import itertools
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def unstacked(output: Any) -> Any:
 
 
 def is_plain(output: Any) -> bool:
-    """Whether an output is tensors and nothing else, so that a copy of them is a copy of it."""
+    """Return whether an output is tensors only, so that copying them copies it."""
     if isinstance(output, dict):
         return all(map(is_plain, output.values()))
     if isinstance(output, list | tuple):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prompt cache: what text encoders returned, by what they were asked.
 
-A result is kept by the encoder, everything it was called with, by content, and the adapter that was active, so that a hit is
-what the encoder would return. One that was made in a call with other requests' rows differs from that in its last bits: it
-is given only to requests that are in company themselves.
+A result is stored under the encoder, the contents of all its arguments, and the active adapter. A hit therefore equals the encoder's own
+answer. A result made in a call with other requests' rows differs in its last bits. It is given only to requests that are in company
+themselves.
 """
 
 from collections import OrderedDict
@@ -41,7 +41,8 @@ class PromptCache:
         self._told: PromptCacheStats | None = None
 
     def key(self, call: ModelCall, adapter: str | None = None) -> Hashable | None:
-        """What a call is kept by; None for one that is no text encoder's or cannot be compared. `adapter` is an identity, its digest."""
+        """Return the key of a call; None for a call that is no text encoder's or cannot be compared. `adapter` is an identity, its
+        digest."""
         if call.denoises or not _is_text(call):
             return None
         parts = content(call.arguments) if call.method in REMEMBERED_METHODS else None
@@ -73,7 +74,7 @@ class PromptCache:
 
     @property
     def nbytes(self) -> int:
-        """What is kept."""
+        """Return the bytes that the cache keeps."""
         return sum(kept.size for kept in self._kept.values())
 
     def clear(self) -> None:
@@ -99,7 +100,7 @@ class PromptCache:
 
 
 def _is_text(call: ModelCall) -> bool:
-    """Whether a call has token ids among its arguments."""
+    """Return whether a call has token ids among its arguments."""
     if call.method not in REMEMBERED_METHODS | BYPASSED_METHODS:
         return False
     return any(name.endswith("input_ids") and isinstance(value, torch.Tensor) for name, value in call.arguments.items())

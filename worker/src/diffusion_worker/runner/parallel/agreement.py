@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong with requests between model calls, made known to all ranks, so that none runs a request another has given up."""
+"""Failures of requests between model calls, shared with all ranks so that none runs a request another has given up."""
 
 import hashlib
 
@@ -16,7 +16,7 @@ _decoder: msgspec.json.Decoder[Failures] = msgspec.json.Decoder(Failures)
 
 
 def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
-    """The failures of every rank by request id, the lowest rank's word first. One small collective while there are none."""
+    """The failures of every rank by request id, the lowest rank's word first. Without failures this costs one small collective."""
     if parallel.world == 1:
         return mine
     encoded = msgspec.json.encode(mine) if mine else b""
@@ -24,7 +24,7 @@ def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     if not (size := int(longest)):
         return {}
-    # JSON holds no zero byte, so the padding can be told from it.
+    # JSON holds no zero byte, so the padding can be recognised.
     flat = torch.frombuffer(bytearray(encoded.ljust(size, b"\0")), dtype=torch.uint8)
     parts: list[torch.Tensor] = [torch.empty_like(flat) for _ in range(parallel.world)]
     dist.all_gather(parts, flat)
@@ -36,7 +36,7 @@ def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
 
 
 def same_on_all(parallel: Parallel, word: str) -> bool:
-    """Whether every rank says the same word."""
+    """Return whether every rank says the same word."""
     if parallel.world == 1:
         return True
     number = int.from_bytes(hashlib.sha256(word.encode()).digest()[:7])

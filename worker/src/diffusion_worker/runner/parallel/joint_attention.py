@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The joint attention of SD3 with an image's tokens split over ranks, in place of diffusers' own processor.
 
-Every rank has all text tokens and its part of the image's, and computes the attention of its part of the heads. One
-exchange brings queries, keys and values together by heads, one brings the image's result back, one the text's.
+Every rank has all text tokens and its part of the image's, and computes the attention of its part of the heads. A first exchange
+distributes queries, keys and values by heads; others return the image's result and the text's.
 """
 
 from typing import Any

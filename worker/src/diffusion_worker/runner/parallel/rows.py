@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a group at work together: the rows of a merged call spread over them, and the kinds that split one row.
 
-All ranks run the same fibers with the same seeds and reach the same calls in the same order, so nothing but the rows of
-outputs is exchanged. The ranks are one mesh: rows x shard x (sequence or tensor). Those of one sequence or tensor group
-compute the same rows together; all others compute rows of their own.
+All ranks run the same fibers with the same seeds and reach the same calls in the same order. So only rows of outputs are exchanged. The
+ranks are one mesh: rows x shard x (sequence or tensor). Those of one sequence or tensor group compute the same rows together; all others
+compute rows of their own.
 
-An exception on one rank becomes the same exception on all of them, so that no rank waits in a collective for one that has
-left. Where ranks compute a call together (sequence, tensor, shard) that holds only if all of them fail alike, as with a
-size that the model refuses; one that fails alone has left the others in a collective, and has to go, and the group with it.
+An exception on one rank becomes the same exception on all of them. So no rank waits in a collective for one that has left. In a joint call
+(sequence, tensor, shard) that holds only if all ranks fail alike, as on a size that the model refuses. A rank that fails alone has left the
+others in a collective. It must end, and the group with it.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class Parallel:
         self.everybody = RowGroup(rank, world, None)
         self.mesh = _mesh(device, world, tensor=tensor, sequence=sequence, shard=shard)
         self._rows = _row_group(rank, world, together=tensor * sequence)
-        # Who waits for whom inside a call: neighbours, by the order of the mesh's dimensions.
+        # Ranks that wait for each other inside a call are neighbours, by the order of the mesh's dimensions.
         joint = tensor * sequence * shard
         self._peers = range(rank // joint * joint, rank // joint * joint + joint)
         self._store = store
@@ -124,7 +124,7 @@ class Parallel:
             if self.world == 1:
                 raise _failure(message) from error
         if self.world > 1:
-            # One small collective while nothing fails. The lowest rank that failed has the greatest number.
+            # Without failures this costs one small collective. The lowest rank that failed has the greatest number.
             status = torch.tensor([self.world - self.rank if message else 0, found, -found])
             dist.all_reduce(status, dist.ReduceOp.MAX)
             failed, most, least = status.tolist()

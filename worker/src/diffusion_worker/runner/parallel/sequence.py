@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence parallel (Ulysses): each rank has some tokens of every row, and inside an attention all tokens of some heads.
 
-Diffusers' hooks split and gather the tokens, with its plan for a model or ours (`parallel.md` 2). Its own switch is not
-used: it asks for an accelerator and takes the whole world for the group.
+Diffusers' hooks split and gather the tokens, with its plan for a model or ours (`parallel.md` 2). Diffusers' own switch is not used,
+because it asks for an accelerator and takes the whole world for the group.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ Plan = dict[str, Any]
 
 @dataclass(frozen=True)
 class SequenceFamily:
-    """How the tokens of one model class are counted and split.
+    """The counting and splitting of a model class's tokens.
 
-    `tokens` and `text` give the lengths that are split, from a call's arguments and the model's config; `pack` says how many
-    latents beside each other the pipeline packs into one token. `plan` replaces diffusers' own. `pad_text` makes the text's
-    length one that can be split.
+    `tokens` and `text` give the lengths to split, from a call's arguments and the model's config. `pack` is the number of neighbouring
+    latents that the pipeline packs into one token. `plan` replaces diffusers' own. `pad_text` makes the text's length one that can be
+    split.
     """
 
     tokens: Callable[[Arguments, Any], int]
@@ -154,7 +154,7 @@ class Ulysses:
         apply_context_parallel(model, self._config.context_parallel_config, family.plan or model._cp_plan)
 
     def prepare(self, model: nn.Module) -> Callable[[ModelCall], ModelCall]:
-        """What a call of the model needs first; the result raises RequestError where a length cannot be split."""
+        """Return a function that prepares a call of the model; it raises RequestError for a length that cannot be split."""
         family, config = FAMILIES[type(model).__name__], model.config
 
         def prepare(call: ModelCall) -> ModelCall:

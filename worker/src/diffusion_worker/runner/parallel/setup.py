@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the parallel kinds that a worker is told to use on a loaded pipeline, or says why they do not fit it.
+"""Application of the configured parallel kinds to a loaded pipeline, or the reasons why they do not fit it.
 
 Everything that can be known to be wrong is refused here, when the model is loaded: a request never finds out.
 """
@@ -71,15 +71,15 @@ class ParallelKinds:
             self._parallel.decode_tiles(name, vae_tiles.VaeTiles(module, self._parallel).decode)
 
     def part_of(self, layer: str) -> LinearPart | None:
-        """Which part of a layer (`transformer.blocks.0.attn.to_q`) this rank has, for its adapters; None where it is whole."""
+        """Return this rank's part of a layer (`transformer.blocks.0.attn.to_q`), for its adapters; None if the layer is whole."""
         component, _, path = layer.partition(".")
         return self._cuts[component].part(path) if component in self._cuts else None
 
     def describe(self, info: ModelInfo) -> ModelInfo:
-        """What the server has to know: which sizes make a number of tokens that can be split.
+        """Add the sizes whose number of tokens can be split, which the server must know.
 
         Raises:
-            ConfigError: what the pipeline makes by default cannot.
+            ConfigError: the pipeline's default size cannot be split.
         """
         return info if self._config.sequence == 1 else sequence.describe(info, self._token_pixels(), self._config.sequence)
 
@@ -126,7 +126,7 @@ class ParallelKinds:
             vae_tiles.check_vae("vae", self._modules["vae"])
 
     def _check_sequence(self) -> None:
-        """What of the pipeline, beside its model, splits badly."""
+        """Check for parts of the pipeline, beside its model, that cannot be split."""
         size, kind = self._config.sequence, type(self._pipeline).__name__
         if any("controlnet" in name for name in self._modules):
             raise ConfigError(f"--sequence: {kind} is not supported: a ControlNet adds to the tokens of whole images")
@@ -160,5 +160,5 @@ class ParallelKinds:
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a sharded parameter."""
+    """Return this rank's part of a sharded parameter."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter

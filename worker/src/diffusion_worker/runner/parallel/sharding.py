@@ -22,7 +22,7 @@ WHOLE_BLOCKS = {"DiTTransformer2DModel": "it computes its condition with a layer
 
 
 def is_sharded(component: str) -> bool:
-    """Whether a component's weights are sharded."""
+    """Return whether a component's weights are sharded."""
     return any(word in component for word in SHARDED)
 
 
@@ -40,7 +40,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard(block, mesh=mesh)
     # Without this the weights of the root would stay whole after the first call.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    # The model has another class now. What is known of models goes by the name of their class, the roles of arguments too.
+    # The model has another class now. Knowledge of models, including the roles of arguments, is found by the name of their class.
     made: Any = type(model)
     made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
 

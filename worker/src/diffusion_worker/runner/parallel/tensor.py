@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallel: each rank has some rows or columns of a model's large linear layers.
 
-Diffusers' plan says which layers are cut, and how (`parallel.md` 3). What is left of a layer is a plain tensor in this
-rank's slab: a layer cut by its outputs computes some of them, one cut by its inputs sums its results over the ranks.
+Diffusers' plan says which layers are cut, and how (`parallel.md` 3). The rest of a cut layer is a plain tensor in this rank's slab. A layer
+cut by its outputs computes some of them; one cut by its inputs sums its results over the ranks.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.loads.model_table import PartCut
 
 # Models whose plan was tried: others have one too, whose attention reads its own width from the number of heads.
 FAMILIES = ("Flux2Transformer2DModel", "FluxTransformer2DModel", "QwenImageTransformer2DModel")
@@ -36,7 +37,7 @@ def check_model(name: str, model: nn.Module, size: int) -> None:
 
 
 class TensorCut:
-    """One model's cut for one rank of a tensor group. Make it before the weights are placed."""
+    """The cut of a model for a rank of a tensor group. Make it before the weights are placed."""
 
     def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
         self._model = model
@@ -50,7 +51,7 @@ class TensorCut:
         spec = self._specs.get(name)
         if spec is None or spec.dim is None:
             return whole
-        return self._blocks(whole, spec.dim, spec.block_sizes)
+        return PartCut(spec.dim, tuple(spec.block_sizes), self._size, self._index).of(whole, spec.dim)
 
     def connect(self) -> None:
         """Let the layers that are cut by their inputs sum over the ranks. The weights are in place by now."""
@@ -61,22 +62,20 @@ class TensorCut:
                 linear.forward = _summing_forward(linear, self._group)
 
     def part(self, layer: str) -> LinearPart | None:
-        """How an adapter of a layer is cut; None where the layer is whole."""
+        """Return how an adapter of a layer is cut; None if the layer is whole."""
         spec = self._specs.get(f"{layer}.weight")
         if spec is None:
             return None
-        if spec.dim == 0:
-            return LinearPart(cut_a=lambda a: a, cut_b=lambda b: self._blocks(b, 0, spec.block_sizes), add_up=lambda low: low)
-        return LinearPart(cut_a=lambda a: self._blocks(a, 1, spec.block_sizes), cut_b=lambda b: b, add_up=self._sum)
+        cut = PartCut(int(spec.dim or 0), tuple(spec.block_sizes), self._size, self._index)
+        return LinearPart(cut, add_up=self._sum if cut.dim == 1 else _as_it_is)
 
     def _sum(self, mine: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(mine, group=self._group)
         return mine
 
-    def _blocks(self, whole: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-        """This rank's part of each block: layers that were fused are cut one by one."""
-        parts = [block.chunk(self._size, dim)[self._index] for block in torch.split(whole, sizes, dim)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+def _as_it_is(low: torch.Tensor) -> torch.Tensor:
+    return low
 
 
 def _summing_forward(linear: nn.Linear, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:

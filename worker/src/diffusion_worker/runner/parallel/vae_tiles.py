@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A large image is decoded in tiles, and the tiles are spread over all ranks.
 
-The VAE's own tiled decode runs three times with another decoder in place (`parallel.md` 6): it is asked for its tiles, each
-rank decodes some, and it is given all of them to blend. So the result is bit for bit that of one rank.
+The VAE's own tiled decode runs three times with another decoder in place. It records its tiles, each rank decodes some, and then all of
+them are given to it for blending. So the result is bit for bit that of one rank.
 """
 
 import math
@@ -31,7 +31,7 @@ def _frame_shape(vae: Any) -> Callable[[torch.Tensor], Shape]:
     return lambda tile: (tile.shape[0], vae.config.input_channels, 1, tile.shape[3] * scale, tile.shape[4] * scale)
 
 
-# What comes out of the decoder of each VAE.
+# The output shape of each VAE's decoder.
 SHAPES: dict[str, Callable[[Any], Callable[[torch.Tensor], Shape]]] = {
     "AutoencoderKL": _image_shape,
     "AutoencoderKLFlux2": _image_shape,
@@ -47,7 +47,7 @@ def check_vae(name: str, vae: nn.Module) -> None:
 
 
 class TileDecoder:
-    """What a VAE's decoder runs instead of its own forward: that, or a note of what it is asked for, or what was decoded elsewhere.
+    """Replacement for a VAE decoder's forward: it decodes, records the tiles asked for, or returns tiles decoded elsewhere.
 
     It goes with the decoder into a copy of the VAE (some pipelines decode in float32), bound to the copy's own forward.
     """
@@ -60,7 +60,7 @@ class TileDecoder:
         decoder.forward = self.forward
 
     def forward(self, tile: torch.Tensor, **options: Any) -> torch.Tensor:
-        """One tile [rows, channels, (frames,) height, width]."""
+        """Decode a tile [rows, channels, (frames,) height, width]."""
         if self.answers is not None:
             return self.answers.pop(0)
         if self.asked is not None:
@@ -79,7 +79,7 @@ class TileDecoder:
         return asked
 
     def hand_out(self, tiles: list[torch.Tensor], decode: Callable[[], Any]) -> Any:
-        """What a decode makes of these tiles."""
+        """Return the result of a decode that is given these tiles."""
         self.answers = tiles
         try:
             return decode()

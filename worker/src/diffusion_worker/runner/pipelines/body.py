@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's fiber runs: the arguments of the pipeline's own call, that call on a view, and its result as pixels.
+"""The body of a request's fiber: the arguments of the pipeline's own call, that call on a view, and its result as pixels.
 
-A pipeline says by its signature (a modular one by the inputs of its blocks) what it takes; a request that asks for more
-is refused with the name of the field. Custom pipelines may say more, see `docs/custom-pipelines.md`.
+A pipeline's signature (a modular one's block inputs) lists its arguments. A request that asks for more is refused with the field's name.
+Custom pipelines may say more, see `docs/custom-pipelines.md`.
 """
 
 import functools
@@ -25,17 +25,17 @@ from diffusion_worker.runner.stepping.pixels import RawImage, keep_on_device
 Arguments = dict[str, Any]
 
 FRAMES = ("num_frames", "video_length", "frames")
-# Guidance with a second, unguided call. Where a class has both, this is the one that works on every checkpoint of it.
+# Guidance with a second, unguided call. If a class has both, this one works on every checkpoint of it.
 TRUE_GUIDANCE = "true_cfg_scale"
-# What the authors of those models use for "no negative prompt"; without any their classes ignore the scale.
+# The models' authors use this for "no negative prompt"; without one their classes ignore the scale.
 NO_NEGATIVE_PROMPT = " "
 
 
 class PipelineBody:
     """Runs the pipeline once; returns an image, or the frames of a video.
 
-    Requests of another `batch_key` never share a model call with this one; one that is `whole` has the model for
-    itself from its first step to its end: nobody else advances meanwhile.
+    Requests of different `batch_key` never share a model call. A `whole` one has the model for itself from its first step to its end, and
+    nobody else advances meanwhile.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ def call_view(view: Any, arguments: Arguments) -> Any:
 
 
 def inputs_of(pipeline: Any) -> Mapping[str, Any]:
-    """What the pipeline's call takes, with its defaults (None where there is none)."""
+    """Return the arguments of the pipeline's call, with their defaults (None if there is none)."""
     return _inputs_of_blocks(pipeline._blocks) if isinstance(pipeline, diffusers.ModularPipeline) else _inputs_of_call(_type(pipeline))
 
 
@@ -165,7 +165,7 @@ def _fields(takes: Mapping[str, Any], spec: RequestSpec) -> Arguments:
 
 
 def _check_schedule(spec: RequestSpec, pipeline: Any) -> None:
-    """Whether the scheduler of the denoising loop can have the schedule of the adapter's recipe."""
+    """Check that the denoising loop's scheduler can follow the schedule of the adapter's recipe."""
     scheduler = pipeline.components.get(MAIN_SCHEDULER)
     if spec.sigmas is not None:
         check_sigmas(scheduler, spec.sigmas, steps=spec.steps)
@@ -189,14 +189,14 @@ def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: fl
 
 
 def _guides_truly(takes: Mapping[str, Any]) -> bool:
-    """Whether the second, unguided call is what the class means by guidance."""
+    """Return whether the class means a second, unguided call by guidance."""
     return TRUE_GUIDANCE in takes and (takes[TRUE_GUIDANCE] or 0) > (takes.get("guidance_scale") or 0)
 
 
 def default_guidance(pipeline: Any) -> float | None:
     """The scale that a request without one gets; None where there is none.
 
-    Nor is there for a class that guides only where it is given a negative prompt, which we do for whoever asks for a scale.
+    A class that guides only with a negative prompt has no default either; we pass that prompt for requests with a scale.
     """
     takes = inputs_of(pipeline)
     if _guides_truly(takes):
@@ -223,7 +223,7 @@ def _not_taken(argument: str, pipeline: Any) -> RequestError:
 
 
 def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
-    """What a custom pipeline says of a request; None where it says nothing. What it raises is the request's error."""
+    """Ask a custom pipeline about a request; None if it has no such method. An exception from it is the request's error."""
     answer = getattr(type(pipeline), method, None)
     if answer is None:
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a pipeline class takes images, and the images of a request under the names of its arguments.
+"""Image inputs of a pipeline class, and a request's images under its argument names.
 
-Read from what the class's call takes. What cannot be read there is in the tables: which images are references, which the
-model sees as they are; and which classes work without one, though they take them.
+Read from what the class's call takes. Tables hold the rest: references, which the model sees unchanged, and classes that work without an
+image although they take one.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from diffusion_worker.runner.pipelines.step_support import source_of
 
 Arguments = dict[str, Any]
 
-# As many as OpenAI takes.
+# The same limit as OpenAI's.
 MOST_REFERENCES = 16
 # Classes whose images are references of any size beside the one that is made, and how many of them they take.
 REFERENCES = {
@@ -41,7 +41,7 @@ REFERENCES = {
     "StableCascadeCombinedPipeline": MOST_REFERENCES,
     "ZImageOmniPipeline": MOST_REFERENCES,
 }
-# Of these the ones that fail without an image, though their call has a default for it.
+# Those of them that fail without an image, although their call has a default for it.
 NEED_A_REFERENCE = frozenset({"QwenImageEditPipeline", "QwenImageEditPlusPipeline"})
 # Take an image, but make another thing of it than an edit in the size asked for, or need more than an image and words.
 NO_EDIT = ("SuperResolution", "Upscal", "Layered", "VisualCloze", "Refiner", "ControlNetUnion")
@@ -56,7 +56,7 @@ GIVEN = frozenset(
 
 
 class ImageInputs(msgspec.Struct, frozen=True):
-    """How a class takes images: `image` and the others are names of arguments of its call.
+    """The image arguments of a class: `image` and the others are names of arguments of its call.
 
     `image` and `mask` get the first image and its mask, `more` the images after it. `fitted` images are brought to the
     size of the one that is made; others are seen as they are. A `required` one means that the class cannot work from words.
@@ -71,12 +71,12 @@ class ImageInputs(msgspec.Struct, frozen=True):
 
     @property
     def task(self) -> Task:
-        """What a request with images is for this class."""
+        """Return this class's task for a request with images."""
         return Task.EDIT if self.mask is None else Task.INPAINT
 
 
 def image_inputs(pipeline: Any) -> ImageInputs | None:
-    """How a pipeline takes the images of an edit, with a mask where its class needs one; None where it takes none.
+    """Return a pipeline's arguments for an edit, with a mask if its class needs one; None if it takes no images.
 
     A modular pipeline that works with and without a mask is two: `masked_inputs` is the other.
     """
@@ -97,7 +97,7 @@ def image_inputs(pipeline: Any) -> ImageInputs | None:
 
 
 def works_from_words(pipeline: Any) -> bool:
-    """Whether a request without an image can be served."""
+    """Return whether a request without an image can be served."""
     takes = inputs_of(pipeline)
     if "prompt" not in takes or needs_more(pipeline):
         return False
@@ -106,7 +106,7 @@ def works_from_words(pipeline: Any) -> bool:
 
 
 def masked_inputs(pipeline: Any) -> ImageInputs | None:
-    """How a modular pipeline takes an image and its mask; None for others."""
+    """Return a modular pipeline's arguments for an image and its mask; None for others."""
     both = _is_modular(pipeline) and {"prompt", "image", "mask_image"} <= inputs_of(pipeline).keys()
     return ImageInputs("image", "mask_image") if both else None
 
@@ -171,7 +171,7 @@ def _image(item: ImageInput, frames: Sequence[bytes]) -> Image.Image:
 
 
 def needs_more(pipeline: Any) -> bool:
-    """Whether words and an image are not enough: something else has no default, or another kind of image belongs to it."""
+    """Return whether words and an image are not enough: another input has no default, or another kind of image is needed."""
     takes = inputs_of(pipeline)
     if "prompt" not in takes:
         return True
@@ -188,7 +188,7 @@ def _first_image(takes: Mapping[str, Any]) -> str | None:
 
 
 def _requires(pipeline: Any, takes: Mapping[str, Any], image: str) -> bool:
-    """Whether the class cannot work from words alone."""
+    """Return whether the class cannot work from words alone."""
     name = _family(pipeline)
     if _is_modular(pipeline):
         return any(item.name == image and item.required for item in pipeline._blocks.inputs)

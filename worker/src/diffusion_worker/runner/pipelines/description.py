@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be known of a pipeline by looking at it: what it makes, in which sizes, and what it does by default.
+"""Facts read from a pipeline: its outputs, their sizes, and its defaults.
 
 Families name the same things differently, so several names are asked for each and what is absent counts as 1 or as unknown.
 """
@@ -16,6 +16,7 @@ from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import ModelInfo
 from diffusion_worker.runner.model_call.components import DENOISERS
 from diffusion_worker.runner.pipelines.body import FRAMES, default_guidance, inputs_of
+from diffusion_worker.runner.pipelines.divisors import tokens_side, written_divisors
 from diffusion_worker.runner.pipelines.longest_sides import longest_sides
 from diffusion_worker.runner.pipelines.step_support import inner_classes, source_of, why_impossible
 from diffusion_worker.runner.pipelines.view import modules_of
@@ -25,7 +26,7 @@ SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compress
 TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 PROCESSORS = ("image_processor", "video_processor")
 WITHOUT_HEIGHT = re.compile(r"^ +height = height or (\w+)$", re.MULTILINE)
-# What a pipeline's result is called, and what that makes it.
+# The names of a pipeline's result, and the kind of output that each means.
 KINDS = {
     "images": "image", "image": "image", "rgb": "image",
     "frames": "video", "video": "video", "videos": "video",
@@ -50,7 +51,7 @@ def denoiser_of(pipeline: Any) -> torch.nn.Module:
 
 
 def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo:
-    """What the server needs to know of the pipeline.
+    """Describe the pipeline for the server.
 
     Raises:
         ConfigError: the pipeline makes neither images nor videos, or cannot run.
@@ -82,11 +83,11 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
 
 
 def size_multiple(pipeline: Any) -> int:
-    """What width and height have to be multiples of, in pixels: whole latents, and whole patches of them."""
+    """Return the pixels of which width and height are multiples: whole latents, whole patches, and what the pipeline checks."""
     patch = max(_patch(getattr(pipeline, "patch_size", None)), _patch(_denoiser_config(pipeline, "patch_size", "all_patch_size")))
     latent = _first_number(pipeline, SPATIAL) or 8
     steps = [_number(getattr(getattr(pipeline, name, None), "config", {}).get("vae_scale_factor")) or 1 for name in PROCESSORS]
-    return math.lcm(latent * patch, *steps)
+    return math.lcm(latent * patch * tokens_side(pipeline), *steps, *written_divisors(pipeline))
 
 
 def _result_name(pipeline_class: Any) -> str | None:

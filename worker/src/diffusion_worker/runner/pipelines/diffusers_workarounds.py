@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a class of diffusers does wrong and a request's view of it can do right, without touching the class or the model."""
+"""Workarounds for faults of diffusers' classes, applied to a request's view without touching the class or the model."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from diffusers.configuration_utils import FrozenDict
 
 from diffusion_worker.runner.pipelines.step_support import source_of
 
-# What Stable Diffusion 3's inpainting takes for the sign of a model whose input is latents and no mask.
+# Stable Diffusion 3's inpainting takes this number of channels for a model whose input is latents without a mask.
 SD3_LATENT_CHANNELS = 16
 
 
@@ -43,7 +43,7 @@ def _mend_sd3_inpainting(view: Any) -> None:
 
 @functools.cache
 def _forgets_shift(kind: Any) -> bool:
-    """Whether this is still so in the installed diffusers."""
+    """Return whether the installed diffusers still has this fault."""
     source = "".join(source_of(vars(parent)["__call__"]) for parent in kind.__mro__ if "__call__" in vars(parent))
     return "vae.decode(latents / self.vae.config.scaling_factor, " in source
 

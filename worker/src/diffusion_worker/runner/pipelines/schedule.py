@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule that an adapter's recipe asks for: its own sigmas, or another shift of a flow scheduler.
 
-Both are of the request alone. Where a scheduler cannot have them that is said before the request runs: a recipe that has no
-effect makes images that look like a bad adapter.
+Both are of the request alone. A scheduler that cannot follow them is reported before the request runs: a recipe without effect makes images
+that look like a bad adapter.
 """
 
 import copy
@@ -11,7 +11,7 @@ from typing import Any
 
 from diffusion_worker.errors import refused
 
-# What schedulers call their shift, and the setting without which that one is not looked at.
+# Schedulers' names for their shift, and the setting without which they ignore it.
 SHIFTS: dict[str, str | None] = {"shift": None, "flow_shift": "use_flow_sigmas"}
 DYNAMIC = "use_dynamic_shifting"
 
@@ -33,7 +33,7 @@ def check_shift(scheduler: Any) -> None:
 def own_scheduler(scheduler: Any, shift: float | None) -> Any:
     """A request's own scheduler, with another shift if one is given and it has any.
 
-    As somebody would make it by hand, from the configuration: a shift that is set later leaves the ends of the schedule.
+    Build the scheduler from its configuration: a shift that is set later leaves the ends of the schedule unchanged.
     """
     setting = None if shift is None else _setting_of(scheduler)
     if setting is None:

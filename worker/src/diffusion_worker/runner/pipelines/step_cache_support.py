@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which denoisers and pipelines a step cache fits. What is not known to be right is refused, and no request finds out.
+"""Denoisers and pipelines that a step cache fits. A combination not known to be right is refused at start, so no request discovers it.
 
 The classes are those whose requests were measured to get in company what they get alone, and alone what diffusers' own hook
 gives (`tests/worker/runner/step_cache/test_step_cache_families.py`).
@@ -22,7 +22,7 @@ _WITH_BLOCKS = frozenset(
         *("QwenImageTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"),
     }
 )
-# By the names of their attention layers.
+# Classes matched by the names of their attention layers.
 _WITH_ATTENTION = frozenset(
     {
         *("AuraFlowTransformer2DModel", "BriaTransformer2DModel", "Flux2Transformer2DModel", "FluxTransformer2DModel"),
@@ -39,7 +39,7 @@ SUPPORTED: dict[Kind, frozenset[str]] = {
 
 
 def why_no_pipeline(pipeline: Any) -> str | None:
-    """Why no request of a pipeline can have a step cache; None where they can."""
+    """Return the reason why no request of a pipeline can use a step cache; None if they can."""
     kind: Any = type(pipeline)
     whole = whole_run_reason(kind)
     if whole is not None:
@@ -50,7 +50,7 @@ def why_no_pipeline(pipeline: Any) -> str | None:
 
 
 def why_no_denoiser(kind: Kind, cache: CacheKind, module: torch.nn.Module) -> str | None:
-    """Why a denoiser cannot have a cache; None where it can."""
+    """Return the reason why a denoiser cannot have a cache; None if it can."""
     reason = cache.why_not(module)
     if reason is None and type(unwrap_module(module)).__name__ not in SUPPORTED[kind]:
         return "it was not shown to be right with the rows of several requests"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a pipeline class can be run, found by reading its source: step by step in company, whole and by itself, or not at all.
+"""Execution modes of pipeline classes, found by reading their source: step by step in company, whole and alone, or impossible.
 
 The fibers need two things of a pipeline: that it steps a scheduler, and that it leaves the shared modules as they are.
 Stand-ins see to the second (`SharedPart`): a request that would change a module is made once more by itself. The words searched for
@@ -30,13 +30,13 @@ NO_PART_OF_A_CALL = frozenset({"__init__", "invert"})
 
 
 def missing_libraries(found: Any) -> list[str]:
-    """What diffusers would need for a class that it only has a placeholder of; nothing for a real class."""
+    """Return the libraries that diffusers needs for a class of which it has only a placeholder; none for a real class."""
     return [library for library in getattr(found, "_backends", ()) if importlib.util.find_spec(library) is None]
 
 
 @functools.cache
 def whole_run_reason(pipeline_class: Any) -> str | None:
-    """Why requests of this class run from start to end by themselves; None where they are stepped in company."""
+    """Return the reason why requests of this class run whole and alone; None if they are stepped in company."""
     changes = why_exclusive(pipeline_class)
     if changes:
         return changes
@@ -46,7 +46,7 @@ def whole_run_reason(pipeline_class: Any) -> str | None:
 
 @functools.cache
 def why_exclusive(pipeline_class: Any) -> str | None:
-    """Why nobody else's call may run while a request of this class does: it changes the shared model meanwhile."""
+    """Return the reason why no other call may run meanwhile: a request of this class changes the shared model."""
     if pipeline_class.__name__ in HARMLESS:
         return None
     source = "\n".join(_sources(pipeline_class))
@@ -54,7 +54,7 @@ def why_exclusive(pipeline_class: Any) -> str | None:
 
 
 def why_impossible(pipeline_class: Any) -> str | None:
-    """Why a class cannot run at all; None where it can."""
+    """Return the reason why a class cannot run at all; None if it can."""
     if any(parent.__name__ in NEEDS_GRADIENTS for parent in pipeline_class.__mro__):
         return "needs gradients of the model, and inference has none"
     return None
@@ -108,7 +108,8 @@ def source_of(found: Any) -> str:
 
 
 def _function_source(code: Any) -> str:
-    """As `inspect.getsource`, which reads every token of a pipeline's thousand lines to find where a function ends."""
+    """Return a function's source. `inspect.getsource` would read every token of a pipeline's thousand lines to find where a function
+    ends."""
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
     inside = False

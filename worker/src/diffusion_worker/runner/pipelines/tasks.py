@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tasks a loaded pipeline serves, and the pipeline that serves each: the loaded one, or a companion over its modules.
+"""Tasks of a loaded pipeline, and the pipeline that serves each: the loaded one, or a companion over its modules.
 
 A companion is another class of diffusers for the same components, image to image or inpainting, as diffusers itself pairs
 them. It holds the same modules, so that it costs no memory, adapters and sleep apply to it, and its requests share calls.
@@ -52,7 +52,7 @@ SD3_MASKED_CHANNELS = 33
 
 
 class TaskPipeline(msgspec.Struct, frozen=True):
-    """What serves a task: a pipeline, and how it takes the images; None where the task has none."""
+    """The pipeline of a task and its image arguments; None if the task has none."""
 
     pipeline: Any
     inputs: ImageInputs | None = None
@@ -83,7 +83,7 @@ class TaskPipelines:
         return self._servers[task].pipeline
 
     def describe(self, info: ModelInfo) -> ModelInfo:
-        """What the server has to know: the tasks, how many images an edit may have, and whether those cost as much as its own."""
+        """Add the tasks, the number of images an edit may have, and whether those cost as much as its own."""
         inputs = [server.inputs for server in self._servers.values() if server.inputs is not None]
         most = max((each.most for each in inputs), default=0)
         return msgspec.structs.replace(
@@ -103,7 +103,7 @@ class TaskPipelines:
         if server.inputs is None:
             return make_body(server.pipeline, spec)
         takes, loaded = inputs_of(server.pipeline), inputs_of(self._pipeline)
-        # What a request leaves open is as with the loaded class: so say the model's card and the answer's provenance.
+        # Open values of a request follow the loaded class, to match the model's card and the answer's provenance.
         steps = spec.steps or (len(spec.sigmas) if spec.sigmas else loaded.get("num_inference_steps"))
         spec = msgspec.structs.replace(spec, steps=steps)
         conditioning = conditioning_of(server.inputs, spec, frames)
@@ -145,14 +145,14 @@ def _made_of(kind: Any, pipeline: Any) -> Any:
     parts = {name: pipeline.components.get(name) for name in modules}
     # Some classes change the configuration of a scheduler that they are given, which has to stay as it is for the loaded one.
     parts |= {name: copy.deepcopy(part) for name, part in parts.items() if hasattr(part, "set_timesteps")}
-    # What the loaded class goes without (the third text encoder of Stable Diffusion 3) its companions go without too.
+    # Companions also go without the components that the loaded class lacks (the third text encoder of Stable Diffusion 3).
     if any(name not in pipeline.components and name not in kind._optional_components for name in modules) or not _fit(kind, parts):
         return None
     config = pipeline.config
     settings = {name: config[key] for name in options for key in (name, f"_{name}") if key in config}
     try:
         with warnings.catch_warnings():
-            # What they find old in a configuration the loaded class said already.
+            # The loaded class has already warned about old settings.
             warnings.simplefilter("ignore", FutureWarning)
             made = kind(**parts, **settings)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -163,7 +163,7 @@ def _made_of(kind: Any, pipeline: Any) -> Any:
 
 
 def _fit(kind: Any, parts: dict[str, Any]) -> bool:
-    """Whether the weights are of the kind that the class works with, where it would only say so after the first model call."""
+    """Return whether the class can use these weights, which it would otherwise report only after the first model call."""
     if kind.__name__ == "StableDiffusion3InpaintPipeline":
         channels = parts["transformer"].config.in_channels
         return channels in (SD3_MASKED_CHANNELS, parts["vae"].config.latent_channels)

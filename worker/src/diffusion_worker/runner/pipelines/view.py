@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's fiber runs: a view of the pipeline that shares its modules and owns what a run changes.
+"""The subject of a request's fiber: a view of the pipeline that shares its modules and owns everything that a run changes.
 
-A view is a shallow copy, classic and modular alike, with a stand-in for every module, a scheduler of its own whose step
-suspends the fiber, and guiders of its own. Tokenizers, image processors and blocks keep no state between calls and are
-shared as they are.
+A view is a shallow copy, for classic and modular pipelines alike. It has a stand-in for every module, guiders of its own, and a scheduler
+whose step suspends the fiber. Tokenizers, image processors and blocks keep no state between calls and are shared as they are.
 """
 
 import copy
@@ -40,7 +39,7 @@ def guiders_of(pipeline: Any) -> dict[str, Any]:
 
 
 def hooks_models(guider: Any) -> bool:
-    """Whether a guider changes the shared model while its call runs, so that nobody else may call it meanwhile."""
+    """Return whether a guider changes the shared model during its call, so that no other call may run meanwhile."""
     return type(guider).prepare_models is not BaseGuidance.prepare_models
 
 
@@ -117,8 +116,8 @@ def _blocks_of(block: Any) -> Iterator[Any]:
 def _marking(scheduler: Any, view: Any) -> Any:
     """The scheduler with a step that suspends the fiber when it returns.
 
-    A bound method, so that a copy of the scheduler steps the copy: pipelines copy theirs for a second latent or for each
-    frame (LTX 2's audio, SkyReels V2). Not a class of its own: Bria asks for the scheduler's type.
+    Bind a method, so that a copy of the scheduler steps the copy. Pipelines copy theirs for a second latent or for each frame (LTX 2's
+    audio, SkyReels V2). Not a class of its own: Bria asks for the scheduler's type.
     """
     plain: Any = type(scheduler)
 
@@ -131,7 +130,7 @@ def _marking(scheduler: Any, view: Any) -> Any:
 
 
 def steps_of(view: Any, scheduler: Any) -> int | None:
-    """How many steps the loop that steps this scheduler takes: as its pipeline counts, or the time steps that are left to it."""
+    """Return the number of steps of the loop that steps this scheduler: the pipeline's count, or the remaining time steps."""
     inner = (part for part in vars(view).values() if isinstance(part, diffusers.DiffusionPipeline))
     for pipeline in (view, *inner):
         counted = vars(pipeline).get("_num_timesteps")

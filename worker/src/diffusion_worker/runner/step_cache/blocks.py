@@ -12,10 +12,10 @@ from diffusers.utils.torch_utils import unwrap_module
 
 from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, hook
 
-# What the last block made of what the first one got or gave is remembered under this name.
+# The last block's change of the first block's input or output is remembered under this name.
 TAIL = "tail"
 
-# What a call of a hooked block goes to: the denoiser it is of, the block, what it was before, and its arguments.
+# The handler of a hooked block's call; it gets the denoiser, the block, its former forward, and the arguments.
 Passing = Callable[..., Any]
 
 
@@ -41,7 +41,7 @@ class Block:
         return output[self._hidden], None if self._text is None else output[self._text]
 
     def output(self, hidden: torch.Tensor | None, text: torch.Tensor | None) -> Any:
-        """What it returns with these."""
+        """Return the block's output with these tensors in place."""
         if self._text is None:
             return hidden
         return (hidden, text) if self._hidden < self._text else (text, hidden)
@@ -54,7 +54,7 @@ def blocks_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def why_no_blocks(module: torch.nn.Module) -> str | None:
-    """Why a denoiser's blocks cannot be skipped; None where they can."""
+    """Return the reason why a denoiser's blocks cannot be skipped; None if they can."""
     blocks = blocks_of(module)
     if len(blocks) < 2:
         return f"it has {len(blocks)} transformer blocks, and the first and the last are needed"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step cache of a worker: which denoisers have it, and how one merged call serves requests that each remember their own.
 
-A call of several requests is made once if all of them skip or all compute. Where only the first block can tell, it is
-computed for all of them together; if they differ then, those that skip and those that compute go on in a call each, from
-what the first block gave. What is to be remembered comes out of a call with its rows, like the model's own output, so every
-rank has it of every request, wherever its rows are computed next.
+A call of several requests is made once if all of them skip or all compute. If only the first block can decide, it is computed for all of
+them together. If they then differ, those that skip and those that compute continue in separate calls, from the first block's output. Values
+to remember leave a call with its rows, like the model's own output. So every rank has every request's, wherever its rows are computed next.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ class PipelineStepCache:
         self._agree = agree
 
     def branch_of(self, state: CachedRequest, call: ModelCall) -> Branch | None:
-        """What a request remembers for a call that it is about to make; None for one that is made without the cache."""
+        """Return the values that a request remembers for its next call; None for a call without the cache."""
         if not state.spec.accelerated or state.exact or state.whole or call.component not in self._modules or call.method != "forward":
             return None
         kind = state.kind_of(call)
@@ -46,12 +45,12 @@ class PipelineStepCache:
         return branch
 
     def plan(self, component: str, branches: list[Branch], rows: list[int]) -> "Plan":
-        """How to make one call for the requests of these branches, whose verdict is the same, with so many rows each."""
+        """Plan a joint call for the requests of these branches, which agree on skipping, with so many rows each."""
         return Plan(self._modules[component], branches, rows, self._agree)
 
 
 class Plan:
-    """One call of a cached module. `skips` tells afterwards whether blocks were skipped."""
+    """The plan of a cached module's call. `skips` tells afterwards whether blocks were skipped."""
 
     def __init__(self, module: CachedModule, branches: list[Branch], rows: list[int], agree: Agree | None) -> None:
         self._module = module
@@ -98,7 +97,7 @@ class Plan:
         return verdicts.pop() if len(verdicts) == 1 else CacheVerdict.OPEN
 
     def _recall(self, place: str, rows: slice) -> Tensors | None:
-        """What the requests remember of a place, one after the other, cut to some rows of the call."""
+        """Return the requests' remembered values of a place, concatenated and cut to some rows of the call."""
         found = [known for branch in self._branches if (known := branch.recall(place)) is not None]
         if not found:
             return None

@@ -13,7 +13,7 @@ from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, 
 from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, FirstBlockOnly, Kept, Tensors
 from diffusion_worker.runner.step_cache.interface import own_state
 
-# What the first block gave, and what it changed.
+# The first block's output and change.
 HEAD = "head"
 RESIDUAL = "residual"
 
@@ -45,7 +45,7 @@ class _FirstBlockBranch:
         self._probed = {}
 
 
-# What its authors use for Flux (ParaAttention, and the guide of diffusers to it): diffusers' own 0.05 skips next to nothing.
+# The value that its authors use for Flux (ParaAttention, and diffusers' guide to it); diffusers' own 0.05 skips next to nothing.
 THRESHOLD = 0.08
 
 

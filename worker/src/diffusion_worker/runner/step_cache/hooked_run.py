@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step cache and the hooks on a module's layers tell each other while the module runs for some rows of some requests.
+"""State shared by a step cache and its hooks while a module runs for some rows of some requests.
 
 The hooks keep nothing of their own. They get what is remembered by place (the name of a layer), and leave what is to be
 remembered in `CachedRun.kept`. So rows may be computed on any rank, in any company.
@@ -21,7 +21,7 @@ Around = Callable[..., Any]
 
 
 class CacheVerdict(enum.Enum):
-    """What becomes of the layers of a call: all are computed, most are skipped, or the first one has to be computed to know."""
+    """The decision for a call's layers: compute all, skip most, or compute the first one to decide."""
 
     COMPUTE = "compute"
     SKIP = "skip"
@@ -33,7 +33,7 @@ class FirstBlockOnly(Exception):
 
 
 class CachedRun:
-    """One execution of a module. `recall` gives what is remembered of a place, for the rows of this execution.
+    """An execution of a module. `recall` gives what is remembered of a place, for the rows of this execution.
 
     `decide` turns an open verdict into another one from what was kept so far, or leaves it open.
     """
@@ -43,7 +43,7 @@ class CachedRun:
         self.recall = recall
         self.decide = decide
         self.kept: Kept = {}
-        # What one hook leaves for a later one of the same execution.
+        # Values that a hook leaves for a later one of the same execution.
         self.passed: Tensors = []
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kind of step cache is to those who use it: hooks on a denoiser's layers, and what one request remembers."""
+"""The interface of a step cache: hooks on a denoiser's layers, and a request's remembered values."""
 
 from collections.abc import Hashable
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVer
 
 
 class Branch(Protocol):
-    """What one request remembers of one kind of its calls: those with its prompt, or those without."""
+    """A request's remembered values for one kind of its calls: those with its prompt, or those without."""
 
     verdict: CacheVerdict
 
@@ -24,7 +24,7 @@ class Branch(Protocol):
         """The verdict on a call that was open, by what its first layer gave; never open."""
 
     def recall(self, place: str) -> Tensors | None:
-        """What is remembered of a place; None for nothing."""
+        """Return the remembered values of a place; None if there are none."""
 
     def keep(self, kept: Kept) -> None:
         """The call was made (or its first layer, while the verdict is open)."""
@@ -43,10 +43,10 @@ class CachedRequest(Protocol):
 
 
 class CacheKind(Protocol):
-    """One kind of step cache."""
+    """A kind of step cache."""
 
     def why_not(self, module: torch.nn.Module) -> str | None:
-        """Why a denoiser cannot have this cache; None where it can."""
+        """Return the reason why a denoiser cannot have this cache; None if it can."""
 
     def put_on(self, module: torch.nn.Module) -> CachedModule:
         """Hook the layers of a denoiser."""

@@ -16,8 +16,8 @@ from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
 class Pending(msgspec.Struct, frozen=True, eq=False):
     """A request that waits for a model call.
 
-    `prompt` is what the prompt cache knows the call by, None if it does not; `branch` what the step cache remembers for it,
-    None where the request goes without.
+    `prompt` is the call's key in the prompt cache, None if it has none. `branch` holds the step cache's values for it, None if the request
+    goes without.
     """
 
     state: DiffusionRequestState
@@ -27,7 +27,7 @@ class Pending(msgspec.Struct, frozen=True, eq=False):
 
 
 class InputBatch(msgspec.Struct, frozen=True, eq=False):
-    """One call of a module for several requests: `rows[i]` rows belong to `items[i]`."""
+    """A joint call of a module for several requests: `rows[i]` rows belong to `items[i]`."""
 
     items: list[Pending]
 
@@ -67,9 +67,8 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
 def make_batches(pending: list[Pending]) -> list[InputBatch]:
     """Group the calls that may run now, in the order of their requests, which is the same on every rank.
 
-    Calls outside a step (encoders, VAE) go first and keep steps waiting: a request that joins is brought up to its first
-    step before the others take theirs, so that they share it. Of those that ask the same of a text encoder one goes; the
-    others find its answer in the prompt cache.
+    Calls outside a step (encoders, VAE) run first, and steps wait. A request that joins reaches its first step before the others take
+    theirs, so that they share it. Among equal calls of a text encoder one runs; the others find its answer in the prompt cache.
     """
     ahead = [item for item in pending if not item.call.denoises]
     alike: dict[Hashable, list[Pending]] = defaultdict(list)

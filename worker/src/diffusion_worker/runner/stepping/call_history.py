@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a request has come, and what it went by: kept only of requests whose previews are made from it."""
+"""A request's past calls and steps, kept only for requests with previews, which are made from it."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class NoPreview(Exception):
 
 
 class Step:
-    """One step of a scheduler: what it was given and what it returned. The tensors are the request's own."""
+    """A scheduler's step: its inputs and its outputs. The tensors are the request's own."""
 
     def __init__(self, scheduler: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
         self.scheduler = scheduler
@@ -34,7 +34,7 @@ class Step:
         return found.to(latents.dtype)
 
     def returning(self, latents: torch.Tensor) -> Any:
-        """What the step would return with these latents: copies, which the caller may change."""
+        """Return the step's output with these latents, as copies that the caller may change."""
         rest = tensors_of(self._result)[1:]
         return with_tensors(self._result, [tensor.clone() for tensor in (latents, *rest)])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline returned, made pixels, beside the next step: the thread that wants the pixels makes them, and a GPU sends them.
+"""Conversion of a pipeline's output to pixels, beside the next step: the consuming thread converts, and a GPU copies.
 
 A pipeline's body ends with a `RawImage`. `keep_on_device` lets a view's image processor leave the image where it was
 decoded, instead of waiting for a copy of it.
@@ -18,7 +18,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Of a pipeline that cuts its images out of what it decoded, after that was made an array.
+# Pipelines that cut their images out of the decoded result after its conversion to an array.
 CUTS_ARRAYS = frozenset({"VisualClozeProcessor"})
 
 
@@ -61,7 +61,7 @@ class _Copy:
         with torch.cuda.stream(stream):
             self._pixels = torch.empty(made.shape, dtype=made.dtype, pin_memory=True).copy_(made, non_blocking=True)
             self._finite = torch.empty((), dtype=finite.dtype, pin_memory=True).copy_(finite, non_blocking=True)
-            # Blocking: whoever waits for it sleeps instead of taking a core.
+            # Blocking: a waiting thread sleeps instead of taking a core.
             self._done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._done.record(stream)
         for tensor in (made, finite):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of a request's way, for any pipeline and without code for one.
 
-The request's own body runs once more, in a fiber of its own: every model call that the request has made is answered with
-what it was answered, and every step of a scheduler returns what the request's latents will be, as the model thinks now. So
-nothing is encoded or denoised again, and what is left is the pipeline's own way from latents to an image. That run touches
-nothing of the request's; it ends within the tick, and its calls are never shared.
+The request's own body runs once more, in a fiber of its own. Every model call already made gets its recorded answer, and every scheduler
+step returns the latents that the model predicts for the end. So nothing is encoded or denoised again, and what is left is the pipeline's
+own way from latents to an image. The extra run touches nothing of the request's. It ends within the tick, and its calls are never shared.
 """
 
 import copy
@@ -45,7 +44,7 @@ def preview_due(state: DiffusionRequestState) -> "PreviewState | None":
 
 
 class PreviewState(DiffusionRequestState):
-    """The run of preview `number` of a request, from 0. What it takes counts as the request's."""
+    """The run of preview `number` of a request, from 0. The memory and time it takes count as the request's."""
 
     in_one_tick = True
 
@@ -63,7 +62,7 @@ class PreviewState(DiffusionRequestState):
         self._fiber.replay = self._replayed
 
     def report(self, error: BaseException) -> ErrorReport:
-        """What became of a run that broke; raises RankFault where the rank cannot go on."""
+        """Report a preview's failure; raises RankFault if the rank cannot continue."""
         require_usable_rank(error)
         return ErrorReport(ErrorCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
 
@@ -87,7 +86,7 @@ class PreviewState(DiffusionRequestState):
         self._replays.clear()
 
     def _known(self, call: ModelCall) -> Any | None:
-        """What the request was answered; None for a call that it has not come to yet."""
+        """Return the request's recorded answer; None for a call that it has not reached yet."""
         if call.denoises:
             return self._history.denoised_like(call)
         if self._answers and self._answers[0][:2] == (call.component, call.method):
@@ -95,7 +94,7 @@ class PreviewState(DiffusionRequestState):
         return None
 
     def _replayed(self, scheduler: Any) -> Any:
-        """What a step of a scheduler returns; they are known by the order of their first steps."""
+        """Return a scheduler's replayed step; schedulers are identified by the order of their first steps."""
         if id(scheduler) not in self._replays:
             place = len(self._replays)
             if place == len(self._steps):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request as a fiber: an unmodified pipeline that stops at every shared model call and after every step."""
+"""A request as a fiber: an unmodified pipeline that stops at every shared model call and after every step."""
 
 import contextlib
 import enum
@@ -48,12 +48,12 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 FiberEvent = ModelCall | StepBoundary | FiberDone | Broken | NeedsModelAlone
-# What a fiber runs: a pipeline on a view of it.
+# The function that a fiber runs: a pipeline on a view of it.
 Body = Callable[[], Any]
 
 
 class Fiber(greenlet.greenlet):  # type: ignore[misc]
-    """What a body runs in; `called` tells whether it called a model since its last step, `steps` how many it will take.
+    """The greenlet of a body. `called` is set if it called a model since its last step; `steps` is the number of steps it will take.
 
     Steps are remembered in its `history`, if it has one. With a `replay` no step is taken: that says what the scheduler returns.
     `changes` has what it changes of the model if it has that alone; None where others advance beside it.
@@ -69,7 +69,7 @@ class Fiber(greenlet.greenlet):  # type: ignore[misc]
 def take_step(
     step: Callable[..., Any], scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: Callable[[], int | None]
 ) -> Any:
-    """What a wrapped scheduler does in place of its step: suspends the running fiber after it; `count` says how many there will be."""
+    """Take a wrapped scheduler's step, then suspend the running fiber; `count` returns the number of steps."""
     fiber = greenlet.getcurrent()
     assert isinstance(fiber, Fiber), "a wrapped scheduler steps inside a request's fiber only"
     if fiber.replay is not None:
@@ -84,8 +84,8 @@ def take_step(
 def mark_step(steps: int | None = None) -> None:
     """Suspends the running fiber, which has taken a step of a loop of so many in all.
 
-    Only once for what it called models for: some pipelines step twice with one prediction (Cosmos), or with a scheduler
-    for each frame (SkyReels V2) or for the sound (LTX 2).
+    Only the first step after model calls counts. Some pipelines step twice with one prediction (Cosmos), or with a scheduler for each frame
+    (SkyReels V2) or for the sound (LTX 2).
     """
     fiber = greenlet.getcurrent()
     assert isinstance(fiber, Fiber) and fiber.parent is not None, "a wrapped scheduler steps inside a request's fiber only"
@@ -101,7 +101,7 @@ class DiffusionRequestState:
     model, or say so themselves. Calls of another `batch_key` are never merged with theirs. `history` is kept for previews only.
     """
 
-    # Whether it goes on to its end however many calls that takes, as nobody advances it again.
+    # Set if it runs to its end however many calls that takes, because nobody advances it again.
     in_one_tick = False
 
     def __init__(self, spec: RequestSpec, body: Body, *, exact: bool = False) -> None:
@@ -117,7 +117,7 @@ class DiffusionRequestState:
         # Calls since the tick began, by component and method, and the one that was put off to the next tick.
         self.calls: Counter[tuple[str, str]] = Counter()
         self.put_off: ModelCall | None = None
-        # What a step cache remembers, by the kind of call; and calls since the last step, by component and context.
+        # The step cache's values, by the kind of call; and calls since the last step, by component and context.
         self.branches: dict[Hashable, Branch] = {}
         self._since_step: Counter[tuple[str, str]] = Counter()
         self.body = body
@@ -132,12 +132,12 @@ class DiffusionRequestState:
 
     @property
     def begun(self) -> bool:
-        """Whether the fiber has run at all."""
+        """Return whether the fiber has run at all."""
         return bool(self._fiber)
 
     @property
     def steps_planned(self) -> int | None:
-        """How many steps it will take in all, where its loop says so; a pipeline with more loops than one does not."""
+        """Return the total number of steps if its loop declares it; a pipeline with several loops does not."""
         planned = self._fiber.steps
         return planned if planned is not None and planned >= self.steps_done else None
 
@@ -207,7 +207,8 @@ class DiffusionRequestState:
             self.history.forget()
 
     def kind_of(self, call: ModelCall) -> Hashable:
-        """What sets a call apart from the others of a step, and is the same at the next step. To be asked once for each call."""
+        """Return a key that separates a call from the others of a step, and is the same at the next step. To be asked once for each
+        call."""
         place = call.component, call.context
         self._since_step[place] += 1
         return place, self._since_step[place], call.shape

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The global random numbers of one request.
 
-Some pipelines draw a few of their numbers without the generator they were given (SD 3's ControlNet, where it encodes the
-control image). Between the fibers of one process these would depend on who else runs, so each fiber runs with a global
-state of its own, seeded as the request is: alone, it is as if `torch.manual_seed(seed)` came before diffusers' call.
+Some pipelines draw a few of their numbers without the generator they were given (SD 3's ControlNet, where it encodes the control image).
+Between the fibers of a process these numbers would depend on the other requests. So each fiber has a global state of its own, seeded like
+the request. Alone, this equals `torch.manual_seed(seed)` before diffusers' call.
 """
 
 from types import TracebackType

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request took of a rank: seconds of the model calls it was in, by stage, and the most memory of its ticks."""
+"""A request's costs on a rank: seconds of its model calls, by stage, and the peak memory of its ticks."""
 
 import enum
 
@@ -11,7 +11,7 @@ DECODES = frozenset({"decode", "tiled_decode"})
 
 
 class Stage(enum.Enum):
-    """What a model call does for a request."""
+    """The purpose of a model call in a request."""
 
     ENCODE = "encode"
     DENOISE = "denoise"
@@ -19,7 +19,7 @@ class Stage(enum.Enum):
 
 
 def stage_of(call: ModelCall, steps_done: int) -> Stage:
-    """The stage of a request's call. What is called after steps and encodes nothing makes the image of what they left."""
+    """The stage of a request's call. A call after steps that encodes nothing turns their result into the image."""
     if call.denoises:
         return Stage.DENOISE
     encodes = steps_done == 0 or call.method == "encode"
@@ -27,7 +27,7 @@ def stage_of(call: ModelCall, steps_done: int) -> Stage:
 
 
 class StageClock:
-    """Of one request, from its begin to its end. Calls shared with others count in full."""
+    """Costs of a request, from its begin to its end. Calls shared with others count in full."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0

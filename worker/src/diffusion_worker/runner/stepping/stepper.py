@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tick: the fibers of the requests that advance run from model call to model call, and calls that go together are made together.
+"""A tick: fibers of the advancing requests run from model call to model call, and calls that fit together are merged.
 
-A tick works in waves. A wave makes the calls that may run now, resumes their requests, and lets the ranks agree on which of
-those broke, so that no rank waits in a collective for a request that another has given up. The next wave has the calls
-that are pending then; the tick ends when every request is done or has finished its step.
+A tick works in waves. A tick works in waves. A wave makes the calls that may run now, resumes their requests, and lets the ranks agree on
+failures. So no rank waits in a collective for a request that another has given up. The next wave has the calls that are pending then; the
+tick ends when every request is done or has finished its step.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ from diffusion_worker.withheld import traceback_of
 
 log = logging.getLogger(__name__)
 
-# Calls of one module that a request makes in a tick. A step makes a few; a pipeline that makes more has no step of its own
-# (or decodes its frames in parts), and goes on in the next tick, so that it can be cancelled and others advance.
+# Calls of one module that a request makes in a tick. A step makes a few. A pipeline that makes more has no step of its own, or decodes its
+# frames in parts. It continues in the next tick, so that it can be cancelled and others advance.
 CALLS_A_TICK = 8
 
 # Ranks tell each other by this code of a request that has to be made alone; nobody outside of them meets it.
@@ -50,7 +50,7 @@ Failure = TypeVar("Failure", bound=BaseException)
 
 
 class PreviewOutput(msgspec.Struct, frozen=True):
-    """What the body returned for preview `number` of a request."""
+    """The body's output for preview `number` of a request."""
 
     request_id: str
     number: int
@@ -58,7 +58,7 @@ class PreviewOutput(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct):
-    """What one tick brought on this rank: what the bodies returned (images), errors, and how much of the model was called for them.
+    """The results of a tick on this rank: bodies' outputs (images), errors, and the number of model calls made for them.
 
     `clocks` has what each of the images took. The figures and the progress are those of `TickDone`.
     """
@@ -116,12 +116,12 @@ class Stepper:
         self._without_steps = False
 
     def advance(self, chosen: Iterable[DiffusionRequestState], output: StepOutput, meter: TickMeter) -> None:
-        """One step of each request chosen. What it brought is added to `output`."""
+        """Advance each chosen request by a step. The results are added to `output`."""
         self._output, self._meter = output, meter
         pending = self._take([(state, state.advance()) for state in self._admitted(list(chosen))], [])
         while pending:
             pending = self._wave(pending)
-        # What it brought is large, and belongs to the caller.
+        # The output is large, and belongs to the caller.
         self._output = StepOutput()
 
     def _admitted(self, chosen: list[DiffusionRequestState]) -> list[DiffusionRequestState]:
@@ -194,7 +194,7 @@ class Stepper:
     def _call(self, batch: InputBatch) -> list[Any]:
         """Each request's part of what the module returned."""
         call = batch.merged()
-        # Who has the model for itself may look at all rows of a call at once (perturbed attention), so they stay together.
+        # A request with the model for itself may look at all rows of a call at once (perturbed attention), so they stay together.
         if any(item.state.exact or item.state.whole for item in batch.items) or (call.denoises and not call.divisible):
             call = msgspec.structs.replace(call, whole=True)
         plan = self._plan(batch)
@@ -215,7 +215,7 @@ class Stepper:
         return None if self._loras is None else self._loras.identity_in(call.component, state.spec.loras)
 
     def _plan(self, batch: InputBatch) -> Plan | None:
-        """How the step cache serves a batch; None for one that goes without."""
+        """Return the step cache's plan for a batch; None for a batch without it."""
         branches = [item.branch for item in batch.items if item.branch is not None]
         return None if self._cache is None or not branches else self._cache.plan(batch.items[0].call.component, branches, batch.rows)
 
@@ -229,7 +229,7 @@ class Stepper:
             return self._compute(module, call, plain)
 
     def _adapters(self, call: ModelCall, uses: list[list[LoRAUse]]) -> contextlib.AbstractContextManager[None]:
-        """What a call runs in, so that each of its rows has its adapters."""
+        """Return the context of a call, in which each of its rows has its adapters."""
         return contextlib.nullcontext() if self._loras is None or not any(uses) else self._loras.set_adapter_mapping(call.component, uses)
 
     def _remember(self, batch: InputBatch, parts: list[Any]) -> None:
@@ -296,7 +296,7 @@ def _report(state: DiffusionRequestState, event: Broken | NeedsModelAlone) -> Er
 
 
 def _adapters_mix(error: BaseException) -> bool:
-    """Whether a call failed, here or on another rank, since a layer cannot tell which row uses which adapters."""
+    """Return whether a call failed, here or on another rank, because a layer cannot tell which row uses which adapters."""
     return isinstance(error.__cause__, RowsCannotBeToldApart) or RowsCannotBeToldApart.__name__ in str(error)
 
 
@@ -324,7 +324,7 @@ def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
         return ErrorReport(ErrorCode.INVALID_REQUEST, str(error))
     words = str(error) if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"
     code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.REQUEST_FAILED
-    # As text: a record that held the exception would hold the tensors of its frames.
+    # Log text: a record that held the exception would hold the tensors of its frames.
     log.error("a request failed:\n%s", traceback_of(error))
     _without_frames(error)
     return ErrorReport(code, words)

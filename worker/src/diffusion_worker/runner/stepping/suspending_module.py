@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's view of a pipeline has in place of a shared module: it looks like the module, and its calls suspend the fiber."""
+"""A stand-in for a shared module in a request's view of a pipeline: it looks like the module, and its calls suspend the fiber."""
 
 import contextlib
 import copy
@@ -19,7 +19,7 @@ from diffusion_worker.runner.stepping.shared_part import SharedPart, changes_of_
 INTERCEPTED_METHODS = frozenset(
     {"forward", "encode", "decode", "generate", "get_image_features", "get_text_features", "get_image_tokens", "quantize", "tiled_decode"}
 )
-# Whoever names one of these goes on from them.
+# A caller that names one of these continues from them.
 KEYS_AND_VALUES = frozenset({"use_cache", "past_key_values"})
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -46,7 +46,7 @@ class SuspendingModule(SharedPart):
 
     @contextlib.contextmanager
     def cache_context(self, name: str, **_where: Any) -> Iterator[None]:
-        """What a step cache knows the calls inside by, for this request only: with its prompt, or without."""
+        """Name the calls inside for the step cache, for this request only: with its prompt, or without."""
         before, self.__dict__["_context"] = self._context, name
         try:
             yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tick took of a rank's device: the time of its model calls and the most memory beside what was there before."""
+"""A tick's costs on a rank's device: the time of its model calls and the peak memory above the level before."""
 
 import contextlib
 import time

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's two routes for adapters, for clients that know those: the same loads as by `PUT` and `DELETE /v1/adapters/{name}`.
 
-They answer a sentence in place of a record. Where the operator's file says which adapters there are, they are refused: what
-they did would be undone.
+They answer a sentence in place of a record. If the operator's file lists the adapters, they are refused, because their changes would be
+undone.
 """
 
 import uuid
@@ -36,7 +36,7 @@ class LoadLoRABody(BaseModel):
 
     lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096, description="A folder, a file, or a source of another kind.")]
-    load_inplace: Annotated[bool, Field(description="Also where the name has an adapter.")] = False
+    load_inplace: Annotated[bool, Field(description="Also where the name has an adapter, which is always read again.")] = False
 
 
 class UnloadLoRABody(BaseModel):
@@ -59,7 +59,13 @@ async def load_lora_adapter(body: LoadLoRABody, request: Request) -> str:
             details={"field": "lora_name"},
         )
     source = _source(body.lora_path)
-    call = AdapterCall(operation_id=uuid.uuid4().hex, source=source, deadline_seconds=engine.config.lora_load_timeout_s)
+    call = AdapterCall(
+        operation_id=uuid.uuid4().hex,
+        source=source,
+        deadline_seconds=engine.config.lora_load_timeout_s,
+        public_only=not request.app.state.has_token,
+        read_again=body.load_inplace,
+    )
     await engine.put_adapter(body.lora_name, call)
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 

@@ -9,11 +9,15 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from diffusion_worker.engine.engine import Engine
+from diffusion_worker.errors import refused
+from diffusion_worker.server.http.running_requests import ClientGone, unless_gone
 from diffusion_worker.server.schemas.control import (
     ERRORS,
+    MAX_LIMIT,
     AdapterBody,
     AdapterName,
     AdapterRemoval,
+    DrainBody,
     FingerprintAnswer,
     OperationAnswer,
     PauseAnswer,
@@ -25,8 +29,10 @@ from diffusion_worker.server.schemas.control import (
     RemovedAdapter,
     ResumeBody,
     SleepBody,
+    StateQuery,
     WakeBody,
 )
+from diffusion_worker.server.schemas.problems import client_gone
 
 router = APIRouter()
 
@@ -34,9 +40,25 @@ OPERATION: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer}, 2
 
 
 @router.get("/v1/state", response_model=None, responses=ERRORS)
-async def state(request: Request) -> Response:
-    """Everything there is to know of this worker; cheap, and answered in every state."""
-    return _encoded(_engine(request).state_document())
+async def state(query: Annotated[StateQuery, Query()], request: Request) -> Response:
+    """Everything there is to know of this worker; cheap, and answered in every state.
+
+    With `after`, the answer comes as soon as the revision is another one, or after `wait` seconds. It has only the adapters that changed
+    since then. With `limit`, adapters come in pages, and `continue` asks for the next one.
+    """
+    engine, limit = _engine(request), query.limit or MAX_LIMIT
+    if query.after is None:
+        if query.wait:
+            raise refused("after", "the revision that wait is for", None)
+        if query.token is not None:
+            return _encoded(engine.state_continued(query.token, limit))
+        return _encoded(engine.state_document() if query.limit is None else engine.state_page(limit))
+    if query.token is not None:
+        raise refused("after", "either after or continue", query.after)
+    try:
+        return _encoded(await unless_gone(request, engine.state_after(query.after, query.wait, limit)))
+    except ClientGone:
+        return client_gone(request)
 
 
 @router.post("/v1/sleep", response_model=None, responses=OPERATION)
@@ -49,6 +71,13 @@ async def sleep(body: SleepBody, request: Request) -> Response:
 async def wake(body: WakeBody, request: Request) -> Response:
     """Start to wake, or cancel a drain: 202; 200 where that operation is over or there is nothing to do."""
     return _operation(_engine(request), body.operation_id, running=_engine(request).wake(body.call()))
+
+
+@router.post("/v1/drain", status_code=HTTPStatus.ACCEPTED, responses=ERRORS)
+async def drain(body: DrainBody, request: Request) -> OperationAnswer:
+    """Accept no request any more, before the process is ended: 202. Those that wait for the model are refused, those that run finish."""
+    _engine(request).drain(body.call())
+    return OperationAnswer(operationId=body.operation_id, state=_engine(request).state)
 
 
 @router.post("/v1/pause", responses=ERRORS)
@@ -67,7 +96,7 @@ async def resume(body: ResumeBody, request: Request) -> PauseAnswer:
 
 @router.post("/v1/probe", responses=ERRORS)
 async def probe(body: ProbeBody, request: Request) -> ProbeAnswer:
-    """What every rank holds, and what it makes of a fixed seed: the comparison that a wake makes."""
+    """Return the contents of every rank and its result for a fixed seed: the comparison that a wake makes."""
     fingerprints = await _engine(request).probe(body.call())
     ranks = [
         FingerprintAnswer(rank=rank, weights=each.weights, adapters=sorted(each.adapters.values()), probe=each.probe)
@@ -79,7 +108,8 @@ async def probe(body: ProbeBody, request: Request) -> ProbeAnswer:
 @router.put("/v1/adapters/{name}", response_model=None, responses=ERRORS)
 async def put_adapter(name: AdapterName, body: AdapterBody, request: Request) -> Response:
     """Load an adapter on every rank, or update its scale; answers its record as in `/v1/state`. For a sleeping model it is Deferred."""
-    return _encoded(await _engine(request).put_adapter(name, body.call()))
+    call = msgspec.structs.replace(body.call(), public_only=not request.app.state.has_token)
+    return _encoded(await _engine(request).put_adapter(name, call))
 
 
 @router.delete("/v1/adapters/{name}", responses=ERRORS)

@@ -25,12 +25,12 @@ router = APIRouter()
 
 LEVELS = {1: SleepLevel.HOST_MEMORY, 2: SleepLevel.DISCARD}
 MODES = {"wait": SleepMode.WAIT, "abort": SleepMode.ABORT}
-# Their clients know tags of a language model. Of its KV cache these stand for all that is no weight.
+# Their clients know tags of a language model. Tags of the KV cache stand for everything that is no weight.
 TAGS: dict[str, tuple[MemoryTag, ...]] = {
     **{tag.value: (tag,) for tag in MemoryTag},
     "kv_cache": (MemoryTag.ADAPTERS, MemoryTag.CACHES),
 }
-# One worker is one stage.
+# A worker is a single stage.
 STAGE = 0
 # Drain, ranks, and a start again where they fail: past this the operation goes on, and `/v1/state` tells of it.
 OVER_TIMEOUT_S = 900.0
@@ -46,7 +46,7 @@ class SleepQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     level: Annotated[int, Field(ge=0, le=2, description="0 pauses, 1 keeps the weights in host memory, 2 keeps nothing.")] = 1
-    mode: Annotated[Literal["abort", "wait"], Field(description="What becomes of running requests.")] = "abort"
+    mode: Annotated[Literal["abort", "wait"], Field(description="Handling of running requests.")] = "abort"
 
 
 class WakeQuery(BaseModel):
@@ -72,7 +72,7 @@ class OmniSleepBody(OmniBody):
 
 
 class AckAnswer(BaseModel):
-    """What one rank says: `freed_bytes` of a sleep, and where its memory is now."""
+    """A rank's report: `freed_bytes` of a sleep, and its current memory by place."""
 
     task_id: str
     status: str
@@ -91,7 +91,7 @@ class OmniAnswer(BaseModel):
 
 
 class SleepingAnswer(BaseModel):
-    """Whether the model sleeps, or is paused by `POST /sleep?level=0`."""
+    """State of the sleep, or of a pause by `POST /sleep?level=0`."""
 
     is_sleeping: bool
 
@@ -122,7 +122,7 @@ async def wake_up(query: Annotated[WakeQuery, Query()], request: Request) -> Res
 
 @router.get("/is_sleeping", responses=ERRORS)
 async def is_sleeping(request: Request) -> SleepingAnswer:
-    """Whether the model sleeps or is paused."""
+    """Return whether the model sleeps or is paused."""
     engine: Engine = request.app.state.engine
     return SleepingAnswer(is_sleeping=engine.is_sleeping or engine.state_document().paused)
 
@@ -162,7 +162,7 @@ async def _woken(engine: Engine, tags: list[MemoryTag] | None) -> OperationResul
 
 
 async def _over(engine: Engine, operation_id: str, kind: str) -> OperationResult | None:
-    """How an operation ended, None where there was nothing to do; raises RequestError where it failed."""
+    """Return an operation's result, None if there was nothing to do; raises RequestError if it failed."""
     try:
         async with asyncio.timeout(OVER_TIMEOUT_S):
             result = await engine.operation_over(operation_id)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Large bodies as pieces, made and sent one after the other.
 
-Base64 of an image in one call would keep the GIL, and so the event loop, for as long as that takes, which is many steps of
-a small model; and one body of many megabytes would be copied on the loop.
+Base64 of an image in one call would keep the GIL, and so the event loop, for many steps of a small model. A single body of many megabytes
+would be copied on the loop.
 """
 
 import asyncio

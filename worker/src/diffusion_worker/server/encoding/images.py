@@ -43,7 +43,7 @@ class OutputFormat(enum.StrEnum):
     WEBP = "webp"
 
 
-# What libwebp and libjpeg take; a PNG takes whatever the limits of requests allow.
+# Limits of libwebp and libjpeg; a PNG takes everything that the limits of requests allow.
 MOST_PIXELS_A_SIDE = {OutputFormat.WEBP: 16_383, OutputFormat.JPEG: 65_500}
 
 
@@ -73,7 +73,7 @@ def encode(
 
 
 def check_sides(output_format: OutputFormat, height: int | None, width: int | None) -> None:
-    """Whether an image of this size can be such a file; a side that is not known yet is not judged.
+    """Check that an image of this size fits the format; an unknown side is not checked.
 
     Raises:
         RequestError: InvalidRequest.
@@ -85,7 +85,7 @@ def check_sides(output_format: OutputFormat, height: int | None, width: int | No
 
 
 def metadata_of(provenance: Provenance, image: FinishedImage) -> dict[str, object]:
-    """What made an image, as plain JSON data: the same in the answer and in the file. It has no prompt."""
+    """Return an image's provenance as plain JSON data, the same in the answer and in the file. It has no prompt."""
     made_by: dict[str, object] = msgspec.to_builtins(provenance)
     return made_by | {"seed": image.seed, "width": image.width, "height": image.height}
 
@@ -104,7 +104,7 @@ def _png(pixels: memoryview, height: int, width: int, metadata: Mapping[str, obj
 
 
 def _filtered_bands(pixels: memoryview, height: int, row_bytes: int) -> Iterator[bytes]:
-    """PNG's rows, some at a time: the first as it is, which is Up of a row of zeros, the others less the row above them."""
+    """Yield PNG's rows in bands: the first as it is, which is Up of a row of zeros, the others less the row above them."""
     yield UP_FILTER + pixels[:row_bytes]
     band = max(1, BAND_BYTES // row_bytes)
     for first in range(1, height, band):

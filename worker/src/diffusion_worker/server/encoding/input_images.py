@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that a client sent, from the bytes of a file to pixels. Slow, and the bytes are anybody's: called in threads.
+"""Images that a client sent, from the bytes of a file to pixels. Slow, and the bytes are anybody's: called in a process of its own.
 
-PNG, JPEG and WebP are told by their first bytes, whatever a client calls them. How many pixels an image has is known from its
-header, before anything is decoded: Pillow's own check comes later, and is a setting of the whole process.
+PNG, JPEG and WebP are recognised by their first bytes, regardless of the name a client gives. The number of pixels is read from the header,
+before anything is decoded. Pillow's own check comes later, and is a setting of the whole process.
 """
 
 import contextlib
-import ctypes
 import io
 import math
 import struct
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from PIL import ImageOps
-from PIL.Image import Image, Resampling, new
+from PIL.Image import Image, Resampling, frombytes, new
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
@@ -23,26 +22,32 @@ from PIL.WebPImagePlugin import WebPImageFile
 from diffusion_worker.engine.requests.admission import InputImage
 from diffusion_worker.errors import refused
 
-# As OpenAI says it. Forty million pixels are an image of 8K and more; decoded with transparency they are 160 MB.
+# OpenAI's limit. Forty million pixels are an image of 8K and more; decoded with transparency they are 160 MB.
 MAX_FILE_BYTES = 50_000_000
 MAX_FILE_PIXELS = 40_000_000
 # Images over this are decoded one after the other: with copies the largest take half a gigabyte for a moment.
 LARGE_PIXELS = 10_000_000
-_large = threading.Lock()
+# Each scan of a JPEG goes over the whole image. Encoders write ten.
+MAX_SCANS = 64
+# Markers of JPEG: what ends its scans, and those without a length (its temporary one, restarts, its start).
+SCAN, END, BARE = 0xDA, 0xD9, (0x01, *range(0xD0, 0xD9))
 
 # In EXIF: how a camera was held, and the ways that swap width and height.
 ORIENTATION = 0x0112
 LYING = (5, 6, 7, 8)
-# What Pillow raises for files that are broken in one way or another.
-BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, OverflowError, ZeroDivisionError, MemoryError, struct.error)
+# Errors that Pillow raises for broken files.
+BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, OverflowError, ZeroDivisionError, struct.error)
 # Sixteen bits a pixel of grey, which Pillow cuts off at 255 where it makes colours of them.
 SIXTEEN_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+
+# The darkest grey of a mask that counts as white.
+LIGHT = 128
 
 
 class DecodedImage(NamedTuple):
     """`image` has at most the pixels that were asked for; `height` and `width` are those of the file.
 
-    `mask` is 255 where the file is fully transparent; None where it has no transparency at all.
+    `mask` is 255 where the file is fully transparent; None where every pixel is opaque.
     """
 
     image: InputImage
@@ -59,8 +64,14 @@ class UploadFormat(NamedTuple):
     opened: Callable[[io.BytesIO], Image]
 
 
-def decode(field: str, content: bytes, *, max_pixels: int) -> DecodedImage:
-    """An image as it is seen: turned as its EXIF says, transparent parts on white, scaled down to `max_pixels`.
+# For a caller that decodes one image at a time.
+ALONE = contextlib.nullcontext()
+
+
+def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContextManager[None] = ALONE) -> DecodedImage:
+    """Return an image as it is seen: turned as its EXIF says, transparent parts on white, scaled down to `max_pixels`.
+
+    `large` is entered while an image of more than `LARGE_PIXELS` is decoded.
 
     Raises:
         RequestError: InvalidRequest that names the field, what was expected and what was found.
@@ -72,31 +83,19 @@ def decode(field: str, content: bytes, *, max_pixels: int) -> DecodedImage:
         claimed = format_.size(content)
         if claimed is not None:
             _check_pixels(field, *claimed)
+        if format_ is JPEG and (scans := scans_of(content)) > MAX_SCANS:
+            raise refused(field, f"a JPEG of at most {MAX_SCANS} scans", f"{scans} scans")
         image: Any = format_.opened(io.BytesIO(content))
         width, height = image.size
         _check_pixels(field, width, height)
         target = _fitting(width, height, max_pixels)
-        with _one_of_the_large() if width * height > LARGE_PIXELS else contextlib.nullcontext():
+        with large if width * height > LARGE_PIXELS else contextlib.nullcontext():
             image.draft("RGB", target)  # a JPEG can be decoded at half its size, or less
             if image.getexif().get(ORIENTATION) in LYING:
                 width, height, target = height, width, target[::-1]
-            found = decoded(ImageOps.exif_transpose(image), target)._replace(height=height, width=width)
-            image.close()
-            del image
-            return found
+            return decoded(ImageOps.exif_transpose(image), target)._replace(height=height, width=width)
     except BROKEN as error:
         raise refused(field, f"a whole {format_.name} file", f"one that cannot be decoded ({type(error).__name__})") from None
-
-
-@contextlib.contextmanager
-def _one_of_the_large() -> Iterator[None]:
-    """Nobody else's large image meanwhile; afterwards glibc gives back what it would keep for the next one."""
-    with _large:
-        try:
-            yield
-        finally:
-            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-                trim(0)
 
 
 def decoded(image: Image, target: tuple[int, int]) -> DecodedImage:
@@ -108,7 +107,8 @@ def decoded(image: Image, target: tuple[int, int]) -> DecodedImage:
     if image.has_transparency_data:
         image = _in_mode(image, "RGBA")
         alpha = image.getchannel("A")
-        mask = alpha.point(lambda value: 0 if value else 255)
+        if alpha.getextrema() != (255, 255):
+            mask = alpha.point(lambda value: 0 if value else 255)
         on_white = new("RGB", image.size, "white")
         on_white.paste(image, mask=alpha)
         image = on_white
@@ -118,6 +118,12 @@ def decoded(image: Image, target: tuple[int, int]) -> DecodedImage:
     if mask is not None and mask.size != target:
         mask = mask.resize(target, Resampling.NEAREST)
     return DecodedImage(_pixels(image, 3), None if mask is None else _pixels(mask, 1), height, width)
+
+
+def mask_by_luminance(image: InputImage) -> InputImage:
+    """Return a mask of an image without transparency: 255 where it is light."""
+    grey = frombytes("RGB", (image.width, image.height), image.pixels).convert("L")
+    return _pixels(grey.point(lambda value: 255 if value >= LIGHT else 0), 1)
 
 
 def _in_mode(image: Image, mode: str) -> Image:
@@ -148,12 +154,27 @@ def _format_of(content: bytes) -> UploadFormat | None:
     return WEBP if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
 
 
+def scans_of(content: bytes) -> int:
+    """Count the scans of a JPEG. The length of a segment is skipped with it, so that nothing in metadata counts."""
+    scans, at = 0, 2
+    while (at := content.find(b"\xff", at)) >= 0 and at + 1 < len(content):
+        marker = content[at + 1]
+        if marker == END:
+            break
+        if marker in (0, 0xFF, *BARE):  # a byte of a scan, a fill byte, or a marker alone
+            at += 1 if marker == 0xFF else 2
+            continue
+        scans += marker == SCAN
+        at += 2 + max(2, int.from_bytes(content[at + 2 : at + 4]))
+    return scans
+
+
 def _png_size(content: bytes) -> tuple[int, int] | None:
     return struct.unpack(">II", content[16:24]) if content[12:16] == b"IHDR" else None
 
 
 def _webp_size(content: bytes) -> tuple[int, int] | None:
-    """Its reader takes memory for all pixels before it says how many there are."""
+    """The reader allocates memory for all pixels before it reports their number."""
     kind = content[12:16]
     if kind == b"VP8X":
         return 1 + int.from_bytes(content[24:27], "little"), 1 + int.from_bytes(content[27:30], "little")
@@ -166,6 +187,6 @@ def _webp_size(content: bytes) -> tuple[int, int] | None:
 
 
 PNG = UploadFormat("PNG", _png_size, PngImageFile)
-# Its reader stops at the header.
+# The reader stops at the header.
 JPEG = UploadFormat("JPEG", lambda content: None, JpegImageFile)
 WEBP = UploadFormat("WebP", _webp_size, WebPImageFile)

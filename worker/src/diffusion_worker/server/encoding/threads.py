@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads for what is slow about images, so that it is never on the event loop: few of them, and behind it in priority.
 
-Without a bound, twenty large images at once would be twenty threads that take the cores and the GIL from the loop, whose
-steps everybody waits for. What does not fit waits in order.
+Without a bound, twenty large images would occupy twenty threads. These would take the cores and the GIL from the loop, whose steps
+everybody waits for. Further work waits in order.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class EncodingThreads:
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="encoding", initializer=_go_behind)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function returns or raises. Cancelled before its turn, it never runs."""
+        """Return or raise the function's result. Cancelled before its turn, it never runs."""
         times = [time.monotonic()]
 
         def work() -> T:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bearer tokens, that of the control port and the API key: read from a file, and again whenever that changes, as in a rotation."""
 
+import hashlib
 import hmac
 import logging
 from collections.abc import Callable
@@ -34,12 +35,17 @@ class TokenFile:
             raise ConfigError(f"{self._option} {str(self._path)!r}: expected a token in it, found nothing")
 
     def accepts(self, authorization: str | None) -> bool:
-        """Whether a request with this `Authorization` header may pass."""
+        """Return whether a request with this `Authorization` header may pass."""
         scheme, _, given = (authorization or "").partition(" ")
         expected = self._current()
         # compare_digest first, so that time tells nothing of the token.
         same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), expected)
         return same and bool(expected) and scheme.lower() == "bearer"
+
+    def sign(self, message: bytes) -> str | None:
+        """Return the HMAC of a message with the token, in hexadecimal digits; None while there is no token."""
+        token = self._current()
+        return hmac.new(token, message, hashlib.sha256).hexdigest() if token else None
 
     def _current(self) -> bytes:
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ASGI middleware of both ports: bodies have a size, and a time to arrive in.
 
-A body over the limit is refused before it is read where its length is declared. A slow one may go on as long as it is faster
-than a modem: a client that sends a byte now and then holds a connection and what was received of its body.
+A body over the limit is refused before it is read where its length is declared. A slow one may continue while it is faster than a modem. A
+client that sends a byte now and then holds a connection and the received part of its body.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class BodyLimit:
 
 
 class _Body:
-    """The messages of one request. Of all exceptions from here FastAPI lets only HTTPException through."""
+    """The messages of one request. FastAPI passes on no exception from here but HTTPException."""
 
     def __init__(self, receive: Receive, max_bytes: int, grace_s: float) -> None:
         self._receive = receive
@@ -59,7 +59,7 @@ class _Body:
 
     async def receive(self) -> Message:
         if self._complete:
-            # Only that the client is gone can follow, and whoever waits for that waits as long as the answer takes.
+            # Only the client's disconnect can follow, and a waiter for that waits as long as the answer takes.
             return await self._receive()
         message = await self._next_part()
         if message["type"] == "http.disconnect":

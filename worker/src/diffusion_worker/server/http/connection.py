@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection of a listener, with a limit that uvicorn's own has not: the head of a request has a time to arrive in.
+"""A connection of a listener, with limits that uvicorn lacks: a deadline for heads of requests, and a number that spares probes.
 
-Without it a client that sends a byte of a header now and then, or nothing at all, holds its connection for ever.
+Without the deadline a client that sends a byte of a header now and then, or nothing at all, holds its connection for ever.
 """
 
 import asyncio
@@ -9,18 +9,26 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# As long as common proxies wait; a connection that was kept open has longer until the first byte of its next request.
+from diffusion_worker.server.http.connection_limit import ConnectionLimit
+
+# The timeout of common proxies; a kept connection has longer until the first byte of its next request.
 HEAD_TIMEOUT_S = 60.0
+# Probes are on their way already when they connect.
+BEYOND_HEAD_TIMEOUT_S = 5.0
 
 
 class BoundedConnection(H11Protocol):
     """Closes itself where a request was not begun in time: after it was opened, and after the first byte of a next one."""
 
-    head_timeout_s: ClassVar[float] = HEAD_TIMEOUT_S
+    head_timeout_s: float = HEAD_TIMEOUT_S
+    # None: any number of connections.
+    limit: ClassVar[ConnectionLimit | None] = None
     _head_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.limit is not None:
+            self._count(self.limit, transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
@@ -29,10 +37,18 @@ class BoundedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self.limit is not None:
+            self.limit.closed(self.transport)
         self._unwatch_head()
 
+    def _count(self, limit: ConnectionLimit, transport: asyncio.Transport) -> None:
+        """Serve only probes where there are too many connections."""
+        if not limit.opened(transport):
+            self.app = limit.only_probes(self.app)
+            self.head_timeout_s = min(self.head_timeout_s, BEYOND_HEAD_TIMEOUT_S)
+
     def _watch_head(self) -> None:
-        """The time runs from the first byte of a head to its last. What is left of a refused body counts as the next head."""
+        """The time runs from the first byte of a head to its last. The rest of a refused body counts as the next head."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._unwatch_head()
         elif self._head_due is None:

@@ -4,14 +4,14 @@
 import logging
 import re
 import time
-import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diffusion_worker.errors import ErrorCode
+from diffusion_worker.server.http.replica import draw_id
 from diffusion_worker.server.metrics.page import ROUTES, Metrics
-from diffusion_worker.server.schemas.problems import REQUEST_ID
+from diffusion_worker.server.schemas.problems import REPLICA, REQUEST_ID
 
 # A client's own id is kept if it is harmless in a header and in a log.
 CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -20,24 +20,26 @@ log = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Adds `X-Request-ID` to every answer; never sees a prompt."""
+    """Adds `X-Request-ID` and `X-Replica` to every answer; never sees a prompt."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, replica: str) -> None:
         self._app = app
         self._metrics = metrics
+        self._replica = replica
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if CLIENT_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if CLIENT_ID.fullmatch(given) else draw_id(self._replica)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID], headers[REPLICA] = request_id, self._replica
             await send(message)
 
         started = time.monotonic()

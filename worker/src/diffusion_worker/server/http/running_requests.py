@@ -2,6 +2,7 @@
 """The requests of the data port that wait for their answer, by their `X-Request-ID`, and how they end before they have one."""
 
 import asyncio
+import hashlib
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,29 +19,34 @@ class ClientGone(Exception):
 
 
 class RunningRequests:
-    """Every generating route registers here. Clients choose ids freely, so one may stand for several requests."""
+    """Every generating route registers here. Clients choose ids freely, so one may stand for several requests of an owner."""
 
     def __init__(self) -> None:
-        self._cancelled: dict[str, list[asyncio.Event]] = {}
+        self._cancelled: dict[tuple[bytes, str], list[asyncio.Event]] = {}
 
     @contextmanager
-    def running(self, request_id: str) -> Iterator[asyncio.Event]:
-        """While it is entered, the event is set by whoever cancels the request."""
-        cancelled = asyncio.Event()
-        self._cancelled.setdefault(request_id, []).append(cancelled)
+    def running(self, owner: bytes, request_id: str) -> Iterator[asyncio.Event]:
+        """Yield an event that is set when the owner cancels the request."""
+        cancelled, key = asyncio.Event(), (owner, request_id)
+        self._cancelled.setdefault(key, []).append(cancelled)
         try:
             yield cancelled
         finally:
-            self._cancelled[request_id].remove(cancelled)
-            if not self._cancelled[request_id]:
-                del self._cancelled[request_id]
+            self._cancelled[key].remove(cancelled)
+            if not self._cancelled[key]:
+                del self._cancelled[key]
 
-    def cancel(self, request_id: str) -> bool:
-        """Cancel what runs under an id; False where nothing does."""
-        found = self._cancelled.get(request_id, [])
+    def cancel(self, owner: bytes, request_id: str) -> bool:
+        """Cancel what an owner runs under an id; False where nothing does."""
+        found = self._cancelled.get((owner, request_id), [])
         for cancelled in found:
             cancelled.set()
         return bool(found)
+
+
+def owner_of(request: Request) -> bytes:
+    """Return a digest of the key that a request was sent with, right or not; one value stands for none."""
+    return hashlib.sha256(request.headers.get("authorization", "").encode("utf-8", "surrogateescape")).digest()
 
 
 async def run_cancellable(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -50,7 +56,7 @@ async def run_cancellable(request: Request, work: Coroutine[Any, Any, T]) -> T:
         ClientGone: nobody is there to be answered. RequestError: Cancelled.
     """
     running: RunningRequests = request.app.state.running
-    with running.running(request.state.request_id) as cancelled:
+    with running.running(owner_of(request), request.state.request_id) as cancelled:
         task = asyncio.create_task(work)
         gone = asyncio.create_task(_disconnected(request))
         ended = asyncio.create_task(cancelled.wait())
@@ -65,6 +71,25 @@ async def run_cancellable(request: Request, work: Coroutine[Any, Any, T]) -> T:
             for unfinished in (task, gone, ended):
                 unfinished.cancel()
             await asyncio.gather(task, gone, ended, return_exceptions=True)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; end it when the client closes the connection.
+
+    Raises:
+        ClientGone: nobody is there to be answered.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for unfinished in (task, gone):
+            unfinished.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

@@ -5,6 +5,7 @@ The body is a form whose images are files (`image`, or several `image[]`) or `da
 from an address that a client names: it would be this server that asks there.
 """
 
+import asyncio
 import base64
 import binascii
 from typing import Annotated, Any, Literal, NamedTuple
@@ -21,18 +22,20 @@ from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.requests.admission import GenerationParams, check_served, only_inpaints
 from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
-from diffusion_worker.server.encoding.input_images import MAX_FILE_BYTES, DecodedImage, decode
-from diffusion_worker.server.encoding.threads import EncodingThreads
+from diffusion_worker.server.encoding.decode_job import DecodeJob
+from diffusion_worker.server.encoding.decoders import Decoders
+from diffusion_worker.server.encoding.input_images import MAX_FILE_BYTES, DecodedImage
+from diffusion_worker.server.http.running_requests import ClientGone, run_cancellable
 from diffusion_worker.server.images.generation import answer_generation
 from diffusion_worker.server.schemas.images import ERRORS, IMAGE_ANSWERS, Finite, ImageRequest
 from diffusion_worker.server.schemas.lora import LoRAText, require_own_paths
-from diffusion_worker.server.schemas.problems import shortened
+from diffusion_worker.server.schemas.problems import client_gone, shortened
 
-# As many images as OpenAI takes, and a mask.
+# OpenAI's number of images, and a mask.
 MAX_FILES = 17
 MAX_FIELDS = 64
-# Of a field that is no file; an image in a `data:` URL is a third longer than its file.
-MAX_TEXT_BYTES = 16_777_216
+# A field that is no file holds the largest image in base64, a third longer than its file, with the head of a `data:` URL.
+MAX_TEXT_BYTES = MAX_FILE_BYTES * 4 // 3 + 64
 IMAGES = ("image", "image[]", "url", "url[]")
 
 router = APIRouter()
@@ -44,7 +47,7 @@ class EditRequest(ImageRequest):
     model_config = ConfigDict(extra="forbid", strict=False)
 
     lora: LoRAText = None
-    strength: Annotated[Finite | None, Field(gt=0, le=1, description="How far to go from the image, for models that start from it.")] = None
+    strength: Annotated[Finite | None, Field(gt=0, le=1, description="The distance from the image, for models that start from it.")] = None
     input_fidelity: Annotated[
         Literal["low"] | None, Field(description="Accepted; how close to its image an edit stays is said by strength.")
     ] = None
@@ -73,7 +76,9 @@ def form_schema() -> dict[str, Any]:
     properties["image"] = file
     properties["image[]"] = {"type": "array", "items": file, "description": "Several images."}
     properties["url"] = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,", "description": "An image as a data: URL."}
-    properties["mask"] = file | {"description": "A PNG of the image's size; its fully transparent part is painted again."}
+    properties["mask"] = file | {
+        "description": "An image of the image's size; its fully transparent part is painted again, or its white one if it is opaque."
+    }
     return {"type": "object", "properties": properties, "required": ["prompt"], "additionalProperties": False}
 
 
@@ -88,7 +93,9 @@ async def edit_images(request: Request) -> Response:
         fields = _fields(form.texts)
         options = msgspec.structs.replace(fields.options(), events="image_edit")
         require_own_paths(request.app.state.engine, fields.adapters())
-        params = await _with_images(request, form, fields.params(), fields.strength)
+        params = await run_cancellable(request, _with_images(request, form, fields.params(), fields.strength))
+    except ClientGone:
+        return client_gone(request)
     finally:
         for file in [form.mask, *(sent for _, sent in form.images)]:
             if isinstance(file, UploadFile):
@@ -136,7 +143,7 @@ def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
             mask = value
         elif isinstance(value, UploadFile):
             raise refused(shortened(name), "a text, as files are for image, image[] and mask", "a file")
-        elif root == "lora" and name != root:  # what an SDK makes of an object in a form
+        elif root == "lora" and name != root:  # the SDK's form of an object in a form
             raise refused(root, "one text of JSON, as a form has no objects", f"the field {shortened(name)}")
         elif root == "svg":  # svg[model] and the like
             texts[root] = value
@@ -162,7 +169,7 @@ async def _with_images(request: Request, form: EditForm, params: GenerationParam
         RequestError: InvalidRequest, there is none, one cannot be used, or the mask is none for it.
     """
     engine: Engine = request.app.state.engine
-    threads: EncodingThreads = request.app.state.encoding
+    decoders: Decoders = request.app.state.decoders
     if not form.images:
         raise refused("image", "an image", "none")
     if engine.model is not None and not (form.mask is None and only_inpaints(engine.model)):
@@ -170,10 +177,15 @@ async def _with_images(request: Request, form: EditForm, params: GenerationParam
         check_served(Task.EDIT if form.mask is None else Task.INPAINT, engine.model)
     names = [name if len(form.images) == 1 else f"{name}[{index}]" for index, (name, _) in enumerate(form.images)]
     most = engine.config.limits.max_pixels
-    images = [await threads.run(_decode_part, name, sent, most) for name, (_, sent) in zip(names, form.images, strict=True)]
+    images = [
+        await decoders.decode(await _content(name, sent), DecodeJob(field=name, max_pixels=most))
+        for name, (_, sent) in zip(names, form.images, strict=True)
+    ]
     mask = None
     if form.mask is not None:
-        mask = _usable_mask(await threads.run(_decode_part, "mask", form.mask, most), images[0])
+        # Without transparency its light part is the one to make again, since other tools write masks so.
+        job = DecodeJob(field="mask", max_pixels=most, as_mask=True)
+        mask = _usable_mask(await decoders.decode(await _content("mask", form.mask), job), images[0])
     return msgspec.structs.replace(
         params,
         task=Task.EDIT if mask is None else Task.INPAINT,
@@ -188,16 +200,15 @@ def _usable_mask(mask: DecodedImage, image: DecodedImage) -> Any:
     if (mask.height, mask.width) != (image.height, image.width):
         raise refused("mask", f"the size of the image, {image.width}x{image.height}", f"{mask.width}x{mask.height}")
     if mask.mask is None or 255 not in mask.mask.pixels:
-        found = "one without transparency" if mask.mask is None else "no such pixel"
-        raise refused("mask", "a PNG that is fully transparent in the part to paint again", found)
+        raise refused("mask", "an image that is fully transparent, or else white, in the part to paint again", "no such pixel")
     return mask.mask
 
 
-def _decode_part(field: str, sent: UploadFile | str, max_pixels: int) -> DecodedImage:
-    content = _content_of_url(field, sent) if isinstance(sent, str) else sent.file.read(MAX_FILE_BYTES + 1)
+async def _content(field: str, sent: UploadFile | str) -> bytes:
+    content = await (asyncio.to_thread(_content_of_url, field, sent) if isinstance(sent, str) else sent.read(MAX_FILE_BYTES + 1))
     if len(content) > MAX_FILE_BYTES:
         raise refused(field, f"a file of at most {MAX_FILE_BYTES} bytes", "a larger one")
-    return decode(field, content, max_pixels=max_pixels)
+    return content
 
 
 def _content_of_url(field: str, url: str) -> bytes:

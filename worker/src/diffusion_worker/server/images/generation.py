@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request for images from its parameters to its answer, the same for every route that makes some."""
+"""The path of an image request from its parameters to its answer, shared by all routes."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ async def answer_generation(request: Request, params: GenerationParams, options:
     """Make the images and answer with them. The work ends when the client goes away, or somebody cancels the request.
 
     Raises:
-        RequestError, GroupFailed: as `Engine.generate`; RequestError (Cancelled).
+        RequestError, GroupFailed: see `Engine.generate`; RequestError (Cancelled).
     """
     check_sides(options.output_format, params.height, params.width)
     if options.stream:

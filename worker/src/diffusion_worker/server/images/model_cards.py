@@ -28,7 +28,7 @@ class LimitsCard(BaseModel):
 
 
 class DefaultsCard(BaseModel):
-    """What a request gets that does not say; absent where the pipeline decides by its other arguments."""
+    """Default values of a request; absent if the pipeline decides by its other arguments."""
 
     size: str | None = None
     num_inference_steps: int | None = None
@@ -36,7 +36,7 @@ class DefaultsCard(BaseModel):
 
 
 class RecipeCard(BaseModel):
-    """What a request with an adapter gets, and may not contradict; absent where the adapter leaves it open."""
+    """Values that an adapter's requests get and may not contradict; absent if the adapter leaves them open."""
 
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
@@ -56,21 +56,23 @@ class ModelCard(BaseModel):
     owned_by: Literal["diffusion-worker"] = "diffusion-worker"
     parent: str | None = None
     digest: str | None = None
+    # For an adapter: its effect, of which the file's digest is a part.
+    identity: str | None = None
     state: EngineState | AdapterState
-    # Of an adapter: the strength it has unless a request says another one, its largest rank, how it wants to be used.
+    # For an adapter: its default strength, its largest rank, and its recipe.
     scale: float | None = None
     rank: int | None = None
     recipe: RecipeCard | None = None
     pipeline: str | None = None
     tasks: list[Task] | None = None
-    # What was made of the options that speed up or shrink the model.
+    # Outcome of the options that speed up or shrink the model.
     features: dict[str, str] | None = None
     limits: LimitsCard
     defaults: DefaultsCard
 
 
 class ModelList(BaseModel):
-    """What this worker serves now; an adapter is in it where a request for it would be served."""
+    """Models that this worker serves now; an adapter is included if a request for it would be served."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -83,7 +85,7 @@ def model_cards(engine: Engine, *, created: int) -> list[ModelCard]:
 
 
 def model_card(engine: Engine, name: str, *, created: int) -> ModelCard:
-    """One of them; raises the RequestError that a request for it would get where it would not be served."""
+    """Return a model's card; raises the RequestError that a request for it would get."""
     adapter = engine.model_document(name)
     base = _base(engine, created)
     return base if adapter is None else _of_adapter(base, adapter)
@@ -112,7 +114,8 @@ def _of_adapter(base: ModelCard, adapter: AdapterDocument) -> ModelCard:
         defaults = defaults.model_copy(
             update={name: value for name, value in recipe if value is not None and name in DefaultsCard.model_fields}
         )
-    own = {"id": adapter.name, "parent": base.id, "digest": adapter.digest, "state": adapter.state, "scale": adapter.scale}
+    own: dict[str, object] = {"id": adapter.name, "parent": base.id, "digest": adapter.digest, "identity": adapter.identity}
+    own |= {"state": adapter.state, "scale": adapter.scale}
     return base.model_copy(update=own | {"rank": adapter.rank, "recipe": recipe, "defaults": defaults})
 
 

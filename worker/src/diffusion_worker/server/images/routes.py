@@ -5,7 +5,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.server.http.running_requests import RunningRequests
+from diffusion_worker.server.http.replica import replica_of
+from diffusion_worker.server.http.running_requests import RunningRequests, owner_of
 from diffusion_worker.server.images.generation import answer_generation
 from diffusion_worker.server.images.model_cards import ModelCard, ModelList, model_card, model_cards
 from diffusion_worker.server.schemas.images import ERRORS, IMAGE_ANSWERS, ImagesRequest
@@ -23,10 +24,17 @@ async def generate_images(body: ImagesRequest, request: Request) -> Response:
 
 @router.delete("/v1/requests/{request_id}", status_code=204, responses=ERRORS)
 async def cancel_request(request_id: str, request: Request) -> None:
-    """Cancel the request that was sent with, or answered by, this `X-Request-ID`. Its place is free at the next step."""
+    """Cancel the request that was sent with, or answered by, this `X-Request-ID`. The slot is free at the next step.
+
+    Only who sends the same `Authorization` can. An id that another replica drew is its to cancel; the error names that replica.
+    """
     running: RunningRequests = request.app.state.running
-    if not running.cancel(request_id):
-        raise RequestError(ErrorCode.NOT_FOUND, "requests: nothing runs under this id")
+    if running.cancel(owner_of(request), request_id):
+        return
+    if (replica := replica_of(request_id)) not in (None, request.app.state.replica):
+        message = f"requests: expected an id of the replica {request.app.state.replica}, found one of {replica}"
+        raise RequestError(ErrorCode.NOT_FOUND, message, details={"replica": replica})
+    raise RequestError(ErrorCode.NOT_FOUND, "requests: nothing runs under this id")
 
 
 @router.get("/v1/models", response_model_exclude_none=True)
@@ -37,5 +45,5 @@ async def list_models(request: Request) -> ModelList:
 
 @router.get("/v1/models/{model}", response_model_exclude_none=True, responses=ERRORS)
 async def retrieve_model(model: str, request: Request) -> ModelCard:
-    """One of them; one that would not be served is an error, the same as of a request for it."""
+    """Return a model's card; a model that cannot be served is the same error as a request for it."""
     return model_card(request.app.state.engine, model, created=request.app.state.started_at)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request for images whose answer is a stream of server-sent events: each step, previews, the finished images.
 
-What is wrong with a request before its stream began is answered as without one, with its status. After that it is an event
-`error`, which makes the SDK raise. While nothing happens, also in the queue, a comment keeps proxies from closing the stream.
+An error before the stream began is answered without a stream, with its status. After that it is an event `error`, which makes the SDK
+raise. While nothing happens, also in the queue, a comment keeps proxies from closing the stream.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from diffusion_worker.server.http.running_requests import ClientGone, run_cancel
 from diffusion_worker.server.schemas.answers import AnswerOptions, completed_event, held_event, preview_event, progress_event, server_sent
 from diffusion_worker.server.schemas.problems import client_gone, error_envelope, lost_ranks, settled_status, unexpected_error
 
-# A refusal comes at once. Past this the stream begins, so that whoever is in the queue sees that it was taken.
+# A refusal comes at once. Later the stream begins, so that a queued client sees that the request was accepted.
 FIRST_WORD_S = 1.0
 # Proxies close a connection on which nothing was sent for half a minute or more.
 KEEP_ALIVE_S = 10.0
@@ -54,7 +54,7 @@ class EventStream(Response):
         """Send all events.
 
         Raises:
-            RequestError, GroupFailed: as `Engine.generate`, where nothing was sent yet.
+            RequestError, GroupFailed: see `Engine.generate`, while nothing was sent yet.
         """
         try:
             await run_cancellable(self._request, self._run(send))
@@ -108,7 +108,7 @@ class EventStream(Response):
         return await self._encoding.run(preview_event, event, self._options, accelerated=accelerated, created=created)
 
     async def _fail(self, send: Send, error: RequestError) -> None:
-        """The last event of a stream that ends with an error. Its form is what makes the SDK raise."""
+        """The last event of a stream that ends with an error. The SDK raises on this form."""
         self._request.state.error_code = error.code
         try:
             status = settled_status(error.status, retryable=error.retryable)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine counts, as metrics: read when somebody asks, in every state, also while it starts and after it failed."""
+"""The engine's counters as metrics, read at scrape time, in every state, also during the start and after a failure."""
 
 from collections import Counter as Tally
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.requests.holding import HeldOutcome
+from diffusion_worker.engine.scheduling.queue_bounds import Bound
 from diffusion_worker.engine.state.operations import OPERATION_KINDS
 from diffusion_worker.engine.state.state_document import AdapterState, EngineState, RankDocument, SleepPolicy, StateDocument
 from diffusion_worker.errors import ErrorCode, Fault
@@ -16,9 +17,9 @@ from diffusion_worker.messages import PromptCacheStats
 from diffusion_worker.server.metrics.families import PREFIX, by_state, counter, gauge, histogram, labelled
 
 OK = "OK"
-# One request's own faults leave the group as it is: the codes of `requests` tell of those.
+# A request's own faults leave the group running; the codes of `requests` count those.
 GROUP_FAULTS = [fault for fault in Fault if fault is not Fault.REQUEST]
-# What a load of an adapter can end with: its source, its file and the ranks have codes of their own.
+# Results of an adapter's load; its source, its file and the ranks have codes of their own.
 LOAD_CODES = (OK, *ErrorCode)
 RANK_MEMORY = {
     "rank_weights_bytes": ("Size of a rank's weights.", "weights_bytes"),
@@ -46,6 +47,7 @@ class EngineCollector(Collector):
         yield gauge("requests_in_flight", "Images that are being made.", document.in_flight)
         yield gauge("requests_queued", "Images that wait for a place in the batch.", document.queued)
         yield from self._held(document)
+        yield from self._queue()
         yield gauge("load_bytes", "Bytes of weights loaded so far, all ranks.", document.load.bytes_done)
         yield gauge("load_bytes_expected", "Bytes of weights to load, all ranks.", document.load.bytes_total)
         yield from _rank_memory(document.ranks)
@@ -62,6 +64,18 @@ class EngineCollector(Collector):
         yield gauge("held_oldest_seconds", "Time that the first of them waits.", document.held.oldest_age_seconds or 0.0)
         yield labelled("held_requests", "Requests that met a model which did not serve, by what became of them.", "outcome", outcomes)
         yield histogram("held_seconds", "Time that requests waited until the model served, or in vain.", {"": held.waited})
+
+    def _queue(self) -> Iterator[Metric]:
+        queue, limits = self._engine.queue, self._engine.config.queue
+        refusals = {bound.value: queue.refusals[bound] for bound in Bound}
+        yield labelled("queue_refusals", "Requests refused as the queue was full, by the bound that they met.", "bound", refusals)
+        yield gauge("queue_requests", "Requests that wait for their first step, held ones among them.", queue.bounds.waiting)
+        yield gauge("queue_requests_max", "Requests that may wait.", limits.max_queued)
+        yield gauge("queue_work_seconds", "Time that the device is expected to need for all requests.", queue.bounds.left_s)
+        yield gauge("queue_work_seconds_max", "The bound of that time.", limits.max_queued_seconds)
+        yield gauge("queue_image_bytes", "Bytes of the decoded images of all requests.", queue.bounds.size_bytes)
+        yield gauge("queue_image_bytes_max", "The bound of those bytes.", limits.max_queued_bytes)
+        yield gauge("queue_promises", "Refused requests for which a place is kept.", queue.bounds.promised)
 
     def _steps(self) -> Iterator[Metric]:
         stats = self._engine.stats

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `/metrics` shows: counters of the HTTP edge, what the engine counts, and the server process itself.
+"""The content of `/metrics`: counters of the HTTP edge, the engine, and the server process.
 
 Labels are bounded: codes, routes, states and phases come from closed lists, ranks from the configuration. No adapter's name,
 no request's id. `docs/metrics.md` has them all, and a test holds it to that.
@@ -18,6 +18,7 @@ from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.state.histogram import BOUNDS_S
 from diffusion_worker.engine.state.request_events import Generation, Timings
 from diffusion_worker.errors import ErrorCode
+from diffusion_worker.server.encoding.decoders import Decoders
 from diffusion_worker.server.encoding.threads import EncodingThreads
 from diffusion_worker.server.metrics.engine import OK, EngineCollector
 from diffusion_worker.server.metrics.families import PREFIX, gauge, histogram
@@ -37,7 +38,7 @@ MEMORY_BUCKETS = tuple(float(2**power) for power in range(24, 39, 2))
 class Metrics:
     """The registry of one server process."""
 
-    def __init__(self, engine: Engine, encoding: EncodingThreads) -> None:
+    def __init__(self, engine: Engine, encoding: EncodingThreads, decoders: Decoders) -> None:
         # A second series beside each counter that says when it was made: all are made here, at the start of the process.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
@@ -58,7 +59,7 @@ class Metrics:
         self._by_adapters = [by_adapters.labels(str(count)) for count in range(engine.config.max_loras_per_request + 1)]
         info = Gauge(PREFIX + "info", "Always 1; tells the worker's version.", ["version"], registry=self.registry)
         info.labels(engine.version).set(1)
-        self.registry.register(EncodingCollector(encoding))
+        self.registry.register(EncodingCollector(encoding, decoders))
         self.registry.register(EngineCollector(engine))
         # Memory, CPU time and open files of the server process, read from /proc.
         ProcessCollector(registry=self.registry)
@@ -84,8 +85,8 @@ class Metrics:
     async def exposition(self) -> tuple[bytes, str]:
         """The text of all metrics and its media type.
 
-        Values are read on the event loop, which owns them. Writing them takes longer: that is done in a thread, but not in
-        one of those that encode, so that nobody who watches waits behind images.
+        Values are read on the event loop, which owns them. Formatting takes longer, so a thread does it. The encoding threads are not used,
+        so that no scrape waits behind images.
         """
         return await asyncio.to_thread(generate_latest, Collected(list(self.registry.collect()))), CONTENT_TYPE_LATEST
 
@@ -97,20 +98,23 @@ class Collected(Collector):
         self._metrics = metrics
 
     def collect(self) -> list[Metric]:
-        """What was read."""
+        """Return the values read."""
         return self._metrics
 
 
 class EncodingCollector(Collector):
-    """What the encoding threads count."""
+    """Counts of the encoding threads and of the decoding processes."""
 
-    def __init__(self, encoding: EncodingThreads) -> None:
-        self._encoding = encoding
+    def __init__(self, encoding: EncodingThreads, decoders: Decoders) -> None:
+        self._encoding, self._decoders = encoding, decoders
 
     def collect(self) -> Iterator[Metric]:
         """All families; called by the registry."""
         encoding = self._encoding
-        yield gauge("encoding_threads", "Threads that encode and decode images.", encoding.threads)
+        yield gauge("encoding_threads", "Threads that encode images.", encoding.threads)
         yield gauge("encoding_pending", "Pieces of work that encoding threads have or will take.", encoding.pending)
         yield histogram("encoding_wait_seconds", "Time until an encoding thread took a piece of work.", {"": encoding.waited})
         yield histogram("encoding_seconds", "Time an encoding thread took for a piece of work.", {"": encoding.worked})
+        decoders = self._decoders
+        yield histogram("decoding_wait_seconds", "Time until a file that a client sent was decoded.", {"": decoders.waited})
+        yield histogram("decoding_seconds", "Time that the process of a file took to decode it.", {"": decoders.worked})

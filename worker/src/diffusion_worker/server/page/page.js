@@ -44,6 +44,7 @@ const AGAIN = "Try again in a moment.";
 const ADVICE = {
   InvalidRequest: "Change what is named above and try again.",
   Unauthorized: "Enter the worker's API key at the top of the page.",
+  Forbidden: "Open the page by the worker's own address, or have its owner allow this one.",
   NotFound: "The list of adapters was read again; choose an adapter from it.",
   AdapterNotLoaded: "The adapter is known, but not loaded yet. " + AGAIN,
   AdapterRemoved: "The adapter was removed meanwhile. Choose another one.",

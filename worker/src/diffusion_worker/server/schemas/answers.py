@@ -19,7 +19,7 @@ ZIP_MEDIA_TYPE = "application/zip"
 
 
 class Quality(enum.StrEnum):
-    """What an answer says of how its images were made, in the SDK's words."""
+    """The quality that an answer reports, in the SDK's words."""
 
     # A step cache was allowed to skip work.
     MEDIUM = "medium"
@@ -28,20 +28,20 @@ class Quality(enum.StrEnum):
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client wants its images. `output_compression` is 0 to 100; `events` is the first part of its events' names."""
+    """A client's choice of the answer's form. `output_compression` is 0 to 100; `events` is the first part of its events' names."""
 
     output_format: OutputFormat = OutputFormat.PNG
     output_compression: int | None = None
     # The image itself in place of JSON; several are in a ZIP.
     as_file: bool = False
     stream: bool = False
-    # What each stage of each image took goes into the answer.
+    # Add the seconds of each image's stages to the answer.
     timings: bool = False
     events: str = "image_generation"
 
 
 def image_file(made: Generation, image: FinishedImage, options: AnswerOptions) -> bytes:
-    """One image as the file that was asked for, with its provenance in it."""
+    """Return an image as a file of the chosen format, with its provenance in it."""
     return encode(
         image.pixels,
         image.height,
@@ -53,7 +53,7 @@ def image_file(made: Generation, image: FinishedImage, options: AnswerOptions) -
 
 
 def image_json(made: Generation, image: FinishedImage, options: AnswerOptions) -> Pieces:
-    """One image as `schemas.ImageData`."""
+    """Return an image as `schemas.ImageData`."""
     return json_with_file(image_file(made, image, options), _described(made, image, options))
 
 
@@ -68,7 +68,7 @@ def json_answer(made: Generation, images: Sequence[Pieces], options: AnswerOptio
 
 
 def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces, str]:
-    """One file as it is, several as a ZIP; and the media type."""
+    """Return one file unchanged, or several as a ZIP, with the media type."""
     if len(files) == 1:
         return cut(files[0]), f"image/{options.output_format}"
     out = io.BytesIO()
@@ -80,17 +80,17 @@ def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces,
 
 
 def progress_event(step: StepTaken, options: AnswerOptions) -> Pieces:
-    """A step that an image has taken; an event of ours, which the SDK hands on with its `type`."""
+    """Format a step that an image has taken, as our own event, which the SDK passes on with its `type`."""
     return server_sent(f"{options.events}.progress", {"index": step.index, "attempt": step.attempt, "step": step.step, "steps": step.steps})
 
 
 def held_event(held: Held, options: AnswerOptions) -> Pieces:
-    """The request waits for the model; an event of ours."""
+    """Format our own event that the request waits for the model."""
     return server_sent(f"{options.events}.held", {"state": held.state, "ahead": held.ahead})
 
 
 def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: bool, created: int) -> Pieces:
-    """What an image looks like on its way. It has no provenance: it is not yet what the request makes."""
+    """Format an unfinished image. It has no provenance: it is not yet what the request makes."""
     height, width, compression = preview.height, preview.width, options.output_compression
     file = encode(preview.pixels, height, width, output_format=options.output_format, compression=compression)
     content = {"partial_image_index": preview.number, "index": preview.index, "attempt": preview.attempt, "created_at": created}
@@ -107,7 +107,7 @@ def completed_event(made: Generation, index: int, options: AnswerOptions, *, cre
 
 
 def server_sent(kind: str, content: dict[str, object], file: bytes | None = None) -> Pieces:
-    """One server-sent event; its type is in its data too, as the SDK looks there."""
+    """Format a server-sent event; its type is in its data too, where the SDK looks."""
     head, data = b"event: " + kind.encode() + b"\ndata: ", {"type": kind} | content
     if file is None:
         return [head + msgspec.json.encode(data) + b"\n\n"]
@@ -115,13 +115,13 @@ def server_sent(kind: str, content: dict[str, object], file: bytes | None = None
 
 
 def _form(height: int, width: int, accelerated: bool, options: AnswerOptions) -> dict[str, object]:
-    """What an answer and its events say of an image's form, in the SDK's words. `quality` is what ran, not what was asked."""
+    """Return the fields of an image's form, in the SDK's words. `quality` is what ran, not what was asked."""
     quality = Quality.MEDIUM if accelerated else Quality.HIGH
     return {"background": "opaque", "output_format": options.output_format, "quality": quality, "size": f"{width}x{height}"}
 
 
 def _described(made: Generation, image: FinishedImage, options: AnswerOptions) -> dict[str, object]:
-    """What an image was made by, and what it took where that was asked for."""
+    """Return an image's provenance, and its timings if the client asked for them."""
     described: dict[str, object] = {"seed": image.seed, "provenance": metadata_of(made.provenance, image)}
     if options.timings:
         described |= {"timings": image.timings, "peak_memory_bytes": image.peak_bytes or None}

@@ -13,6 +13,7 @@ from pydantic.alias_generators import to_camel
 from diffusion_worker.engine.requests.admission import MAX_LORA_SCALE
 from diffusion_worker.engine.state.state_document import (
     AdapterCall,
+    DrainCall,
     OperationCall,
     PauseCall,
     ProfileCall,
@@ -32,6 +33,10 @@ MAX_DEADLINE_S = 86_400.0
 ADAPTER_NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
 COMPONENT_PATTERN = r"^[a-z][a-z0-9_]*$"
 MAX_RANK = 4096
+# bootId.n
+REVISION_PATTERN = r"^[A-Za-z0-9-]+\.[0-9]{1,18}$"
+MAX_WAIT_S = 60.0
+MAX_LIMIT = 100_000
 
 Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)]
 OperationId = Annotated[str, Field(min_length=1, max_length=128)]
@@ -79,6 +84,18 @@ class WakeBody(ControlBody):
         )
 
 
+class DrainBody(ControlBody):
+    """Body of `POST /v1/drain`. Requests that outlast the deadline end with code `Terminating`."""
+
+    operation_id: OperationId
+    boot_id: BootId | None = None
+    deadline_seconds: Deadline = 300.0
+
+    def call(self) -> DrainCall:
+        """The body as the engine takes it."""
+        return DrainCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
+
+
 class SleepBody(ControlBody):
     """Body of `POST /v1/sleep`. The deadline bounds the drain; after it running requests end as by `Abort`."""
 
@@ -118,7 +135,7 @@ class ResumeBody(ControlBody):
 
 
 class PauseBody(ControlBody):
-    """Body of `POST /v1/pause`. One that does not end in time changes nothing."""
+    """Body of `POST /v1/pause`. A pause that does not begin in time changes nothing."""
 
     operation_id: OperationId
     boot_id: BootId | None = None
@@ -149,14 +166,15 @@ class AdapterBody(ControlBody):
     deadline_seconds: Deadline = 120.0
     source: SourceBody
     digest: Annotated[str | None, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = None
+    identity: Annotated[str | None, Field(pattern=r"^v[0-9]{1,9}:[0-9a-f]{64}$", description="The effect that the load must have.")] = None
     scale: Annotated[Finite, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE)] = 1.0
     components: Annotated[
         list[ComponentName], Field(default_factory=list, max_length=8, description="Only these of the file; all that it has if empty.")
     ]
-    format: Annotated[Literal["peft", "diffusers", "kohya"] | None, Field(description="How the file must be written.")] = None
+    format: Annotated[Literal["peft", "diffusers", "kohya"] | None, Field(description="The file's required format.")] = None
     expected_rank: Annotated[int | None, Field(ge=1, le=MAX_RANK, description="The rank that it must have.")] = None
     residency: Literal["Resident", "Cached", "OnDemand"] = "Cached"
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31, description="Of those that may be evicted the lowest goes first.")] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31, description="Among evictable adapters the lowest goes first.")] = 0
 
     def call(self) -> AdapterCall:
         """The body as the engine takes it."""
@@ -166,6 +184,7 @@ class AdapterBody(ControlBody):
             deadline_seconds=self.deadline_seconds,
             source=self.source.source(),
             digest=self.digest,
+            identity=self.identity,
             scale=self.scale,
             components=self.components,
             format=self.format,
@@ -195,6 +214,23 @@ class ProfileBody(ControlBody):
         )
 
 
+class StateQuery(BaseModel):
+    """Query of `GET /v1/state`. Without `after` the answer comes at once."""
+
+    # Not strict: a query has only strings.
+    model_config = ConfigDict(extra="forbid")
+
+    after: Annotated[
+        str | None, Field(pattern=REVISION_PATTERN, max_length=150, description="A revision, as an earlier answer had it.")
+    ] = None
+    wait: Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Seconds to wait for another revision.")] = 0.0
+    limit: Annotated[int | None, Field(ge=1, le=MAX_LIMIT, description="Most names of adapters in an answer; all if absent.")] = None
+    token: Annotated[
+        str | None,
+        Field(alias="continue", pattern=REVISION_PATTERN, max_length=150, description="The `adaptersContinue` of the answer before."),
+    ] = None
+
+
 class AdapterRemoval(BaseModel):
     """Query of `DELETE /v1/adapters/{name}`: requests that use the adapter have `drainSeconds` to finish."""
 
@@ -207,21 +243,21 @@ class AdapterRemoval(BaseModel):
 
 
 class OperationAnswer(BaseModel):
-    """What became of a sleep or wake call; its outcome is in `/v1/state`."""
+    """Outcome of a sleep or wake call; the operation's result is in `/v1/state`."""
 
     operationId: str
     state: str
 
 
 class PauseAnswer(BaseModel):
-    """Whether steps are made now."""
+    """Set while steps are made."""
 
     operationId: str
     paused: bool
 
 
 class FingerprintAnswer(BaseModel):
-    """One rank: checksums of its weights, of each of its adapters after its digest, and of what a step from a fixed seed makes."""
+    """A rank's checksums: of its weights, of each of its adapters after its identity, and of a step from a fixed seed."""
 
     rank: int
     weights: str
@@ -237,7 +273,7 @@ class ProbeAnswer(BaseModel):
 
 
 class ProfileAnswer(BaseModel):
-    """Whether a trace is being taken now, and the files that were written, as paths on the worker."""
+    """Set while a trace is being taken, and the files that were written, as paths on the worker."""
 
     running: bool
     files: list[str]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the data port reads and answers, as pydantic models: OpenAI's fields, all of them, and those that diffusion adds.
+"""Request and answer bodies of the data port, as pydantic models: all of OpenAI's fields, and those that diffusion adds.
 
 A field of OpenAI's is used, or accepted where it asks for nothing that could be missed, or refused by its name; none is
 dropped. Null stands for a field that is absent. Only the form is checked here; what depends on the model, on limits or on the
@@ -23,7 +23,7 @@ SIZE_PATTERN = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 
 # Values of `quality` that let the worker's step cache skip work, and those that want every step computed.
 ACCELERATED_QUALITIES = ("low", "medium")
-COMPUTED_QUALITIES = ("high", "hd")
+COMPUTED_QUALITIES = ("high", "hd", "xhigh", "max")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 # Without a bound pydantic lets texts through that are no Unicode (a half of a surrogate pair), which nothing behind it can send.
@@ -31,7 +31,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=1_000_000)]
 ModelName = Annotated[str, Field(max_length=256)]
 
-# Why a field, or a value of it, is refused, and what is possible in its place.
+# Reasons why a field, or a value of it, is refused, and the alternative.
 REFUSED = {
     "style": "there are no styles; say it in the prompt",
     "complexity": "no image is planned here; use num_inference_steps or quality",
@@ -52,22 +52,24 @@ class ImageRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: Annotated[str, Field(min_length=1, description="What the image shows; not only spaces.")]
+    prompt: Annotated[str, Field(min_length=1, description="The image's content in words; not only spaces.")]
     model: Annotated[ModelName | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
-    n: Annotated[int | None, Field(ge=1, description="How many images, one if absent. Their seeds follow each other.")] = None
+    n: Annotated[int | None, Field(ge=1, description="Number of images, by default 1. Their seeds follow each other.")] = None
     size: Annotated[str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto.")] = None
-    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="Of the first image; random if absent.")] = None
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="The first image's seed; random if absent.")] = None
     num_inference_steps: Annotated[int | None, Field(ge=1)] = None
     guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
-    negative_prompt: Annotated[Text | None, Field(description="What the image does not show.")] = None
+    negative_prompt: Annotated[Text | None, Field(description="Content that the image must not show.")] = None
     lora: LoRAObjects = None
     lora_scale: Annotated[
         Finite | None, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, description="Strength of the request's only adapter; else its own.")
     ] = None
     exact: Annotated[bool | None, Field(description="Share no model call with other requests: the same bits under any load.")] = None
     quality: Annotated[
-        Literal["auto", "standard", "low", "medium", "high", "hd"] | None,
-        Field(description="high and hd compute every step; with the others the worker's step cache may skip work, where it has one."),
+        Literal["auto", "standard", "low", "medium", "high", "hd", "xhigh", "max"] | None,
+        Field(
+            description="high, hd and xhigh compute every step, max is exact too; with the others the worker's step cache may skip work."
+        ),
     ] = None
     response_format: Annotated[
         Literal["b64_json", "file"] | None, Field(description="file answers with the image itself, several in a ZIP.")
@@ -113,13 +115,13 @@ class ImageRequest(BaseModel):
             guidance_scale=self.guidance_scale,
             loras=[asked.choice for asked in self.adapters()],
             lora_scale=self.lora_scale,
-            exact=bool(self.exact),
+            exact=self.quality == "max" if self.exact is None else self.exact,
             accelerated=_accelerated(self.quality),
             previews=self.partial_images or 0,
         )
 
     def options(self) -> AnswerOptions:
-        """How the images are to be answered.
+        """Return the form of the answer.
 
         Raises:
             RequestError: a compression of what has none, or a file and a stream at once.
@@ -139,7 +141,7 @@ class ImageRequest(BaseModel):
 
 
 class ImagesRequest(ImageRequest):
-    """What `client.images.generate(...)` of the OpenAI SDK sends, and the fields that diffusion adds to it."""
+    """Body that `client.images.generate(...)` of the OpenAI SDK sends, with the fields that diffusion adds."""
 
     style: Annotated[None, Field(description="Refused: " + REFUSED["style"])] = None
 
@@ -161,10 +163,11 @@ class AdapterUse(BaseModel):
     name: str
     digest: str
     scale: float
+    identity: str
 
 
 class ProvenanceBody(BaseModel):
-    """What made an image; the same is in the image's own metadata."""
+    """Provenance of an image; the same is in the image's own metadata."""
 
     model: str
     pipeline: str
@@ -186,7 +189,7 @@ class ProvenanceBody(BaseModel):
 
 
 class ImageData(BaseModel):
-    """One image. `timings` and `peak_memory_bytes` are there if asked for; the latter is null where it is not known."""
+    """An image of the answer. `timings` and `peak_memory_bytes` are there if asked for; the latter is null where it is not known."""
 
     b64_json: str
     seed: int

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters that a request for images asks for, in all forms of the reference's `lora` object.
 
-What counts is the name, which the worker must know. A path is only compared with the adapter's own: no client of the data port
-makes the worker read one. An integer id is accepted and means nothing here, as an adapter's identity is its content.
+The name alone counts, and the worker must know it. A path is only compared with the adapter's own: no client of the data port makes the
+worker read one. An integer id is accepted and means nothing here, as an adapter's identity is its content.
 """
 
 import posixpath
@@ -26,7 +26,7 @@ IDS = ("int_id", "lora_int_id")
 # More than any worker takes; how many one takes is its own to say.
 MAX_OBJECTS = 64
 MAX_ID = 2**63 - 1
-# Of a path in a message.
+# Characters of a path shown in a message.
 SHOWN_CHARS = 200
 
 Name = Annotated[str | None, Field(min_length=1, max_length=256)]
@@ -36,14 +36,14 @@ Id = Annotated[int | None, Field(ge=1, le=MAX_ID)]
 
 
 class LoRAObject(BaseModel):
-    """One adapter and its strength. A name is required; of several names for one thing only one is allowed."""
+    """An adapter and its strength. A name is required; of several names for one thing only one is allowed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: Annotated[Name, Field(description="The adapter's name here, as in /v1/models.")] = None
     lora_name: Annotated[Name, Field(description="The same as name.")] = None
     adapter: Annotated[Name, Field(description="The same as name.")] = None
-    scale: Annotated[Scale, Field(description="Its strength; else its own.")] = None
+    scale: Annotated[Scale, Field(description="The strength; by default the adapter's own.")] = None
     lora_scale: Annotated[Scale, Field(description="The same as scale.")] = None
     path: Annotated[Path, Field(description="Not read: if given, it must be where the adapter came from.")] = None
     local_path: Annotated[Path, Field(description="The same as path.")] = None
@@ -54,7 +54,7 @@ class LoRAObject(BaseModel):
 
 
 class AskedAdapter(NamedTuple):
-    """One object of a request: what it asks for, and a path that must be the adapter's own. `field` is its place."""
+    """An object of a request: its adapter, and a path that must be the adapter's own. `field` is its place."""
 
     field: str
     choice: AdapterChoice
@@ -62,7 +62,7 @@ class AskedAdapter(NamedTuple):
 
 
 def _listed(value: Any) -> Any:
-    """One object is a list of it."""
+    """Turn a single object into a list of it."""
     if isinstance(value, dict):
         return [value]
     if value is None or isinstance(value, list):
@@ -74,7 +74,7 @@ def _listed_of_text(value: Any) -> Any:
     """The same in a form, which has texts only."""
     try:
         return _listed(msgspec.json.decode(value) if isinstance(value, str) else value)
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         raise PydanticCustomError("no_lora", "expected JSON: an object with the name of an adapter, or a list of them") from None
 
 
@@ -89,7 +89,7 @@ LoRAText = Annotated[_Objects, BeforeValidator(_listed_of_text), WithJsonSchema(
 
 
 def asked_adapters(objects: Sequence[LoRAObject] | None) -> list[AskedAdapter]:
-    """What the objects ask for.
+    """Return the adapters that the objects ask for.
 
     Raises:
         RequestError: InvalidRequest, one has no name, or two names for one thing.
@@ -113,7 +113,7 @@ def _only(field: str, asked: LoRAObject, names: Sequence[str]) -> Any:
 
 
 def require_own_paths(engine: Engine, asked: Sequence[AskedAdapter]) -> None:
-    """Whether every path in a request is where its adapter came from; an unknown name is the engine's to refuse.
+    """Check that every path in a request is its adapter's source; an unknown name is left to the engine to refuse.
 
     Raises:
         RequestError: InvalidRequest that names the field and the path that was given.
@@ -122,7 +122,7 @@ def require_own_paths(engine: Engine, asked: Sequence[AskedAdapter]) -> None:
         own = engine.adapter_source(choice.name) if path is not None else None
         if path is None or own is None or place_of_text(path) == place_of(own):
             continue
-        # Where it came from is not for clients of the data port.
+        # Clients of the data port may not learn the adapter's source.
         raise refused(f"{field}.path", f"none, or where adapter {choice.name!r} came from", repr(path.partition("?")[0][:SHOWN_CHARS]))
 
 
@@ -135,7 +135,7 @@ def place_of_text(text: str) -> str:
 
 
 def place_of(source: Source) -> str:
-    """Where a source is, as one text without what it takes to get there."""
+    """Return a source's location as text, without credentials."""
     if source.hugging_face is not None:
         hub = source.hugging_face
         return "/".join(filter(None, [f"hf://{hub.repo}@{hub.revision}", hub.file or hub.subfolder]))

@@ -20,24 +20,27 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.server.schemas.control import ADAPTER_NAME_PATTERN, COMPONENT_PATTERN
+from diffusion_worker.server.schemas.control import ADAPTER_NAME_PATTERN, COMPONENT_PATTERN, REVISION_PATTERN
 from diffusion_worker.server.schemas.images import REFUSED, SIZE_PATTERN, ErrorType
 from diffusion_worker.server.schemas.sources import SOURCE_FORMS
 
-# What a user wrote is theirs: it goes into no message and no log.
+# A user's text is private: it goes into no message and no log.
 PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
 SHOWN_CHARS = 80
 # nginx's number for a client that went away; nobody receives it.
 CLIENT_CLOSED_REQUEST = 499
-REQUEST_ID = "X-Request-ID"
+REQUEST_ID, REPLICA = "X-Request-ID", "X-Replica"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 # Errors of the framework and of the body's arrival; all others are InvalidRequest.
 HTTP_CODES: dict[int, ErrorCode] = {HTTPStatus.NOT_FOUND: ErrorCode.NOT_FOUND, HTTPStatus.REQUEST_TIMEOUT: ErrorCode.TIMEOUT}
+# Routes of OpenAI's images API that have none here, and the way to the same.
+INSTEAD = {"/v1/images/variations": "; POST /v1/images/edits without a mask makes variations, by its strength and seed"}
 # Patterns in the words of their readers.
 FORMS = {
     SIZE_PATTERN: "WIDTHxHEIGHT in pixels or 'auto'",
     ADAPTER_NAME_PATTERN: "a name of a-z, 0-9, '.', '_' and '-'",
     COMPONENT_PATTERN: "a component's name as the model's folder has it, as transformer or text_encoder",
+    REVISION_PATTERN: "a revision of the state, as bootId.n",
     **SOURCE_FORMS,
 }
 
@@ -63,8 +66,8 @@ def error_answer(error: RequestError, request: Request, *, status: int | None = 
         return JSONResponse(flat_body(error), status, sent)
     status = settled_status(status, retryable=error.retryable)
     sent["x-should-retry"] = "true" if error.retryable else "false"
-    # An unexpected error is answered outside of the middleware that adds it.
-    sent[REQUEST_ID] = getattr(request.state, "request_id", "")
+    # An unexpected error is answered outside of the middleware that adds them.
+    sent[REQUEST_ID], sent[REPLICA] = getattr(request.state, "request_id", ""), request.app.state.replica
     return JSONResponse(error_envelope(error, status), status, sent)
 
 
@@ -75,7 +78,7 @@ def settled_status(status: int, *, retryable: bool) -> int:
 
 
 def client_gone(request: Request) -> Response:
-    """What nobody receives; leaves with the request for log and metrics that its client went away."""
+    """Build a response that nobody receives; mark the request for log and metrics as left by its client."""
     request.state.error_code = "ClientGone"
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
@@ -114,7 +117,7 @@ def _openai_type(status: int) -> ErrorType:
 
 
 def lost_ranks(error: GroupFailed) -> RequestError:
-    """What a client is told when the ranks were lost for good."""
+    """Build the client's error for ranks that were lost for good."""
     return RequestError(ErrorCode.ENGINE_FAILED, f"the worker lost its ranks and ends: {error}")
 
 
@@ -169,7 +172,7 @@ def _shown(field: str, value: object) -> str:
 
 
 def shortened(text: str) -> str:
-    """What a client wrote, no longer than a message can show."""
+    """Shorten a client's text to the length that a message can show."""
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "…"
 
 
@@ -198,7 +201,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     route = f"{request.method} {shortened(request.url.path)}"
     messages: dict[int, str] = {
         HTTPStatus.BAD_REQUEST: "the body: expected JSON, found what cannot be parsed",
-        HTTPStatus.NOT_FOUND: f"{route}: there is no such route",
+        HTTPStatus.NOT_FOUND: f"{route}: there is no such route{INSTEAD.get(request.url.path, '')}",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{route}: the route has no such method",
     }
     headers = dict(error.headers or {})

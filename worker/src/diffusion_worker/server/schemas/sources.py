@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an adapter comes from, as the control port reads it: exactly one kind of source, each with its own fields.
+"""Sources of adapters in the control port's bodies: exactly one kind of source, each with its own fields.
 
-Only the form is checked here. What a worker may reach, and what it finds there, is its sources' to judge.
+Only the form is checked here. The sources themselves judge the addresses a worker may reach, and the content found there.
 """
 
 from typing import Annotated, Any

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child of a deployment: written where it is not as the spec asks, put back where somebody changed it, tried again where it fails.
+
+The watched object is compared with the rendered one, so an operator's start writes nothing that already matches. The Secret is never read:
+the ConfigMap says that it was written.
+"""
+
+import logging
+from datetime import timedelta
+
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.names import (
+    ANNOTATION_APPLIED,
+    ANNOTATION_SECRET,
+    CONFIG_MAP,
+    LABEL_DEPLOYMENT,
+    SECRET,
+    desired_config_name,
+)
+from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable, NamespaceEnds
+from diffusion_operator.plan.observed.children import (
+    OPERATORS_PACE,
+    PASS_FAILED,
+    ChildState,
+    Repairs,
+    anothers,
+    contested,
+    leaving,
+    refused,
+    stranger,
+    tried,
+)
+from diffusion_operator.plan.observed.ownership import Ownership, is_controlled_by
+from diffusion_operator.plan.results.drift import drift
+from diffusion_operator.reconcile.children.repairs import tell_repaired
+from diffusion_operator.reconcile.children.writes import remove_child, write_child, write_secret
+from diffusion_operator.reconcile.memory import Applied, DeploymentMemory
+from diffusion_operator.reconcile.runtime import Runtime
+from diffusion_operator.render.child import Child
+
+BLIND_SHARE = 0.8
+"""The share of the time between two resyncs, which come a little earlier or later. Each of them looks at what no watch reports."""
+
+log = logging.getLogger(__name__)
+
+
+async def keep_child(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> ChildState:
+    """Write a child, which fails by itself. An error that nobody expected is reported at the end of the pass."""
+    kind, key, content, before = child.kind.kind, child.key, child.mark, memory.tries.get(child.key)
+    doubted = key in memory.doubted
+    if before is not None and before.content == content and not doubted and runtime.now() < before.again_at:
+        return before.state
+    try:
+        state = await _kept(runtime, deployment, memory, child)
+    except NamespaceEnds:
+        raise
+    except ClusterError as error:
+        ours = await _is_there(runtime, deployment, memory, child)
+        passing = isinstance(error, ClusterConflict | ClusterUnavailable)
+        asked = runtime.now() + timedelta(seconds=error.retry_after_s)
+        state = refused(child.kind, child.name, ours=ours, reason=error.reason, message=error.said, passing=passing, not_before=asked)
+        if isinstance(error, ClusterUnavailable):
+            memory.failures.append(error)
+    except Exception as error:
+        log.exception("child failed namespace=%s child=%s %s", deployment.metadata.namespace, kind, child.name)
+        memory.failures.append(error)
+        ours = await _is_there(runtime, deployment, memory, child)
+        text = f"{kind} {child.name}: the pass failed with {type(error).__name__}: {error}"
+        state = ChildState(kind=kind, name=child.name, ours=ours, reason=PASS_FAILED, message=text)
+    if not state.reason:
+        memory.tries.pop(key, None)
+        return state
+    attempt = memory.tries[key] = tried(before, state, content=content, now=runtime.now())
+    if before is None or before.state.message != state.message:
+        log.warning("child not written namespace=%s reason=%s %s", deployment.metadata.namespace, state.reason, state.message)
+    return attempt.state
+
+
+async def _kept(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> ChildState:
+    key, ours = child.key, ChildState(kind=child.kind.kind, name=child.name, ours=True)
+    repaired = await _to_repair(runtime, deployment, memory, child)
+    if repaired is None:
+        return ours
+    repairs = memory.repairs.get(key, Repairs())
+    if repaired and await _is_anothers(runtime, deployment, child):
+        again_at = memory.applied[key].at + OPERATORS_PACE
+        if again_at > runtime.now():
+            return anothers(child.kind, child.name, not_before=again_at)
+        repaired = ""  # no user did it, so no Event says so
+    if repaired and child.manifest is not None:
+        there = await _is_there(runtime, deployment, memory, child)
+        again_at = repairs.next_at(child.kind, runtime.now(), missing=not there)
+        if again_at > runtime.now():
+            memory.repairs[key] = repairs.put_off()
+            return contested(child.kind, child.name, repaired, ours=there, not_before=again_at)
+    if child.manifest is None:
+        await remove_child(runtime, deployment, child.kind)
+    else:
+        write = write_secret if child.kind == SECRET else write_child
+        found = await write(runtime, deployment, child.manifest)
+        if found is Ownership.LEAVING:
+            return leaving(child.kind, child.name)
+        if found is Ownership.STRANGER:
+            return stranger(child.kind, child.name)
+    memory.applied[key] = Applied(content=child.mark, at=runtime.now())
+    if repaired:
+        repairs = memory.repairs[key] = repairs.and_now(runtime.now())
+        await tell_repaired(runtime, deployment, repaired, about=key)
+    left = await _changed(runtime, deployment, child, known=True) if child.manifest is not None else None
+    if left:  # an admission webhook changed the write itself
+        again_at = repairs.next_at(child.kind, runtime.now(), missing=False)
+        return contested(child.kind, child.name, left, ours=True, not_before=again_at)
+    return ours
+
+
+async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> str | None:
+    """None where nothing is to be done. Empty where it is to be written, and a text where somebody else changed what was written."""
+    key, last = child.key, memory.applied.get(child.key)
+    doubted = key in memory.doubted and child.kind != SECRET
+    memory.doubted.discard(key)
+    if last is not None and last.content != child.mark:
+        return ""
+    failing, blind_after = key in memory.tries, timedelta(seconds=BLIND_SHARE * runtime.settings.resync_s)
+    if last is not None and not doubted and not failing and runtime.now() - last.at < blind_after:
+        return None
+    changed = await _changed(runtime, deployment, child, known=last is not None)
+    if changed is None:
+        memory.applied[key] = Applied(content=child.mark, at=runtime.now())
+        return None
+    return changed if last is not None else ""  # a process that has just begun does not know who changed it
+
+
+async def _changed(runtime: Runtime, deployment: DiffusionDeployment, child: Child, *, known: bool) -> str | None:
+    """None where it is as it was written. Looked for by its label, so one without it counts as deleted."""
+    metadata = deployment.metadata
+    if child.manifest is None:
+        found = await runtime.cluster.list(child.kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
+        return "" if any(is_controlled_by(one, metadata.uid) for one in found) else None
+    if child.kind == SECRET:
+        written = not known and await _secret_mark(runtime, deployment) == child.written
+        return None if written else ""
+    live = await runtime.cluster.get(child.kind, metadata.namespace, child.name)
+    if live is None or live["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT) != metadata.name:
+        return f"{child.kind.kind} {child.name} was deleted or its labels taken off"
+    paths = drift(live, child.manifest)
+    return f"{child.kind.kind} {child.name} was changed: {', '.join(paths)}" if paths else None
+
+
+async def _is_there(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> bool:
+    """Return whether our object controls the live one, though the last write of it failed."""
+    if child.kind == SECRET:
+        last = memory.applied.get(child.key)
+        return bool(last.content) if last is not None else bool(await _secret_mark(runtime, deployment))
+    found = await runtime.cluster.get(child.kind, deployment.metadata.namespace, child.name)
+    return found is not None and is_controlled_by(found, deployment.metadata.uid)
+
+
+async def _is_anothers(runtime: Runtime, deployment: DiffusionDeployment, child: Child) -> bool:
+    """Return whether the live child carries the hash of another rendering: only an operator writes one."""
+    live = await runtime.cluster.get(child.kind, deployment.metadata.namespace, child.name) if child.manifest is not None else None
+    if live is None or not is_controlled_by(live, deployment.metadata.uid):
+        return False
+    carried: str = live["metadata"].get("annotations", {}).get(ANNOTATION_APPLIED, child.written)
+    return carried != child.written
+
+
+async def _secret_mark(runtime: Runtime, deployment: DiffusionDeployment) -> str:
+    """Return the hash of the Secret that an earlier process wrote before the ConfigMap. Empty where it wrote none."""
+    metadata = deployment.metadata
+    found = await runtime.cluster.get(CONFIG_MAP, metadata.namespace, desired_config_name(metadata.name))
+    if found is None or not is_controlled_by(found, metadata.uid):
+        return ""
+    return str(found["metadata"].get("annotations", {}).get(ANNOTATION_SECRET, ""))

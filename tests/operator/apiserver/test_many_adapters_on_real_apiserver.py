@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More adapters of one deployment than one ConfigMap can hold, on a real API server, whose objects have room for 1 MiB (T1, T2).
+
+An operator and a fake kubelet work. Sources have long addresses, so that few adapters take as much room as thousands of others.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, EVENT, POD, SHARDS, shard_config_name
+from diffusion_operator.plan.adapters.shards import shard_of
+from support.apiserver.rest_client import RestClient, path_of
+from support.operator.fake_kubelet import FakeKubelet
+from support.operator.mounted import mounted_desired, mounted_files
+from support.operator.rig import adapter
+from support.operator.sole_operator import deployment, running
+
+pytestmark = [pytest.mark.apiserver, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+MANY = 600
+AT_ONCE = 32
+WITHIN_S = 120.0
+
+
+def source(number: int) -> dict[str, str]:
+    """A long address that no compression shortens by much."""
+    parts = [hashlib.sha256(f"{number} {part}".encode()).hexdigest() for part in range(30)]
+    return {"url": f"https://styles/{''.join(parts)}", "sha256": parts[0]}
+
+
+class Many:
+    """A namespace with a deployment and many adapters."""
+
+    def __init__(self, client: RestClient, kubelet: FakeKubelet) -> None:
+        self.client = client
+        self.kubelet = kubelet
+        self.namespace = "many"
+
+    async def make(self, kind: Any, name: str, document: dict[str, Any]) -> None:
+        status, found = await self.client.create(kind, self.namespace, {**document, "metadata": {"name": name}})
+        assert status == 201, found
+
+    async def make_adapters(self, first: int, last: int) -> None:
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def make(number: int) -> None:
+            async with gate:
+                await self.make(ADAPTER, f"x-{number}", adapter(f"x-{number}", residency="OnDemand", source={"http": source(number)}))
+
+        await asyncio.gather(*(make(number) for number in range(first, last)))
+
+    async def maps(self) -> dict[str, Any]:
+        return {one["metadata"]["name"]: one for one in await self.client.list(CONFIG_MAP, self.namespace)}
+
+    async def conditions(self, kind: Any = DEPLOYMENT, name: str = "d") -> dict[str, tuple[str, str]]:
+        _, found = await self.client.send("GET", f"{path_of(kind, self.namespace)}/{name}")
+        return {one["type"]: (one["status"], one["reason"]) for one in found.get("status", {}).get("conditions", ())}
+
+    async def until(self, look: Any) -> None:
+        ends = time.monotonic() + WITHIN_S
+        while not await look():
+            assert time.monotonic() < ends, json.dumps(await self.conditions(), indent=1)
+            await asyncio.sleep(0.5)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def many(kubeconfig: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Many]:
+    folder = tmp_path_factory.mktemp("many")
+    async with RestClient(kubeconfig) as client, FakeKubelet(client, Random()) as kubelet:
+        made = Many(client, kubelet)
+        await client.make_namespace(made.namespace)
+        await made.make_adapters(0, MANY)
+        await made.make(DEPLOYMENT, "d", deployment())
+        with running(folder / "operator", kubeconfig, control_port=kubelet.port):
+            yield made
+        for kind in (DEPLOYMENT, ADAPTER):
+            await client.send("DELETE", path_of(kind, made.namespace))
+
+
+async def test_t2_more_adapters_than_fit_into_one_object_are_in_shards_and_the_pod_serves(many: Many) -> None:
+    async def serves() -> bool:
+        conditions = await many.conditions()
+        return conditions.get("Ready") == ("True", "Serving") and conditions.get("ChildrenReady") == ("True", "AllApplied")
+
+    await many.until(serves)
+    maps = await many.maps()
+    assert maps.keys() >= {"d-desired", *(shard_config_name("d", number) for number in range(SHARDS))}
+    found = mounted_desired(maps.get, "d")["adapters"]
+    assert len(json.dumps(found)) > 1 << 20
+    assert sorted(one["name"] for one in found) == sorted(f"x-{number}" for number in range(MANY))
+    (pod,) = await many.client.list(POD, many.namespace)
+    (volume,) = [one for one in pod["spec"]["volumes"] if one["name"] == "desired"]
+    assert len(volume["projected"]["sources"]) == 1 + SHARDS
+
+
+async def test_t2_one_more_adapter_changes_its_shard_alone(many: Many) -> None:
+    before = mounted_files((await many.maps()).get, "d")
+    await many.make_adapters(MANY, MANY + 1)
+    changed: set[str] = set()
+
+    async def is_there() -> bool:
+        after = mounted_files((await many.maps()).get, "d")
+        changed.update(name for name in after if after[name] != before.get(name))
+        return len(mounted_desired((await many.maps()).get, "d")["adapters"]) == MANY + 1 and "desired.json" in changed
+
+    await many.until(is_there)
+    assert changed == {"desired.json", f"adapters-{shard_of(f'x-{MANY}')}.json.gz"}
+
+
+async def test_t2_a_shard_that_somebody_edits_is_put_back(many: Many) -> None:
+    name = shard_config_name("d", 2)
+    before = (await many.maps())[name]["binaryData"]
+    await many.client.patch(CONFIG_MAP, many.namespace, name, {"binaryData": {"adapters-2.json.gz": "AAAA"}})
+
+    async def is_back() -> bool:
+        return bool((await many.maps())[name]["binaryData"] == before)
+
+    async def is_noted() -> bool:
+        events = await many.client.list(EVENT, many.namespace)
+        return any(name in one["message"] for one in events if one["reason"] == "Repaired")
+
+    await many.until(is_back)
+    await many.until(is_noted)

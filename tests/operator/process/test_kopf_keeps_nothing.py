@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kopf brings events, and nothing of an event outlives its handler: there may be ten thousand objects.
+
+Real: the process's handler, its store and its queue; kopf's notes of objects. Not real: kopf itself, whose context variable is the test's.
+"""
+
+import asyncio
+from contextvars import ContextVar
+
+import kopf
+
+from diffusion_operator.api.names import DEPLOYMENT
+from diffusion_operator.handlers import Process, build_kopf_settings
+from diffusion_operator.kopf_storage import NoMemories
+from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
+from diffusion_operator.settings import Settings
+
+CAUSE: ContextVar[object] = ContextVar("CAUSE", default=None)
+METADATA = {"name": "d", "namespace": "n", "uid": "u", "resourceVersion": "1"}
+
+
+async def test_a_pass_that_an_event_leads_to_keeps_no_variable_of_kopf() -> None:
+    passed: asyncio.Queue[object] = asyncio.Queue()
+
+    async def reconcile(key: Key) -> Result:
+        passed.put_nowait(CAUSE.get())
+        return Result()
+
+    process = Process(Settings(engine_image="i", operator_key=b"k" * 32))
+    process.queue = KeyedQueue(reconcile, resync_s=60, parallel=1, random=lambda: 0.5)
+    CAUSE.set("an event, with its object")
+    await process.event_handler(DEPLOYMENT)(event={"type": "ADDED", "object": {"metadata": METADATA, "spec": {}}})
+    async with asyncio.timeout(5):
+        assert await passed.get() is None
+    await process.queue.close()
+
+
+async def test_kopf_notes_nothing_of_an_object() -> None:
+    memories = NoMemories()
+    await memories.recall(kopf.RawBody({"metadata": METADATA}), noticed_by_listing=True)  # type: ignore[typeddict-item]
+    assert list(memories.iter_all_memories()) == []
+
+
+def test_kopfs_task_of_an_object_ends_at_once() -> None:
+    assert 0 < build_kopf_settings().queueing.idle_timeout <= 0.5

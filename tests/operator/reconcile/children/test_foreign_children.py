@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that somebody else has, children that are refused, and a true status all the same (T1, T3, T4, T22, T23), in virtual time."""
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from diffusion_operator.api.names import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    DISRUPTION_BUDGET,
+    LABEL_DEPLOYMENT,
+    LABEL_MANAGED_BY,
+    NETWORK_POLICY,
+    POD,
+    SECRET,
+    SERVICE,
+    Kind,
+)
+from diffusion_operator.errors import ClusterError, ClusterRefused, ClusterUnavailable
+from support.operator.fake_apply import entry
+from support.operator.rig import Rig, deployment, serving
+
+NAMES = {SECRET: "d-control", CONFIG_MAP: "d-desired", SERVICE: "d", NETWORK_POLICY: "d-control", DISRUPTION_BUDGET: "d"}
+MOUNTED = (SECRET, CONFIG_MAP)
+LABELS = {LABEL_MANAGED_BY: "diffusion-operator", LABEL_DEPLOYMENT: "d"}
+ALL = pytest.mark.parametrize("kind", NAMES, ids=lambda kind: kind.kind)
+
+
+def put(rig: Rig, kind: Kind, name: str, **metadata: Any) -> dict[str, Any]:
+    """An object of somebody else's."""
+    body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, "namespace": "default", **metadata}}
+    rig.cluster.put(body | {"spec": {"theirs": True}})
+    return copy.deepcopy(rig.cluster.find(kind, name) or {})
+
+
+async def begun(rig: Rig) -> Rig:
+    rig.cluster.put(deployment())
+    await rig.run()
+    rig.start_all()
+    await rig.run(20)
+    return rig
+
+
+@ALL
+async def test_t3_a_strangers_object_is_left_alone_and_named_and_its_name_is_taken_up_when_it_goes(kind: Kind) -> None:
+    rig = Rig()
+    theirs = put(rig, kind, NAMES[kind])
+    await begun(rig)
+    assert rig.cluster.find(kind, NAMES[kind]) == theirs
+    assert rig.condition("ChildrenReady") == ("False", "NameConflict")
+    assert f"{kind.kind} {NAMES[kind]} belongs to somebody else" in rig.message("ChildrenReady")
+    assert len(rig.cluster.notes("NameConflict")) == 1
+    if kind in MOUNTED:
+        assert rig.cluster.names(POD) == []
+        assert rig.condition("Ready") == ("False", "ChildrenNotReady")
+    elif kind == SERVICE:
+        assert (rig.cluster.names(POD), rig.condition("Ready")) == (["d-0-0"], ("False", "NoService"))
+        assert "url" not in rig.status()["endpoints"] or rig.status()["endpoints"]["url"] is None
+    else:
+        assert rig.condition("Ready") == ("True", "Serving")
+    rig.cluster.remove(kind, NAMES[kind])
+    await rig.run(61)
+    rig.start_all()
+    await rig.run(10)
+    assert rig.cluster.find(kind, NAMES[kind]) != theirs
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
+    assert rig.condition("Ready") == ("True", "Serving")
+
+
+@ALL
+async def test_t3_a_strangers_object_is_not_deleted_with_the_deployment(kind: Kind) -> None:
+    rig = Rig()
+    theirs = put(rig, kind, NAMES[kind])
+    await begun(rig)
+    rig.cluster.remove(DEPLOYMENT, "d")
+    await rig.run(60)
+    assert rig.cluster.find(kind, NAMES[kind]) == theirs
+
+
+@ALL
+async def test_t3_a_child_of_an_earlier_object_is_waited_for_without_a_word_for_a_minute(kind: Kind) -> None:
+    rig = Rig()
+    owner = {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "name": "d", "uid": "then", "controller": True}
+    theirs = put(rig, kind, NAMES[kind], labels=LABELS, ownerReferences=[owner])
+    await begun(rig)
+    assert rig.cluster.find(kind, NAMES[kind]) == theirs
+    assert rig.condition("ChildrenReady") == ("Unknown", "EarlierObjectLeaving")
+    assert rig.cluster.notes("ChildRefused") == rig.cluster.notes("NameConflict") == []
+    await rig.run(60)
+    assert rig.condition("ChildrenReady") == ("False", "EarlierObjectLeaving")
+    rig.cluster.remove(kind, NAMES[kind])
+    await rig.run(61 if kind == SECRET else 2)
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
+
+
+@ALL
+async def test_t3_an_orphan_of_ours_is_adopted(kind: Kind) -> None:
+    rig = Rig()
+    body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"labels": LABELS}, "spec": {}}
+    managed = [entry(body, "Update", manager="diffusion-operator")]
+    before = put(rig, kind, NAMES[kind], labels=LABELS, managedFields=managed)
+    await begun(rig)
+    after = rig.cluster.find(kind, NAMES[kind]) or {}
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    assert after["metadata"]["ownerReferences"][0]["uid"] == (rig.cluster.find(DEPLOYMENT, "d") or {})["metadata"]["uid"]
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
+    assert rig.condition("Ready") == ("True", "Serving")
+
+
+def refusal(kind: Kind) -> ClusterRefused:
+    return ClusterRefused(
+        f"post {kind.plural}: 403 exceeded quota", status=403, reason="Forbidden", said="exceeded quota: no more of these"
+    )
+
+
+@ALL
+async def test_t1_a_refused_child_is_named_and_the_rest_serves(kind: Kind) -> None:
+    rig = Rig()
+    rig.cluster.refuse = lambda verb, manifest: refusal(kind) if manifest["kind"] == kind.kind else None
+    await begun(rig)
+    assert rig.condition("ChildrenReady") == ("False", "Forbidden")
+    assert rig.message("ChildrenReady") == f"{kind.kind} {NAMES[kind]} was refused: exceeded quota: no more of these"
+    assert len(rig.cluster.notes("ChildRefused")) == 1
+    assert all(rig.cluster.names(other) == [name] for other, name in NAMES.items() if other != kind)
+    assert (rig.cluster.names(POD) == []) is (kind in MOUNTED)
+    expected = ("False", "ChildrenNotReady") if kind in MOUNTED else ("False", "NoService") if kind == SERVICE else ("True", "Serving")
+    assert rig.condition("Ready") == expected
+    assert rig.errors == []
+    rig.cluster.refuse = lambda verb, manifest: None
+    await rig.run(61)
+    rig.start_all()
+    await rig.run(10)
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
+    assert rig.condition("Ready") == ("True", "Serving")
+
+
+async def test_t1_a_secret_that_is_there_keeps_no_pod_from_being_made_where_no_other_secret_may_be() -> None:
+    """Admission comes first: a full quota refuses a create of what is there already."""
+    rig = await serving(1)
+    before = copy.deepcopy(rig.cluster.find(SECRET, NAMES[SECRET]))
+    rig.cluster.refuse = lambda verb, manifest: refusal(SECRET) if (verb, manifest["kind"]) == ("create", "Secret") else None
+    rig.cluster.remove(POD, "d-0-0")
+    await rig.run(10)
+    rig.start_all()
+    await rig.run(10)
+    assert rig.cluster.names(POD) == ["d-0-1"]
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
+    assert rig.condition("Ready") == ("True", "Serving")
+    assert rig.cluster.find(SECRET, NAMES[SECRET]) == before
+    assert rig.errors == []
+
+
+@pytest.mark.parametrize("strategy", [{}, {"maxUnavailable": 0, "maxSurge": 1}, {"type": "Recreate"}], ids=["default", "surge", "recreate"])
+@pytest.mark.parametrize("kind", MOUNTED, ids=lambda kind: kind.kind)
+async def test_t1_no_replica_goes_for_a_new_template_while_no_pod_can_be_made_of_it(kind: Kind, strategy: dict[str, Any]) -> None:
+    rig = await serving(1, rollout=strategy)
+    rig.cluster.refuse = lambda verb, manifest: refusal(kind) if manifest["kind"] == kind.kind else None
+    rig.cluster.remove(kind, NAMES[kind])
+    await rig.run(10)
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={"maxBatchSize": 2}))
+    await rig.run(120)
+    assert (rig.cluster.names(POD), rig.routable()) == (["d-0-0"], ["d-0-0"])
+    assert rig.condition("Ready")[0] == "True"
+    assert rig.condition("Degraded") == ("True", "ChildrenNotReady")
+    assert f"no pod is made: {kind.kind} {NAMES[kind]} was refused" in rig.message("Progressing")
+    rig.cluster.refuse = lambda verb, manifest: None
+    await rig.run(90)
+    rig.start_all()
+    await rig.run(30)
+    assert rig.cluster.names(POD) != ["d-0-0"]
+    assert rig.condition("Progressing") == ("True", "RolloutComplete")
+    assert rig.condition("Ready") == ("True", "Serving")
+
+
+async def test_t1_a_secret_that_may_not_be_changed_is_named_with_the_servers_words() -> None:
+    rig = Rig()
+    theirs = put(rig, SECRET, NAMES[SECRET], labels=LABELS)
+    rig.cluster.refuse = lambda verb, manifest: refusal(SECRET) if (verb, manifest["kind"]) == ("patch", "Secret") else None
+    await begun(rig)
+    assert rig.cluster.find(SECRET, NAMES[SECRET]) == theirs
+    assert rig.condition("ChildrenReady")[0] == "False"
+    assert rig.message("ChildrenReady") == f"Secret {NAMES[SECRET]} was refused: exceeded quota: no more of these"
+
+
+async def test_t22_a_refused_configmap_and_a_deleted_pod_are_not_called_serving() -> None:
+    """Seen on a real cluster: no pod, Ready=True/Serving, no condition and no Event."""
+    rig = await serving()
+    rig.cluster.refuse = lambda verb, manifest: refusal(CONFIG_MAP) if manifest["kind"] == CONFIG_MAP.kind else None
+    rig.cluster.remove(CONFIG_MAP, "d-desired")
+    rig.cluster.remove(POD, "d-0-0")
+    await rig.run(10)
+    assert rig.cluster.names(POD) == []
+    assert rig.condition("Ready") == ("False", "ChildrenNotReady")
+    assert "ConfigMap d-desired was refused: exceeded quota" in rig.message("Ready")
+    assert rig.condition("ChildrenReady") == ("False", "Forbidden")
+    assert rig.cluster.notes("ChildRefused") != []
+
+
+async def test_t22_a_configmap_whose_change_is_refused_keeps_no_pod_from_being_made() -> None:
+    rig = await serving()
+    rig.cluster.refuse = lambda verb, manifest: refusal(CONFIG_MAP) if manifest["kind"] == CONFIG_MAP.kind else None
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "OnIdle"}))
+    rig.cluster.remove(POD, "d-0-0")
+    await rig.run(10)
+    assert rig.cluster.names(POD) == ["d-0-1"]
+    assert rig.condition("ChildrenReady") == ("False", "Forbidden")
+    rig.start_all()
+    await rig.run(10)
+    assert rig.condition("Ready") == ("True", "Serving")
+
+
+async def test_t1_a_refused_child_is_tried_after_1_2_4_and_up_to_60_seconds() -> None:
+    rig, tries = Rig(), []
+
+    def refuse(verb: str, manifest: dict[str, Any]) -> ClusterError | None:
+        if manifest["kind"] != SERVICE.kind:
+            return None
+        tries.append((rig.now - start).total_seconds())
+        return refusal(SERVICE)
+
+    start, rig.cluster.refuse = rig.now, refuse
+    await begun(rig)
+    await rig.run(600)
+    gaps = [after - before for before, after in pairwise(tries)]
+    assert gaps[:3] == pytest.approx([1, 2, 4], abs=1)
+    assert len(tries) < 20
+    assert max(gaps) <= 75
+
+
+ODD = [ClusterUnavailable("odd", status=500, reason="InternalError", said="failed calling webhook"), KeyError("odd")]
+
+
+@ALL
+@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
+async def test_t1_a_child_that_fails_in_a_way_nobody_expected_keeps_no_other_from_being_made(
+    kind: Kind, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, failures = Rig(), [3]
+    rig.survives = Exception
+    create = rig.cluster.create
+
+    async def fail(manifest: dict[str, Any]) -> bool:
+        if manifest["kind"] == kind.kind and failures[0]:
+            failures[0] -= 1
+            raise error
+        return await create(manifest)
+
+    monkeypatch.setattr(rig.cluster, "create", fail)
+    rig.cluster.put(deployment())
+    await rig.run(0.5)
+    assert all(rig.cluster.names(other) == [name] for other, name in NAMES.items() if other != kind)
+    await rig.run(30)
+    assert len(rig.errors) == 3, "each pass failed, and was tried again"
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
+
+
+async def test_t1_a_pod_that_cannot_be_deleted_keeps_the_others_and_the_status_from_nothing() -> None:
+    rig = await serving(2)
+    delete = rig.cluster.delete
+
+    async def refuse(kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        if name == "d-0-0":
+            raise ClusterRefused("delete pods: 403 a webhook says no", status=403)
+        await delete(kind, namespace, name, uid=uid)
+
+    rig.cluster.delete = refuse  # type: ignore[method-assign]
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=0))
+    await rig.run(20)
+    assert rig.cluster.names(POD) == ["d-0-0"]
+    assert rig.condition("Ready") == ("False", "NoReplicas")
+    assert any("a webhook says no" in error for error in rig.errors)
+
+
+async def test_t1_a_pass_that_cannot_plan_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = await serving()
+
+    def fail(*_: Any, **_named: Any) -> None:
+        raise ClusterRefused("odd")
+
+    monkeypatch.setattr("diffusion_operator.reconcile.deployment.plan_in_slices", fail)
+    rig.restart_operator()
+    await rig.run(20)
+    assert rig.condition("Ready") == ("Unknown", "PassFailed")
+    assert "odd" in rig.message("Ready")
+    monkeypatch.undo()
+    await rig.run(20)
+    assert rig.condition("Ready") == ("True", "Serving")
+
+
+async def test_t4_a_strangers_pod_is_skipped_by_the_next_incarnation_and_told_once() -> None:
+    rig, creates = Rig(), []
+    theirs = [put(rig, POD, name) for name in ("d-0-0", "d-0-1")]
+    create = rig.cluster.create
+
+    async def count(manifest: dict[str, Any]) -> bool:
+        if manifest["kind"] == POD.kind:
+            creates.append(manifest["metadata"]["name"])
+        return await create(manifest)
+
+    rig.cluster.create = count  # type: ignore[method-assign]
+    rig.cluster.put(deployment())
+    await rig.run()
+    rig.start("d-0-2")
+    await rig.run(600)
+    assert creates == ["d-0-0", "d-0-1", "d-0-2"]
+    assert [rig.cluster.find(POD, name) for name in ("d-0-0", "d-0-1")] == theirs
+    assert len(rig.cluster.notes("NameConflict")) == 2
+    assert "pod d-0-0 belongs to somebody else" in rig.cluster.notes("NameConflict")[0]
+
+
+async def test_t4_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() -> None:
+    """An operator that has just begun finds it so, and one whose watch is late."""
+    rig = await serving()
+    pod = rig.cluster.find(POD, "d-0-0") or {}
+    pod["metadata"]["labels"].pop(LABEL_DEPLOYMENT)
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(servedName="d"))
+    status = (rig.cluster.find(DEPLOYMENT, "d") or {}).pop("status")
+    assert status["replicaStates"][0]["incarnation"] == 0
+    rig.restart_operator()
+    await rig.run(10)
+    assert rig.cluster.names(POD) == ["d-0-0"]
+    assert pod["metadata"]["uid"] == (rig.cluster.find(POD, "d-0-0") or {})["metadata"]["uid"]
+    assert rig.condition("Ready") == ("True", "Serving")
+
+
+async def test_t3_what_a_create_wrote_is_removed_by_later_changes() -> None:
+    rig = await serving(service={"annotations": {"example.com/a": "1"}, "port": 80})
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(service={"port": 8080}))
+    await rig.run()
+    found = rig.cluster.find(SERVICE, "d") or {}
+    assert [port["port"] for port in found["spec"]["ports"]] == [8080]
+    assert "example.com/a" not in found["metadata"]["annotations"]
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
+
+
+@pytest.mark.parametrize("applied_before", [False, True], ids=["as it was made", "after a change"])
+async def test_t23_a_service_whose_port_was_edited_is_put_back_as_a_whole(applied_before: bool) -> None:
+    rig = await serving()
+    if applied_before:
+        rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(service={"annotations": {"a": "b"}}))
+        await rig.run()
+    found = rig.cluster.find(SERVICE, "d") or {}
+    uid = found["metadata"]["uid"]
+    found["spec"]["ports"][0] |= {"port": 8080, "nodePort": 30007}
+    found["metadata"]["managedFields"] += [entry({**found, "metadata": {}}, "Update", manager="kubectl-edit")]
+    rig.runtime.child_changed("default", "d", SERVICE.kind, "d")
+    await rig.run(20)
+    after = rig.cluster.find(SERVICE, "d") or {}
+    assert [(port["port"], port["nodePort"]) for port in after["spec"]["ports"]] == [(80, 30007)]
+    assert after["metadata"]["uid"] == uid
+    assert any("put back as a whole" in note for note in rig.cluster.notes("Repaired"))
+    assert rig.condition("ChildrenReady") == ("True", "AllApplied")

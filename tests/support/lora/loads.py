@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of a few layers, an adapter for it, and the order to load that for ranks that have this model."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
+from diffusion_worker.lora.layers import LinearPart
+from diffusion_worker.lora.loads.order import LoadOrder
+from diffusion_worker.lora.located import DIFFUSERS_WEIGHTS
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
+
+
+def blocks(count: int = 3, width: int = 8) -> nn.Module:
+    """Blocks of an attention and a convolution."""
+    torch.manual_seed(0)
+
+    def block() -> nn.Module:
+        return nn.ModuleDict({"to_q": nn.Linear(width, width), "to_k": nn.Linear(width, 2 * width), "conv": nn.Conv2d(width, width, 3)})
+
+    return nn.ModuleDict({"blocks": nn.ModuleList([block() for _ in range(count)])})
+
+
+def manager_of(model: nn.Module, *, part_of: Any = lambda name: None, **options: Any) -> DiffusionLoRAManager:
+    """The adapters of one rank."""
+    settings: dict[str, Any] = {"slots": 2, "cached": 4, "max_rank": 8, "device": torch.device("cpu"), "part_of": part_of} | options
+    return DiffusionLoRAManager({"transformer": model}, denoiser="transformer", **settings)
+
+
+def write_file(folder: Path, model: nn.Module, *, rank: int = 2, metadata: dict[str, str] | None = None, seed: int = 1) -> Path:
+    """An adapter of all layers of a model."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, layer in model.named_modules():
+        if not list(layer.children()) and hasattr(layer, "weight"):
+            out, inputs, *points = layer.weight.shape
+            tensors[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, inputs, *points, generator=generator)
+            tensors[f"transformer.{name}.lora_B.weight"] = torch.randn(out, rank, *[1] * len(points), generator=generator)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / DIFFUSERS_WEIGHTS, metadata)
+    return folder
+
+
+def request(path: Path, number: int = 1) -> LoRARequest:
+    """Name an adapter for its folder."""
+    return LoRARequest(path.name, number, str(path))
+
+
+@contextmanager
+def order_for(path: Path, *managers: DiffusionLoRAManager, **options: Any) -> Iterator[LoadOrder]:
+    """Load an adapter for ranks that are all of other kinds, into memory of this process."""
+    memories = [os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for _ in managers]
+    try:
+        yield LoadOrder(
+            request=request(path),
+            options=LoadOptions(**options),
+            tables=[msgspec.msgpack.encode(manager.table()) for manager in managers],
+            ranks=[[number] for number in range(len(managers))],
+            memories=[f"/proc/{os.getpid()}/fd/{memory}" for memory in memories],
+            deadline_s=60.0,
+        )
+    finally:
+        for memory in memories:
+            os.close(memory)
+
+
+def linear_part(cut: Any) -> LinearPart:
+    """A part of a layer whose sums are nobody else's."""
+    return LinearPart(cut, add_up=lambda low: low)

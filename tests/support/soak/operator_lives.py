@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators whose lives are disturbed: one that dies and is started again at once, or two of which one leads.
+
+Real: the processes, their signals, their accounts and their Lease. Not real: what `support.operator.process` wraps in them.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx2
+
+from support.apiserver.rest_client import RestClient
+from support.cluster.audit import read_log
+from support.operator.two_operators import LEASE, account, arguments, make_lease
+from support.soak.frame import Outcome
+from support.soak.operator_process import OperatorProcess
+from support.soak.writers import Entry, foreign_writes
+
+# With a NetworkPolicy, which needs to know the operator's pods.
+PODS = ("--operator-namespace=operators", "--operator-label=app=operator")
+ACCOUNTS = ("one", "two")
+LIVES_S = (0.5, 3.0)
+DIE_WITHIN = 600  # places: the first few hundred after a start are applies of children
+STOPPED_S = (20.0, 60.0)
+LED_WITHIN_S = 60.0
+
+
+class OneOperator:
+    """Without election. It dies again and again: at any moment, or before or after something that it does."""
+
+    least_deaths = 3
+
+    def __init__(self, folder: Path, kubeconfig: Path, **options: Any) -> None:
+        self.processes = (OperatorProcess(folder, kubeconfig, arguments=("--all-namespaces", *PODS), **options),)
+
+    async def begin(self, _: RestClient) -> None:
+        """The first life."""
+        self.processes[0].start()
+
+    async def disturb(self, outcome: Outcome, rng: Random) -> None:
+        """End this life, and let the next one last for a moment, if it does not end by itself at a place."""
+        (operator,) = self.processes
+        operator.kill()
+        operator.start(die_at=rng.randint(1, DIE_WITHIN) if rng.random() < 0.7 else None)
+        with contextlib.suppress(AssertionError):  # it died while it was starting
+            await asyncio.to_thread(operator.wait_ready)
+        await asyncio.sleep(rng.uniform(*LIVES_S))
+        outcome.killed += operator.is_alive()
+
+    async def calm(self) -> None:
+        """Let a last life begin."""
+        (operator,) = self.processes
+        operator.kill()
+        operator.start()
+        await asyncio.to_thread(operator.wait_ready)
+
+    def judge(self, outcome: Outcome) -> None:
+        """There is nobody else to write."""
+
+
+class TwoOperators:
+    """Two processes of one release, each with an account of its own, so that the audit log tells their writes apart."""
+
+    least_deaths = 1
+
+    def __init__(self, folder: Path, kubeconfig: Path, **options: Any) -> None:
+        make_lease(kubeconfig)
+        self._log, self._judged = kubeconfig.parent / "audit.log", datetime.now(UTC)
+        self.processes = tuple(made(folder / name, account(kubeconfig, name), **options) for name in ACCOUNTS)
+
+    async def begin(self, _: RestClient) -> None:
+        """Start both, and wait for one that leads."""
+        for operator in self.processes:
+            operator.start()
+        await self.calm()
+
+    async def disturb(self, outcome: Outcome, rng: Random) -> None:
+        """The leader dies, is stopped for longer than its Lease counts, or is ended; or its follower dies."""
+        leader = await self._leader()
+        what = rng.choice(("leader killed", "leader stopped", "leader ended", "follower killed"))
+        outcome.steps[what] += 1
+        operator = next(one for one in self.processes if (one is leader) == what.startswith("leader"))
+        if what == "leader stopped":
+            with stopped(operator):
+                await asyncio.sleep(rng.uniform(*STOPPED_S))
+        else:
+            await asyncio.to_thread(operator.stop if what == "leader ended" else operator.kill)
+            outcome.killed += 1
+            operator.start()
+        await asyncio.sleep(rng.uniform(*LIVES_S))
+
+    async def _leader(self) -> OperatorProcess:
+        """Wait for one that says that it leads."""
+        ends = time.monotonic() + LED_WITHIN_S
+        while not (leading := [one for one in self.processes if await asyncio.to_thread(leads, one)]):
+            assert time.monotonic() < ends, f"nobody leads for {LED_WITHIN_S:g} s"
+            await asyncio.sleep(0.2)
+        return leading[0]
+
+    async def calm(self) -> None:
+        """Both go on as they are."""
+        for operator in self.processes:
+            await asyncio.to_thread(operator.wait_ready)
+        await self._leader()
+
+    def judge(self, outcome: Outcome) -> None:
+        """The audit log since the last time shows that one of them wrote at a time."""
+        since, self._judged = self._judged, datetime.now(UTC)
+        changes, writes, foreign = foreign_writes(read_log(self._log, since), account_of)
+        outcome.lead_changes += changes - 1
+        outcome.writes += writes
+        outcome.wrong += foreign
+
+
+def leads(operator: OperatorProcess) -> bool:
+    """Return what it says itself; False where it says nothing."""
+    try:
+        return operator.metrics()["diffusion_operator_leader"] == 1
+    except (httpx2.TransportError, KeyError):
+        return False
+
+
+def made(folder: Path, kubeconfig: Path, **options: Any) -> OperatorProcess:
+    """Return one of the two, under the account of its folder's name."""
+    folder.mkdir(parents=True)
+    return OperatorProcess(folder, kubeconfig, arguments=(*arguments(folder.name), *PODS), **options)
+
+
+@contextlib.contextmanager
+def stopped(operator: OperatorProcess) -> Iterator[None]:
+    """It stands still, with its connections open."""
+    os.kill(operator.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(operator.pid, signal.SIGCONT)
+
+
+def account_of(entry: Entry) -> str | None:
+    """Name the operator of an entry by its account."""
+    name = str(entry["user"].get("username", "")).removeprefix(f"system:serviceaccount:{LEASE[0]}:")
+    return name if name in ACCOUNTS else None

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Obstacles in one namespace that come and go: objects of others under our names, refusals, drift, and a node that rejects pods.
+
+Real: the API server, its quotas, its policies, its webhook calls, and what stands in the way. Not real: the node, which is FakeKubelet's,
+and the people.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from diffusion_operator.api import names
+from diffusion_operator.api.names import CONFIG_MAP, DISRUPTION_BUDGET, NETWORK_POLICY, POD, SECRET, SERVICE, Kind
+from support.apiserver.admission import Webhook, refuse_by_policy, refuse_by_quota
+from support.apiserver.rest_client import RestClient, path_of
+from support.operator.fake_kubelet import FakeKubelet
+
+WATCHED_CHILDREN = (SERVICE, CONFIG_MAP, NETWORK_POLICY, DISRUPTION_BUDGET)
+MEANS = ("quota", "policy", "webhook", "broken webhook")
+THEIRS: dict[Kind, dict[str, Any]] = {
+    SECRET: {"data": {"token": "dGhlaXJz"}},
+    CONFIG_MAP: {"data": {"theirs": "yes"}},
+    SERVICE: {"spec": {"selector": {"app": "theirs"}, "ports": [{"port": 9000}]}},
+    NETWORK_POLICY: {"spec": {"podSelector": {"matchLabels": {"app": "theirs"}}}},
+    DISRUPTION_BUDGET: {"spec": {"maxUnavailable": 3, "selector": {"matchLabels": {"app": "theirs"}}}},
+    POD: {"spec": {"containers": [{"name": "theirs", "image": "theirs"}]}},
+}
+MARK = "drifted"
+# Changes of children by another client, as merge patches. Each leaves the mark, or a port, that must not stay.
+DRIFTS: dict[Kind, Sequence[dict[str, Any]]] = {
+    SERVICE: (
+        {"spec": {"selector": {MARK: "yes"}}},
+        {"spec": {"selector": {names.LABEL_ROUTABLE: MARK}}},
+        {"spec": {"ports": [{"name": MARK, "port": 9999}]}},
+        {"metadata": {"labels": {names.LABEL_DEPLOYMENT: MARK}}},
+    ),
+    CONFIG_MAP: (
+        {"data": {names.DESIRED_KEY: f'{{"adapters": [], "{MARK}": 1}}'}},
+        {"metadata": {"labels": {names.LABEL_MANAGED_BY: MARK}}},
+    ),
+    NETWORK_POLICY: ({"spec": {"ingress": [{"from": [{"podSelector": {"matchLabels": {MARK: "yes"}}}]}]}},),
+    DISRUPTION_BUDGET: ({"spec": {"selector": {"matchLabels": {MARK: "yes"}}}},),
+}
+POD_DRIFTS = ({names.LABEL_ROUTABLE: MARK}, {names.LABEL_DEPLOYMENT: MARK}, {names.LABEL_MANAGED_BY: None})
+# After three repairs of a child within ten minutes the operator slows down.
+MOST_DRIFTS = 2
+
+
+def child_names(deployment: str) -> dict[Kind, str]:
+    """Return the name of each child that is no pod."""
+    control = names.control_secret_name(deployment)
+    policy, desired = names.control_policy_name(deployment), names.desired_config_name(deployment)
+    return {SECRET: control, CONFIG_MAP: desired, SERVICE: deployment, NETWORK_POLICY: policy, DISRUPTION_BUDGET: deployment}
+
+
+@dataclass
+class Strangers:
+    """Objects of others in a namespace, as they were made."""
+
+    client: RestClient
+    namespace: str
+    made: dict[tuple[Kind, str], Any] = field(default_factory=dict)
+    touched: list[str] = field(default_factory=list)
+    """In words, those that were not as they were made when they left."""
+
+    async def make(self, kind: Kind, name: str, *, with_our_labels: str = "") -> bool:
+        """Return whether the name was free. `with_our_labels`: of this deployment, as somebody has them who copied a manifest."""
+        labels = {names.LABEL_MANAGED_BY: names.FIELD_MANAGER, names.LABEL_DEPLOYMENT: with_our_labels} if with_our_labels else {}
+        status, found = await self.client.create(kind, self.namespace, {**THEIRS[kind], "metadata": {"name": name, "labels": labels}})
+        if status == 201:
+            self.made[kind, name] = found
+        return status == 201
+
+    async def leave(self, kind: Kind, name: str) -> None:
+        """Take one away, if it is as it was made."""
+        metadata = self.made.pop((kind, name))["metadata"]
+        unchanged = {part: metadata[part] for part in ("uid", "resourceVersion")}
+        options = {"preconditions": unchanged, "gracePeriodSeconds": 0}
+        status, found = await self.client.send("DELETE", f"{path_of(kind, self.namespace)}/{name}", options)
+        self.touched += [] if status == 200 else [f"{kind.kind} {name} of somebody else was touched: {status} {found['message']}"]
+
+    async def leave_all(self) -> None:
+        """All of them leave; `touched` is complete then."""
+        for kind, name in list(self.made):
+            await self.leave(kind, name)
+
+
+class Refusals:
+    """Refusals of new objects in a namespace, by each of several means."""
+
+    def __init__(self, client: RestClient, webhook: Webhook, namespace: str) -> None:
+        self._client, self._webhook, self._namespace = client, webhook, namespace
+        self.there: set[str] = set()
+        """Means that refuse something now."""
+
+    async def begin(self, means: str, kind: Kind) -> None:
+        """Nothing of the kind may be made; nothing at all where the webhook is broken."""
+        if means not in self.there:
+            self.there.add(means)
+            await self._set(means, kind)
+
+    async def end(self, *means: str) -> None:
+        """Those of them that are there."""
+        for one in self.there.intersection(means):
+            self.there.discard(one)
+            await self._set(one, None)
+
+    async def _set(self, means: str, kind: Kind | None) -> None:
+        if means == "webhook":
+            self._webhook.refused[self._namespace] = kind.kind if kind is not None else ""
+        elif means == "broken webhook":
+            (self._webhook.broken.discard if kind is None else self._webhook.broken.add)(self._namespace)
+        else:
+            await (refuse_by_quota if means == "quota" else refuse_by_policy)(self._client, self._namespace, kind)
+
+
+class Obstacles:
+    """All that stands in the operator's way in one namespace."""
+
+    def __init__(self, client: RestClient, kubelet: FakeKubelet, webhook: Webhook, namespace: str) -> None:
+        self._client, self._kubelet, self._namespace = client, kubelet, namespace
+        self.strangers, self._refusals = Strangers(client, namespace), Refusals(client, webhook, namespace)
+        self._drifts: dict[Kind, int] = {}
+
+    @property
+    def there(self) -> bool:
+        """True while anything stands in the way."""
+        return bool(self.strangers.made or self._refusals.there or self._namespace in self._kubelet.rejecting)
+
+    async def put_stranger(self, rng: Random) -> None:
+        """Take the name of a child: one that is free, or, of a child that is watched, ours is deleted for it."""
+        shard = (CONFIG_MAP, names.shard_config_name("d", rng.randrange(names.SHARDS)))
+        kind, name = rng.choice([*child_names("d").items(), shard])
+        # A Secret cannot be read, so one without an owner that has our labels is taken for ours.
+        made = await self.strangers.make(kind, name, with_our_labels="d" if kind != SECRET and rng.random() < 0.3 else "")
+        if not made and kind in WATCHED_CHILDREN and (kind, name) not in self.strangers.made and self.may_meddle(kind):
+            await self._client.delete(kind, self._namespace, name)
+            await self.strangers.make(kind, name)
+
+    async def put_strange_pod(self, rng: Random) -> None:
+        """Take the name of a pod that may be the next."""
+        await self.strangers.make(POD, names.pod_name("d", rng.randint(0, 2), rng.randint(0, 6)))
+
+    async def take_stranger(self, rng: Random) -> None:
+        """Any of them goes."""
+        if there := list(self.strangers.made):
+            await self.strangers.leave(*rng.choice(there))
+
+    async def refuse(self, rng: Random) -> None:
+        """Nothing of some kind may be made."""
+        await self._refusals.begin(rng.choice(MEANS), rng.choice([*child_names("d"), POD, POD]))
+
+    async def admit(self, rng: Random) -> None:
+        """Any of the refusals ends."""
+        if there := sorted(self._refusals.there):
+            await self._refusals.end(rng.choice(there))
+
+    async def reject_pods(self, *, rejecting: bool) -> None:
+        """The node takes no pods any more, or all of them again."""
+        (self._kubelet.rejecting.add if rejecting else self._kubelet.rejecting.discard)(self._namespace)
+
+    async def drift(self, rng: Random) -> None:
+        """Another client changes a child, or the labels of a pod."""
+        kind = rng.choice([*WATCHED_CHILDREN, POD])
+        if kind == POD:
+            for pod in (await self._own_pods())[:1]:
+                await self._client.patch(POD, self._namespace, pod["metadata"]["name"], {"metadata": {"labels": rng.choice(POD_DRIFTS)}})
+        elif self.may_meddle(kind) and (kind, child_names("d")[kind]) not in self.strangers.made:
+            await self._client.patch(kind, self._namespace, child_names("d")[kind], rng.choice(DRIFTS[kind]))
+
+    def may_meddle(self, kind: Kind) -> bool:
+        """Count a change of a child, and return whether the operator would still put it back at once."""
+        self._drifts[kind] = self._drifts.get(kind, 0) + 1
+        return self._drifts[kind] <= MOST_DRIFTS
+
+    async def all_go(self) -> list[str]:
+        """The way is free; return what is wrong about the objects of others."""
+        await self._refusals.end(*MEANS)
+        await self.reject_pods(rejecting=False)
+        await self.strangers.leave_all()
+        return self.strangers.touched
+
+    async def namespace_is_gone(self) -> None:
+        """All that was in it went with it."""
+        self.strangers.made.clear()
+        self._refusals.there -= {"policy", "quota"}
+        await self.all_go()
+
+    async def _own_pods(self) -> list[Any]:
+        return [pod for pod in await self._client.list(POD, self._namespace) if pod["metadata"].get("ownerReferences")]

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state document with a part of its adapters: those of one page, and of these only what changed after a revision.
+
+A token names a place among all changes, and nothing is kept for it here. A name that changes between two pages comes again, in a later
+page or after the revision of the first one. So a client that takes all pages, and then asks for changes after the first page's
+revision, misses nothing.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from diffusion_worker.engine.adapters.table import AdapterTable
+from diffusion_worker.engine.state.revision import Revision
+from diffusion_worker.engine.state.state_document import AdapterDocument, StateDocument
+from diffusion_worker.errors import ErrorCode, RequestError
+
+# The adapters of a page take so many bytes at most, so that an answer stays below 1 MiB with all else in it.
+PAGE_BYTES = 640 << 10
+
+
+class StatePages:
+    """Makes the pages of one engine's state; `document` gives it without adapters."""
+
+    def __init__(self, boot_id: str, table: AdapterTable, revision: Revision, document: Callable[[], StateDocument], *, ranks: int) -> None:
+        self._boot_id = boot_id
+        self._table = table
+        self._revision = revision
+        self._document = document
+        self._ranks = ranks
+
+    def first(self, limit: int) -> StateDocument:
+        """Return the first page of all adapters."""
+        return self._page(0, limit, self._revision.current())
+
+    def since(self, revision: str, limit: int) -> StateDocument:
+        """Return the first page of what changed after a revision; of everything, where that is not known any more."""
+        current, number = self._revision.current(), self._revision.number_of(revision)
+        changes = self._table.changes
+        if number is None or not changes.knows_since(number):
+            return self._page(0, limit, current)
+        page = self._page(changes.position_at(number), limit, current)
+        return msgspec.structs.replace(page, adapters_since=revision, adapters_removed=changes.gone_since(number))
+
+    def continued(self, token: str, limit: int) -> StateDocument:
+        """Return the page that a token names. Raises RequestError (WrongBoot) for one of another life of the server."""
+        boot_id, _, position = token.rpartition(".")
+        if boot_id != self._boot_id:
+            raise RequestError(ErrorCode.WRONG_BOOT, f"continue: expected a token of boot {self._boot_id}, found one of {boot_id}")
+        return self._page(int(position), limit, self._revision.current())
+
+    def _page(self, position: int, limit: int, revision: str) -> StateDocument:
+        """Return the names that changed after a place: so many, or as many as there is room for, and one at least."""
+        records: list[AdapterDocument] = []
+        room, more = PAGE_BYTES, None
+        for count, (name, at) in enumerate(self._table.changes.after(position)):
+            found = [adapter.document(self._ranks) for adapter in self._table.of_name(name)]
+            room -= sum(len(msgspec.json.encode(one)) for one in found)
+            if count and (count >= limit or room < 0):
+                more = f"{self._boot_id}.{position}"
+                break
+            records += found
+            position = at
+        return msgspec.structs.replace(self._document(), adapters=records, revision=revision, adapters_continue=more)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bounded queue as requests meet it: a place from their arrival to their end, or Overloaded with a time to come back.
+
+All requests have a place: held ones, those that wait for adapters or for a step, and those that run. The times and the bounds
+are decided by `QueueBounds`.
+"""
+
+import hashlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import msgspec
+
+from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.requests.admission import GenerationParams
+from diffusion_worker.engine.scheduling.queue_bounds import Bound, Place, QueueBounds, Refusal
+from diffusion_worker.engine.scheduling.step_loop import StepLoop
+from diffusion_worker.engine.state.lifecycle import REFUSALS, EngineLife
+from diffusion_worker.engine.state.state_document import EngineState
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.messages import ImageInput, RequestSpec
+
+# Until the first step of a model that does not serve, where its state does not say: a wake is a matter of seconds.
+COLD_S = 5.0
+BOUNDS = {
+    Bound.REQUESTS: ("--max-queued", "waiting requests"),
+    Bound.SECONDS: ("--max-queued-seconds", "seconds of work in the queue"),
+    Bound.BYTES: ("--max-queued-bytes", "bytes of images in the queue"),
+}
+
+
+class QueuePlace:
+    """The place of one request."""
+
+    def __init__(self, bounds: QueueBounds, place: Place, steps: StepLoop, clock: Callable[[], float]) -> None:
+        self._bounds = bounds
+        self._place = place
+        self._steps = steps
+        self._clock = clock
+
+    def start(self) -> None:
+        """The first of its images joins a step."""
+        self._bounds.start(self._place, self._clock())
+
+    def submitted(self, image_ids: Sequence[str]) -> None:
+        """The images are in the scheduler's queue, which knows what is left of them."""
+        self._bounds.revise(self._place, lambda: sum(map(self._steps.left_s, image_ids)))
+
+
+class RequestQueue:
+    """Admits requests of one engine, and counts those that it refuses by the bound that they met."""
+
+    def __init__(self, config: WorkerConfig, life: EngineLife, steps: StepLoop, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bounds = QueueBounds(config.queue)
+        self.refusals = Counter[Bound]()
+        self._config = config
+        self._life = life
+        self._steps = steps
+        self._clock = clock
+        # So that what a client sent can be guessed from no digest.
+        self._salt = secrets.token_bytes(16)
+
+    @contextmanager
+    def place(self, params: GenerationParams) -> Iterator[QueuePlace]:
+        """Hold a place for a request.
+
+        Raises:
+            RequestError: Overloaded, with the bound and the time at which there will be room.
+        """
+        estimate = partial(self._expected_s, _as_spec(params, self._config), params.n)
+        got = self.bounds.admit(self._digest(params), estimate, _image_bytes(params), self._clock(), cold_s=self._cold_s())
+        if isinstance(got, Refusal):
+            self.refusals[got.bound] += 1
+            raise _overloaded(got)
+        done = False
+        try:
+            yield QueuePlace(self.bounds, got, self._steps, self._clock)
+            done = True
+        finally:
+            self.bounds.end(got, self._clock(), done=done)
+
+    def _expected_s(self, spec: RequestSpec, images: int) -> float:
+        return self._steps.expected_s(spec) * images
+
+    def _cold_s(self) -> float:
+        """Seconds until the model serves, as far as its state tells."""
+        if self._life.state is EngineState.READY:
+            return 0.0
+        return (REFUSALS[self._life.state][2] if self._life.state in REFUSALS else None) or COLD_S
+
+    def _digest(self, params: GenerationParams) -> bytes:
+        """Digest of a request, so that it is known when it comes again; images count by their sizes."""
+        plain = msgspec.structs.replace(params, images=[], mask=None, own_mask=None)
+        shapes = [(image.height, image.width) for image in params.images]
+        return hashlib.blake2b(msgspec.json.encode((plain, shapes)), digest_size=16, key=self._salt).digest()
+
+
+def _image_bytes(params: GenerationParams) -> int:
+    images = [*params.images, *(image for image in (params.mask, params.own_mask) if image is not None)]
+    return sum(len(image.pixels) for image in images)
+
+
+def _as_spec(params: GenerationParams, config: WorkerConfig) -> RequestSpec:
+    """Return an image as the scheduler has to know it to expect its cost."""
+    defaults = config.defaults
+    return RequestSpec(
+        request_id="",
+        prompt="",
+        seed=0,
+        height=params.height or defaults.height,
+        width=params.width or defaults.width,
+        steps=params.steps or defaults.steps,
+        guidance_scale=defaults.guidance_scale if params.guidance_scale is None else params.guidance_scale,
+        exact=params.exact or config.exact,
+        task=params.task,
+        images=[ImageInput(frame, (image.height, image.width, image.channels)) for frame, image in enumerate(params.images)],
+        strength=params.strength,
+    )
+
+
+def _overloaded(refusal: Refusal) -> RequestError:
+    option, unit = BOUNDS[refusal.bound]
+    message = f"the queue: expected at most {refusal.most:.0f} {unit} ({option}), found {refusal.found:.0f}"
+    again_s = refusal.retry_after_s
+    return RequestError(ErrorCode.OVERLOADED, f"{message}; there will be room in {again_s:.0f} s", retry_after_s=again_s)

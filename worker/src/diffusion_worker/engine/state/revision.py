@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The revision of the state document, and the wait for the next one.
+
+A revision is `bootId.n`, so the same text never stands for two lives of the server. Changes have weights. A change of state, a
+request that begins to be held, and work for one more replica make a new revision at once. Counters alone do so every `COUNTERS_S`.
+Ages never do: the client that receives a document dates it.
+"""
+
+import asyncio
+import contextlib
+import enum
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from diffusion_worker.engine.state.state_document import AdapterDocument, StateDocument
+from diffusion_worker.errors import ErrorCode, RequestError
+
+COUNTERS_S = 15.0
+# The longest pause between two looks while somebody waits. Adapters and ranks move without a signal.
+LOOK_S = 0.5
+MOST_WATCHERS = 8
+
+
+class Signal:
+    """Something may have changed: all that wait look again."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake everybody who waits now."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return at the next signal, or when the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+
+
+class Weight(enum.IntEnum):
+    """The urgency of a difference."""
+
+    NONE = 0
+    COUNTERS = 1
+    PROMPT = 2
+
+
+class Look(NamedTuple):
+    """A state as it is compared: `said` without ages and counters, `wishes` as what only counts where it grows."""
+
+    said: bytes
+    counters: bytes
+    wishes: tuple[int, ...] = ()
+
+    def weight_after(self, before: "Look | None") -> Weight:
+        """Return how much it differs from an earlier look; all is new after none."""
+        if before is None or self.said != before.said or any(now > then for now, then in zip(self.wishes, before.wishes, strict=True)):
+            return Weight.PROMPT
+        return Weight.COUNTERS if (self.counters, self.wishes) != (before.counters, before.wishes) else Weight.NONE
+
+
+def look_at(document: StateDocument, *, last_request_at_s: float | None, batches: int) -> Look:
+    """Return how a document without its adapters is compared. `batches` is the work, in calls of the largest size."""
+    said = msgspec.structs.replace(
+        document,
+        operation=document.operation and msgspec.structs.replace(document.operation, age_seconds=0.0),
+        in_flight=0,
+        queued=0,
+        last_request_age_seconds=None,
+        load=msgspec.structs.replace(document.load, bytes_done=0),
+        ranks=[
+            msgspec.structs.replace(
+                one, last_progress_age_seconds=None, memory=type(one.memory)(asleep=one.memory.asleep, level=one.memory.level)
+            )
+            for one in document.ranks
+        ],
+        last_loss=document.last_loss and msgspec.structs.replace(document.last_loss, age_seconds=0.0),
+        state_age_seconds=0.0,
+        held=type(document.held)(),
+        revision="",
+    )
+    memory = [one.memory for one in document.ranks]
+    counters = (document.in_flight, document.queued, document.held.current, document.load.bytes_done, memory, last_request_at_s)
+    drained = document.draining and not (document.in_flight or document.queued or document.held.current)
+    # The first batch is what the replica serves itself. The end of a drain is waited for.
+    wishes = (min(1, document.held.current), max(1, batches), int(drained))
+    return Look(msgspec.json.encode(said), msgspec.json.encode(counters), wishes)
+
+
+def look_at_adapter(document: AdapterDocument) -> Look:
+    """Return how the record of one adapter is compared."""
+    said = msgspec.structs.replace(document, refs=0, requests_total=0, last_request_age_seconds=None, fetched_bytes=None, total_bytes=None)
+    return Look(msgspec.json.encode(said), msgspec.json.encode((document.refs, document.requests_total, document.fetched_bytes)))
+
+
+class Revision:
+    """Counts what was published of one engine's state, and lets watchers wait for more.
+
+    `look` gives the state without its adapters. `touched` gives the adapters that may have changed, each with its record, or None
+    for one that is gone. `settled` takes back those that did not change, or whose change is published. `published` hears of each
+    number with the adapters that it is about.
+    """
+
+    def __init__(
+        self,
+        boot_id: str,
+        signal: Signal,
+        *,
+        look: Callable[[], Look],
+        touched: Callable[[], Iterable[tuple[object, AdapterDocument | None]]],
+        settled: Callable[[Iterable[object]], None],
+        published: Callable[[int, Iterable[object]], None] = lambda number, adapters: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._boot_id = boot_id
+        self._signal = signal
+        self._look = look
+        self._touched = touched
+        self._settled = settled
+        self._published_adapters = published
+        self._clock = clock
+        self._number = 0
+        self._published: Look | None = None
+        self._published_at_s = 0.0
+        self._adapters: dict[object, Look] = {}
+        self._watchers = 0
+        self._ended = False
+
+    def current(self, *, counters_too: bool = False) -> str:
+        """Return the revision of the state as it is now; a change of counters alone waits for its time."""
+        now, adapters, weight = self._compare()
+        due = counters_too and self._clock() - self._published_at_s >= COUNTERS_S
+        if weight is Weight.PROMPT or (weight is Weight.COUNTERS and due):
+            self._publish(now, adapters)
+        return f"{self._boot_id}.{self._number}"
+
+    def number_of(self, revision: str) -> int | None:
+        """Return the number of a revision of this life of the server; None for any other."""
+        boot_id, _, number = revision.rpartition(".")
+        return int(number) if boot_id == self._boot_id and int(number) <= self._number else None
+
+    async def wait_for_other(self, after: str, wait_s: float) -> None:
+        """Return when the revision is another one than `after`, when the time is over, or when the server ends.
+
+        Raises:
+            RequestError: Overloaded, where too many wait already.
+        """
+        if self._watchers >= MOST_WATCHERS:
+            message = f"expected at most {MOST_WATCHERS} clients that wait for a change of the state, found {self._watchers} already"
+            raise RequestError(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
+        self._watchers += 1
+        try:
+            ends_s = self._clock() + wait_s
+            while not self._ended and self.current(counters_too=True) == after and (left_s := ends_s - self._clock()) > 0:
+                await self._signal.wait(min(left_s, LOOK_S))
+        finally:
+            self._watchers -= 1
+
+    def end(self) -> None:
+        """Let nobody wait any more: the server ends."""
+        self._ended = True
+        self._signal.notify()
+
+    def _compare(self) -> tuple[Look, dict[object, Look | None], Weight]:
+        now = self._look()
+        weight, changed, same = now.weight_after(self._published), {}, []
+        for adapter, document in self._touched():
+            look, before = look_at_adapter(document) if document is not None else None, self._adapters.get(adapter)
+            differs = look.weight_after(before) if look is not None else Weight.PROMPT if before is not None else Weight.NONE
+            if differs is Weight.NONE:
+                same.append(adapter)
+            else:
+                changed[adapter] = look
+            weight = max(weight, differs)
+        self._settled(same)
+        return now, changed, weight
+
+    def _publish(self, now: Look, adapters: dict[object, Look | None]) -> None:
+        self._number += 1
+        self._published, self._published_at_s = now, self._clock()
+        for adapter, look in adapters.items():
+            if look is None:
+                del self._adapters[adapter]
+            else:
+                self._adapters[adapter] = look
+        self._published_adapters(self._number, adapters)
+        self._settled(adapters)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The identity of an adapter: two effects on a model never share one, though one effect may have two.
+
+It is computed from what a load reads, and never from converted tensors: those change with diffusers.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from diffusion_worker.messages import AdapterIdentity
+
+# Raised when the same file is converted to something else than before; `tests/worker/lora/test_identity.py` says when.
+CONVERTER_VERSION = 1
+# The only kind of change that is applied so far: scaling * B @ A.
+LOW_RANK = "lora"
+
+
+class ModuleChange(NamedTuple):
+    """A module that an adapter changes, by `component.path`, and how."""
+
+    module: str
+    kind: str
+    rank: int
+    scaling: float
+
+
+def identity_of(digest: str, changes: Iterable[ModuleChange], *, converter: int = CONVERTER_VERSION) -> AdapterIdentity:
+    """Return the identity of a file, given by its digest, that is applied by these changes. Pure."""
+    # Exactly: a decimal may stand for several numbers.
+    written = sorted((change.module, change.kind, change.rank, float(change.scaling).hex()) for change in changes)
+    components = sorted({module.partition(".")[0] for module, *_ in written})
+    text = json.dumps([converter, digest, components, written], separators=(",", ":"))
+    return AdapterIdentity(f"v{converter}:{hashlib.sha256(text.encode()).hexdigest()}")
+
+
+def identity_of_several(parts: Iterable[tuple[AdapterIdentity, float]]) -> str | None:
+    """Return what several adapters at their strengths are together, in any order; None without any."""
+    return " + ".join(sorted(f"{identity} x {float(scale).hex()}" for identity, scale in parts)) or None
+
+
+def contradicts(found: str, expected: str | None) -> bool:
+    """Return whether an adapter is not the expected one. Identities of different converters say nothing of each other."""
+    return expected is not None and found != expected and found.partition(":")[0] == expected.partition(":")[0]

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the layers that an adapter's names mean, all of them, or refuses it by the first names that mean nothing here."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors, invalid
+from diffusion_worker.lora.layer_allowlist import LayerAllowlist
+from diffusion_worker.lora.loads.layout import Bound, LaidOut
+from diffusion_worker.lora.model_layers import ModelLayers, Piece
+
+MOST_NAMES = 3
+
+
+class AdapterBinding:
+    """Binds adapters to a model, whose layers are its own or those of a table. `components` are the classes of its components."""
+
+    def __init__(self, model: ModelLayers, allowlist: LayerAllowlist, components: Mapping[str, str], *, max_rank: int) -> None:
+        self._model = model
+        self._allowlist = allowlist
+        self._components = components
+        self._max_rank = max_rank
+
+    def bind(self, checkpoint: LoRACheckpoint, *, name: str) -> list[Bound]:
+        """Find the layer of each pair of factors, and cut the factors as the layer is cut; `name` is for messages.
+
+        Raises:
+            RequestError: NoMatchingModules, ModulesOutsideEnvelope, InvalidAdapter with the first names that do not bind, or
+                RankTooLarge.
+        """
+        self._require_rank(checkpoint, name)
+        found: list[tuple[str, Piece, LoRAFactors]] = []
+        unmatched: list[str] = []
+        unknown = 0
+        for module, factors in checkpoint.modules.items():
+            meaning, a, b = self._model.find(module), factors.a.shape, factors.b.shape
+            if meaning.pieces and meaning.fits(a, b):
+                found += [(module, piece, factors) for piece in meaning.pieces]
+            elif meaning.pieces:
+                unmatched.append(f"{module} ({meaning.misfit(a, b)})")
+            else:
+                unknown += 1
+                kind = self._model.kind_of(module)
+                unmatched.append(f"{module} ({kind} cannot have adapters)" if kind else f"{module} (no such layer)")
+        if unmatched:
+            models = ", ".join(self._components.values())
+            count = f"{len(unmatched)} of {len(checkpoint.modules)} modules"
+            message = f"adapter {name!r}: {count} do not match {models}: {', '.join(unmatched[:MOST_NAMES])}"
+            none = unknown == len(checkpoint.modules)
+            raise RequestError(ErrorCode.NO_MATCHING_MODULES if none else ErrorCode.INVALID_ADAPTER, message)
+        self._allowlist.require(name, found)
+        _require_once(name, found)
+        return [_bound(*each) for each in found]
+
+    def _require_rank(self, checkpoint: LoRACheckpoint, name: str) -> None:
+        if checkpoint.rank > self._max_rank:
+            first = next(module for module, factors in checkpoint.modules.items() if factors.a.shape[0] > self._max_rank)
+            limit = f"rank {checkpoint.rank} is over the limit of {self._max_rank}, first at {first}"
+            raise RequestError(ErrorCode.RANK_TOO_LARGE, f"adapter {name!r}: {limit}: start the worker with a larger --max-lora-rank")
+
+
+def write_checked(laid_out: LaidOut, buffer: torch.Tensor, *, name: str) -> None:
+    """Write an adapter; raises RequestError (InvalidAdapter) with the first module whose factors a slot cannot hold."""
+    if (wrong := laid_out.write(buffer)) is not None:
+        kind = str(wrong.layer.dtype).removeprefix("torch.")
+        found = f"with its scaling of {wrong.scaling:g} it has values that are not finite in {kind}"
+        raise invalid(f"adapter {name!r}: {wrong.name}: {found}")
+
+
+def components_of(checkpoint: LoRACheckpoint) -> frozenset[str]:
+    """The components that an adapter changes."""
+    return frozenset(module.partition(".")[0] for module in checkpoint.modules)
+
+
+def _bound(name: str, piece: Piece, factors: LoRAFactors) -> Bound:
+    a, b = _flat(factors.a), _flat(factors.b)
+    b = b if piece.rows is None else b[piece.rows]
+    if (cut := piece.layer.cut) is not None:
+        a, b = cut.of_a(a), cut.of_b(b)
+    return Bound(name, piece.layer, piece.part, a, b, factors.scaling)
+
+
+def _flat(factor: torch.Tensor) -> torch.Tensor:
+    return factor if factor.dim() == 2 else factor.flatten(1)
+
+
+def _require_once(adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]]) -> None:
+    """Refuse an adapter that has a layer by two names: which of both is meant?"""
+    counts = Counter([(id(piece.layer), piece.part) for _, piece, _ in found])
+    if len(counts) < len(found):
+        twice = [name for name, piece, _ in found if counts[id(piece.layer), piece.part] > 1]
+        raise invalid(f"adapter {adapter!r}: names of one layer: {', '.join(dict.fromkeys(twice[:MOST_NAMES]))}")

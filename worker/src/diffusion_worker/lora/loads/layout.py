@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter laid out in one run of bytes: its factors side by side in matrices [rank, columns], in the order of the slot bank.
+
+The process of a load writes it, and a rank uses it where it lies. Columns that are adjacent here and in the bank are one copy.
+Nothing of it depends on which layers a rank has slots for by now.
+"""
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from diffusion_worker.lora.host_adapter import HostAdapter
+from diffusion_worker.lora.layers import LoRALayer
+from diffusion_worker.lora.loads.model_table import dtype_named, name_of
+from diffusion_worker.lora.model_layers import ModelLayer, order_of
+from diffusion_worker.lora.slot_bank import ColumnRun, Columns, Scaling, Segment, fits
+
+# Matrices begin at multiples of this.
+ALIGNMENT = 64
+
+
+class Bound(NamedTuple):
+    """Factors for one part of a layer, as a rank has it: `a` [rank, in], `b` [out, rank], in the dtype of their file.
+
+    `name` is the adapter's for the module.
+    """
+
+    name: str
+    layer: ModelLayer
+    part: int
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+class Matrix(msgspec.Struct, frozen=True, array_like=True):
+    """A matrix: all of it is of A, or all of B, which is transposed."""
+
+    dtype: str
+    rank: int
+    columns: int
+    offset: int
+    is_b: bool
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The next `width` columns of a matrix, which are for a part of a layer."""
+
+    layer: str
+    part: int
+    matrix: int
+    width: int
+    scaling: float
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """All of an adapter; blocks are in the order of their matrices, and side by side in them."""
+
+    components: list[str]
+    rank: int
+    matrices: list[Matrix]
+    blocks: list[Block]
+    nbytes: int
+
+
+# The layer as a rank wrapped it, its segment, and the columns of each of its parts.
+Place = Callable[[str], tuple[LoRALayer, Segment, Sequence[Columns]]]
+
+
+class _Factor(NamedTuple):
+    """A block with its values; sorted by what comes first."""
+
+    kind: tuple[str, str, int, bool]
+    order: tuple[str, list[int], int]
+    bound: Bound
+    values: torch.Tensor
+
+
+class LaidOut:
+    """An adapter that is about to be written."""
+
+    def __init__(self, bound: Sequence[Bound], components: frozenset[str]) -> None:
+        factors = [factor for each in bound for factor in _factors(each)]
+        factors.sort(key=operator.itemgetter(0, 1))
+        self._groups = [list(group) for _, group in itertools.groupby(factors, key=operator.attrgetter("kind"))]
+        matrices, blocks, end = [], [], 0
+        for number, group in enumerate(self._groups):
+            _, dtype, rank, is_b = group[0].kind
+            widths = [len(factor.values) if is_b else factor.values.shape[1] for factor in group]
+            matrices.append(Matrix(dtype, rank, sum(widths), end, is_b))
+            size = rank * sum(widths) * dtype_named(dtype).itemsize
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+            for factor, width in zip(group, widths, strict=True):
+                each = factor.bound
+                blocks.append(Block(each.layer.name, each.part, number, width, each.scaling if is_b else 1.0))
+        self.layout = Layout(sorted(components), max(matrix.rank for matrix in matrices), matrices, blocks, end)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def write(self, buffer: torch.Tensor) -> Bound | None:
+        """Write it into so many bytes; returns the first factors that no slot can hold, as they are not finite there."""
+        wrong = None
+        for matrix, view, group in zip(self.layout.matrices, _views(self.layout, buffer), self._groups, strict=True):
+            # Turning all at once takes less than each by itself.
+            if matrix.is_b:
+                view.copy_(torch.cat([factor.values for factor in group]).t())
+            else:
+                torch.cat([factor.values for factor in group], dim=1, out=view)
+            largest = max([1.0, *(abs(factor.bound.scaling) for factor in group if matrix.is_b)])
+            if wrong is None and not fits(view, largest, group[0].bound.layer.dtype):
+                wrong = next((factor.bound for factor in group if not _fits(factor, matrix.is_b)), None)
+        return wrong
+
+
+def _factors(each: Bound) -> list[_Factor]:
+    rank, bank, order = each.a.shape[0], name_of(each.layer.dtype), (*order_of(each.layer), each.part)
+    return [
+        _Factor((bank, name_of(each.a.dtype), rank, False), order, each, each.a),
+        _Factor((bank, name_of(each.b.dtype), rank, True), order, each, each.b),
+    ]
+
+
+def _fits(factor: _Factor, is_b: bool) -> bool:
+    return fits(factor.values, factor.bound.scaling if is_b else 1.0, factor.bound.layer.dtype)
+
+
+def _views(layout: Layout, buffer: torch.Tensor) -> list[torch.Tensor]:
+    found = []
+    for matrix in layout.matrices:
+        dtype = dtype_named(matrix.dtype)
+        size = matrix.rank * matrix.columns * dtype.itemsize
+        found.append(buffer[matrix.offset : matrix.offset + size].view(dtype).view(matrix.rank, matrix.columns))
+    return found
+
+
+class _Run:
+    """Blocks that are side by side in their matrix and in a segment."""
+
+    def __init__(self, matrix: int, at: int, segment: Segment, start: int) -> None:
+        self.matrix, self.at, self.segment, self.start = matrix, at, segment, start
+        self.width = 0
+        self.scalings: list[Scaling] = []
+
+    def continues(self, matrix: int, segment: Segment, start: int) -> bool:
+        return self.matrix == matrix and self.segment is segment and self.start + self.width == start
+
+    def add(self, width: int, factor: float) -> None:
+        begin, self.width = self.width, self.width + width
+        if factor == 1.0:
+            return
+        last = self.scalings[-1] if self.scalings else None
+        if last is not None and (last.stop, last.factor) == (begin, factor):
+            self.scalings[-1] = Scaling(last.start, self.width, factor)
+        else:
+            self.scalings.append(Scaling(begin, self.width, factor))
+
+
+@torch.inference_mode(False)
+def open_layout(layout: Layout, buffer: torch.Tensor, place: Place) -> HostAdapter:
+    """Use an adapter where it lies. Raises ValueError where a block does not fit its layer."""
+    views, runs, parts = _views(layout, buffer), list[_Run](), dict[tuple[int, int], tuple[LoRALayer, int]]()
+    matrix, at = -1, 0
+    for block in layout.blocks:
+        if block.matrix != matrix:
+            matrix, at = block.matrix, 0
+        layer, segment, columns = place(block.layer)
+        target = columns[block.part].b if layout.matrices[matrix].is_b else columns[block.part].a
+        if target.stop - target.start != block.width:
+            raise ValueError(f"{block.layer}: expected {target.stop - target.start} columns, found {block.width}")
+        if not runs or not runs[-1].continues(matrix, segment, target.start):
+            runs.append(_Run(matrix, at, segment, target.start))
+        runs[-1].add(block.width, block.scaling)
+        parts[id(layer), block.part] = layer, block.part
+        at += block.width
+    found = tuple(ColumnRun(run.segment, run.start, views[run.matrix][:, run.at : run.at + run.width], tuple(run.scalings)) for run in runs)
+    return HostAdapter(frozenset(layout.components), layout.rank, found, tuple(parts.values()), buffer)

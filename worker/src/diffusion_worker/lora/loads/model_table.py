@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's model as the process of a load knows it: its modules by name, and the shapes that an adapter's factors must have.
+
+A rank says it once, as plain data: so an adapter is checked and laid out for that rank without its model at hand.
+"""
+
+import msgspec
+import torch
+
+
+class PartCut(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's part of a layer: number `index` of `count` of each of these blocks, of its outputs (dim 0) or its inputs (dim 1)."""
+
+    dim: int
+    blocks: tuple[int, ...]
+    count: int
+    index: int
+
+    def of_a(self, a: torch.Tensor) -> torch.Tensor:
+        """A layer cut by its inputs needs the same columns of A."""
+        return self.of(a, 1) if self.dim == 1 else a
+
+    def of_b(self, b: torch.Tensor) -> torch.Tensor:
+        """A layer cut by its outputs needs the same rows of B."""
+        return self.of(b, 0) if self.dim == 0 else b
+
+    def of(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """The part of each block: layers that were fused are cut one by one."""
+        parts = [block.chunk(self.count, dim)[self.index] for block in torch.split(whole, list(self.blocks), dim)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class TableLayer(msgspec.Struct, frozen=True, array_like=True):
+    """A layer that adapters can change, by all of its names; else as `ModelLayer`."""
+
+    names: list[str]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    dtype: str
+    cut: PartCut | None
+
+
+class ConverterTable(msgspec.Struct, frozen=True, array_like=True):
+    """The class whose `lora_state_dict` converts names of an original model, as `module:Class`, and what it needs of the model."""
+
+    pipeline: str
+    unet_config: dict[str, object] | None = None
+    # For Stable Diffusion 3: the number of blocks, and those that have a second attention.
+    blocks: int | None = None
+    dual: tuple[int, ...] = ()
+
+
+class ModelTable(msgspec.Struct, frozen=True, array_like=True):
+    """The model of a rank. `modules` has the class of each module by `component.path`, `components` those of the components."""
+
+    denoiser: str
+    components: dict[str, str]
+    modules: dict[str, str]
+    layers: list[TableLayer]
+    targets: list[str]
+    slots: int
+    max_rank: int
+    converter: ConverterTable | None
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name such as `float16`."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"expected the name of a dtype, found {name!r}")
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order that a server gives to the process of a load, and the answer. Without torch."""
+
+import msgspec
+
+from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.messages import ErrorReport, PreparedPart
+
+
+class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A load: for each kind of rank its model as `ModelTable`, encoded, its ranks, and where the memory for it is."""
+
+    request: LoRARequest
+    options: LoadOptions
+    tables: list[bytes]
+    ranks: list[list[int]]
+    memories: list[str]
+    deadline_s: float
+
+
+class LoadOutcome(msgspec.Struct, frozen=True):
+    """The parts in the order of the tables, or why there are none."""
+
+    parts: list[PreparedPart] = []
+    error: ErrorReport | None = None

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one load: reads an adapter's files, checks them, and writes for each kind of rank what it keeps of the adapter.
+
+It yields to steps, is bounded in memory and time, and takes nobody with it: killed, it is an error of its own put alone.
+"""
+
+import functools
+import os
+import resource
+import signal
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.checkpoint import LoRACheckpoint, read_checkpoint
+from diffusion_worker.lora.conversion import converter_of_table
+from diffusion_worker.lora.diffusion_manager import described
+from diffusion_worker.lora.layer_allowlist import LayerAllowlist
+from diffusion_worker.lora.loads import pattern_time
+from diffusion_worker.lora.loads.binding import AdapterBinding, components_of, write_checked
+from diffusion_worker.lora.loads.layout import LaidOut
+from diffusion_worker.lora.loads.model_table import ModelTable
+from diffusion_worker.lora.loads.order import LoadOrder, LoadOutcome
+from diffusion_worker.lora.loads.sealed_memory import map_sealed, write_sealed
+from diffusion_worker.lora.model_layers import ModelLayers
+from diffusion_worker.lora.naming import AdaptedModel
+from diffusion_worker.messages import ErrorReport, PreparedPart
+
+NICE = 10
+PATTERN_SECONDS = 1.0
+# Beside the deadline, so that it is the server that ends a load, and says why.
+MORE_S = 30.0
+# A file is held once as it is read and once as it is laid out; conversions and checks hold some of it again.
+COPIES = 5
+MORE_BYTES = 1 << 30
+
+
+def prepare_bounded(order: LoadOrder) -> LoadOutcome:
+    """Do the load in this process, which is for nothing else; every outcome but its death is returned."""
+    os.nice(NICE)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, order.deadline_s + MORE_S)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    pattern_time.limit(PATTERN_SECONDS)
+    label = f"adapter {order.request.lora_name!r}"
+    try:
+        return LoadOutcome(prepare(order, sized=_bound_memory))
+    except RequestError as error:
+        report = ErrorReport(error.code, error.message)
+    except MemoryError:
+        report = ErrorReport(ErrorCode.INVALID_ADAPTER, f"{label}: loading it takes more than {COPIES} times the memory of its file")
+    except Exception as error:
+        report = ErrorReport(ErrorCode.ENGINE_FAILED, f"{label}: its load failed: {type(error).__name__}: {error}")
+    return LoadOutcome(error=report)
+
+
+def prepare(order: LoadOrder, *, sized: Callable[[int], None] = lambda size: None) -> list[PreparedPart]:
+    """Read an adapter once, and write it for each kind of rank; `sized` hears of the file's size. Raises RequestError."""
+    tables = [msgspec.msgpack.decode(table, type=ModelTable) for table in order.tables]
+    name = order.request.lora_name
+    require_layers(tables[0], name)
+    bindings = [_binding(table) for table in tables]
+    model = AdaptedModel(denoiser=tables[0].denoiser, convert=converter_of_table(tables[0].converter), names=tables[0].modules.keys())
+
+    def judge(checkpoint: LoRACheckpoint) -> None:
+        bindings[0].bind(checkpoint, name=name)
+
+    checkpoint = read_checkpoint(
+        order.request.lora_path,
+        root=order.request.lora_root,
+        name=name,
+        options=order.options,
+        model=model,
+        judge=judge,
+        sized=sized,
+    )
+    places = zip(bindings, order.ranks, order.memories, strict=True)
+    return [_part(checkpoint, binding, ranks, memory, name) for binding, ranks, memory in places]
+
+
+def require_layers(table: ModelTable, name: str) -> None:
+    """Raises RequestError where adapters are off, or the model has nothing that they can change."""
+    if not table.slots:
+        raise RequestError(ErrorCode.CAPACITY_EXCEEDED, f"adapter {name!r}: adapters are off, --max-loras is 0")
+    if not table.layers:
+        found = ", ".join(table.components.values()) or "no component"
+        raise RequestError(ErrorCode.NO_MATCHING_MODULES, f"adapter {name!r}: the model has no layer for adapters in {found}")
+
+
+def _binding(table: ModelTable) -> AdapterBinding:
+    layers = ModelLayers.of_table(table)
+    return AdapterBinding(layers, LayerAllowlist(table.targets, layers), table.components, max_rank=table.max_rank)
+
+
+def _part(checkpoint: LoRACheckpoint, binding: AdapterBinding, ranks: list[int], memory: str, name: str) -> PreparedPart:
+    laid_out = LaidOut(binding.bind(checkpoint, name=name), components_of(checkpoint))
+    size = laid_out.layout.nbytes
+    write_sealed(memory, size, functools.partial(write_checked, laid_out, name=name))
+    # The checksum is of the bytes that ranks will read: nobody can change them from here on.
+    loaded = described(checkpoint, map_sealed(memory, size))
+    return PreparedPart(ranks, memory, size, msgspec.msgpack.encode(laid_out.layout), loaded)
+
+
+def _bound_memory(file_bytes: int) -> None:
+    """No adapter of this size needs more."""
+    with open("/proc/self/statm", "rb") as statm:  # noqa: PTH123
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    limit = mapped + COPIES * file_bytes + MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

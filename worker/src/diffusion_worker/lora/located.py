@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the files of an adapter: its weights, and its peft configuration where it has one. Without torch."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.header import PICKLE_SUFFIXES, shown
+from diffusion_worker.lora.regular_file import names_in
+
+CONFIG_FILE = "adapter_config.json"
+PEFT_WEIGHTS = "adapter_model.safetensors"
+DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+WEIGHTS = ".safetensors"
+
+
+class Located(NamedTuple):
+    """Paths of an adapter's weights and of its peft configuration, if it has one."""
+
+    weights: Path
+    config: Path | None
+
+
+def locate(path: Path, label: str, *, root: Path | None = None) -> Located:
+    """Find the files of an adapter's folder or file.
+
+    Raises:
+        RequestError: InvalidAdapter, or UnsupportedFormat for a folder of pickles.
+    """
+    names = names_in(path, label, root=root)
+    if names is None:
+        beside = (names_in(path.parent, label, root=root) or []) if path.name == PEFT_WEIGHTS else []
+        return Located(path, path.with_name(CONFIG_FILE) if CONFIG_FILE in beside else None)
+    if CONFIG_FILE in names or PEFT_WEIGHTS in names:
+        return Located(path / PEFT_WEIGHTS, path / CONFIG_FILE)
+    if DIFFUSERS_WEIGHTS in names:
+        return Located(path / DIFFUSERS_WEIGHTS, None)
+    files = [name for name in names if name.endswith(WEIGHTS)]
+    if len(files) == 1:
+        return Located(path / files[0], None)
+    pickles = [name for name in names if Path(name).suffix in PICKLE_SUFFIXES]
+    if pickles and not files:
+        message = f"{label}: expected a .safetensors file, found {shown(pickles[0])}; pickle can run code and is never read"
+        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, message)
+    found = f"{len(files)} .safetensors files" if files else "none of these"
+    expected = f"{CONFIG_FILE} with {PEFT_WEIGHTS}, {DIFFUSERS_WEIGHTS} or one .safetensors file"
+    raise RequestError(ErrorCode.INVALID_ADAPTER, f"{label}: expected {expected}, found {found}")

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens what an adapter brings: regular files and folders only, which nothing makes wait, beneath a root where there is one.
+
+The kernel itself refuses names and links that lead out of the root (`openat2`), so nothing can be exchanged between a check and the
+opening. Kernels and sandboxes without that call get a walk from folder to folder. A file is looked at by a descriptor that opens
+nothing, and only a regular one is then opened through it.
+"""
+
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diffusion_worker.errors import ErrorCode, RequestError
+
+# The number is the same on every architecture.
+OPENAT2 = 437
+RESOLVE_NO_MAGICLINKS, RESOLVE_BENEATH = 0x02, 0x08
+MAX_LINKS = 40
+# Renames on the way make the kernel ask for another try.
+TRIES = 20
+# Without the call: the kernel's own answer, and that of a sandbox that does not know it.
+_NO_CALL = (errno.ENOSYS, errno.EPERM)
+_LOOK = os.O_PATH | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
+
+
+def open_regular(path: Path, label: str, *, root: Path | None = None) -> int:
+    """Open a regular file for reading; the caller closes the descriptor.
+
+    Raises:
+        RequestError: InvalidAdapter with the file's name: it is no regular file, cannot be read, or is not beneath the root.
+    """
+    with _looked_at(path, label, root) as found:
+        kind = stat.S_IFMT(os.fstat(found).st_mode)
+        if kind != stat.S_IFREG:
+            raise _invalid(f"{label}: {path.name} is {_KINDS.get(kind, 'something else')}, expected a regular file")
+        try:
+            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unreadable(path, label, error) from None
+
+
+def names_in(path: Path, label: str, *, root: Path | None = None) -> list[str] | None:
+    """List a folder's names in order; None where it is no folder.
+
+    Raises:
+        RequestError: InvalidAdapter as `open_regular`.
+    """
+    with _looked_at(path, label, root) as found:
+        if not stat.S_ISDIR(os.fstat(found).st_mode):
+            return None
+        try:
+            return sorted(each.name for each in Path(f"/proc/self/fd/{found}").iterdir())
+        except OSError as error:
+            raise _unreadable(path, label, error) from None
+
+
+@contextmanager
+def _looked_at(path: Path, label: str, root: Path | None) -> Iterator[int]:
+    """A descriptor of what has this name, which is not opened by it."""
+    try:
+        found = os.open(path, _LOOK) if root is None else open_beneath(root, path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, label, error) from None
+    try:
+        yield found
+    finally:
+        os.close(found)
+
+
+def open_beneath(root: Path, path: Path) -> int:
+    """Find a name beneath a root without opening it; raises OSError (EXDEV where it or a link leads out), or ValueError."""
+    try:
+        names = path.relative_to(root)
+    except ValueError:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV)) from None
+    top = os.open(root, _LOOK | os.O_DIRECTORY)
+    try:
+        return _openat2(top, str(names))
+    except OSError as error:
+        if error.errno not in _NO_CALL:
+            raise
+        return walk_beneath(top, str(names))
+    finally:
+        os.close(top)
+
+
+def _openat2(top: int, names: str) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    how = _OpenHow(_LOOK, 0, RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS)
+    if "\0" in names:
+        raise ValueError("embedded null byte")
+    for _ in range(TRIES):
+        found: int = libc.syscall(OPENAT2, top, os.fsencode(names), ctypes.byref(how), ctypes.sizeof(how))
+        if found >= 0:
+            return found
+        if (code := ctypes.get_errno()) != errno.EAGAIN:
+            break
+    raise OSError(code, os.strerror(code))
+
+
+def walk_beneath(top: int, names: str) -> int:
+    """Do as `openat2` does from a folder's descriptor: name by name, each link read and followed here."""
+    folders, left, links = [os.dup(top)], names.split("/")[::-1], 0
+    try:
+        while left:
+            name = left.pop()
+            if name in ("", "."):
+                continue
+            if name == "..":
+                if len(folders) == 1:
+                    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+                os.close(folders.pop())
+                continue
+            found = os.open(name, _LOOK | os.O_NOFOLLOW, dir_fd=folders[-1])
+            if not stat.S_ISLNK(os.fstat(found).st_mode):
+                folders.append(found)
+                continue
+            try:
+                target = os.readlink("", dir_fd=found)
+            finally:
+                os.close(found)
+            links += 1
+            if target.startswith("/") or links > MAX_LINKS:
+                code = errno.ELOOP if links > MAX_LINKS else errno.EXDEV
+                raise OSError(code, os.strerror(code))
+            left += target.split("/")[::-1]
+        return os.dup(folders[-1])
+    finally:
+        for folder in folders:
+            os.close(folder)
+
+
+def _unreadable(path: Path, label: str, error: OSError | ValueError) -> RequestError:
+    if isinstance(error, OSError) and error.errno == errno.EXDEV:
+        return _invalid(f"{label}: {path.name} is not beneath its root: a link or '..' leads out of it")
+    return _invalid(f"{label}: {ascii(path.name)[1:-1]} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _invalid(message: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_ADAPTER, message)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that decodes: it has Pillow in memory, and forks a process for each file, which never decodes another one.
+
+`python -m diffusion_worker.server.encoding.decoding_process FD` takes jobs from the socket FD, each with the file and a socket for its
+outcome. It ends when the server closes the other end. The process of a file sends its number, by which the server may kill it. It waits for
+a byte of the server before it begins, so the number is still right when the server looks.
+"""
+
+import contextlib
+import fcntl
+import io
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import msgspec
+from PIL import Image
+
+from diffusion_worker.errors import RequestError
+from diffusion_worker.server.encoding.decode_job import Decoded, DecodeJob, Failed, Outcome, Refused
+from diffusion_worker.server.encoding.input_images import DecodedImage, decode, mask_by_luminance
+from diffusion_worker.server.encoding.sandbox import filter_calls, limit
+
+# The event loop, the ranks and encoding go first.
+NICENESS = 10
+MAX_JOB_BYTES = 4096
+
+
+def main() -> None:
+    """Fork for each job until the server is gone."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    os.nice(NICENESS)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes the ended ones
+    large = os.memfd_create("large")
+    _import_all()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_JOB_BYTES, 2)
+        if not message:
+            return
+        # Without a process for it the server reads the end of the outcome, and says that it is busy.
+        with contextlib.suppress(OSError):
+            if os.fork() == 0:
+                control.close()
+                file, answer = descriptors
+                _answer(msgspec.json.decode(message, type=DecodeJob), file, answer, large)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _import_all() -> None:
+    """Decode a little of each format, since Pillow imports on the way and a confined process cannot."""
+    for format_ in ("PNG", "JPEG", "WEBP"):
+        out = io.BytesIO()
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        Image.new("RGBA" if format_ != "JPEG" else "RGB", (8, 8), "red").save(out, format_, exif=exif)
+        decode("image", out.getvalue(), max_pixels=16)
+
+
+def _answer(job: DecodeJob, file: int, answer: int, large: int) -> None:
+    """Decode one file, and end this process."""
+    try:
+        os.write(answer, os.getpid().to_bytes(4))
+        if os.read(answer, 1):
+            with open(answer, "wb") as outcome:
+                outcome.writelines(_parts(job, file, large))
+    finally:
+        os._exit(0)
+
+
+def _parts(job: DecodeJob, file: int, large: int) -> list[bytes]:
+    """Return the outcome as it is sent: its length, itself, and the pixels."""
+    outcome, pixels = _decoded(job, file, large)
+    header = msgspec.json.encode(outcome)
+    return [len(header).to_bytes(4), header, *pixels]
+
+
+def _decoded(job: DecodeJob, file: int, large: int) -> tuple[Outcome, list[bytes]]:
+    try:
+        limit(cpu_s=job.cpu_s, memory_bytes=job.memory_bytes)
+        filter_calls()
+    except OSError as error:
+        return Failed(f"the process of a file cannot be confined: {error}"), []
+    try:
+        content = os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)
+        found = decode(job.field, content, max_pixels=job.max_pixels, large=_turn_of_the_large(large))
+        mask = mask_by_luminance(found.image) if job.as_mask and found.mask is None else found.mask
+    except RequestError as error:
+        return Refused(error.message), []
+    except MemoryError:
+        return Refused(f"{job.field}: expected an image that decodes within {job.memory_bytes >> 20} MiB, found one that takes more"), []
+    return _outcome(found, mask is not None), [found.image.pixels, *([mask.pixels] if mask is not None else [])]
+
+
+def _outcome(found: DecodedImage, masked: bool) -> Decoded:
+    return Decoded(found.height, found.width, found.image.height, found.image.width, masked)
+
+
+@contextlib.contextmanager
+def _turn_of_the_large(large: int) -> Iterator[None]:
+    """Decode no other large file meanwhile. The lock ends with this process."""
+    fcntl.lockf(large, fcntl.LOCK_EX)
+    yield
+
+
+if __name__ == "__main__":
+    main()

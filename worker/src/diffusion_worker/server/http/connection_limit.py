@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bound on connections of the data port. Probes and metrics are answered beyond it: a full worker is alive, and no other is.
+
+uvicorn's own bound refuses probes as well, and a cluster would restart the worker for its success.
+"""
+
+import asyncio
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.server.metrics.families import counter, gauge
+from diffusion_worker.server.schemas.problems import error_answer
+
+EXEMPT = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
+# Connections of clients go as their answers are read.
+RETRY_AFTER_S = 5.0
+# Connections beyond the bound that may be open at once, each for one answer. The oldest goes for the next.
+MOST_BEYOND = 64
+
+
+class ConnectionLimit:
+    """Counts the connections of one port. A request over a connection beyond the bound is refused, and ends it."""
+
+    def __init__(self, application: Starlette, most: int) -> None:
+        self.most = most
+        self.open = 0
+        self.refused = 0
+        self._application = application
+        # Connections beyond the bound, the oldest first.
+        self._beyond: dict[asyncio.Transport, None] = {}
+
+    def opened(self, transport: asyncio.Transport) -> bool:
+        """Count a connection; return whether it is within the bound."""
+        self.open += 1
+        if self.open - len(self._beyond) <= self.most:
+            return True
+        self._beyond[transport] = None
+        if len(self._beyond) > MOST_BEYOND:
+            next(iter(self._beyond)).abort()
+        return False
+
+    def closed(self, transport: asyncio.Transport) -> None:
+        """Count a connection no more."""
+        self.open -= 1
+        self._beyond.pop(transport, None)
+
+    def only_probes(self, served: ASGIApp) -> ASGIApp:
+        """Return the application of a connection beyond the bound."""
+
+        async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_last(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    MutableHeaders(scope=message)["Connection"] = "close"
+                await send(message)
+
+            if scope["type"] == "http" and scope["path"] not in EXEMPT:
+                await self._refuse(scope, receive, send_last)
+            else:
+                await served(scope, receive, send_last)
+
+        return answered
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.refused += 1
+        scope["app"] = self._application
+        message = f"connections: expected at most {self.most} (--max-connections), found more"
+        error = RequestError(ErrorCode.OVERLOADED, message, retry_after_s=RETRY_AFTER_S)
+        await error_answer(error, Request(scope))(scope, receive, send)
+
+
+class ConnectionCollector(Collector):
+    """The connections of the data port as metrics."""
+
+    def __init__(self, limit: ConnectionLimit) -> None:
+        self._limit = limit
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; called by the registry."""
+        yield gauge("connections", "Connections of the data port.", self._limit.open)
+        yield gauge("connections_max", "Connections of the data port that are served at once, beside probes.", self._limit.most)
+        yield counter("connections_refused", "Requests refused as they came over a connection too many.", self._limit.refused)
