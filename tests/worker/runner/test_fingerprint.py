@@ -103,7 +103,7 @@ def test_an_adapter_is_known_by_its_file_and_by_what_is_kept_of_it(rig: RunnerRi
     try:
         with_it = of(rig)
         assert (with_it.weights, with_it.probe) == (before.weights, before.probe)
-        assert list(with_it.adapters) == [1] and with_it.adapters[1].startswith(loaded.digest)
+        assert list(with_it.adapters) == [1] and with_it.adapters[1].startswith(loaded.identity)
         rig.run(request("a", loras=[LoRAUse(1, 1.0)]))
         assert of(rig) == with_it
         Corrupter(rig.runner).flip_adapter(1)
@@ -158,7 +158,7 @@ def test_what_a_load_tells_of_an_adapter_is_what_is_found_later(rig: RunnerRig) 
     loaded = rig.runner.add_lora(STRIPES, LoadOptions())
     assert rig.runner.loras is not None
     try:
-        assert of(rig).adapters == {1: f"{loaded.digest} {loaded.checksum}"}
+        assert of(rig).adapters == {1: f"{loaded.identity} {loaded.checksum}"}
     finally:
         rig.runner.loras.remove_adapter(1)
 
