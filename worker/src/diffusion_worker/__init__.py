@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves one diffusion model on a group of ranks, or makes images in a script: `from diffusion_worker import DiffusionEngine`.
+"""A server of one diffusion model on a group of ranks, and an engine for scripts: `from diffusion_worker import DiffusionEngine`.
 
-Importing this package imports neither torch nor diffusers, nor anything else before it is used: every rank and the server do it.
+Importing this package imports neither torch nor diffusers, because the server and every rank import it. A public name's module is
+imported when the name is first used.
 """
 
 import importlib
@@ -23,7 +24,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, from its module."""
+    """Return a public name from its module, which is imported now; raises AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES.get(name, "diffusion_worker.errors")), name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`diffusion-worker`: the command line. Options are checked before anything is started; every error is one line and exit code 1."""
+"""The command line `diffusion-worker`. Options are checked before anything is started; an error is one line and exit code 1."""
 
 import importlib.util
 import logging
@@ -52,7 +52,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NumberRange(click.FloatRange):
-    """A range that nan, which is neither below nor above anything, is not in."""
+    """A range of numbers without nan, which passes the comparisons with both bounds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -87,7 +87,7 @@ QUEUE = ("max_queued", "max_queued_seconds", "max_queued_bytes")
 
 
 def _bound(option: str, kind: click.ParamType[Any], default: float, text: str) -> Callable[[F], F]:
-    """Return an option that the environment may give too: older images ignore a variable, and end at an unknown option."""
+    """Return an option that an environment variable may set too: older images ignore an unknown variable, but refuse an unknown option."""
     variable = f"DIFFUSION_WORKER_{option.removeprefix('--').replace('-', '_').upper()}"
     return click.option(option, type=kind, default=default, show_default=True, envvar=variable, show_envvar=True, help=text)
 
@@ -266,9 +266,9 @@ def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     withheld.install()
-    # Nothing that this process loads has to be explained by a library.
+    # This process loads no model, so no message of a library is needed from here on.
     withheld.withhold()
-    # Late, so that a wrong option is answered at once.
+    # Imported late, so that a wrong option is reported at once.
     from diffusion_worker.ranks.executor import RankExecutor
     from diffusion_worker.server.serve import Listen, run
 
@@ -276,7 +276,7 @@ def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
 
 
 def config_of(options: dict[str, Any]) -> WorkerConfig:
-    """The settings that the options stand for; those that need no conversion are named as the fields they set. Raises ConfigError."""
+    """Convert the command line's options to a config; an option without a conversion has its field's name. Raises ConfigError."""
     plain = dict(options)
     rendezvous_host, rendezvous_port = parse_address(plain.pop("rendezvous_address"))
     place = locate_model(plain.pop("model"), plain["claims_dir"])
@@ -302,7 +302,7 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
 
 
 def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
-    """`NAME=SOURCE` of every `--lora`; raises ConfigError."""
+    """Parse `NAME=SOURCE` of every `--lora` into sources by name; raises ConfigError."""
     found: dict[str, str] = {}
     for option in options:
         name, separator, path = option.partition("=")
@@ -325,7 +325,7 @@ def parse_origins(options: tuple[str, ...]) -> list[str]:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT` of `--rendezvous-address`; raises ConfigError."""
+    """Parse `HOST:PORT` of `--rendezvous-address`; raises ConfigError."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or ":" in host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--rendezvous-address: expected HOST:PORT with a port of 0 to 65535, found {address!r}")
@@ -333,7 +333,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def parse_size(size: str, option: str) -> tuple[int, int]:
-    """Width and height of `WIDTHxHEIGHT`; raises ConfigError with the option's name."""
+    """Parse `WIDTHxHEIGHT` into width and height in pixels; raises ConfigError with the option's name."""
     found = SIZE.fullmatch(size)
     if found is None:
         raise ConfigError(f"{option}: expected WIDTHxHEIGHT in pixels, found {size!r}")
@@ -341,7 +341,7 @@ def parse_size(size: str, option: str) -> tuple[int, int]:
 
 
 def request_defaults(steps: int | None, guidance_scale: float | None, size: str | None) -> RequestDefaults:
-    """Return the values of requests that give none; raises ConfigError."""
+    """Return the defaults for values that a request leaves out; raises ConfigError if the size is malformed."""
     width, height = parse_size(size, "--default-size") if size else (None, None)
     return RequestDefaults(steps=steps, guidance_scale=guidance_scale, width=width, height=height)
 
@@ -383,7 +383,10 @@ def check_requests(config: WorkerConfig) -> None:
 
 
 def _check_pipeline(config: WorkerConfig) -> None:
-    """Only the top package of an import path is looked for: finding what is inside would import it."""
+    """Check `--pipeline` against the load format; raises ConfigError.
+
+    Only the top package of an import path is looked for, because finding a module inside it would import it.
+    """
     if config.load_format is LoadFormat.CUSTOM_PIPELINE:
         if config.pipeline == "auto":
             raise ConfigError("--load-format custom-pipeline: expected --pipeline with an import path, module:Class, found none")
@@ -412,7 +415,7 @@ def check_ranks(config: WorkerConfig) -> None:
 
 
 def main() -> None:
-    """Entry point of the program: every error of a user's making is one line on stderr and exit code 1."""
+    """Run the command line: an error in the user's input is one line on stderr and exit code 1."""
     try:
         cli.main(standalone_mode=False)
     except click.ClickException as error:

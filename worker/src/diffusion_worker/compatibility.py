@@ -6,7 +6,7 @@ import math
 from diffusion_worker.config import Compile, LoadFormat, Offload, Quantization, StepCache, WorkerConfig
 from diffusion_worker.errors import ConfigError
 
-# An option as it is given, with its value where that matters, and another that does not go with it.
+# Pairs of options that exclude each other, each with a value if only that value matters, and the reason.
 EXCLUSIVE = (
     ("--tensor", "--sequence", "choose one"),
     ("--tensor", "--shard", "the weights of a tensor group are in parts already"),
@@ -28,7 +28,7 @@ EXCLUSIVE = (
     ("--step-cache", "--sequence", "a rank sees only its part of the tokens, so ranks would decide differently"),
     ("--step-cache", "--shard", "ranks collect the weights of each block together, so none can skip one"),
 )
-# Their weights are in memory that the worker cannot give back, or are not on the device anyway.
+# Options that exclude sleep: their weights are in memory that the worker cannot give back, or are not on the device anyway.
 NO_SLEEP = ("--shard", "--offload")
 
 
@@ -45,13 +45,13 @@ def check_together(config: WorkerConfig) -> None:
 
 
 def sleep_blocker(config: WorkerConfig) -> str | None:
-    """The option, as it is given, with which a worker does not sleep; None where it does."""
+    """Return the option, as given, that keeps the worker from sleeping; None if it can sleep."""
     given = given_options(config)
     return next((given[option] for option in NO_SLEEP if option in given), None)
 
 
 def given_options(config: WorkerConfig) -> dict[str, str]:
-    """The options in use by their names, and where they have a kind by name and kind, each as it is given."""
+    """Return the options in use, as given, keyed by name; an option with a kind is also keyed by name and kind."""
     kinds = (
         ("--compile", config.compile, Compile.NONE),
         ("--offload", config.offload, Offload.NONE),
@@ -65,5 +65,5 @@ def given_options(config: WorkerConfig) -> dict[str, str]:
 
 
 def _sizes(config: WorkerConfig) -> dict[str, int]:
-    """The parallel kinds, whose product divides the ranks."""
+    """Return the size of each parallel kind by its option; their product must divide the ranks."""
     return {"--tensor": config.tensor, "--sequence": config.sequence, "--shard": config.shard}

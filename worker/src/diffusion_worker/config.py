@@ -132,7 +132,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # The source of a model that is not here yet, in the command line's form; `model` is then the path it will have.
     model_source: str | None = None
     ranks: int = 1
-    # Parallel kinds: their product divides `ranks`, and what is left spreads the rows of each call.
+    # Parallel kinds: their product divides `ranks`, and the quotient is the number of groups that share the rows of each call.
     tensor: int = 1
     sequence: int = 1
     shard: int = 1
@@ -151,7 +151,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Ends of the names of layers that adapters may change, which then have their slots from the start; none: any layer.
     lora_target_modules: list[str] = []
     lora_on_missing: OnMissing = OnMissing.REJECT
-    # For the fetch and the load of one adapter where a call does not say.
+    # Time for the fetch and the load of one adapter, if a call gives none.
     lora_load_timeout_s: float = 120.0
     # Folder for fetched models and adapters, by digest; None: a folder of this process, deleted with it.
     cache_dir: str | None = None
@@ -165,14 +165,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     preload_loras: dict[str, str] = msgspec.field(default_factory=dict)
     desired_path: str | None = None
     control_token_path: str | None = None
-    # Folder in which a server records that its model sleeps, for its successor. None: that one loads.
+    # Folder in which a server records that its model sleeps, for its successor. None: the successor loads the model.
     state_dir: str | None = None
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     defaults: RequestDefaults = msgspec.field(default_factory=RequestDefaults)
     queue: QueueLimits = msgspec.field(default_factory=QueueLimits)
     # Connections of the data port that are served at once; probes are beside them. Below the usual limit of 1024 open files.
     max_connections: int = 900
-    # The data port then wants this file's content as a bearer token.
+    # File with the bearer token that the data port requires; None requires none.
     api_key_path: str | None = None
     # Origins, other than the worker's own, whose pages may call the data port; `*` is any.
     cors_origins: list[str] = []
@@ -186,20 +186,20 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     warmup_sizes: list[tuple[int, int]] = []
     # A group that loads no model within this time is given up: the API's default for `startup.timeoutSeconds`.
     startup_timeout_s: float = 1800.0
-    # Past this a rank that works on a tick counts as hung. None: a multiple of what its request was measured to take.
+    # Time after which a rank that works on a tick counts as hung. None: a multiple of the time measured for its request.
     tick_timeout_s: float | None = None
     # Longest wait of a first step for requests to share it with.
     batch_window_s: float = 0.0
-    # Meeting point of a generation's ranks. Port 0 takes a free one, each time again.
+    # Meeting point of a generation's ranks. Port 0 takes a free port for each generation.
     rendezvous_host: str = "127.0.0.1"
     rendezvous_port: int = 0
-    # A group that is lost more often than this within ten minutes has a fault that a new start does not mend.
+    # Most restarts of a lost group within ten minutes; after more losses a restart is assumed not to help.
     max_restarts: int = 5
     # `module:Class` that is mixed into every rank's worker; its public methods can be called like the worker's own.
     worker_extension: str | None = None
-    # Results of text encoders that are kept, 0 for none; enough for what a page of a gallery or a user's last tries ask again.
+    # Number of text encoder results that are kept, 0 for none; the default covers a gallery's page or a user's last tries.
     prompt_cache_size: int = 32
-    # Every request keeps its model calls to itself: bit-equal to diffusers at one rank, and nothing is shared.
+    # Each request's model calls run alone, so that results at one rank are bit-equal to diffusers.
     exact: bool = False
     # Folder for traces of `profile`; None disables profiling.
     profile_dir: str | None = None
@@ -208,25 +208,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank_timeout_s(self) -> float:
-        """For what the ranks do between two ticks, sleep for instance."""
+        """Deadline in seconds for the work of ranks between two ticks, such as sleep."""
         return self.tick_timeout_s or 300.0
 
     @property
     def collective_timeout_s(self) -> float:
-        """For a rank that waits for the others: the backstop behind the server's own deadlines."""
+        """Deadline in seconds for a rank that waits for the others: a backstop behind the server's own deadlines."""
         return self.tick_timeout_s + 60.0 if self.tick_timeout_s else 3600.0
 
 
 def served_name_of(model: str) -> str:
-    """The name a model is served under when none is given: that of its folder."""
+    """Return the served name of a model if none is given: the name of its folder."""
     return Path(model).resolve().name
 
 
 def read_model_index(model: str) -> dict[str, Any]:
-    """The index of a diffusers folder, that of a classic pipeline or else that of a modular one.
+    """Read the index of a diffusers folder: that of a classic pipeline, else that of a modular one.
 
     Raises:
-        ConfigError: the folder is missing or is no diffusers folder; with the code of a fetch that finds the same.
+        ConfigError: the folder is missing or is no diffusers folder; the message begins with the code that a fetch would report.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -248,10 +248,10 @@ def read_model_index(model: str) -> dict[str, Any]:
 
 
 def split_import_path(path: str, option: str) -> tuple[str, str]:
-    """Module and class of `module:Class` or `module.Class`.
+    """Split `module:Class` or `module.Class` into module and class.
 
     Raises:
-        ConfigError: it is neither; the message names the option it was given to.
+        ConfigError: `path` has neither form; the message names `option`.
     """
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
@@ -260,14 +260,14 @@ def split_import_path(path: str, option: str) -> tuple[str, str]:
 
 
 def usable_cores() -> int:
-    """CPU cores this process may use: its affinity, capped by the cgroup's CPU quota, at least one."""
+    """Return the number of CPU cores this process may use: its affinity, capped by the cgroup's CPU quota, at least one."""
     allowed = len(os.sched_getaffinity(0))
     quota = _cgroup_quota()
     return max(1, min(allowed, int(quota)) if quota else allowed)
 
 
 def _cgroup_quota() -> float | None:
-    """Cores of the CPU quota (cgroup v2, then v1), None without one. torch itself does not see it."""
+    """Return the CPU quota in cores (cgroup v2, then v1); None without one. torch itself does not see it."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that leaves the worker.
+"""Every error that leaves the worker; `WorkerError` is the base of all.
 
-WorkerError
-├── ConfigError     an option, the model folder or a file is wrong at start: printed by the command line, exit code 1
-├── GroupFailed     the rank group is lost (a rank died or missed a deadline): it is started again, a few times in ten minutes
-│   └── LoadTimeout  the group did not load its model in time: the server ends with exit code 70
-└── RequestError    one call cannot be served: answered as JSON with its code, on both ports
+- `ConfigError`: an option, the model folder or a file is wrong at start. The command line prints it and exits with 1.
+- `GroupFailed`: the rank group is lost, because a rank died or missed a deadline. It is restarted, a few times in ten minutes.
+- `LoadTimeout`, a `GroupFailed`: the group did not load its model in time. The server exits with 70.
+- `RequestError`: one call cannot be served. Both ports answer it as JSON with its code.
 """
 
 import enum
@@ -87,17 +86,17 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.INSUFFICIENT_MEMORY: 507,
     ErrorCode.RANK_FAILED: 500,
     ErrorCode.ENGINE_FAILED: 500,
-    # The model broke on this one request, and would again: clients repeat every 5xx.
+    # The model failed on this one request, and would fail again; a 5xx would make clients repeat it.
     ErrorCode.REQUEST_FAILED: 422,
     ErrorCode.TIMEOUT: 504,
-    # nginx's number for a request that its client closed; no other says that nobody failed.
+    # nginx's status for a request that its client closed: every standard error status blames the client or the server.
     ErrorCode.CANCELLED: 499,
     ErrorCode.OVERLOADED: 429,
     ErrorCode.VERIFICATION_FAILED: 500,
     ErrorCode.MEMORY_NOT_RELEASED: 500,
 }
 
-# The same call may succeed later without anybody changing it.
+# Codes of calls that may succeed later unchanged.
 RETRYABLE = frozenset(
     {
         ErrorCode.SOURCE_UNAUTHORIZED,
@@ -129,7 +128,7 @@ class Fault(enum.StrEnum):
     DEVICE = "Device"
     # A collective failed: the other ranks wait in it, or are gone.
     COLLECTIVE = "Collective"
-    # A rank ended without a word: a signal, the kernel out of memory.
+    # A rank ended without reporting an error: killed by a signal, or by the kernel for lack of memory.
     DIED = "Died"
     # A rank is stopped, or missed a deadline.
     STALLED = "Stalled"
@@ -150,13 +149,13 @@ class GroupFailed(WorkerError):
 
 
 class LoadTimeout(GroupFailed):
-    """Raised when the ranks did not load the model in time; another try would take as long, so it ends the server."""
+    """Raised when the ranks did not load the model in time; another try would take as long, so the server exits."""
 
 
 class RequestError(WorkerError):
     """Raised when one call cannot be served; the HTTP edge answers it with its code and message.
 
-    A `lasting` one has a code that mostly passes, for a reason that does not.
+    `lasting` marks an error as permanent although its code is usually retryable.
     """
 
     def __init__(
@@ -187,5 +186,5 @@ class RequestError(WorkerError):
 
 
 def refused(field: str, expected: str, found: object) -> RequestError:
-    """InvalidRequest that names a field of the request, what was expected of it and what was found."""
+    """Return an InvalidRequest error that names a field of the request, the expected value and the value found."""
     return RequestError(ErrorCode.INVALID_REQUEST, f"{field}: expected {expected}, found {found}", details={"field": field})

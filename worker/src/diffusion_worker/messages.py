@@ -45,9 +45,9 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """An image or video to make. None means the pipeline's own default; height and width are in pixels.
 
     `exact` keeps every model call of the request alone: at one rank it is bit-equal to diffusers' own, whatever else runs. `whole` requests
-    run while no other advances, as their pipeline does something with the model that others would see. `accelerated` lets the worker's step
-    cache skip work; it has no effect where there is none. `strength` is how far from its image an edit may go, 0 to 1. `previews` is how
-    many images of its way the request sends before the last.
+    run while no other advances, because their pipeline changes state of the model that others share. `accelerated` lets the worker's step
+    cache, if it has one, skip work. `strength` is how far from its image an edit may go, 0 to 1. `previews` is the number of unfinished
+    images that the request sends before its result.
     """
 
     request_id: str
@@ -74,9 +74,9 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tick(msgspec.Struct, frozen=True, tag="tick"):
-    """Advance the requests of `advance` by one step (None: all that are there), after `leave` went and `join` came.
+    """A step of the running requests: those in `leave` end, those in `join` begin, and then those in `advance` (None: all) take a step.
 
-    `frames` counts the frames of each that joins; they travel beside the message, in that order. Empty where none has any.
+    `frames` counts the frames of each request in `join`; they travel beside the message, in that order. Empty if none has any.
     """
 
     number: int
@@ -87,9 +87,9 @@ class Tick(msgspec.Struct, frozen=True, tag="tick"):
 
 
 class Rpc(msgspec.Struct, frozen=True, tag="rpc"):
-    """Call a method of the ranks' workers between two ticks; each rank that runs it answers with an `RpcReply`.
+    """A call of a method of the ranks' workers between two ticks; each rank that runs it answers with an `RpcReply`.
 
-    With an `output_rank` only that rank runs it, or, with `exec_all_ranks`, all run it and only that one sends its result.
+    With `output_rank` only that rank runs it. With `exec_all_ranks` too, all run it and only that rank sends its result.
     """
 
     call_id: int
@@ -104,7 +104,7 @@ class Rpc(msgspec.Struct, frozen=True, tag="rpc"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Leave the busy loop and exit 0."""
+    """A command to leave the busy loop and exit with 0."""
 
 
 ToRank = Tick | Rpc | Shutdown
@@ -126,14 +126,14 @@ class MemoryTag(enum.StrEnum):
 
 
 class SleepTask(msgspec.Struct, frozen=True):
-    """Give the memory back. A rank that did a task of this id, or sleeps at this level already, has nothing to do."""
+    """A command to give memory back. A rank that did the task of this id, or sleeps at this level already, does nothing."""
 
     task_id: str
     level: SleepLevel = SleepLevel.HOST_MEMORY
 
 
 class WakeTask(msgspec.Struct, frozen=True):
-    """Have the memory of these tags again; None: all. A rank that has it already has nothing to do."""
+    """A command to restore the memory of these tags (None: all). A rank that has it already does nothing."""
 
     task_id: str
     tags: list[MemoryTag] | None = None
@@ -149,7 +149,7 @@ class TaskStatus(enum.StrEnum):
 class TaskAck(msgspec.Struct, frozen=True):
     """A rank's answer to a `SleepTask` or `WakeTask`; errors are answers too, and the rank lives on.
 
-    `freed_bytes` is what a sleep gave back by it, `resident_bytes` what of weights, slots and caches is on the device after it.
+    `freed_bytes` is the memory that a sleep gave back. `resident_bytes` is that of weights, slots and caches on the device afterwards.
     """
 
     task_id: str
@@ -165,7 +165,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """A digest of a rank's contents and results, to compare it with itself before a sleep.
 
     `weights` is a checksum of all weights on the device. `adapters` maps each registered adapter's id to its identity and a checksum
-    of its kept copy. `probe` is the SHA-256 of what one step from a fixed seed makes; None where the model cannot be run for that.
+    of its kept copy. `probe` is the SHA-256 of the result of one step from a fixed seed; None if the model cannot run such a step.
     """
 
     weights: str
@@ -182,7 +182,7 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
     `mirror_memory_bytes` are this process's own. On a CPU the latter are the tensors that are in no file. On a GPU they are a pinned copy
     of everything, of which `Discard` keeps the tensors that are in no file. `adapter_slots_bytes` counts adapter slots, beside the weights;
     `adapter_slots_resident_bytes` of these are held now. `adapter_host_bytes` counts registered adapters in host memory, which `Discard`
-    forgets. `cache_bytes` counts the prompt cache. `asleep` are the tags whose memory is given back; `level` is how deep that sleep is.
+    forgets. `cache_bytes` counts the prompt cache. `asleep` lists the tags whose memory is given back, `level` the level of that sleep.
     """
 
     weights_bytes: int = 0
@@ -201,8 +201,8 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about the loaded model that the server needs to validate requests. Sizes are in pixels.
 
-    `kind` is `image` or `video`; a video has a multiple of `frame_multiple` frames and one more. The defaults are what the
-    pipeline does for a request that says nothing; None where that depends on its other arguments.
+    `kind` is `image` or `video`; a video has a multiple of `frame_multiple` frames and one more. The defaults are the pipeline's
+    own; None where they depend on its other arguments.
     """
 
     pipeline: str
@@ -220,7 +220,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     # The supported values of `Task`, and the number of images an edit may start from.
     tasks: list[Task] = msgspec.field(default_factory=lambda: [Task.GENERATE])
     max_input_images: int = 0
-    # The images of an edit are references that the model sees beside the one it makes: each costs as much as that.
+    # The input images of an edit are references that the model processes beside its output: each costs as much as the output.
     references: bool = False
     default_guidance_scale: float | None = None
     # Outcome of the options that speed up or shrink the model, by their names: `{"compile": "default"}`.
@@ -243,7 +243,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """A rank loaded its model."""
+    """A rank's report that it has loaded its model."""
 
     rank: int
     pid: int
@@ -259,7 +259,7 @@ class ErrorReport(msgspec.Struct, frozen=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """A rank is about to exit; `config` tells a wrong configuration from a fault, `fault` which kind of fault."""
+    """A rank's report that it is about to exit: `config` if its configuration is wrong, else the kind of `fault`."""
 
     rank: int
     message: str
@@ -268,7 +268,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
-    """A rank got frames that are no message; `count` since its start. They were not acted on."""
+    """A rank's report of frames that are no message and were ignored; `count` is their number since its start."""
 
     rank: int
     count: int
@@ -288,7 +288,7 @@ class StageSeconds(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """An image or video is done: frame `frame` of the message, `shape` ([frames,] height, width, 3) of uint8."""
+    """A finished image or video: frame `frame` of the message, `shape` ([frames,] height, width, 3) of uint8."""
 
     request_id: str
     frame: int
@@ -324,14 +324,14 @@ class PromptCacheStats(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A request ended with an error of its own."""
+    """A request that ended with an error of its own."""
 
     request_id: str
     error: ErrorReport
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """A request ended before its pipeline did `what` with the shared model; it is to be made once more, `whole`."""
+    """A request that was ended before its pipeline did `what` with the shared model; it is to run again as `whole`."""
 
     request_id: str
     what: str
@@ -357,7 +357,7 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
     progress: list[Progress] = []
     previews: list[Preview] = []
     prompt_cache: PromptCacheStats | None = None
-    # The value of `ModelInfo`, if it changed: compiled code did not fit, and runs uncompiled.
+    # The `features` of `ModelInfo`, if they changed: compiled code did not fit, and the model runs uncompiled.
     features: dict[str, str] | None = None
     # The part of `rows` for which a step cache skipped most blocks.
     skipped: int = 0
@@ -365,7 +365,7 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
 
 
 class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):
-    """A rank's answer to an `Rpc`; `result` is the method's own, encoded."""
+    """A rank's answer to an `Rpc`; `result` is the method's encoded result."""
 
     call_id: int
     rank: int
@@ -390,9 +390,9 @@ class LoadedLoRA(msgspec.Struct, frozen=True):
     """A rank's report of an adapter it registered.
 
     `digest` is the sha256 of the weights file, `identity` that of its effect, `size_bytes` that file's size. `rank` is its largest
-    rank, `modules` how many layers it changes, in which `components`. `format` is `peft`, `diffusers` or `kohya`. `alpha` is the
-    adapter's own if all modules share one. `base_model` is the model named in its metadata. `evicted` are the ids that went for
-    it, `checksum` is of what this rank keeps of it in host memory.
+    rank. `modules` counts the layers that it changes, all in `components`. `format` is `peft`, `diffusers` or `kohya`. `alpha` is
+    the adapter's own if all modules share one. `base_model` is the model named in its metadata. `evicted` lists the ids that were
+    evicted for it. `checksum` is that of this rank's copy in host memory.
     """
 
     digest: str
@@ -410,9 +410,9 @@ class LoadedLoRA(msgspec.Struct, frozen=True):
 
 
 class PreparedPart(msgspec.Struct, frozen=True):
-    """The work of the process of a load for some ranks: `size` sealed bytes at `path`, and how an adapter lies in them.
+    """An adapter that a load's process prepared for some ranks: `size` sealed bytes at `path`, and the layout of the adapter in them.
 
-    `layout` is `lora.loads.layout.Layout`, encoded.
+    `layout` is an encoded `lora.loads.layout.Layout`.
     """
 
     ranks: list[int]
@@ -433,15 +433,15 @@ def encode(message: ToRank | ToServer) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """A message of the broadcast; raises msgspec.DecodeError, or UnicodeDecodeError."""
+    """Decode a message of the broadcast; raises msgspec.DecodeError or UnicodeDecodeError."""
     return _to_rank.decode(data)
 
 
 def decode_to_server(data: bytes) -> ToServer:
-    """A message of a rank; raises msgspec.DecodeError."""
+    """Decode a message from a rank; raises msgspec.DecodeError."""
     return _to_server.decode(data)
 
 
 def pack(**values: object) -> dict[str, msgspec.Raw]:
-    """Keyword arguments of an `Rpc`."""
+    """Encode the keyword arguments of an `Rpc`."""
     return {name: msgspec.Raw(_encoder.encode(value)) for name, value in values.items()}

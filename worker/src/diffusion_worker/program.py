@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of the program: able to end before it is able to do anything else.
+"""Entry point of the program, which handles SIGTERM before its slow imports.
 
-In a container it is the first process, and the kernel drops a signal that the first process has no handler for. A SIGTERM that came
-while it still imported would be lost, and its pod would stay until the kubelet's patience ends.
+In a container the program is the first process, and the kernel drops signals for which that process has no handler. A SIGTERM during
+the imports would be lost, and the pod would stay until its grace period ends.
 """
 
 import signal
@@ -11,7 +11,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Entry point; `cli.main` after a handler for SIGTERM, which the server replaces by its own."""
+    """Install a handler for SIGTERM, which the server later replaces by its own, and run `cli.main`."""
     signal.signal(signal.SIGTERM, _end)
     from diffusion_worker.cli import main as run
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the texts of requests out of every log of a process, whatever library writes it.
+"""A filter that keeps the texts of requests out of every log of a process, whichever library writes it.
 
-diffusers warns of a truncated prompt with its words, and an exception may quote a prompt in its message. From the end of the
-load on, a record of a library keeps only the place where it was written. A traceback has its lines, and the messages of those
-exceptions that cannot have seen a text. Before the load ends no request was there, and all is logged as it is.
+diffusers warns of a truncated prompt and quotes it, and an exception's message may quote a prompt. Once the load has ended, a
+library's record keeps only the place where it was written. A traceback keeps its lines, and the messages of those exceptions
+that cannot quote a request. Before the load ends there are no requests, so everything is logged in full.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Any
 
 from diffusion_worker.errors import ConfigError, GroupFailed
 
-# Loggers whose messages are written here, and name no text.
+# Loggers of this package and of uvicorn: their messages quote no request.
 OURS = ("diffusion_worker", "uvicorn")
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _serving = False
 
 
 class WithheldRecord(logging.LogRecord):
-    """A record without what a request may have said. A class serves every logger, also one that does not propagate."""
+    """A log record without text that may come from a request. A record class applies to every logger, even one that does not propagate."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,10 +38,10 @@ class WithheldRecord(logging.LogRecord):
 
 
 def install() -> None:
-    """Make every record of this process one that can be withheld, and records of warnings and of exceptions that nothing caught."""
+    """Make every log record of this process a `WithheldRecord`, and log warnings and uncaught exceptions as such records too."""
     logging.setLogRecordFactory(WithheldRecord)
     logging.captureWarnings(True)
-    # Python would write these itself, with their messages.
+    # Python prints uncaught exceptions with their messages.
     threading.excepthook = lambda ended: _log_uncaught(ended.exc_value, f"in thread {ended.thread.name if ended.thread else None}")
     sys.unraisablehook = lambda lost: _log_uncaught(lost.exc_value, "that could not be raised")
 
@@ -53,24 +53,27 @@ def _log_uncaught(error: BaseException | None, where: str) -> None:
 
 
 def withhold(serving: bool = True) -> None:
-    """From now on requests may be there."""
+    """Withhold texts from now on, because requests may be running; with `serving=False` log in full again."""
     global _serving
     _serving = serving
 
 
 def traceback_of(error: BaseException) -> str:
-    """A traceback as Python writes it, but for messages that may quote a request."""
+    """Format a traceback as Python does, without messages that may quote a request."""
     return "\n".join(part for one in reversed(list(_chain(error))) for part in (_frames(one), words_of(one)) if part)
 
 
 def words_of(error: BaseException) -> str:
-    """Kind and message of an error; the kind alone where the message may quote a request."""
+    """Return an error's kind and message; a note replaces a message that may quote a request."""
     kind = type(error).__name__
     return f"{kind}: {error}" if _may_be_told(error) else f"{kind} (its message is withheld, as it may quote a request)"
 
 
 def _may_be_told(error: BaseException) -> bool:
-    """Options and ranks quote no text, and torch never sees one. The client of a refused request has its message anyway."""
+    """Return whether an error's message quotes no request, and so may be logged.
+
+    Errors of options and of ranks quote no prompt, and torch sees none. A refused request's message reaches its client anyway.
+    """
     if not _serving or isinstance(error, ConfigError | GroupFailed | MemoryError):
         return True
     if type(error).__module__.partition(".")[0] == "torch":
@@ -85,7 +88,7 @@ def _frames(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then what it came from."""
+    """Yield an error, then the errors that it came from."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
