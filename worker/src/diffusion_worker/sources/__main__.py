@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of one fetch: a job on its standard input, progress and the outcome on its standard output.
 
-It is bounded in memory and time, ends with its parent, and keeps what it fetched from eviction until its input ends.
+The process is bounded in memory and time, and ends with its parent. It keeps the fetched files from eviction until its input ends.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.job import Event, FetchFailed, FetchJob, FetchProgress
 
 PR_SET_PDEATHSIG = 1
-# Beside the deadline, so that it is the server that ends a fetch, and says why.
+# Seconds beyond the deadline, so that the server ends a fetch first and reports the reason.
 MORE_S = 30
 
 
@@ -32,38 +32,38 @@ def main() -> None:
 
 
 def tell(event: Event) -> None:
-    """Write a line to the server."""
+    """Write an event to the server, as a line of JSON."""
     sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def _outcome(job: FetchJob, leases: ExitStack) -> Event:
     try:
-        # Late, so that the limits hold for what the libraries do as well.
+        # Imported late, so that the limits hold for the libraries too.
         from diffusion_worker.sources.running import fetch
 
         return fetch(job, lambda done, total: tell(FetchProgress(done, total)), leases)
     except RequestError as error:
-        # A host or a scheme is refused wherever a request or a redirect leads, where nobody knows for what.
+        # The refusal of a host or scheme comes from the HTTP client, which does not know the job: name it here.
         return FetchFailed(error.code, error.message if error.message.startswith(job.what) else f"{job.what}: {error.message}")
     except MemoryError:
         return FetchFailed(ErrorCode.TOO_LARGE, f"{job.what}: fetching it needs more memory than {job.limits.memory_bytes} bytes")
     except OSError as error:
         return FetchFailed(ErrorCode.CACHE_FULL, f"{job.what}: the cache {job.cache_dir} cannot be written to: {error.strerror}")
     except Exception as error:
-        # Not its text: it may hold what is secret.
+        # The error's text is left out: it may hold a secret.
         return FetchFailed(ErrorCode.NETWORK_ERROR, f"{job.what}: fetching it failed unexpectedly ({type(error).__name__})")
 
 
 def _bound(job: FetchJob) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != job.parent_pid:
-        sys.exit(1)  # it died before it could report
+        sys.exit(1)  # the parent died before the call above
     resource.setrlimit(resource.RLIMIT_AS, (job.limits.memory_bytes, job.limits.memory_bytes))
     cpu_s = MORE_S + int(job.deadline_s)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The server ends it at its deadline; this is for a server that is stopped itself.
+    # The server ends this process at the deadline; the timer serves if the server itself is suspended.
     signal.setitimer(signal.ITIMER_REAL, job.deadline_s + MORE_S)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads one file over HTTP into the cache: resumable, bounded, and once for all who want it at the same time.
+"""The download of one file over HTTP into the cache: resumable, bounded, and shared by all who want the file at the same time.
 
-A source is not believed: what it sends is counted and hashed, and a file that changes while it is read is read again.
+A source is not trusted: its bytes are counted and hashed, and a file that changes during its download is downloaded again.
 """
 
 import errno
@@ -21,19 +21,19 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.file_cache import Blob, FileCache, Lease, Partial, Record, key_of
 
 PIECE_BYTES = 1 << 20
-# Tries in a row in which nothing arrived, and the pause after the first of them.
+# Most tries in a row in which nothing arrives, and the pause in seconds after the first of them.
 MAX_VAIN_TRIES = 4
 FIRST_PAUSE_S = 0.1
-# While somebody else fetches the file.
+# Seconds between two looks while another process or thread downloads the file.
 LOOK_S = 0.05
-# Between two reports of progress.
+# Seconds between two reports of progress.
 TELL_S = 0.1
 
 
 class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file at an address.
 
-    `identity` stands for its content: the same one never stands for two. `size`, `sha256` and `etag` are what is known before.
+    `identity` names the content: different contents have different identities. `size`, `sha256` and `etag` are set if known beforehand.
     """
 
     url: str
@@ -46,17 +46,17 @@ class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Changed(Exception):
-    """Raised where a source sends another content than it began with."""
+    """Raised when a source's content changes during a download."""
 
 
 class Interrupted(Exception):
-    """Raised where a connection fails in a way that another try may mend."""
+    """Raised when a connection fails in a way that another try may mend."""
 
 
 class Totals:
-    """Bytes of all files of one fetch. While it is entered a thread tells them to `report`, which nothing else may call then.
+    """The received bytes of all files of one fetch. Inside its `with` block a thread passes them to `report`; nothing else may call that.
 
-    A clock reports, not the arrival of bytes, so the last bytes before a stall are reported too.
+    Reports follow a clock, not the arrival of bytes, so the last bytes before a stall are reported too.
     """
 
     def __init__(self, report: Callable[[int, int | None], None], sizes: Mapping[str, int | None]) -> None:
@@ -82,7 +82,7 @@ class Totals:
         return sum(known) if len(known) == len(self._sizes) else None
 
     def set(self, identity: str, done: int, size: int | None) -> None:
-        """So much of a file is here, of so much where that is known."""
+        """Record the received bytes of a file, and its size if known."""
         with self._lock:
             self._done[identity], self._sizes[identity] = done, size
 
@@ -99,7 +99,7 @@ class Totals:
 
 
 class Downloader:
-    """Brings files into a cache. The methods block, and may run in several threads."""
+    """A downloader of files into a cache. The methods block, and may run in several threads."""
 
     def __init__(self, client: httpx2.Client, cache: FileCache, *, max_bytes: int, stall_s: float, totals: Totals) -> None:
         self.stop = threading.Event()
@@ -110,7 +110,7 @@ class Downloader:
         self._totals = totals
 
     def bring(self, file: RemoteFile) -> tuple[Blob, Lease]:
-        """A file in the cache, kept from eviction until the lease is closed.
+        """Return a file's blob in the cache, downloaded if necessary; it is kept from eviction until the lease is closed.
 
         Raises:
             RequestError: see `Fetcher`.
@@ -138,7 +138,7 @@ class Downloader:
                 self._cache.write_record(key, Record({"": blob}))
 
     def _find(self, file: RemoteFile, key: str) -> tuple[Blob, Lease] | None:
-        """The file if it is in the cache: by its digest, or because this identity was fetched before."""
+        """Return the file if it is in the cache: by its digest, or because this identity was fetched before."""
         record = self._cache.read_record(key)
         blob = record.files[""] if record is not None else None
         if file.sha256 is not None:
@@ -149,7 +149,7 @@ class Downloader:
         return blob, lease
 
     def _fill(self, partial: Partial, file: RemoteFile) -> Blob:
-        """Have the whole file in `partial`; returns what it is. Wrong content is deleted."""
+        """Download the whole file into `partial` and return its digest and size. Wrong content is deleted."""
         resumed = partial.size > 0
         try:
             while True:
@@ -196,7 +196,7 @@ class Transfer:
         self._digest = hashlib.sha256()
 
     def run(self, client: httpx2.Client, stall_s: float, stop: threading.Event) -> Blob:
-        """Continue where the file ends, as often as that brings it on."""
+        """Download the missing rest of the file and return its digest and size; give up after `MAX_VAIN_TRIES` without a new byte."""
         self._read_what_is_here()
         vain, changes = 0, 0
         while self._size is None or self._done < self._size or self._size == 0:
@@ -226,7 +226,7 @@ class Transfer:
             self._restart()
 
     def _restart(self) -> None:
-        """From the first byte, of whatever the source has now."""
+        """Discard the received part, and begin again with the content that the source has now."""
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         self._done, self._digest = 0, hashlib.sha256()
@@ -255,13 +255,13 @@ class Transfer:
         headers = {**self._file.headers, "Accept-Encoding": "identity"}
         if self._done:
             headers["Range"] = f"bytes={self._done}-"
-            # With a weak one a server would always send everything.
+            # With a weak ETag a server would always send the whole file.
             if self._etag and not self._etag.startswith("W/"):
                 headers["If-Range"] = self._etag
         return headers
 
     def _accept(self, response: httpx2.Response) -> None:
-        """Check whether an answer continues the partial file, or begins again; nothing of its body was read yet."""
+        """Check whether an answer continues the partial file or begins again, before its body is read."""
         status = response.status_code
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and self._done:
             raise Changed("it has no more than was read")
@@ -271,7 +271,7 @@ class Transfer:
             raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.what}: the source sent it compressed, which was not asked for")
         etag = response.headers.get("etag")
         if self._done and status == HTTPStatus.OK:
-            # It cannot continue, or has another content now: this is all of it.
+            # The source cannot continue, or its content changed: the answer is the whole file.
             self._restart()
         if self._etag and etag and etag.removeprefix("W/") != self._etag.removeprefix("W/"):
             raise Changed(f"expected the ETag {self._etag[:80]}, found {etag[:80]}")
@@ -334,16 +334,16 @@ MAGIC = (b"PK\x03\x04", b"\x1f\x8b", b"7z\xbc\xaf", b"\x80\x02", b"\x80\x03", b"
 
 
 def refuse_magic(piece: bytes, what: str) -> None:
-    """Raises RequestError (UnsupportedFormat) for what is never read, before the rest of it is fetched.
+    """Raise RequestError (UnsupportedFormat) if a file's first bytes are those of a pickle file or an archive.
 
-    A safetensors file begins with the length of its header, whose bytes may be such, and a brace.
+    A safetensors file may begin with the same bytes, because the length of its header comes first; a brace follows it.
     """
     if piece.startswith(MAGIC) and piece[8:9] != b"{":
         raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a safetensors or text file, found a pickle file or an archive")
 
 
 def _whole_size(response: httpx2.Response, done: int) -> int | None:
-    """The length of the whole file, as an answer says; Changed where it continues elsewhere than where it was asked to."""
+    """Return the whole file's length from an answer's headers, if given; raise Changed if it does not continue at byte `done`."""
     if response.status_code == HTTPStatus.PARTIAL_CONTENT:
         span, _, whole = response.headers.get("content-range", "").removeprefix("bytes ").partition("/")
         if not span.startswith(f"{done}-"):
@@ -358,7 +358,11 @@ def _too_large(file: RemoteFile, max_bytes: int) -> RequestError:
 
 
 def bring_all(downloader: Downloader, files: Mapping[str, RemoteFile], stack: ExitStack) -> dict[str, Blob]:
-    """Several files at once, by their names in a tree; the leases are with `stack`."""
+    """Download several files at once and return their blobs by the same names; `stack` closes the leases.
+
+    Raises:
+        RequestError: the first download that failed, which stopped the others.
+    """
 
     def bring(file: RemoteFile) -> tuple[Blob, Lease]:
         try:
@@ -370,7 +374,7 @@ def bring_all(downloader: Downloader, files: Mapping[str, RemoteFile], stack: Ex
     with ThreadPoolExecutor(max_workers=4) as pool:
         running = {name: pool.submit(bring, file) for name, file in files.items()}
     failures = [error for future in running.values() if (error := future.exception()) is not None]
-    # The first failure stopped the others; theirs say nothing.
+    # The first failure cancelled the other downloads, so their errors come last.
     for error in sorted(failures, key=lambda error: isinstance(error, RequestError) and error.code is ErrorCode.CANCELLED):
         raise error
     blobs: dict[str, Blob] = {}

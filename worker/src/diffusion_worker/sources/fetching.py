@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has sources brought here, for the server: local ones as they lie, others by a child process into the cache.
+"""The server's side of fetching sources: local ones are used in place, a child process fetches the others into the cache.
 
-This is the server's side: it opens no connection, reads no secret and imports nothing heavy.
+This side opens no connection, reads no secret and imports nothing heavy.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ MAX_PROCESSES = 4
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Something that is on this machine now.
+    """An adapter or model that is on this machine.
 
-    `path` of an adapter is a safetensors file or a folder with one (and its adapter_config.json), of a model a folder. `digest` is that of
-    an adapter's weights file, `sha256:<hex>`, or of a model's whole folder; None if it was not computed on the way. `revision` is what the
-    source calls this state of it: a commit, a version. With a `root` nothing outside of that folder belongs to it, whatever links say.
-    `stamps` are those of the files of an adapter that are read where they lie.
+    `path` is an adapter's safetensors file or its folder with one (and adapter_config.json), or a model's folder. `digest` is the
+    `sha256:<hex>` of an adapter's weights file or of a model's whole folder; None if it was not computed. `revision` is the source's
+    name for this state: a commit, a version. With a `root` nothing outside that folder may be read, wherever links lead. `stamps`
+    are those of an adapter's files that are read in place.
     """
 
     path: str
@@ -52,7 +52,7 @@ class Fetched(msgspec.Struct, frozen=True):
 
 
 class Fetcher:
-    """Fetches for one server process. Use it on one event loop; any number of fetches may run at once."""
+    """A fetcher of sources for one server process. Use it on one event loop; any number of fetches may run at once."""
 
     def __init__(self, config: WorkerConfig, *, limits: FetchLimits | None = None) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class Fetcher:
     async def fetch_adapter(
         self, source: Source, *, digest: str | None, deadline_s: float, report: Report, name: str, public_only: bool = False
     ) -> Fetched:
-        """Bring an adapter here, for `name` in messages. The file stays until it is released, or this process ends.
+        """Fetch an adapter, which messages call `name`. The file stays until it is released, or this process ends.
 
         Args:
             digest: the required digest of the weights file, as `sha256:<hex>`; a cached file needs no network.
@@ -81,7 +81,9 @@ class Fetcher:
         return await self._remote(msgspec.structs.replace(job, public_only=public_only), report)
 
     async def check_adapter(self, fetched: Fetched, *, digest: str | None, deadline_s: float, name: str) -> Fetched:
-        """Look at an adapter that was fetched and that no rank reads yet; what came from elsewhere was looked at on its way.
+        """Check the file of an adapter in place before any rank reads it, and return it with the required digest, if there is one.
+
+        An adapter that was downloaded is returned as it is: it was checked on its way.
 
         Raises:
             RequestError: InvalidAdapter, UnsupportedFormat, DigestMismatch, SourceNotFound, Timeout.
@@ -99,18 +101,18 @@ class Fetcher:
     async def fetch_model(
         self, source: Source, *, deadline_s: float, report: Report, revision: str | None = None, digest: str | None = None
     ) -> Fetched:
-        """Bring a model's folder here; it stays while this process lives. Raises RequestError as `fetch_adapter` does.
+        """Fetch a model's folder, which stays while this process lives. Raises RequestError as `fetch_adapter` does.
 
         Args:
-            revision: the state of the source that is wanted, as an earlier fetch found it; one that is in the cache needs no network.
-            digest: the folder's digest at the time. A source that cannot go back to that revision may have the same bytes still.
+            revision: the required revision, as an earlier fetch found it; a cached one needs no network.
+            digest: the folder's digest at that revision. A source that has moved on is accepted if its content still has this digest.
         """
         if not is_remote(source):
             return await self._local(source, "model", local_model, deadline_s)
         return await self._remote(self._job(source, ArtifactKind.MODEL, digest=digest, revision=revision, deadline_s=deadline_s), report)
 
     def release(self, fetched: Fetched) -> None:
-        """Release a reader: after the last the cache may evict the file. Harmless for what is not from the cache."""
+        """End one use of a fetched file; after the last one the cache may evict it. Does nothing for a file in place."""
         leases = self._leases.get(fetched.path, [])
         if leases:
             leases.pop().close()
@@ -118,7 +120,7 @@ class Fetcher:
             self._leases.pop(fetched.path, None)
 
     async def close(self) -> None:
-        """Give everything back; a cache of this process alone is removed. Call it when no fetch runs any more."""
+        """Release all files, and remove the cache if it is private to this process. Call it when no fetch runs any more."""
         for leases in self._leases.values():
             for lease in leases:
                 lease.close()
@@ -148,7 +150,7 @@ class Fetcher:
         )
 
     def _cache_dir(self) -> str:
-        """The shared folder, or one of this process alone, made when it is needed first."""
+        """Return the shared cache folder, or else a private one of this process, created when first needed."""
         if self._config.cache_dir is not None:
             return self._config.cache_dir
         if self._private is None:
@@ -167,7 +169,7 @@ class Fetcher:
         return Fetched(done.path, done.digest, done.revision, done.size_bytes, root=job.cache_dir)
 
     def _adopt(self, job: FetchJob, done: FetchDone) -> None:
-        """Keep it from eviction from now on, before the process that fetched it lets go."""
+        """Take a lease on the fetched files, before the process that fetched them gives up its own."""
         lease = FileCache(Path(job.cache_dir)).lease(dict.fromkeys(done.blobs))
         if lease is None:
             raise RequestError(ErrorCode.CACHE_FULL, f"{job.what}: was removed from the cache while it was fetched")
@@ -181,7 +183,7 @@ class Fetcher:
             raise RequestError(ErrorCode.TIMEOUT, f"{what}: its folder did not answer within {deadline_s:g} s") from None
 
     def _look(self, source: Source, what: str, look: Callable[..., Path]) -> Fetched:
-        """In a thread: a network file system may hang."""
+        """Locate a source in place. It is called in a thread, because a network file system may hang."""
         if source.pvc is not None:
             claim, path = claim_path(source.pvc, self._config.claims_dir)
             found = look(path, f"{what}: claim {source.pvc.claim_name!r} path {source.pvc.path!r}", inside=claim)
@@ -192,5 +194,5 @@ class Fetcher:
 
 
 def _stamps(look: Callable[..., Path], found: Path, what: str, root: Path | None) -> tuple[FileStamp, ...]:
-    """Taken before anybody reads the files, so what is written meanwhile counts as a change."""
+    """Return the stamps of an adapter's files, taken before the files are read, so that a write meanwhile counts as a change."""
     return adapter_stamps(found, what, root=root) if look is local_adapter else ()

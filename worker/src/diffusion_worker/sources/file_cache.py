@@ -23,7 +23,7 @@ import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
 
-# Left free on the disk, for whatever else is written there.
+# Bytes left free on the disk for its other users.
 RESERVE_BYTES = 64 << 20
 UNFINISHED_TREE = "unfinished.tree"
 FOLDERS = ("blobs", "partial", "trees", "records")
@@ -44,13 +44,13 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """Keeps blobs from being evicted, until it is closed or its process ends."""
+    """A lock that keeps blobs from eviction until it is closed or its process ends."""
 
     def __init__(self, descriptors: list[int]) -> None:
         self._descriptors = descriptors
 
     def close(self) -> None:
-        """Give them back; harmless when repeated."""
+        """Let the blobs be evicted again; harmless when repeated."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -72,14 +72,14 @@ class FileCache:
         return self.folder / "blobs" / sha256
 
     def size(self, sha256: str) -> int | None:
-        """The length of a blob; None where there is none."""
+        """Return the length of a blob in bytes; None if it is absent."""
         try:
             return self.blob(sha256).stat().st_size
         except OSError:
             return None
 
     def lease(self, blobs: Mapping[str, int | None]) -> Lease | None:
-        """Keep these blobs (with their lengths where known) from eviction; None where one is not here."""
+        """Keep these blobs (with their lengths where known) from eviction; return None if one is absent or has another length."""
         lease = Lease([])
         for sha256, size in blobs.items():
             descriptor = self._open_shared(self.blob(sha256), size)
@@ -90,7 +90,7 @@ class FileCache:
         return lease
 
     def open_partial(self, key: str) -> "Partial | None":
-        """The file that is fetched under a key, with what is in it already; None while somebody else fetches it."""
+        """Open the partial file of a key, which keeps bytes received earlier; return None while another holder has it open."""
         path = self.folder / "partial" / key
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -111,7 +111,7 @@ class FileCache:
             return 0
 
     def put(self, partial: "Partial", sha256: str) -> None:
-        """Make a whole file, whose digest the caller has computed, a blob. An existing blob stays, because it may be in use."""
+        """Turn a whole file, whose digest the caller has computed, into a blob. An existing blob stays, because it may be in use."""
         os.fsync(partial.descriptor)
         with self._exclusively():
             if self.size(sha256) == partial.size:
@@ -120,7 +120,7 @@ class FileCache:
                 partial.path.rename(self.blob(sha256))
 
     def tree(self, files: Mapping[str, Blob]) -> tuple[Path, str]:
-        """A folder with links to blobs, and its digest as that of a model's folder; one that is there already is used."""
+        """Return a folder of links to these blobs, built if it does not exist, and the digest of its names and contents."""
         lines = (f"{files[name].sha256}  {name}\n" for name in sorted(files))
         digest = hashlib.sha256("".join(lines).encode()).hexdigest()
         folder = self.folder / "trees" / digest
@@ -146,14 +146,14 @@ class FileCache:
             return None
 
     def write_record(self, key: str, record: Record) -> None:
-        """Remember what a key stands for."""
+        """Write the record under a key, in place of an earlier one."""
         path = self.folder / "records" / f"{key}.json"
         unfinished = path.with_suffix(f".{uuid.uuid4().hex}")
         unfinished.write_bytes(msgspec.json.encode(record))
         unfinished.rename(path)
 
     def make_room(self, need_bytes: int, what: str) -> None:
-        """Evict what nobody uses, the longest unused first, until `need_bytes` more fit.
+        """Evict unused files, the least recently used first, until `need_bytes` more fit.
 
         Raises:
             RequestError: CacheFull.
@@ -181,7 +181,7 @@ class FileCache:
         return missing
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """When a file was used last, its bytes on the disk, and where it is."""
+        """Yield for each file the time of its last use, its bytes on the disk, and its path."""
         for name in ("blobs", "partial"):
             for path in (self.folder / name).iterdir():
                 if path.name == UNFINISHED_TREE:
@@ -197,7 +197,7 @@ class FileCache:
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
-        """Exclude all other processes; never held while anything is fetched."""
+        """Hold the lock of the cache, which excludes all other processes; it is never held during a download."""
         descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -206,7 +206,7 @@ class FileCache:
             os.close(descriptor)
 
     def _open_shared(self, path: Path, size: int | None) -> int | None:
-        """A blob opened and locked against eviction; None where it is not here."""
+        """Open a blob and lock it against eviction; return None if it is absent or has another length."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -224,7 +224,7 @@ class FileCache:
 
 
 class Partial:
-    """A file on its way into the cache, held by one process alone. Close it; then it is a blob, or waits to be continued."""
+    """A file on its way into the cache, locked by one holder. Once closed it is a blob, or waits to be continued."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -238,21 +238,21 @@ class Partial:
 
     @property
     def size(self) -> int:
-        """Bytes that are in it."""
+        """The number of bytes in the file."""
         return os.fstat(self.descriptor).st_size
 
     def remove(self) -> None:
-        """It is of no use."""
+        """Delete the file."""
         self.path.unlink(missing_ok=True)
 
 
 def key_of(*parts: str) -> str:
-    """A name for what these stand for together: what a source says never becomes a path."""
+    """Return a hash of these parts as the name of a file, so that no text of a source becomes a path."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still the one of that name."""
+    """Return whether an open file is still the one at `path`."""
     try:
         there = path.stat()
     except OSError:
@@ -262,7 +262,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove a file unless some process uses it; whether it is gone."""
+    """Remove a file unless a process uses it, and return whether it is gone."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

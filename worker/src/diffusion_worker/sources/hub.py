@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of kind huggingFace, through the hub library's own client; its `HF_ENDPOINT` names another hub.
 
-The library says what is at a revision and where; its files come through our own download, like those of all kinds.
+The library lists the files of a revision and their addresses; the files come through our own download, like those of all kinds.
 """
 
 from http import HTTPStatus
@@ -21,13 +21,13 @@ from diffusion_worker.sources.source import HuggingFaceSource
 
 
 def resolve_hub(source: HuggingFaceSource, question: ResolveContext) -> Resolved:
-    """The files of a repository at the commit that its revision is now.
+    """Resolve a repository to its files at the commit to which its revision points now.
 
     Raises:
         RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, UnsupportedFormat, InvalidAdapter.
     """
     secret = source.token_secret_ref
-    # False and not None: the library would look for a token of this machine's user.
+    # False and not None: with None the library would look for a token of this machine's user.
     token: str | bool = read_secret(question.secrets, secret.name, secret.key) if secret else False
     what = f"{question.what}: hub {source.repo}@{source.revision}"
     huggingface_hub.set_client_factory(lambda: question.client)
@@ -56,7 +56,7 @@ def _ask(api: huggingface_hub.HfApi, source: HuggingFaceSource, what: str) -> An
 
 
 def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
-    """Only the status counts: the library's own text repeats the request."""
+    """Return the error for the status of a hub's answer; the library's own text is left out, because it repeats the request."""
     status = error.response.status_code
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         why = "it does not exist, or its token is missing or not enough"
@@ -67,7 +67,7 @@ def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
 
 
 def _choose(source: HuggingFaceSource, paths: list[str], wanted: ArtifactKind, what: str) -> dict[str, str]:
-    """Paths in the repository by the names they are kept under."""
+    """Choose the files to fetch, and return their paths in the repository by local name; raises RequestError."""
     if wanted is ArtifactKind.ADAPTER and source.file is not None:
         path = f"{source.subfolder}/{source.file}" if source.subfolder else source.file
         single_adapter(path, what)

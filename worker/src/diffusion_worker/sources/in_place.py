@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources that are here already: a path, and a path on a claim. They are read where they lie; nothing is copied.
+"""Sources that are on this machine already: a path, and a path on a claim. They are read in place; nothing is copied.
 
-Content on a claim stays inside it: no name and no link leads out of it. Only regular files of an adapter are read.
+A source on a claim may not leave it, neither by a name nor by a link. Only regular files of an adapter are read.
 """
 
 import os
@@ -18,7 +18,7 @@ REFUSED_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".zip", ".
 
 
 class FileStamp(NamedTuple):
-    """A file as it was at a moment, without its bytes."""
+    """The path, inode, size and times of a file at one moment, to see later whether it changed."""
 
     path: str
     device: int
@@ -29,7 +29,7 @@ class FileStamp(NamedTuple):
 
 
 def local_adapter(path: Path, what: str, *, inside: Path | None = None) -> Path:
-    """A safetensors file, or a folder with one. With `inside` neither it nor what is in it may lie elsewhere.
+    """Check that a path is a safetensors file or a folder with one, and return it. With `inside`, all of it must lie in that folder.
 
     Raises:
         RequestError: SourceNotFound, UnsupportedFormat, InvalidAdapter.
@@ -46,13 +46,13 @@ def local_adapter(path: Path, what: str, *, inside: Path | None = None) -> Path:
         refuse_endings(names, what)
         raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected a *{WEIGHTS} file in the folder, found none")
     for file in filter(None, locate(path, what, root=inside)):
-        if names is None or file.name in names:  # the reader names a missing one
+        if names is None or file.name in names:  # a missing file is reported by its reader
             os.close(open_regular(file, what, root=inside))
     return path
 
 
 def adapter_stamps(path: Path, what: str, *, root: Path | None = None) -> tuple[FileStamp, ...]:
-    """Return what the file system says of an adapter's weights and configuration: equal only where nobody wrote them since.
+    """Return stamps of an adapter's weights and configuration, which differ as soon as one of these files was written.
 
     Raises:
         RequestError: InvalidAdapter, UnsupportedFormat, SourceNotFound.
@@ -62,13 +62,13 @@ def adapter_stamps(path: Path, what: str, *, root: Path | None = None) -> tuple[
         try:
             found = file.stat()
         except OSError:
-            continue  # the reader names a missing one
+            continue  # a missing file is reported by its reader
         stamps.append(FileStamp(str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
     return tuple(stamps)
 
 
 def local_model(path: Path, what: str, *, inside: Path | None = None) -> Path:
-    """A folder; with `inside` nothing in it may lie elsewhere. Raises RequestError (SourceNotFound)."""
+    """Check that a path is a folder, and return it; with `inside`, all of it must lie there. Raises RequestError (SourceNotFound)."""
     require_there(path, what)
     if not path.is_dir():
         raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: expected a diffusers folder, found a file")
@@ -96,7 +96,7 @@ def claim_path(source: PvcSource, claims_dir: str) -> tuple[Path, Path]:
 
 
 def refuse_endings(names: list[str], what: str) -> None:
-    """Raises RequestError (UnsupportedFormat) where one of the names is of a format that is never read."""
+    """Raise RequestError (UnsupportedFormat) if one of these names ends like a pickle file or an archive."""
     for name in names:
         if name.lower().endswith(REFUSED_ENDINGS):
             raise RequestError(
@@ -105,7 +105,7 @@ def refuse_endings(names: list[str], what: str) -> None:
 
 
 def require_there(path: Path, what: str) -> None:
-    """Raises RequestError (SourceNotFound, InvalidRequest)."""
+    """Raise RequestError if a path is not there (SourceNotFound) or is no path at all (InvalidRequest)."""
     try:
         path.stat()
     except OSError as error:

@@ -30,9 +30,9 @@ class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A fetch to be made. It names secrets and holds none."""
+    """The description of a fetch. It names secrets and holds none."""
 
-    # The process ends with the one that started it.
+    # The process that starts the fetch; the fetch ends with it.
     parent_pid: int
     source: Source
     wanted: ArtifactKind
@@ -40,25 +40,25 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     # The required digest of an adapter's weights; a model with this digest may have another revision.
     digest: str | None
-    # The state of a model's source that is wanted; None wants what is there now.
+    # The required revision of a model's source; None is the current one.
     revision: str | None
     deadline_s: float
     cache_dir: str
     cache_bytes: int | None
     secrets_dir: str
     allow_http: bool
-    # Anybody who reaches the control port named the source: its addresses must be global.
+    # Set if the caller gave no control token: the addresses that the source names must be global.
     public_only: bool
     limits: FetchLimits
 
     @property
     def what(self) -> str:
-        """The beginning of every message."""
+        """The name of what is fetched, with which every message begins."""
         return f"adapter {self.name!r}" if self.wanted is ArtifactKind.ADAPTER else "model"
 
     @property
     def reach(self) -> Reach:
-        """The addresses that it may ask. A source that names only a repository or a bucket names no address."""
+        """The addresses that the fetch may connect to. A source that names only a repository or a bucket names no address."""
         names_address = self.source.http is not None or (self.source.s3 is not None and self.source.s3.endpoint is not None)
         if self.public_only and names_address:
             return Reach.GLOBAL
@@ -66,19 +66,19 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_bytes(self) -> int:
-        """The most that may be fetched."""
+        """The most bytes that may be fetched."""
         return self.limits.adapter_bytes if self.wanted is ArtifactKind.ADAPTER else self.limits.model_bytes
 
 
 class FetchProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """Bytes so far, and in all where that is known."""
+    """The bytes received so far, and their total if known."""
 
     done: int
     total: int | None
 
 
 class FetchDone(msgspec.Struct, frozen=True, tag="done"):
-    """It is in the cache: a path there, and the blobs it needs, by their digests without `sha256:`."""
+    """The result of a fetch: a path in the cache, and the digests (without `sha256:`) of the blobs it needs."""
 
     path: str
     digest: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads mounted Secrets, in the process that fetches and nowhere else: `<folder>/<name>/<key>`."""
+"""The reading of mounted Secrets, `<folder>/<name>/<key>`, which only the process of a fetch does."""
 
 from pathlib import Path
 
@@ -9,7 +9,11 @@ MAX_SECRET_BYTES = 65_536
 
 
 def read_secret(folder: Path, name: str, key: str) -> str:
-    """A key of a Secret, without the newline at its end; raises RequestError (SecretMissing) with both names."""
+    """Read a key of a Secret, without whitespace around it.
+
+    Raises:
+        RequestError: SecretMissing with both names; InvalidRequest for a name that is no single part of a path.
+    """
     for part in (name, key):
         if not part or "/" in part or part in (".", ".."):
             raise RequestError(ErrorCode.INVALID_REQUEST, f"a Secret and its key are names without slashes, found {part!r}")
@@ -24,5 +28,5 @@ def read_secret(folder: Path, name: str, key: str) -> str:
 
 
 def read_optional_secret(folder: Path, name: str, key: str) -> str | None:
-    """The same for a key that need not be there."""
+    """Read a key of a Secret as `read_secret` does; None if the key is absent."""
     return read_secret(folder, name, key) if (folder / name / key).exists() else None

@@ -16,7 +16,7 @@ from diffusion_worker.sources.parsing import is_remote, parse_source
 from diffusion_worker.sources.source import Source
 from diffusion_worker.sources.transport_rules import require_scheme
 
-# Defaults that follow from the number of slots, so a worker with slots needs no two further options.
+# Defaults that follow from the number of slots, so that a worker with slots needs no further option.
 USUAL_CACHED = 16
 USUAL_PER_REQUEST = 4
 
@@ -30,7 +30,7 @@ class ModelPlace(msgspec.Struct, frozen=True):
 
 
 def locate_model(text: str, claims_dir: str) -> ModelPlace:
-    """What `--model` stands for; raises ConfigError."""
+    """Return the place of the model that `--model` names; raises ConfigError."""
     try:
         source = parse_source(text)
         check_names(source)
@@ -89,7 +89,7 @@ def check_lora_bounds(config: WorkerConfig) -> None:
 
 
 def check_names(source: Source) -> None:
-    """Check the names of claims, Secrets and their keys, which become our folders and files; raises ConfigError."""
+    """Check the names of claims, Secrets and their keys, which become parts of paths; raises ConfigError."""
     hub, s3, pvc = source.hugging_face, source.s3, source.pvc
     names = {"pvc.claimName": pvc.claim_name if pvc else None}
     if hub is not None and hub.token_secret_ref is not None:
@@ -102,7 +102,7 @@ def check_names(source: Source) -> None:
 
 
 def shown(text: str) -> str:
-    """A source for a message: without what may be a signature."""
+    """Return a source for a message, without its query, which may be a signature."""
     return text.partition("?")[0]
 
 
@@ -125,7 +125,7 @@ def _check_path(path: Path, option: str) -> None:
 
 
 def _name_of(source: Source) -> str:
-    """The name of a repository, or the last part of a folder's address."""
+    """Return the name of a repository, or the last part of a folder's address."""
     assert is_remote(source)
     address = source.hugging_face.repo if source.hugging_face is not None else source.s3.uri if source.s3 is not None else ""
     return address.rstrip("/").rpartition("/")[2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source as one text: a path, a URI of its kind, or the JSON object that it is everywhere else. Pure."""
+"""Parsing of a source from one text: a path, a URI of its kind, or the JSON object that is used everywhere else. Pure."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ FORMS = "a path, hf://org/name@revision, s3://bucket/key, pvc://claim/path, http
 
 
 def parse_source(text: str) -> Source:
-    """Parse a source; raises ConfigError."""
+    """Parse a source from a path, a URI or JSON; raises ConfigError."""
     if text.lstrip().startswith("{"):
         try:
             return msgspec.json.decode(text, type=Source)
@@ -34,12 +34,12 @@ def parse_source(text: str) -> Source:
 
 
 def is_remote(source: Source) -> bool:
-    """Return whether it must be fetched before it can be read."""
+    """Return whether a source must be fetched before it can be read."""
     return source.path is None and source.pvc is None
 
 
 def _hub(text: str) -> Source:
-    """`hf://org/name@revision/path`; a path that ends like a file is the file of an adapter, any other its folder."""
+    """Parse `hf://org/name@revision/path`: a path whose last part has a dot is an adapter's file, any other a folder."""
     rest = text.partition("://")[2]
     org, _, rest = rest.partition("/")
     repo, _, path = rest.partition("/")

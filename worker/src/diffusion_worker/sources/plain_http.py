@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of kind http: one file at an address, whose digest is known before."""
+"""Sources of kind http: one file at an address, with the digest that it must have."""
 
 import re
 from urllib.parse import urlsplit
@@ -17,7 +17,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def http_digest(source: HttpSource) -> str:
-    """The digest of the file in lower case; raises RequestError (InvalidRequest)."""
+    """Return the digest of the file as 64 hexadecimal digits in lower case; raises RequestError (InvalidRequest)."""
     digest = source.sha256.lower().removeprefix("sha256:")
     if not SHA256.fullmatch(digest):
         raise RequestError(ErrorCode.INVALID_REQUEST, f"source.http.sha256: expected 64 hexadecimal digits, found {source.sha256[:80]!r}")
@@ -25,7 +25,7 @@ def http_digest(source: HttpSource) -> str:
 
 
 def resolve_http(source: HttpSource, question: ResolveContext) -> Resolved:
-    """Nothing is asked: the address and the digest say all. Raises RequestError (InvalidRequest, UnsupportedFormat)."""
+    """Resolve a source to its file, from the address and digest alone. Raises RequestError (InvalidRequest, UnsupportedFormat)."""
     if question.wanted is ArtifactKind.MODEL:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"{question.what}: a model is a folder, and an address over http is one file")
     try:

@@ -21,15 +21,15 @@ INHERITED = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "TZ", "HF_ENDPOIN
 OWN = {"HOME": "/nonexistent", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "MALLOC_ARENA_MAX": "2"}
 MAX_LINE_BYTES = 1 << 20
 
-# Bytes so far, and in all where that is known.
+# Called with the bytes received so far, and their total if known.
 Report = Callable[[int, int | None], None]
 
 
 async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[FetchDone], None]) -> FetchDone:
-    """Run a job; `adopt` is called in a thread while what was fetched is still kept from eviction.
+    """Run a job in a child process; `adopt` is called in a thread while the child still keeps the fetched files from eviction.
 
     Raises:
-        RequestError: see the job; NetworkError without progress, Timeout at its deadline.
+        RequestError: the error that the child reports; NetworkError if it makes no progress; Timeout at its deadline.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -58,7 +58,7 @@ async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[Fetch
 
 
 async def _follow(lines: asyncio.StreamReader, job: FetchJob, report: Report) -> FetchDone:
-    """The outcome, with progress on the way."""
+    """Read the child's events: pass progress to `report`, and return the outcome; raises RequestError."""
     last: FetchProgress | None = None
     moved_at = time.monotonic()
     while True:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A proxy inside the process of a fetch, for a library that resolves names by itself: it connects to checked addresses only.
 
-It listens on loopback and asks for a password that is drawn for it, so no other process of the machine can use it.
+It listens on loopback and requires a random password, so no other process of the machine can use it.
 """
 
 import base64
@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._tunnel(upstream)
 
     def do_GET(self) -> None:
-        """Hand a request on, which is a listing and has no body."""
+        """Forward a request, which is a listing and has no body."""
         parts = urlsplit(self.path)
         try:
             require_scheme(parts.scheme, allow_http=self.server.allow_http)
@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Write nothing: an address may hold a signature."""
 
     def _connect(self, host: str, port: int) -> socket.socket | None:
-        """Return a connection to an allowed address; None where the answer says why there is none."""
+        """Return a connection to an allowed address; None after an error was sent as the answer."""
         self.close_connection = True
         if not secrets.compare_digest(self.headers.get("Proxy-Authorization", ""), self.server.expected):
             self.send_error(HTTPStatus.PROXY_AUTHENTICATION_REQUIRED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source's answer about its content: files at addresses, and its name of this state."""
+"""The result of resolving a source: its files at addresses, and its name for this state."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from diffusion_worker.sources.transport_rules import Reach
 
 
 class ResolveContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Context that a kind needs beside the source itself."""
+    """The settings of a fetch that resolving needs beside the source itself."""
 
     client: httpx2.Client
     wanted: ArtifactKind
@@ -25,7 +25,7 @@ class ResolveContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """Files by the names they are kept under; `folder` where they belong together, else there is one alone."""
+    """The files of a source by local name; `folder` if they form a folder, else there is a single file."""
 
     files: dict[str, RemoteFile]
     revision: str | None

@@ -21,12 +21,12 @@ from diffusion_worker.sources.source import HuggingFaceSource, S3Source, Source
 from diffusion_worker.sources.transport import checked_client
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# A model whose source cannot be asked is loaded as it was found last.
+# At these errors of its source a model is loaded as it was fetched last.
 UNREACHABLE = frozenset({ErrorCode.NETWORK_ERROR, ErrorCode.SOURCE_NOT_FOUND})
 
 
 def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: ExitStack) -> FetchDone:
-    """Have what a job wants in the cache; it cannot be evicted until `leases` is closed.
+    """Fetch what a job wants into the cache; its files cannot be evicted until `leases` is closed.
 
     Raises:
         RequestError: see `Fetcher`.
@@ -70,7 +70,7 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
 
 
 def resolve(source: Source, question: ResolveContext) -> Resolved:
-    """List a source's content. The library of a kind is imported where that kind is asked for."""
+    """List a source's files; the library of a kind is imported only for a source of that kind. Raises RequestError."""
     if source.http is not None:
         return resolve_http(source.http, question)
     if source.hugging_face is not None:
@@ -85,7 +85,7 @@ def resolve(source: Source, question: ResolveContext) -> Resolved:
 
 
 def _pinned(job: FetchJob) -> str | None:
-    """The digest that the weights of an adapter must have, in hex. Raises RequestError (DigestMismatch)."""
+    """Return the digest that an adapter's weights must have, in hex; None if any. Raises RequestError (DigestMismatch)."""
     pinned = job.digest.lower().removeprefix("sha256:") if job.digest and job.wanted is ArtifactKind.ADAPTER else None
     if job.source.http is None:
         return pinned
@@ -96,7 +96,7 @@ def _pinned(job: FetchJob) -> str | None:
 
 
 def _pin(resolved: Resolved, pinned: str | None) -> Resolved:
-    """The weights must have the pinned digest; known before they are fetched where the source tells."""
+    """Require the pinned digest of the weights; raise RequestError (DigestMismatch) if the source already states another."""
     if pinned is None:
         return resolved
     weights = resolved.files[ADAPTER_WEIGHTS]
@@ -107,7 +107,7 @@ def _pin(resolved: Resolved, pinned: str | None) -> Resolved:
 
 
 def _at_revision(job: FetchJob) -> Source:
-    """The source as it was at the wanted revision, where its kind can tell: a hub keeps every commit, a bucket what it has now."""
+    """Return the source at the required revision, if its kind has one: a hub keeps every commit, a bucket only its current state."""
     hub = job.source.hugging_face
     if hub is None or job.revision is None:
         return job.source
@@ -120,7 +120,7 @@ def _moved(job: FetchJob, resolved: Resolved) -> RequestError:
 
 
 def _known(job: FetchJob, cache: FileCache, pinned: str | None, leases: ExitStack) -> FetchDone | None:
-    """Return content that needs no network: a pinned digest or revision that is here, or a commit, which never changes."""
+    """Return cached content that needs no network: of a pinned digest or revision, or of a commit, which never changes."""
     if job.revision is not None:
         return _recorded(job, cache, job.revision, leases)
     if pinned is not None:
@@ -142,7 +142,7 @@ def _is_single(source: Source) -> bool:
 
 
 def _recorded(job: FetchJob, cache: FileCache, state: str, leases: ExitStack) -> FetchDone | None:
-    """A state of the source that was fetched before, if all of it is still here."""
+    """Return a state of the source that was fetched before, if all its files are still cached."""
     record = cache.read_record(_state_key(job, state))
     return _done(job, cache, record, leases) if record is not None else None
 
@@ -161,7 +161,7 @@ def _done(job: FetchJob, cache: FileCache, record: Record, leases: ExitStack) ->
 
 
 def _finish(job: FetchJob, cache: FileCache, resolved: Resolved, blobs: dict[str, Blob]) -> FetchDone:
-    """Everything is here: look at the header of an adapter, remember what the source had, give it names."""
+    """Finish a fetch: check an adapter's header, record the state of the source, and return the result. Raises RequestError."""
     if job.wanted is ArtifactKind.ADAPTER:
         read_header(cache.blob(blobs[ADAPTER_WEIGHTS].sha256), name=job.name)
     record = Record(blobs, resolved.revision)
@@ -176,7 +176,7 @@ def _finish(job: FetchJob, cache: FileCache, resolved: Resolved, blobs: dict[str
 
 
 def _state_key(job: FetchJob, state: str) -> str:
-    """For one state of one source, whatever Secret it is read with."""
+    """Return the record's key for one state of a source, the same for every Secret that the source is read with."""
     source = msgspec.to_builtins(job.source)
     for kind in source.values():
         kind.pop("tokenSecretRef", None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of kind s3, through obstore: it signs, and lists folders; what is signed comes through our own download.
+"""Sources of kind s3, through obstore: it signs addresses and lists folders; the files come through our own download.
 
-So every address of a file is checked where it is connected to. A listing goes out by obstore's own client, which resolves
+So the address of every file is checked when it is connected to. A listing is made by obstore's own client, which resolves
 names by itself, so it goes through a relay that checks them.
 """
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 DEFAULT_REGION = "us-east-1"
 REGION = re.compile(r"[A-Za-z0-9-]+")
 LIST_TIMEOUT_S = 30
-# A signature expires after this, even if leaked: a week is the most that S3 takes.
+# Longest life of a signature in seconds: a week is the most that S3 accepts.
 MAX_SIGNED_S = 7 * 86_400
 
 
 def resolve_s3(source: S3Source, question: ResolveContext) -> Resolved:
-    """The object of a key, or those of a folder.
+    """Resolve a source to the object of its key, or to the objects of its folder.
 
     Raises:
         RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, UnsupportedFormat, InvalidAdapter,
@@ -79,7 +79,7 @@ class Bucket:
         self._signed = "access_key_id" in settings
         self._reach, self._allow_http = question.reach, question.allow_http
         self._config: S3Config = {**settings, "endpoint": self._endpoint, "region": region, "virtual_hosted_style_request": False}
-        # It signs and connects to nothing.
+        # This store only signs, and opens no connection.
         self._store = S3Store(self._name, config=self._config, client_options={"allow_http": question.allow_http})
 
     def list(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Bucket:
         )
 
     def object(self) -> tuple[RemoteFile, str | None]:
-        """The object of the key, and its version or ETag. Raises RequestError."""
+        """Return the object of the key, and its version or ETag. Raises RequestError."""
         try:
             answer = self._client.head(self._url("HEAD", self.key))
             if answer.status_code != HTTPStatus.OK:
@@ -123,7 +123,7 @@ class Bucket:
         return self.remote(meta), version if version not in (None, "null") else (etag or "").strip('"') or None
 
     def remote(self, meta: Any) -> RemoteFile:
-        """Sign an object for the longest time that the fetch may take."""
+        """Return an object as a file to download, at an address signed for as long as the fetch may take."""
         identity = f"{self._endpoint} {self._name} {meta['path']} {meta['e_tag']} {meta['size']}"
         what = f"{self.what}: {meta['path']}" if meta["path"] != self.key else self.what
         return RemoteFile(url=self._url("GET", meta["path"]), what=what, identity=identity, size=meta["size"], etag=meta["e_tag"])
@@ -135,7 +135,7 @@ class Bucket:
 
 
 def _settings(source: S3Source, question: ResolveContext) -> "S3Config":
-    """The credentials of the source's Secret; without one nothing is signed."""
+    """Return settings with the credentials of the source's Secret; without one nothing is signed. Raises RequestError."""
     if source.credentials_secret_ref is None:
         return {"skip_signature": True}
     name = source.credentials_secret_ref.name

@@ -14,7 +14,7 @@ from diffusion_worker.sources.in_place import REFUSED_ENDINGS, refuse_endings
 # The local name of an adapter's weights, independent of the source's name.
 ADAPTER_WEIGHTS = PEFT_WEIGHTS
 MODEL_ENDINGS = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab")
-# Copies of the weights in another precision; the plain ones are fetched where there are any.
+# Names of weights in another precision, which are fetched only if there are no plain ones.
 VARIANT = re.compile(r"\.(fp16|bf16|fp8|non_ema|ema)[.-]")
 NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 MAX_FILES = 4096
@@ -22,7 +22,7 @@ MAX_DEPTH = 8
 
 
 def adapter_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
-    """The files of an adapter's folder, by the names they are kept under: its weights, and its config where it has one.
+    """Choose the files of an adapter's folder, its weights and its config if there is one, and return them by local name.
 
     Raises:
         RequestError: UnsupportedFormat, InvalidAdapter.
@@ -39,10 +39,10 @@ def adapter_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = 
 
 
 def model_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
-    """The files of a model's folder, by their names in it; with `patterns` those that match one, but never a pickle file.
+    """Choose the files of a model's folder, and return them by local name; with `patterns` those that match one, but never pickles.
 
     Raises:
-        RequestError: UnsupportedFormat.
+        RequestError: UnsupportedFormat, TooLarge.
     """
     visible = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     allowed = [name for name in visible if not name.lower().endswith(REFUSED_ENDINGS)]
@@ -61,14 +61,14 @@ def model_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()
 
 
 def single_adapter(name: str, what: str) -> None:
-    """Raises RequestError (UnsupportedFormat) for the name of a file that is no adapter."""
+    """Raise RequestError (UnsupportedFormat) if a file's name is not that of an adapter."""
     refuse_endings([name], what)
     if not name.endswith(WEIGHTS):
         raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a *{WEIGHTS} file, found {name!r}")
 
 
 def require_plain(name: str, what: str) -> None:
-    """Names from a source become names in our folder, so only plain ones do. Raises RequestError (UnsupportedFormat)."""
+    """Raise RequestError (UnsupportedFormat) for a name that is unsafe in a local folder: a source's names become paths there."""
     parts = name.split("/")
     if len(parts) > MAX_DEPTH or not all(NAME_PART.fullmatch(part) for part in parts):
         raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected plain names of files, found {name[:200]!r}")

@@ -33,7 +33,7 @@ class HuggingFaceSource(_Source, frozen=True):
 
 
 class S3Source(_Source, frozen=True):
-    """`s3://bucket/key` of a file, or with a last slash of a folder."""
+    """A file at `s3://bucket/key`, or with a trailing slash a folder."""
 
     uri: str
     endpoint: str | None = None
@@ -56,7 +56,7 @@ class HttpSource(_Source, frozen=True):
 
 
 class Source(_Source, frozen=True):
-    """Exactly one of its members."""
+    """A source of a model or an adapter: exactly one of the members is set."""
 
     path: str | None = None
     hugging_face: HuggingFaceSource | None = None

@@ -17,7 +17,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class CheckedBackend(httpcore2.SyncBackend):
-    """Connects to addresses that were checked."""
+    """A network backend that connects only to addresses it has checked."""
 
     def __init__(self, reach: Reach) -> None:
         super().__init__()
@@ -31,7 +31,11 @@ class CheckedBackend(httpcore2.SyncBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.NetworkStream:
-        """The first address that answers."""
+        """Connect to the first address of a host that answers.
+
+        Raises:
+            RequestError: NetworkError for an address that is not allowed. ConnectError, ConnectTimeout: no address answers.
+        """
         failure: Exception = httpcore2.ConnectError("no address")
         for address in allowed_addresses(host, port, self._reach):
             try:
@@ -42,23 +46,23 @@ class CheckedBackend(httpcore2.SyncBackend):
 
 
 class CheckedTransport(httpx2.HTTPTransport):
-    """Checks the scheme of every request, those of redirects among them, and its addresses."""
+    """A transport that checks scheme and addresses of every request, redirects among them."""
 
     def __init__(self, *, allow_http: bool, reach: Reach) -> None:
-        # Not its own constructor's: that takes no backend, and would read the certificates a second time.
+        # The base class's constructor is not called: it takes no backend, and would read the certificates a second time.
         self._allow_http = allow_http
         self._pool = httpcore2.ConnectionPool(
             ssl_context=httpx2.create_ssl_context(), max_connections=8, keepalive_expiry=30.0, network_backend=CheckedBackend(reach)
         )
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Refuses before anything is sent."""
+        """Send a request; raises RequestError (NetworkError) for a refused scheme, before anything is sent."""
         require_scheme(request.url.scheme, allow_http=self._allow_http, code=ErrorCode.NETWORK_ERROR)
         return super().handle_request(request)
 
 
 def checked_client(*, allow_http: bool, reach: Reach, read_timeout_s: float) -> httpx2.Client:
-    """A client that follows a few redirects, takes no proxy and no credentials from its surroundings."""
+    """Return a client that follows a few redirects, and takes no proxy and no credentials from the environment."""
     return httpx2.Client(
         transport=CheckedTransport(allow_http=allow_http, reach=reach),
         follow_redirects=True,

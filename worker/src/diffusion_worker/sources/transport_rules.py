@@ -7,9 +7,9 @@ import socket
 
 from diffusion_worker.errors import ErrorCode, RequestError
 
-# Services that tell a machine's secrets to whoever asks from it, where they are not link-local anyway.
+# Metadata services, which give a machine's secrets to any of its processes; link-local ones are refused as such.
 METADATA = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "192.0.0.192", "168.63.129.16", "fd20:ce::254")))
-# Networks of IPv6 whose addresses stand for one of IPv4, in their last four bytes; the rest of them says nothing.
+# IPv6 networks whose addresses stand for the IPv4 address in their last four bytes, and for nothing else.
 EMBEDDING = tuple(map(ipaddress.ip_network, ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")))
 # A translator's own prefix: /48 of these bytes, or a longer one below it (RFC 6052), each with the address at another place.
 LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
@@ -70,7 +70,7 @@ def _why_out_of_reach(address: Address, reach: Reach) -> str | None:
 
 
 def _inner(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """Return the addresses of IPv4 that one of IPv6 may lead to."""
+    """Return the IPv4 addresses to which an IPv6 address may lead."""
     raw = address.packed
     if any(address in network for network in EMBEDDING):
         # :: and ::1 are addresses of their own.
@@ -85,7 +85,7 @@ def _inner(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
 
 
 def allowed_addresses(host: str, port: int, reach: Reach) -> list[str]:
-    """The addresses of a host, all of which must be allowed. Raises RequestError (NetworkError)."""
+    """Resolve a host to its addresses, all of which must be allowed. Raises RequestError (NetworkError)."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -98,6 +98,6 @@ def allowed_addresses(host: str, port: int, reach: Reach) -> list[str]:
 
 
 def require_scheme(scheme: str, *, allow_http: bool, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> None:
-    """Raises RequestError with the code: another one where it is not what was asked for, but where that led."""
+    """Raise RequestError with `code` for a scheme other than https, or http where that is allowed."""
     if scheme != "https" and not (allow_http and scheme == "http"):
         raise RequestError(code, f"a source over {scheme!r}: refused, expected https")
