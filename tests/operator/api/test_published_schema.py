@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of the kinds in a cluster with those of the operator."""
+"""Comparison of the kinds in a cluster with those of the operator."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from support.apiserver.real_apiserver import CRDS
 
 
 def published() -> dict[str, Any]:
-    """The kinds of this version, in the form in which an API server publishes them."""
+    """Return the kinds of this version as an API server publishes them."""
     crds = [yaml.safe_load(path.read_text())["spec"] for path in CRDS]
     schemas = {
         crd["names"]["kind"]: crd["versions"][0]["schema"]["openAPIV3Schema"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our eleven verbs over the client library, against a real API server: what each does, and what each failure becomes."""
+"""Our eleven verbs over the client library, against a real API server: the effect of each, and the error for each failure."""
 
 import asyncio
 import json
@@ -134,7 +134,7 @@ async def test_a_status_is_replaced_as_a_whole_and_the_spec_is_not_touched(clust
     assert found["status"] == {"replicas": 2}
     assert found["spec"] == before["spec"]
     assert found["metadata"]["generation"] == before["metadata"]["generation"]
-    await cluster.apply_status(DEPLOYMENT, NAMESPACE, "none", status={}, version="1")  # gone meanwhile is no failure
+    await cluster.apply_status(DEPLOYMENT, NAMESPACE, "none", status={}, version="1")  # an object that is gone meanwhile is no failure
     with pytest.raises(ClusterError, match="replicas"):
         await cluster.apply_status(DEPLOYMENT, NAMESPACE, "stated", status={"replicas": "many"}, version=await _version(cluster))
     version = await _version(cluster)
@@ -262,7 +262,7 @@ SECRETS: list[tuple[str, dict[str, Any], str]] = [
 async def test_patches_tell_whose_a_secret_is_and_change_nothing(
     cluster: KubernetesCluster, name: str, more: dict[str, Any], expected: str
 ) -> None:
-    """There is no right to read one."""
+    """The operator has no right to read a Secret, so the answer to a patch that changes nothing shows whose it is."""
     metadata = {"name": f"s-{name}", "namespace": NAMESPACE, **more}
     await cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"token": "YQ=="}})
 
@@ -287,7 +287,7 @@ async def test_patches_tell_whose_a_secret_is_and_change_nothing(
 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 async def test_a_config_map_over_a_mebibyte_is_refused_and_not_unavailable(cluster: KubernetesCluster) -> None:
-    """A deployment with 2,600 adapters has such a one."""
+    """A deployment with 2,600 adapters has such a ConfigMap."""
     for name, size in (("big", 1_100_000), ("bigger", 4_000_000)):
         with pytest.raises(ClusterRefused) as refused:
             await cluster.create(config_map(name, text="x" * size))
@@ -318,7 +318,7 @@ async def test_a_dry_run_makes_nothing_and_is_not_taken_for_an_object(cluster: K
 
 
 def greedy(name: str) -> dict[str, Any]:
-    """More is requested than is allowed."""
+    """Return a pod that requests more than its limit allows."""
     resources = {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}
     return {**pod(name), "spec": {"containers": [{"name": "c", "image": "i", "resources": resources}]}}
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T1, T3, T4, T22, T23 against a real API server: strangers under each of our names, and what refuses each kind of child.
+"""Foreign objects under each name of our children, and refusals of each kind of child, against a real API server.
 
-An operator and a fake kubelet work for all cases. Each case has a namespace and a deployment of its own, and all begin at once.
+An operator and a fake kubelet work for all cases. Each case has a namespace and a deployment of its own, and all begin at once. Faults 1 to
+3, 13, 14, 19 and 111 in `docs/development/faults.md`.
 """
 
 import asyncio
@@ -91,7 +92,7 @@ class Place:
         return (found["status"], found["reason"], found["message"]) if found is not None else ("", "", "")
 
     async def until(self, type_: str, status: str, reason: str) -> str:
-        """Until a condition is this; its message."""
+        """Wait until a condition has this status and reason; return its message."""
 
         async def look() -> str | None:
             found = await self.condition(type_)
@@ -125,14 +126,14 @@ class Everywhere:
         await place.make(DEPLOYMENT, "d", deployment())
 
     async def refuse(self, means: str, place: Place, kind: Kind | None) -> None:
-        """None: nothing any more."""
+        """Refuse creates of a kind in a namespace by these means; None lifts the refusal."""
         if means == "webhook":
             self._webhook.refused = {**self._webhook.refused, place.namespace: kind.kind if kind is not None else ""}
         else:
             await (refuse_by_quota if means == "quota" else refuse_by_policy)(self.client, place.namespace, kind)
 
     async def _refused(self, place: Place, kind: Kind) -> bool:
-        """Return whether the obstacle counts by now."""
+        """Return whether the API server already refuses an object of this kind."""
         path = f"{path_of(kind, place.namespace)}?dryRun=All"
         status, _ = await self.client.send("POST", path, {**THEIRS[kind], "metadata": {"name": "probe"}})
         return status in (403, 422)
@@ -181,7 +182,7 @@ async def test_t3_a_strangers_object_is_left_alone_and_named_and_taken_up_when_i
     await place.noted("NameConflict")
     assert len(await place.notes("NameConflict")) == 1
     await place.delete(kind, name)
-    await place.edit(replicas=2)  # it is looked at again each minute, and at once after an edit
+    await place.edit(replicas=2)  # the operator looks again each minute, and at once after an edit
     await place.until("ChildrenReady", "True", "AllApplied")
     await place.until("Ready", "True", "Serving")
     assert (await place.get(kind, name))["metadata"]["ownerReferences"][0]["name"] == "d"
@@ -225,7 +226,7 @@ async def _admitted(everywhere: Everywhere, place: Place, kind: Kind) -> bool:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def place(everywhere: Everywhere, request: pytest.FixtureRequest) -> Place:
-    """A deployment that serves."""
+    """Provide a namespace of its own with a deployment that serves."""
     made = await everywhere.namespace(f"own-{abs(hash(request.node.name)) % 10**8}")
     await made.make(DEPLOYMENT, "d", deployment(service={"annotations": {"example.com/a": "1", "example.com/b": "1"}}))
     await made.until("Ready", "True", "Serving")
@@ -291,7 +292,7 @@ async def test_t24_a_policy_and_a_service_are_put_back_whole_and_who_fights_is_n
 async def test_t3_a_child_that_lost_its_owner_is_adopted_again(place: Place, kind: Kind) -> None:
     before = await place.get(kind, CHILDREN[kind])
     await place.patch(kind, CHILDREN[kind], [{"op": "remove", "path": "/metadata/ownerReferences"}])
-    if kind == SECRET:  # it is not watched, and is looked at before each pod is made
+    if kind == SECRET:  # Secrets are not watched: the operator looks at this one before it makes a pod
         await place.edit(replicas=2)
 
     async def owned() -> bool:
@@ -303,7 +304,7 @@ async def test_t3_a_child_that_lost_its_owner_is_adopted_again(place: Place, kin
 
 @pytest.mark.parametrize("kind", [SECRET, CONFIG_MAP, SERVICE], ids=lambda kind: kind.kind)
 async def test_t1_a_full_quota_does_not_hide_a_child_that_is_there(everywhere: Everywhere, place: Place, kind: Kind) -> None:
-    """The quota refuses a create before names are compared. Without its label a child that is watched is not known to be there."""
+    """The quota refuses a create before names are compared. A watched child that lost its label is unknown to the operator."""
     before = await place.get(kind, CHILDREN[kind])
     await everywhere.refuse("quota", place, kind)
     await place.eventually(lambda: everywhere._refused(place, kind))
@@ -326,7 +327,7 @@ async def test_t1_a_full_quota_does_not_hide_a_child_that_is_there(everywhere: E
 
 
 async def test_t3_a_deployment_made_again_waits_for_the_children_of_the_earlier_one_and_serves(place: Place) -> None:
-    """`kubectl delete` and `kubectl apply` at once; the fake garbage collector takes the children a moment later."""
+    """`kubectl delete` and `kubectl apply` follow at once; the fake garbage collector deletes the children a moment later."""
     before = {kind: (await place.get(kind, name))["metadata"]["uid"] for kind, name in CHILDREN.items()}
     await place.delete(DEPLOYMENT, "d")
     await place.make(DEPLOYMENT, "d", deployment())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More adapters of one deployment than one ConfigMap can hold, on a real API server, whose objects have room for 1 MiB (T1, T2).
+"""More adapters of one deployment than one ConfigMap can hold, on a real API server, whose objects have room for 1 MiB (fault 40).
 
 An operator and a fake kubelet work. Sources have long addresses, so that few adapters take as much room as thousands of others.
 """
@@ -31,7 +31,7 @@ WITHIN_S = 120.0
 
 
 def source(number: int) -> dict[str, str]:
-    """A long address that no compression shortens by much."""
+    """Return an adapter's source with a long address that compression hardly shortens."""
     parts = [hashlib.sha256(f"{number} {part}".encode()).hexdigest() for part in range(30)]
     return {"url": f"https://styles/{''.join(parts)}", "sha256": parts[0]}
 

@@ -63,7 +63,7 @@ async def running_operator(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch, *n
 
 
 async def eventually(look: Callable[[], Awaitable[Any]]) -> Any:
-    """The first truthy answer."""
+    """Return the first truthy result of `look`; fail after a deadline."""
     async with asyncio.timeout(DEADLINE_S):
         while not (found := await look()):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -140,7 +140,7 @@ async def test_children_are_made_repaired_and_scaled_and_nothing_is_written_to_t
 async def test_rf28_what_another_hand_did_is_told_and_what_the_operator_does_is_not(
     kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the defaults that a real API server fills in."""
+    """A real API server fills in defaults, and these must not count as changes."""
 
     async def repairs() -> list[str]:
         return sorted(event["note"] for event in await namespace.list("events.events.k8s.io") if event["reason"] == "Repaired")
@@ -468,7 +468,7 @@ async def test_t19_what_a_spec_adds_to_a_pod_is_in_the_pod_that_the_api_server_m
 
 
 async def test_t19_lists_of_a_spec_merge_by_name(kubeconfig_of_apiserver: Path, namespace: Namespace) -> None:
-    """Two appliers, each with a variable and a volume of its own."""
+    """Two clients apply the deployment, each with a variable and a volume of its own."""
     for manager in ("one", "two"):
         spec = {"volumes": [{"name": manager, "emptyDir": {}}], "engine": {"env": [{"name": manager.upper(), "value": "v"}]}}
         await namespace.kubectl("apply", "--server-side", f"--field-manager={manager}", "-f", "-", stdin=json.dumps(deployment(**spec)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operator whose account lacks its rights (T26): it ends with 1 and one sentence that names the right, and no traceback."""
+"""An operator whose account lacks its rights (fault 55): it ends with 1 and one sentence that names the right, and no traceback."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ TEAM = "team"
 
 @pytest.fixture(scope="module")
 def kubeconfig() -> Iterator[Path]:
-    """The one of the chart's account, to which no role is bound."""
+    """Provide the kubeconfig of the chart's account, to which no role is bound."""
     with audited_apiserver(Chart(programs.helm())) as cluster:
         yield _account(cluster)
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.apiserver
 
 TEAM, SECOND = "team", "second"
 OLD, NEW = "o" * 32, "n" * 32
-WORKER_IP = "127.31.0.1"  # a pod's address of its own, where the control port is the one that every worker has
+WORKER_IP = "127.31.0.1"  # an address of the pod's own, so that the control port can be the usual one
 API = "diffusion-operator.dev/v1alpha1"
 DEPLOYMENT: Document = {
     "apiVersion": API,
@@ -63,7 +63,7 @@ def cluster() -> Iterator[AuditedApiserver]:
         yield running
 
 
-# Changes that somebody else makes; each is put right.
+# Changes by another client; the operator undoes each.
 EDITS: tuple[tuple[str, str, Document], ...] = (("networkpolicy", "d-control", {"ingress": []}), ("pdb", "d", {"maxUnavailable": 3}))
 
 
@@ -112,7 +112,7 @@ class Team:
 
 
 def live(cluster: AuditedApiserver, team: Team, documents: list[Document]) -> None:
-    """The main things that happen to a deployment."""
+    """Take a deployment through its life: adapters, scaling, sleep, options, repairs, a rotated key and its deletion."""
     options = (f"--host={WORKER_IP}", "--control-port=8001")
     with cluster.operator(documents, [OLD]) as operator:
         cluster.apply(DEPLOYMENT, ADAPTER)
@@ -140,7 +140,7 @@ def live(cluster: AuditedApiserver, team: Team, documents: list[Document]) -> No
 
 
 def rotate(cluster: AuditedApiserver, team: Team, documents: list[Document], worker: WorkerProcess) -> None:
-    """To a new key, with another operator after the first has ended, and then the end of the objects."""
+    """Start an operator with a new key, wait until the token has changed, and delete the adapter and the deployment."""
     before = team.get("secret", "d-control")["data"]
     with cluster.operator(documents, [NEW, OLD]) as operator:
         operator.eventually(lambda: team.get("secret", "d-control")["data"] != before)
@@ -161,7 +161,7 @@ def test_every_right_of_the_role_is_used_and_nothing_else_is_asked_for(cluster: 
     assert usage.refused == []
     used = set(usage.used)
     assert used - rights == set(), "allowed by something else than the chart's role"
-    # Never a request by itself: the next test shows what asks for it.
+    # No request needs this right by itself; the next test shows the check that does.
     assert rights - used == {BY_ADMISSION}
     assert documented() == rights, "the table of docs/security.md"
 
@@ -175,7 +175,7 @@ def test_the_documented_rights_are_those_of_the_chart_and_say_what_a_patch_of_se
 
 
 def test_where_owner_references_are_checked_a_child_takes_the_right_to_its_owners_finalizers(cluster: AuditedApiserver) -> None:
-    """OpenShift checks these references; this server does too."""
+    """OpenShift checks owner references by admission; this API server is set to do so too."""
     documents = copy.deepcopy(cluster.rendered(fullnameOverride="poor", watchNamespaces=[TEAM]))
     role = role_of_objects(documents)
     role["rules"] = [rule for rule in role["rules"] if BY_ADMISSION.resource not in rule["resources"]]
@@ -204,7 +204,9 @@ def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(clus
 
 
 def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_when_they_are_back(cluster: AuditedApiserver) -> None:
-    """The binding goes and comes, as with a namespace that is deleted and made again. This server could not empty one."""
+    """The test removes and restores the binding, as happens when a namespace is deleted and made again. This server cannot empty a
+    namespace.
+    """
     documents = cluster.rendered(fullnameOverride="two", watchNamespaces=[TEAM, SECOND])
     cluster.namespace(SECOND)
     cluster.give_rights(documents)
@@ -226,7 +228,7 @@ def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_w
 
 
 def notes_of(cluster: AuditedApiserver, reason: str) -> str:
-    """The messages of Events in the operator's own namespace."""
+    """Return the Events with this reason in the operator's own namespace, as YAML."""
     return cluster.kubectl("--namespace", NAMESPACE, "get", "events", "--field-selector", f"reason={reason}", "--output=yaml")
 
 
@@ -251,7 +253,7 @@ PEOPLE = [
 
 @pytest.fixture(scope="module")
 def people(cluster: AuditedApiserver) -> Callable[[str], str]:
-    """A user of this role in the team's namespace, by the role's name."""
+    """Provide a function that returns the user who has a role in the team's namespace."""
     documents = cluster.rendered(fullnameOverride="people")
     cluster.give_rights([one for one in documents if one["kind"] == "ClusterRole"])
     group = "rbac.authorization.k8s.io"

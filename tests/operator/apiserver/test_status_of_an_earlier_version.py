@@ -15,7 +15,7 @@ from tools.devcluster.apiserver import apiserver
 
 pytestmark = pytest.mark.apiserver
 NAMESPACE = "upgraded"
-# Property by property of a status: as it is now, and as commit 3e8db6b had it.
+# Status properties by their name today, with their name in commit 3e8db6b.
 EARLIER = {
     "replicaStates": "groups",
     "replicaStatesTruncated": "groupsTruncated",
@@ -40,7 +40,7 @@ WRITTEN: dict[Kind, list[dict[str, Any]]] = {
 
 
 def earlier(crd: dict[str, Any]) -> dict[str, Any]:
-    """A kind whose status has the earlier names."""
+    """Change a CRD to the status names of the earlier version and return it."""
     kind = crd["spec"]["names"]["kind"]
     for version in crd["spec"]["versions"]:
         status = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]

@@ -20,7 +20,7 @@ TIMING = Timing()
 
 
 class Member:
-    """A process that takes part. The wall clock may be anything."""
+    """A process that takes part in the election. The wall clock may be off by any offset."""
 
     def __init__(self, server: FakeLeases, identity: str, *, wall_offset: timedelta = timedelta(), chance: float = 0.5) -> None:
         self.client = server.client()
@@ -60,7 +60,7 @@ async def until(look: Callable[[], bool], within_s: float = 60.0) -> float:
 
 
 async def pair(server: FakeLeases) -> tuple[Member, Member]:
-    """The first one leads; the other one's wall clock is a year behind."""
+    """Return two members: the first leads, and the other one's wall clock is a year behind."""
     one = Member(server, "one")
     await until(lambda: one.leads)
     two = Member(server, "two", wall_offset=timedelta(days=-365))
@@ -103,7 +103,7 @@ async def test_a_leader_that_hears_nothing_closes_its_gate_after_ten_seconds_and
 
 
 async def test_a_leader_whose_renewals_are_done_and_never_answered_leads_on_but_for_moments() -> None:
-    """It would renew its Lease and not know it, and nobody else would ever lead."""
+    """Otherwise it would go on renewing its Lease without knowing it, and nobody else could ever lead."""
     server = FakeLeases()
     one, two = await pair(server)
     one.client.loses_answers = True

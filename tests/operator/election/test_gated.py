@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of the two ports that changes anything is left out of the gate."""
+"""The gate of a follower covers every call of the two ports that changes anything."""
 
 import asyncio
 import inspect
@@ -17,7 +17,7 @@ READS = {"get", "list", "adapter_versions", "look_up"}
 
 
 class Port:
-    """Answers everything, and notes what it was asked for. Not real."""
+    """A stand-in for a port: it answers every call and notes its name."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -36,7 +36,7 @@ def methods(protocol: type) -> list[str]:
 
 
 async def call(port: object, protocol: type, name: str) -> None:
-    """With as many arguments as it takes."""
+    """Call this method with None for each of its parameters."""
     parameters = list(inspect.signature(getattr(protocol, name)).parameters.values())[1:]
     given = [None for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     await getattr(port, name)(*given, **{one.name: None for one in parameters if one.kind is one.KEYWORD_ONLY})

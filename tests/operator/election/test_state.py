@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The election on virtual time: several candidates with clocks of their own, and one Lease that behaves as the API server's does."""
+"""The election in virtual time: several candidates with clocks of their own, and one Lease that behaves as the API server's does."""
 
 import itertools
 
@@ -16,7 +16,7 @@ STEP_S = 0.5
 
 
 class Server:
-    """A Lease by its version; not real: everything else of an API server."""
+    """A Lease whose version is checked at each write. Nothing else of an API server is here."""
 
     def __init__(self) -> None:
         self.lease: Lease | None = None
@@ -24,7 +24,7 @@ class Server:
         self._numbers = itertools.count(1)
 
     def write(self, lease: Lease) -> Lease | None:
-        """None for a conflict."""
+        """Write the Lease and return it with its new version; return None for a conflict."""
         if (self.lease.version if self.lease is not None else "") != lease.version:
             return None
         number = str(next(self._numbers))
@@ -33,7 +33,7 @@ class Server:
 
 
 class Candidate:
-    """A process, whose clock began at another time and may run at another speed."""
+    """A process whose clock began at another time and may run at another speed."""
 
     def __init__(self, server: Server, identity: str, *, offset_s: float = 0.0, speed: float = 1.0) -> None:
         self._server = server
@@ -53,7 +53,7 @@ class Candidate:
         return self.state.leads(self.now, TIMING)
 
     def turn(self) -> bool:
-        """Look and bid; return whether it wrote."""
+        """Read the Lease and bid if a bid is due; return whether the bid was written."""
         if self.cut_off or self.stopped:
             return False
         self.state = look(self.state, self._server.lease, self.now)
@@ -76,7 +76,7 @@ class Play:
         self.epochs: list[int] = []
 
     def run(self, seconds: float) -> None:
-        """Half a second at a time; never do two lead."""
+        """Let all candidates take turns, half a second apart; assert that never two lead."""
         ends = self.server.now + seconds
         while self.server.now < ends:
             for one in self.candidates:
@@ -86,7 +86,7 @@ class Play:
             self.server.now += STEP_S
 
     def until(self, one: Candidate, within_s: float = 60.0) -> float:
-        """Seconds until it leads."""
+        """Run until a candidate leads and return the seconds that it took."""
         begun = self.server.now
         while not one.leads:
             self.run(STEP_S)
@@ -95,7 +95,7 @@ class Play:
 
 
 def pair(**second: float) -> tuple[Play, Candidate, Candidate]:
-    """The first one leads."""
+    """Return a play of two candidates in which the first leads, and both candidates."""
     server = Server()
     one, two = Candidate(server, "one"), Candidate(server, "two", **second)
     play = Play(one, two, server=server)

@@ -35,7 +35,7 @@ def deployed(**lora: Any) -> DiffusionDeployment:
 
 
 def made(name: str = "x", *, age: int = 0, status: dict[str, Any] | None = None, **spec: Any) -> LoRAAdapter:
-    """The older, the smaller its number."""
+    """Return an adapter; `age` is the second of its creation."""
     metadata = {"name": name, "namespace": "n", "uid": f"uid-{name}", "creationTimestamp": f"2026-01-01T00:00:{age:02}Z"}
     base = {"deploymentRef": {"name": "d"}, "source": {"path": "/loras/x"}}
     return msgspec.convert({"metadata": metadata, "spec": base | spec, "status": status or {}}, LoRAAdapter)
@@ -76,7 +76,6 @@ REFUSALS: list[tuple[str, LoRAAdapter, tuple[LoRAAdapter, ...], dict[str, Any], 
 
 @pytest.mark.parametrize(("adapter", "others", "lora", "reason", "words"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
 def test_refused_is(adapter: LoRAAdapter, others: tuple[LoRAAdapter, ...], lora: dict[str, Any], reason: str, words: list[str]) -> None:
-    """RA8, RA9, RA10."""
     decision = decided(adapter, *others, **lora)
     assert (decision.accepted, decision.reason, decision.desired) == (False, reason, None)
     assert [word for word in words if word not in decision.message] == []
@@ -152,7 +151,7 @@ def test_what_is_pinned_is_void_when_there_changes(spec: dict[str, Any], voids: 
 
 
 def test_what_only_a_replica_finds_out_overrules_and_the_adapter_stays_declared() -> None:
-    """RA8: undeclared it would be removed, and accepted again, and so on for ever."""
+    """An adapter that is not declared would be removed, accepted again, and so on for ever."""
     decision = decided(made())
     found = overruled(decision, [WireError(code="NetworkError"), WireError(code="RankTooLarge", message="rank 128, at most 64")])
     assert (found.accepted, found.reason, found.message) == (False, "RankTooLarge", "rank 128, at most 64")

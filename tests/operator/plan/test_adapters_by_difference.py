@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning adapters by difference comes to what planning from nothing does, whatever changes, and looks only at what did."""
+"""Planning adapters by difference gives the same plan as planning from nothing, and looks only at adapters that changed."""
 
 import random
 from collections.abc import Callable
@@ -85,13 +85,13 @@ class World:
             self.adapters[name] = msgspec.structs.replace(one, status=adapter_status(one, view, now=self.now))
 
     def read_again(self, dice: random.Random) -> None:
-        """It says the same, as another object."""
+        """Replace an adapter by an equal object, as a listing does."""
         name = dice.choice(NAMES)
         if (one := self.adapters.get(name)) is not None:
             self.adapters[name] = msgspec.structs.replace(one)
 
     def say(self, dice: random.Random) -> None:
-        """A replica says something else of a name, or nothing any more."""
+        """Change or drop a replica's report of one adapter."""
         place, name = dice.randrange(2), dice.choice(NAMES)
         path, state = dice.choice(PATHS), dice.choice([one for one in RecordState if isinstance(one, RecordState)])
         record = msgspec.convert({"name": name, "state": state.value, "source": {"path": path}}, AdapterRecord)
@@ -106,7 +106,7 @@ class World:
         self.said[place] = merged(self.said[place], msgspec.structs.replace(self.said[place], adapters=adapters))
 
     def obey(self, dice: random.Random) -> None:
-        """A replica has what it was asked for."""
+        """Let a replica report most of the adapters that the plan asks it for."""
         place = dice.randrange(2)
         rows = [one for one in self.plan.rows.values() if one.desired is not None]
         kept = {one.name: one for one in self.said[place].adapters}
@@ -181,7 +181,7 @@ class World:
         return plan_deployment(self.observed(self.news), self.now, self.plan)
 
     def from_nothing(self) -> DeploymentPlan:
-        """Given the attempts, which no observation tells."""
+        """Plan without the last plan; attempts are passed because no observation contains them."""
         return plan_deployment(self.observed(attempts_of(self.plan) | self.news), self.now)
 
 
@@ -231,7 +231,7 @@ def test_a_plan_by_difference_is_the_plan_from_nothing(happened: list[tuple[int,
 
 
 def crowd(count: int) -> World:
-    """Replicas that have all of so many adapters."""
+    """Return a world whose two replicas have loaded this many adapters."""
     world = World()
     world.spec["lora"] = {"maxCached": count}
     world.awake = True
@@ -248,7 +248,7 @@ def loaded(name: str, path: str, **more: Any) -> AdapterRecord:
 
 
 def other_rows(before: AdapterPlan, after: AdapterPlan) -> list[str]:
-    """UIDs of adapters that were looked at again."""
+    """Return the UIDs of adapters whose row was planned again."""
     return [uid for uid, one in after.rows.items() if before.rows.get(uid) is not one]
 
 
@@ -311,7 +311,7 @@ def test_of_a_state_that_says_something_else_of_one_adapter_the_others_keep_thei
 
 
 def test_the_time_of_the_last_request_is_the_one_of_the_look_that_brought_it() -> None:
-    """A record that nothing changes is the same object for hours, with the age that it had when it came."""
+    """A record that does not change stays the same object for hours, and its age dates from the look that brought it."""
     world = crowd(1)
     used = loaded("a0", "/loras/0", requestsTotal=4, lastRequestAgeSeconds=10)
     world.said[0] = msgspec.structs.replace(world.said[0], adapters=(used,))

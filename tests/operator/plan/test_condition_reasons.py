@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every reason that a condition of either kind can have has a line in the troubleshooting page, under its condition; no other has."""
+"""The troubleshooting page explains every reason that a condition can have, under its condition, and no other reason."""
 
 import re
 from collections import defaultdict
@@ -14,7 +14,7 @@ from support.operator.condition_reasons import PROBLEM, problems, reasons_of, re
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
 REASONS = reasons_of(
-    # Reasons that no reader of the source can follow: the words of a decision, and of a worker's code.
+    # Reasons that cannot be read from the source: they come from a decision or from a worker's code.
     {
         "view.decision.reason": {acceptance.Decision.__struct_defaults__[0], *DEPLOYMENT_REASONS, *returned(acceptance)},
         "_source_error(view)": set(SOURCE_REASONS.values()),
@@ -26,7 +26,7 @@ CASES = [pytest.param(kind, type_, id=f"{kind}-{type_}") for kind, types in KIND
 
 
 def explained(kind: str) -> dict[str, set[str]]:
-    """First cells of the tables of a kind, by the condition that the line before the table speaks of."""
+    """Return the reasons that the page's tables of a kind explain, by condition; the line before a table names its condition."""
     section = PAGE.read_text().partition(f"\n## {kind}")[2].partition("\n## ")[0]
     found: dict[str, set[str]] = defaultdict(set)
     type_ = "Ready"

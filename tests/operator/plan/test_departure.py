@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last steps of a replica that is to go (T11): unrouted, drained through its control port, then deleted."""
+"""The last steps of a replica that is removed: unrouted, drained through its control port, then deleted."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,7 +20,7 @@ ASLEEP = says(WorkerPhase.ASLEEP, draining=False)
 BUSY = says(WorkerPhase.READY, draining=False, in_flight=1)
 QUEUED = says(WorkerPhase.READY, draining=False, queued=1)
 HELD = says(WorkerPhase.ASLEEP, draining=False, held=HeldReport(current=1))
-OLD = says(WorkerPhase.READY, in_flight=1)  # a worker of the first version
+OLD = says(WorkerPhase.READY, in_flight=1)  # a worker of the first version reports no draining
 DRAINS = says(WorkerPhase.TERMINATING, draining=True, in_flight=1)
 DRAINED = says(WorkerPhase.TERMINATING, draining=True)
 LATE = says(WorkerPhase.TERMINATING, draining=True, in_flight=1, state_age_seconds=315.0)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model version that replicas must serve, by tables and lives: pinned once, passed to the next, and the reason without
-one."""
+"""The model version that replicas must serve, by tables and lives: pinned once, passed to the next, and the reason if there is none."""
 
 from datetime import timedelta
 from typing import Any
@@ -40,7 +39,7 @@ def missing(code: str) -> Any:
 def resolved(
     *reports: Any, source: dict[str, Any] = HUB, pinned: ModelStatus | None = None, image: str = "worker:1", **facts: Any
 ) -> Resolution:
-    """Replicas by their state documents; None for one that does not answer. `facts` are about every pod."""
+    """Resolve the model from the replicas' state documents; None is a replica that does not answer, `facts` go to every pod."""
     document = made(model={"source": source})
     template = template_of(document, default_image=image)
     if pinned is not None:
@@ -179,7 +178,7 @@ def test_the_code_in_a_workers_last_words(words: str, code: str | None) -> None:
 
 
 async def started(replicas: int, *revisions: str, **spec: Any) -> Rig:
-    """Replicas that found these states of the source."""
+    """Start replicas that found these revisions of the source, one each."""
     rig = Rig()
     rig.cluster.put(deployment(replicas=replicas, model={"source": HUB}, **spec))
     await rig.run()
@@ -261,7 +260,7 @@ async def test_a_pin_survives_an_operator_and_a_lost_configmap() -> None:
 
 
 async def test_a_source_that_is_gone_stops_new_replicas_and_none_that_runs() -> None:
-    """RF12"""
+    """Running replicas have the model in memory; only a new one needs its source."""
     rig = await started(1, "a")
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
     await rig.run()
@@ -279,7 +278,7 @@ async def test_a_source_that_is_gone_stops_new_replicas_and_none_that_runs() -> 
 
 
 async def test_a_users_secret_that_is_missing_is_shown_while_the_worker_waits_for_it() -> None:
-    """RF27"""
+    """A missing Secret of a user keeps new workers waiting and stops nothing that runs."""
     rig = await started(2, "a")
     missing_secret = WireError(code="SecretMissing", message="model: there is no Secret 'hub'", retryable=True)
     worker = rig.start("d-1-0", phase=WorkerPhase.STARTING, failure=missing_secret, load=LoadReport(stage="Fetching"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pods that an earlier object of the name left behind (T5): which of them are adopted, and how the others are replaced."""
+"""Pods that an earlier object of the same name left behind: some are adopted, and the others are replaced."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,7 +26,7 @@ def orphan(index: int = 0, **facts: Any) -> Pod:
 def plan(
     *pods: Pod, states: dict[int, WorkerState | None] | None = None, status: Any = None, tried: bool = True, **spec: Any
 ) -> DeploymentPlan:
-    """`tried`: the API server would make a pod of the template."""
+    """Plan a deployment with these pods; `tried` says that a dry run accepted the template."""
     polls = {one.uid: Poll(state=(states or {}).get(one.index, worker()), failures=0) for one in pods if one.container.running}
     trial = TemplateTrial(revision=REVISION, generation=3, answer=Answer.FINE, tried_at=NOW, since=NOW) if tried else None
     deployment = made(status, **spec)

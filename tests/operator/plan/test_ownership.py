@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T3: whose an object with the name of a child is, which decides every write, and the patches that follow from it."""
+"""The owner of an object that has the name of a child: it decides every write, and the patches that follow."""
 
 from datetime import UTC, datetime
 from typing import Any

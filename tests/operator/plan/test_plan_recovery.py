@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handling of failing replicas, by tables; rows of the fault table are named by their number."""
+"""Handling of failing replicas, by tables."""
 
 from datetime import timedelta
 from typing import Any
@@ -30,7 +30,7 @@ REJECTED = EVICTED | {"finished_message": "UnexpectedAdmissionError: no healthy 
 
 
 def down(restarts: int, ended: Exit = DIED) -> dict[str, Any]:
-    """Waits for the kubelet's next try."""
+    """Return the facts of a pod whose container waits for the kubelet's next restart."""
     return {"ready": False, "container": Container(restarts=restarts, waiting_reason="CrashLoopBackOff", last_exit=ended)}
 
 
@@ -41,7 +41,7 @@ def up(restarts: int, ended: Exit = DIED) -> dict[str, Any]:
 def recorded(
     failures: int = 0, *, pod: str = "d-0-0", restarts: int = 0, age_s: float = 60.0, next_in_s: float | None = None, **more: Any
 ) -> dict[str, Any]:
-    """The replica in the status of the last pass."""
+    """Return the status entry of a replica, as the last pass wrote it."""
     group: dict[str, Any] = {"index": 0, "state": "Failed", "leaderPod": pod, "incarnation": 0, "restarts": restarts, "revision": REVISION}
     if failures:
         group |= {"failures": failures, "failingSince": (NOW - timedelta(seconds=age_s)).isoformat()}
@@ -58,7 +58,7 @@ def seen(found: Pod, before: dict[str, Any] | None, poll: Poll | None = None, ot
     return plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=(found, *others), polls=polls), NOW)
 
 
-# name, the pod, the record, failures, seconds to the new pod or None, does it go now
+# name, the pod, the record, failures, seconds to the new pod or None, whether it is deleted now
 LIVES: list[tuple[str, Pod, dict[str, Any] | None, int | None, float | None, bool]] = [
     ("RF1: an end in place is the kubelet's", pod(**down(0)), recorded(), None, None, False),
     ("RF1: counted when it runs again", pod(**up(1)), recorded(), 1, None, False),
@@ -214,7 +214,7 @@ SILENT = Poll(state=READY, failures=99, failing_for=timedelta(minutes=5), error=
 SHORT = Poll(state=READY, failures=99, failing_for=timedelta(seconds=299), error="no answer")
 OTHER = (pod(1, routable=True),)
 LOST = {"ready": False, "lost": True, "routable": True}
-# name, the pod, what its worker said, others, given up
+# name, the pod, its worker's report, other pods, whether the pod is replaced
 GIVEN_UP: list[tuple[str, Pod, Poll, tuple[Pod, ...], bool]] = [
     ("RF3: ranks start again", pod(), Poll(state=restarting(119)), (), False),
     ("RF3: they do not come up", pod(), Poll(state=restarting(120)), (), True),

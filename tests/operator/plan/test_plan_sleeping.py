@@ -27,7 +27,7 @@ from support.operator.plan_builders import NOW, made, planned, pod, says
 
 IDLE_S, MIN_AWAKE_S = 300, 60
 DECIDING = {"policy": "OnIdle"}
-"""With the defaults: 300 s without a request, 60 s awake at least."""
+"""The spec's sleep with its defaults: 300 s without a request, 60 s awake at least."""
 
 
 def op(kind: str, identity: str, code: str | None = None) -> Operation:
@@ -35,7 +35,7 @@ def op(kind: str, identity: str, code: str | None = None) -> Operation:
 
 
 def calls(plan: DeploymentPlan) -> list[str]:
-    """`sleep 0`, `wake 1`: the kind and the replica."""
+    """Return the planned calls as `sleep 0` or `wake 1`: the kind and the replica."""
     found = [call for call in plan.calls if isinstance(call, SleepWorker | WakeWorker)]
     return [f"{'sleep' if isinstance(call, SleepWorker) else 'wake'} {call.worker.pod_uid.split('-')[1]}" for call in found]
 
@@ -46,7 +46,7 @@ FAILED_SLEEP = op("sleep", "sleep-3-1-aa", "Timeout")
 
 
 def told(state: WorkerState, policy: SleepPolicy = SleepPolicy.ASLEEP) -> WorkerState:
-    """It knows the policy."""
+    """Return the state of a worker that has this policy already."""
     return msgspec.structs.replace(state, policy=policy)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica that has to go ends with an exit code and a failed pod, and has not failed. No Event is without a reason."""
+"""A replica that is removed ends with an exit code and a failed pod, and does not count as failed. Every Event has a reason."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +73,7 @@ def test_what_the_kubelet_ends_of_itself_is_no_order_to_go(reason: str, told: bo
 
 @dataclass
 class Going:
-    """Pods that take a moment to go, as the kubelet ends them."""
+    """A rig whose kubelet takes a moment to end a deleted pod."""
 
     rig: Rig
 

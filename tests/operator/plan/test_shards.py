@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shards of a deployment's adapters: where each is, what fits, who is refused, and what is taken over from the pass before."""
+"""The shards of a deployment's adapters: their contents, the limit of their size, the refused adapters, and those of the pass before."""
 
 import gzip
 import hashlib
@@ -62,7 +62,7 @@ def after_refusals(adapters: Sequence[DesiredAdapter], shards: Shards) -> list[D
 
 
 def names(shards: Shards) -> dict[int, list[str]]:
-    """Adapters in the files, by shard."""
+    """Return the names of the adapters in each shard's file, by shard."""
     return {shard.number: [each["name"] for each in json.loads(gzip.decompress(shard.content))["adapters"]] for shard in shards.shards}
 
 
@@ -153,7 +153,7 @@ def test_the_size_of_an_entry_of_the_list_is_not_underestimated() -> None:
 
 
 def test_twenty_thousand_adapters_fit_with_room_for_what_is_to_come() -> None:
-    """With a digest and a commit each, which no compression shortens."""
+    """Each has a digest and a commit, which no compression shortens."""
     adapters = []
     for number in range(20_000):
         digest, commit = (hashlib.sha256(f"{what} {number}".encode()).hexdigest() for what in ("digest", "commit"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RF30: a status is never too large for etcd, and says so where it leaves something out."""
+"""A status is never too large for etcd, and says so if it leaves details out."""
 
 import msgspec
 import pytest

@@ -16,17 +16,17 @@ ASLEEP, WAKING = says(WorkerPhase.ASLEEP), says(WorkerPhase.WAKING)
 
 
 def ended(kind: str, code: str, phase: WorkerPhase) -> WorkerState:
-    """After an operation that failed."""
+    """Return the state of a worker whose last operation failed with this code."""
     return says(phase, last_operation=Operation(operation_id="o", kind=kind, error=WireError(code=code, message="why")))
 
 
 def given_up(kind: str, code: str) -> WorkerState:
-    """The ranks start again because an operation failed, which is not over before they have."""
+    """Return the state of a worker whose ranks restart after a failed operation; the operation is still under way."""
     return says(WorkerPhase.RESTARTING, operation=Operation(operation_id="o", kind=kind), failure=WireError(code=code, message="why"))
 
 
 def told(*states: WorkerState, ready: bool = True, **spec: Any) -> dict[str, str]:
-    """Status and reason by condition."""
+    """Return each condition's status and reason, by its type."""
     plan = planned(*(pod(index, ready=ready) for index in range(len(states))), states=dict(enumerate(states)), **spec)
     return {one.type: f"{one.status.value} {one.reason}" for one in plan.status.conditions}
 

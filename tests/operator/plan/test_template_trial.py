@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A changed template is tried by a dry run before an old replica goes for it, and one that is refused takes nothing away."""
+"""A changed template is tried by a dry run before an old replica is removed for it. A refused template removes nothing."""
 
 from datetime import timedelta
 from typing import Any
@@ -56,7 +56,7 @@ def tried(
 
 
 def looked(trial: TemplateTrial | None, *, revision: str = "old-1", status: dict[str, Any] | None = None, **spec: Any) -> DeploymentPlan:
-    """At two replicas of an older template that serve."""
+    """Plan a deployment with two serving replicas of an older template."""
     pods = tuple(pod(index, revision=revision, routable=True) for index in range(2))
     polls = {one.uid: Poll(state=READY) for one in pods}
     deployment = made(status, **({"replicas": 2} | spec))
@@ -64,7 +64,7 @@ def looked(trial: TemplateTrial | None, *, revision: str = "old-1", status: dict
 
 
 def retired(plan: DeploymentPlan) -> bool:
-    """Unrouting comes before deleting."""
+    """Return whether the plan removes a replica; unrouting comes before deleting."""
     return bool([one for one in plan.pods if not isinstance(one, CreatePod)])
 
 
@@ -118,7 +118,7 @@ def test_a_refused_template_does_not_keep_replicas_from_being_fewer() -> None:
 
 
 def refused(rig: Rig, error: ClusterError, *, value: str = "bad") -> None:
-    """The API server makes no pod whose first variable has this value."""
+    """Let the API server refuse each pod whose container has the variable A with this value."""
 
     def judge(_verb: str, manifest: dict[str, Any]) -> ClusterError | None:
         containers = manifest["spec"]["containers"] if manifest["kind"] == POD.kind else []
@@ -132,7 +132,7 @@ def edit(rig: Rig, value: str, **more: Any) -> None:
 
 
 async def follow(rig: Rig, seconds: int = 20) -> None:
-    """With a kubelet that starts what was made."""
+    """Run passes with a kubelet that starts each new pod."""
     for _ in range(seconds):
         await rig.run(1)
         rig.start_all()

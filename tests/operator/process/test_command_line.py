@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`diffusion-operator run`: what it refuses, before anything is started, and what it starts with."""
+"""`diffusion-operator run`: options that it refuses before anything is started, and its settings at the start."""
 
 import itertools
 from pathlib import Path
@@ -110,7 +110,7 @@ def test_only_event_handlers_are_registered_one_for_each_kind_that_users_write()
 
 
 def test_t8_a_watch_that_is_refused_never_ends_the_operator() -> None:
-    """kopf ends after the last pause."""
+    """kopf ends when the pauses between its attempts run out, so there is always another one."""
     backoffs = build_kopf_settings().networking.error_backoffs
     for _ in range(2):
         pauses = list(itertools.islice(backoffs, 1000))  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T10's first upgrade: an operator from before the election runs beside a new one, for longer than it ever should.
+"""An operator from before the election runs beside a new one, for longer than it ever should (fault 81).
 
 Real: the API server, the program of commit 3e8db6b and today's. Not real: the kubelet and its workers, which are FakeKubelet.
 """
@@ -23,9 +23,9 @@ from tools.release.upgrades import UPGRADES_FROM
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
 NAMES = ("first", "second", "third")
 BESIDE_S = 35.0
-"""Two claims of each object that the earlier operator overwrites."""
+"""Time for two claims of each object that the earlier operator overwrites."""
 MOST_WRITES = 60
-"""For six objects: each claim, with what the earlier operator makes of it."""
+"""The limit for six objects: each claim, and the writes by which the earlier operator answers it."""
 
 
 @pytest.fixture(scope="module")

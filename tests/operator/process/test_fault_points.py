@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RF5 and RF6 in virtual time: an operator that dies anywhere, or two at once, bring about what one that lives would have.
+"""An operator that dies anywhere, or two at once, reach the same end as one that lives, in virtual time.
 
-The places where it dies are found by telling the story once without a death.
+A first telling of the story, without a death, finds the places where the operator can die.
 """
 
 import random
@@ -11,14 +11,14 @@ import pytest
 
 from support.operator.story import Teller, Told
 
-# After a death nothing recalls these unreported events: a deleted adapter, and a child that another client changed.
+# An operator that died forgets these Events before it writes them: a deleted adapter, and a child that another client changed.
 MAY_BE_LOST = {"AdapterUnloaded", "Repaired"}
 DEATHS_IN_A_ROW = 20
 OVERLAPS = 8
 
 
 async def undisturbed() -> tuple[Told, list[str]]:
-    """Return the undisturbed story, and its places."""
+    """Return the story without a death, and the places that it passed."""
     teller = Teller()
     return await teller.tell(), teller.points.passed
 

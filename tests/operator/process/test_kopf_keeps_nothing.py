@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kopf brings events, and nothing of an event outlives its handler: there may be ten thousand objects.
+"""kopf brings events, and nothing of an event outlives its handler, because there may be ten thousand objects.
 
-Real: the process's handler, its store and its queue; kopf's notes of objects. Not real: kopf itself, whose context variable is the test's.
+Real: the process's handler, its store and its queue; kopf's notes of objects. Not real: kopf itself, whose context variable the test sets.
 """
 
 import asyncio

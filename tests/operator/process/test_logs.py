@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of the log: in JSON each says what object and what operation it is about; plain ones stay as they are read."""
+"""Lines of the log: a JSON line names its object and operation; a plain line stays as it is."""
 
 import asyncio
 import io
@@ -20,7 +20,7 @@ KEY = Key("DiffusionDeployment", "art", "sdxl")
 
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
-    """The root logger, put back as it was."""
+    """Provide the root logger and restore its handlers and level afterwards."""
     found = logging.getLogger()
     handlers, level = list(found.handlers), found.level
     yield found
@@ -29,7 +29,7 @@ def root() -> Iterator[logging.Logger]:
 
 
 async def lines_of_a_failing_pass(log_format: str, root: logging.Logger) -> list[str]:
-    """And one line that is about no object."""
+    """Return the lines that a failing pass logs, and after them a line that is about no object."""
     root.handlers.clear()
     configure_logs(log_format)
     output = io.StringIO()

@@ -55,7 +55,7 @@ async def test_every_metric_of_the_operator_has_its_line_in_the_docs() -> None:
     finally:
         for collector in collectors:
             REGISTRY.unregister(collector)
-    # The client library adds when each series began.
+    # The client library adds the time at which each series began.
     names = {name for name in re.findall(r"^# TYPE diffusion_operator_(\w+) ", text, re.MULTILINE) if not name.endswith("_created")}
     lines = [line.partition(":")[0] for line in page.splitlines() if line.startswith("- `")]
     assert {name for line in lines for name in re.findall(r"`(\w+)(?:\{[\w,]+\})?`", line)} == names

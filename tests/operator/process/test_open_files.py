@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limit of open files is raised at the start, and too low a one is an error that says what is expected."""
+"""The operator raises its limit of open files at the start; a limit that is too low is an error that names the expected one."""
 
 import logging
 import resource

@@ -22,7 +22,7 @@ from support.soak.operator_sequences import run_sequences
 from support.soak.operator_truth import untrue
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
-# The leader is killed first, and then ended.
+# With this seed the leader is first killed and then ended.
 SEED_OF_DEATHS = 4
 EDITS, EDITS_WITHIN_S, EDITORS = 300, 30.0, 8
 MIB = 2**20
@@ -101,7 +101,7 @@ async def test_of_a_storm_of_edits_the_last_one_counts_and_few_writes_are_made(
 
 
 async def _edit_as_fast_as_the_api_allows(client: RestClient, namespace: str) -> int:
-    """Edit by several clients at once, and return how often; on a machine that is busy otherwise it is fewer."""
+    """Edit by several clients at once until all edits or the time are used up; return the number of edits."""
     ends, numbers, made = time.monotonic() + EDITS_WITHIN_S, iter(range(1, EDITS + 1)), []
 
     async def edit() -> None:

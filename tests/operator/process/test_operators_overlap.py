@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T25 and RF6 with real processes: two releases of the operator over the same objects, each with another image, while people edit them."""
+"""Two releases of the operator over the same objects, as real processes, each with another image, while people edit them (fault 82)."""
 
 import asyncio
 from collections import Counter
@@ -20,7 +20,7 @@ QUIET_S = 6.0
 
 
 def release(name: str) -> tuple[str, ...]:
-    """Return the command line's part that makes an operator one of this release."""
+    """Return the options that make an operator part of this release."""
     return ("--all-namespaces", "--lease-namespace=default", f"--lease-name={name}", f"--identity={name}-0")
 
 
@@ -38,7 +38,7 @@ async def test_t25_a_second_release_steps_back_from_what_the_first_manages_and_t
             sequences = [Sequence(client, kubelet, name, Random(name), Counter()) for name in names]
             await asyncio.gather(*(one.play() for one in sequences))
             assert [wrong for found in await asyncio.gather(*(one.settle() for one in sequences)) for wrong in found] == []
-            await asyncio.sleep(QUIET_S)  # for what is still on its way
+            await asyncio.sleep(QUIET_S)  # let pending work end
             writes = status_writes(first) + status_writes(second)
             await asyncio.sleep(QUIET_S)
             assert status_writes(first) + status_writes(second) - writes <= 2, "neither takes back what the other wrote"

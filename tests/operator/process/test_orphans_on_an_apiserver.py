@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5 with a real API server and the operator's program: a deployment that was deleted with `--cascade=orphan` and made again.
+"""A deployment that was deleted with `--cascade=orphan` and made again, on a real API server with the operator's program (fault 51).
 
 Not real: the kubelet, its workers, and the garbage collector.
 """
@@ -34,7 +34,7 @@ class There:
         return str(found["metadata"]["uid"])
 
     async def unsettled(self, pods: dict[str, str]) -> list[str]:
-        """Compare with these pods, by name, each with its UID if one is given, all owned by the deployment, routed and serving."""
+        """Return the differences from these pods: names to UIDs, or to "" for any UID. All must be owned, routed and serving."""
         uid, wrong = await self.uid(), []
         found = {one["metadata"]["name"]: one["metadata"] for one in await self._client.list(POD, SPACE)}
         wrong += [f"pods are {sorted(found)}"] if found.keys() != pods.keys() else []
@@ -51,7 +51,7 @@ class There:
         return sorted(one["message"] for one in await self._client.list(EVENT, SPACE) if one["reason"] == reason)
 
     async def unnoted(self, reason: str, *beginnings: str) -> list[str]:
-        """Return the Events of this reason unless there is one for each beginning: they are written after the status."""
+        """Return the Events of a reason unless they begin as given, one for each; Events are written after the status."""
         notes = await self.notes(reason)
         as_expected = len(notes) == len(beginnings) and all(map(str.startswith, notes, beginnings))
         return [] if as_expected else notes or [f"no Event {reason}"]
@@ -60,7 +60,7 @@ class There:
         return {one["metadata"]["name"]: one["metadata"]["uid"] for one in await self._client.list(POD, SPACE)}
 
     async def owners(self) -> set[str]:
-        """UIDs of the owners of all children."""
+        """Return the UIDs of the owners of all children."""
         kinds = (SECRET, CONFIG_MAP, SERVICE, NETWORK_POLICY)
         children = [one for kind in kinds for one in await self._client.list(kind, SPACE)]
         return {owner["uid"] for one in children for owner in one["metadata"].get("ownerReferences", ())}

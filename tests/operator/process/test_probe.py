@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The liveness probe fails where only a new process helps. Real: the process's probe. Not real: the tasks, of which one ends."""
+"""The liveness probe fails only where a new process helps. Real: the process's probe. Not real: the tasks, of which one ends."""
 
 import asyncio
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that fail, through real reconciles in virtual time: from the first end to the new pod, or to the verdict."""
+"""Replicas that fail, through real reconciles in virtual time: from the first end to the new pod, or to giving up."""
 
 from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import WireError, WorkerPhase
@@ -12,7 +12,7 @@ def dies(rig: Rig, pod: str, *, restarts: int, code: int = 70, message: str = "r
 
 
 async def loops(rig: Rig, pod: str, times: int, *, code: int = 70) -> None:
-    """End a container and restart it in place, so many times; then it waits for the next try."""
+    """Let a container end and restart in place this many times, and then wait for its next restart."""
     for count in range(1, times + 1):
         ended = {"exitCode": code, "reason": "Error", "message": "rank 1 died", "finishedAt": "2026-01-01T00:00:00Z"}
         rig.cluster.running(pod, "10.9.9.9", restarts=count, last=ended)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts through real reconciles in virtual time: what they promise at every instant, and that they end."""
+"""Rollouts through real reconciles in virtual time: their promises hold at every instant, and they end."""
 
 import asyncio
 from typing import Any

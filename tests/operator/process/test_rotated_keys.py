@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RF10 with real processes: the operator's key is rotated again and again and its program restarted, while replicas are sent to sleep,
-woken and told of adapters. Workers ask for the token that a kubelet brought them, some time after the Secret has another.
+"""The operator's key is rotated again and again and its program restarted, with real processes.
+
+Meanwhile replicas sleep and wake and adapters come and go. A worker asks for the token that its kubelet brought, which is older than the
+Secret's for a time.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ LOOKS_EVERY_S = 0.1
 
 
 class Tokens:
-    """Brings each container the token of the Secret: a new one at once, one that runs some time later."""
+    """A kubelet's part for tokens: a new container gets the Secret's token at once, a running one some time after a change."""
 
     def __init__(self, client: RestClient, kubelet: FakeKubelet, namespace: str) -> None:
         self._client = client
@@ -34,7 +36,7 @@ class Tokens:
 
     @asynccontextmanager
     async def brought(self) -> AsyncIterator[None]:
-        """While this lasts."""
+        """Bring tokens while the context lasts."""
         task = asyncio.create_task(self._run())
         try:
             yield
@@ -43,7 +45,7 @@ class Tokens:
             await asyncio.gather(task, return_exceptions=True)
 
     def late(self) -> list[str]:
-        """Containers that have another one."""
+        """Return the addresses of containers whose token is not the Secret's."""
         return [one.ip for one in self._kubelet.containers.values() if one.token != self._token]
 
     async def _run(self) -> None:

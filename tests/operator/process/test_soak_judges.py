@@ -91,7 +91,7 @@ async def test_a_stranger_that_was_touched_is_named(client: RestClient) -> None:
 @pytest.mark.apiserver
 @pytest.mark.slow
 async def test_a_status_that_claims_what_is_not_there_is_found(client: RestClient, kubelet: FakeKubelet) -> None:
-    """Nobody wrote it but this test: no operator runs."""
+    """The test alone writes this status: no operator runs."""
     await client.make_namespace("claimed")
     await client.create(DEPLOYMENT, "claimed", deployment())
     assert await overclaimed(client, kubelet, "claimed", ()) == ["the deployment is not observed"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RF8 and RF7 with real processes: the operator's program, a real API server, and between them a proxy that stops forwarding."""
+"""Watches that stall, and an API server that answers nothing, with the operator's program and a proxy that stops forwarding."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ RESYNC_S = 2.0
 DEAD_S = 4.0
 SILENT_S = 45.0
 KEPT = 20
-"""Connections stay open for a while for the next call, one for each concurrent pass. A leak would add one for each call."""
+"""Connections that may be open afterwards: each concurrent pass keeps one for its next call. A leak would add one for each call."""
 KINDS = ("DiffusionDeployment", "LoRAAdapter", "Pod", "Service")
 
 
@@ -34,7 +34,7 @@ def proxy(kubeconfig: Path) -> Iterator[StallingProxy]:
 
 
 async def stalled_s(operator: OperatorProcess) -> dict[str, float]:
-    """Return the seconds by kind, for stalled watches alone."""
+    """Return the seconds of stalled watches by kind; a kind whose watch is well is left out."""
     found = await asyncio.to_thread(operator.metrics)
     name = 'diffusion_operator_watch_stalled_seconds{kind="'
     counted = {key.removeprefix(name).removesuffix('"}'): value for key, value in found.items() if key.startswith(name)}
@@ -47,7 +47,7 @@ async def health(operator: OperatorProcess) -> int:
 
 
 async def until_health(operator: OperatorProcess, expected: int) -> None:
-    """kopf keeps an answer for ten seconds."""
+    """Wait for a status of the liveness probe; kopf keeps an answer for ten seconds."""
 
     async def other() -> int:
         found = await health(operator)
@@ -59,7 +59,7 @@ async def until_health(operator: OperatorProcess, expected: int) -> None:
 async def test_rf8_watches_that_stall_are_opened_anew_and_tell_what_changed_came_and_went_meanwhile(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """All within the time after which a watch without even a bookmark counts as stalled, which is waited out."""
+    """No listing helps here: watches are opened again when they brought nothing, not even a bookmark, for their time limit."""
     names = ("edited", "deleted", "made", "bereft")
     there = Namespaces(client, kubelet, *names)
     await there.make()
@@ -97,7 +97,7 @@ async def test_rf8_watches_that_stall_are_opened_anew_and_tell_what_changed_came
 async def test_rf8_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_stalled_fails_the_probe_until_it_tells_again(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """With listings every two seconds, so that they come before a watch is opened again."""
+    """Listings come every two seconds here, so before a watch is opened again."""
     there = Namespaces(client, kubelet, "listed")
     await there.make()
     with running(tmp_path, proxy.kubeconfig(tmp_path), control_port=kubelet.port, resync_s=RESYNC_S, watch_dead_s=DEAD_S) as operator:
@@ -130,7 +130,7 @@ async def test_rf8_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_s
 async def test_rf7_an_api_server_that_does_what_it_is_asked_for_and_stays_silent_brings_nothing_about_twice(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """For longer than a lease of a node lasts; then all that was lost meanwhile is made up for, by the same process."""
+    """The silence lasts longer than a node's Lease. Afterwards the same process catches up with everything that it missed."""
     names = [f"silent-{number}" for number in range(6)]
     there = Namespaces(client, kubelet, *names)
     await there.make()
@@ -146,7 +146,7 @@ async def test_rf7_an_api_server_that_does_what_it_is_asked_for_and_stays_silent
             return len(await there.pods()) == 1
 
         await eventually_nothing(without_pods, every_s=0.02)
-        proxy.silence()  # in the midst of its writes
+        proxy.silence()  # while it writes
         ends = time.monotonic() + SILENT_S
         await client.patch(DEPLOYMENT, names[0], "d", {"spec": {"replicas": 2}})
         await client.delete(ADAPTER, names[0], "a")
@@ -166,5 +166,5 @@ async def test_rf7_an_api_server_that_does_what_it_is_asked_for_and_stays_silent
         assert operator.passes() - passes < 300
         assert complaints(operator) == []
     assert kubelet.wrong == []
-    # A deployment's own pods may be recreated after their collection, by an operator that has not heard of its end.
+    # An operator that has not heard of its deployment's end may make pods again that were collected.
     assert {pod: count for pod, count in kubelet.pods_made.items() if count > 1 and not pod.startswith(deleted)} == {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T10 with real processes: two operators of a release. The leader is killed, stopped, cut off and ended; the other one goes on."""
+"""Two operators of a release, with real processes (fault 70). The leader is killed, stopped, cut off and ended; the other one goes on."""
 
 import asyncio
 import time
@@ -19,9 +19,9 @@ from support.operator.two_operators import TwoOperators
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
 TAKE_OVER_S = 20.0
 HAND_OVER_S = 5.0
-"""Two seconds, and what a machine with other work adds."""
+"""A hand-over takes two seconds; the rest is for a machine with other work."""
 STOPPED_S = 5.0
-"""After the other one leads: longer than the Lease counts in all."""
+"""The time for which a leader stays stopped after the other one leads, longer than a Lease is valid."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ class Story:
         self.seconds: list[float] = []
 
     async def first_create(self, namespace: str) -> float:
-        """Apply an object, and give the seconds until its first pod is made."""
+        """Apply an object, and return the seconds until its first pod is made."""
         there, begun = Namespaces(self._client, self._kubelet, namespace), time.monotonic()
         await there.make()
         await self._client.create(DEPLOYMENT, namespace, deployment())
@@ -60,7 +60,7 @@ class Story:
         return time.monotonic() - begun
 
     async def over(self, namespace: str, *, within_s: float) -> None:
-        """From the fault of a moment ago until the other one leads, and has acted."""
+        """Check that the other operator leads and has acted within this time after the fault."""
         self.seconds.append(await self.first_create(namespace))
         assert self.seconds[-1] < within_s
         await self._two.changed(within_s=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T27 with real processes: the operator of the version before, then this one, then the one before again, over deployments that serve.
+"""An upgrade from the version before and the way back, with real processes, over deployments that serve (faults 62, 63, 65 and 95).
 
 Real: the API server, both operators' programs, both versions of the kinds. Not real: the kubelet and its workers, which are FakeKubelet.
 """
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.apiserver, pytest.mark.slow, pytest.mark.timeout(300)]
 NAMESPACE = "upgraded"
 PLAIN: dict[str, Any] = {"model": {"source": {"path": "/models/digits"}}, "resources": {"gpuResourceName": "none"}}
 CLAIM = {"name": "gpus", "resourceClaimTemplateName": "two"}
-# A deployment each. Together they set every part of the earlier spec, so that each is seen to change no template.
+# Deployments by name. Together they set every part of the earlier spec, which shows that no part changes a template.
 SPECS: dict[str, dict[str, Any]] = {
     "plain": {},
     "two": {"replicas": 2, "rollout": {"maxSurge": 1, "maxUnavailable": 0, "progressDeadlineSeconds": 90}},
@@ -72,7 +72,7 @@ def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def kubeconfig() -> Iterator[Path]:
-    """Start an API server of its own, since the kinds change."""
+    """Start a separate API server, because the kinds change."""
     with apiserver() as path:
         kubectl(path, "create", "namespace", NAMESPACE)
         yield path
@@ -91,7 +91,7 @@ async def kubelet(client: RestClient) -> AsyncIterator[FakeKubelet]:
 
 
 class Objects:
-    """Everything in the namespace, at one moment."""
+    """All objects of the namespace at one moment."""
 
     def __init__(self, found: dict[Kind, list[Any]]) -> None:
         self.found = found
@@ -111,7 +111,7 @@ class Objects:
         return [one for one in self.found[POD] if owner in owners(one)]
 
     def untrue(self, *, states: str, instances: str, gone: Collection[str] = ()) -> list[str]:
-        """List statuses that do not say what is; `states` and `instances` are the names of lists in statuses.
+        """Return the statuses that are not true; `states` and `instances` are the names of lists in statuses.
 
         The replicas of deployments in `gone` have failed for good.
         """
@@ -152,14 +152,14 @@ def routable(pod: Any) -> bool:
 EARLIER_WORDS = {"states": "groups", "instances": "instances"}
 WORDS = {"states": "replicaStates", "instances": "replicaInstances"}
 CHILD_WRITES = {"apply ConfigMap", "apply Service", "apply NetworkPolicy", "apply PodDisruptionBudget"}
-# A process looks at everything once. It writes again what this version renders otherwise, and each status under its own names.
+# A process looks at every object once: it writes children that this version renders differently, and each status with its names.
 WRITES_EACH = 3
 QUIET_S = 6.0
 BESIDE_S = 30.0
 
 
 class Place:
-    """The namespace with all of them."""
+    """The namespace with all objects of a test."""
 
     def __init__(self, client: RestClient, kubelet: FakeKubelet) -> None:
         self._client, self._kubelet = client, kubelet
@@ -182,7 +182,7 @@ class Place:
         return await Objects.look(self._client)
 
     async def until_true(self, words: Mapping[str, str], *, gone: Collection[str] = ()) -> dict[str, Any]:
-        """Wait until every status says what is; return what must last."""
+        """Wait until every status is true; return the part that must outlast an upgrade."""
 
         async def untrue() -> list[str]:
             return (await self.look()).untrue(**words, gone=gone)
@@ -191,7 +191,7 @@ class Place:
         return (await self.look()).lasting()
 
     async def fail(self, name: str) -> None:
-        """End a deployment's pod for good, as an eviction for the pod's own fault does."""
+        """Let a deployment's pods fail for good, as an eviction through the pod's own fault does."""
         for pod in (await self.look()).pods_of(name):
             ended = {"status": {"phase": "Failed", "reason": "Evicted", "message": "it took too much", "conditions": []}}
             await self._client.patch(POD, NAMESPACE, name_of(pod), ended, subresource="/status")
@@ -220,7 +220,7 @@ async def test_t27_an_upgrade_and_the_way_back_replace_no_pod(
 
 
 async def writes_little(process: OperatorProcess) -> None:
-    """Nothing of pods, no call to a worker, and of the rest only what is said otherwise. Then nothing any more."""
+    """Check that an operator makes no pod, calls no worker and writes each other object a few times at most, and then nothing."""
     began = actions(process)
     assert not {what for what in began if what.partition(" ")[0] not in ("create", "patch", "apply", "apply_status")}, began
     assert "create Pod" not in began, began
@@ -252,7 +252,7 @@ async def test_t27_a_replica_that_the_earlier_operator_gave_up_is_tried_again(
 async def test_t27_what_an_earlier_operator_wrote_beside_this_one_is_put_back_when_it_has_ended(
     earlier: EarlierVersion, kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """The earlier pod lingers for longer than an upgrade takes, while the kinds are new already."""
+    """The earlier pod stays longer than an upgrade takes, while the kinds are new already."""
     place = Place(client, kubelet)
     start = partial(operator, kubeconfig=kubeconfig, control_port=kubelet.port)
     define(kubeconfig, earlier.crds)
@@ -273,7 +273,7 @@ async def test_t27_what_an_earlier_operator_wrote_beside_this_one_is_put_back_wh
 async def test_t27_an_operator_that_is_newer_than_the_kinds_ends_and_names_what_they_lack(
     earlier: EarlierVersion, kubeconfig: Path, tmp_path: Path
 ) -> None:
-    """`crds.enabled` is false, and nobody has applied those of this version. It starts once somebody does."""
+    """`crds.enabled` is false, and nobody has applied this version's kinds. The operator starts once somebody does."""
     define(kubeconfig, earlier.crds)
     process = OperatorProcess(tmp_path, kubeconfig)
     process.start()

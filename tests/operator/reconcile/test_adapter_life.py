@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of an adapter on its replicas, through real reconciles: fetched, replaced, evicted, drained, and who used it."""
+"""The life of an adapter on its replicas, through real reconciles: fetched, replaced, evicted, drained, and counted by use."""
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ def worker_of(rig: Rig, number: int = 1) -> ScriptedWorker:
 
 
 async def fetching() -> tuple[Rig, ScriptedWorker]:
-    """Start an adapter's fetch that takes its time."""
+    """Start a fetch of an adapter that does not end by itself; return the rig and its worker."""
     rig = await serving()
     worker = worker_of(rig)
     worker.held.add("/loras/x")
@@ -31,7 +31,7 @@ async def fetching() -> tuple[Rig, ScriptedWorker]:
 
 
 async def test_a_fetch_shows_its_progress_and_then_the_adapter() -> None:
-    """RA22."""
+    """A slow fetch is no failure: it reports its bytes instead."""
     rig, worker = await fetching()
     worker.fetched("x", 10 * MIB, 340 * MIB)
     await rig.run(20)
@@ -53,7 +53,7 @@ async def test_progress_is_written_at_most_every_five_seconds_and_in_steps_of_fi
     worker.fetched("x", 0, 1000 * MIB)
     await rig.run(20)
     before = rig.cluster.status_writes
-    for done in range(1, 101):  # 50 s, 1 % each half second
+    for done in range(1, 101):  # 50 s in steps of half a second, 1 % each
         worker.fetched("x", done * 10 * MIB, 1000 * MIB)
         await rig.run(0.5)
     assert 8 <= rig.cluster.status_writes - before <= 11
@@ -64,7 +64,7 @@ async def test_progress_is_written_at_most_every_five_seconds_and_in_steps_of_fi
 
 
 async def test_a_fetch_that_fails_after_its_call_backs_off_like_any_other() -> None:
-    """RA22."""
+    """The worker ends a fetch that gets no byte for a minute; to the operator this is an error like others."""
     rig, worker = await fetching()
     worker.refusals["/loras/x"] = WireError(code="NetworkError", message="no byte for 60 s, 12 of 340 MiB")
     worker.finish_load("x")
@@ -86,7 +86,6 @@ async def test_a_fetch_that_fails_after_its_call_backs_off_like_any_other() -> N
 
 
 async def test_a_load_that_its_worker_never_ends_is_asked_for_again_after_its_deadline() -> None:
-    """RA22."""
     rig = await serving()
     worker = worker_of(rig)
     worker.held.add("/loras/x")
@@ -101,7 +100,6 @@ async def test_a_load_that_its_worker_never_ends_is_asked_for_again_after_its_de
 
 
 async def test_the_old_version_serves_until_the_new_one_is_there() -> None:
-    """RA17."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.held.add("/loras/y")
@@ -122,7 +120,6 @@ async def test_the_old_version_serves_until_the_new_one_is_there() -> None:
 
 
 async def test_a_new_source_that_is_broken_leaves_the_old_version_serving() -> None:
-    """RA17."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.refusals["/loras/y"] = BROKEN
@@ -150,7 +147,6 @@ async def test_a_broken_new_source_that_only_the_document_tells_of_is_an_error_t
 
 
 async def test_scale_residency_and_priority_are_told_without_a_load() -> None:
-    """RA18."""
     rig = await with_adapter()
     worker = worker_of(rig)
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(defaultScale="0.5", residency="Resident", priority=3))
@@ -176,7 +172,7 @@ async def test_other_components_are_another_adapter_even_of_the_same_bytes() -> 
 
 
 async def test_an_edit_that_is_taken_back_at_once_leaves_what_was() -> None:
-    """RA24."""
+    """The spec's generation has moved twice, and its content has not changed."""
     rig = await with_adapter()
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/y"}))
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/x"}))
@@ -187,13 +183,12 @@ async def test_an_edit_that_is_taken_back_at_once_leaves_what_was() -> None:
 
 
 async def test_an_edit_during_a_fetch_ends_with_what_was_asked_for_last() -> None:
-    """RA24."""
     rig, worker = await fetching()
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/y"}))
     await rig.run(2)
     assert worker.adapters["x"].digest == "sha256:loras-y"
     worker.held.clear()
-    worker.finish_load("x")  # the superseded one comes in late
+    worker.finish_load("x")  # the load that the edit replaced ends late
     await rig.run()
     assert worker.adapters["x"].digest == "sha256:loras-y"
     assert rig.adapter_status()["resolved"]["digest"] == "sha256:loras-y"
@@ -220,7 +215,7 @@ async def test_an_evicted_adapter_that_requests_load_again_is_ready() -> None:
 
 
 async def crowded(*evicted: str) -> Rig:
-    """Room for two adapters in memory; those named are out of it."""
+    """Start a replica with four adapters, one of higher priority, and room for two; then evict those named."""
     rig = await serving(lora={"maxLoaded": 1, "maxCached": 2})
     for name in ("a", "b", "c", "d1"):
         rig.cluster.put(adapter(name, f"/loras/{name}", priority=1 if name == "d1" else 0))
@@ -258,7 +253,7 @@ async def test_evicted_adapters_come_back_as_room_allows_by_their_priority_and_n
 
 
 async def test_a_replica_with_less_room_than_the_spec_says_is_not_filled_up() -> None:
-    """maxCached was raised, and it is not replaced yet."""
+    """The spec's maxCached was raised, and the replica still runs with the lower value."""
     rig = await crowded("a", "d1")
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2, lora={"maxLoaded": 1, "maxCached": 4}))
     await rig.run(30)
@@ -291,7 +286,6 @@ async def test_an_adapter_on_demand_whose_last_request_could_not_load_it_is_not_
 
 
 async def test_a_resident_adapter_that_is_evicted_comes_back() -> None:
-    """RA11."""
     rig = await with_adapter(residency="Resident")
     worker = worker_of(rig)
     worker.evict("x")
@@ -305,7 +299,7 @@ async def test_a_resident_adapter_that_is_evicted_comes_back() -> None:
 
 
 async def test_t6_a_resident_adapter_that_is_evicted_again_and_again_is_loaded_again_after_ten_minutes() -> None:
-    """RA11."""
+    """Each reload would evict another adapter: a loop of reloads is slowed down after three."""
     rig = await with_adapter(residency="Resident")
     worker = worker_of(rig)
     for _ in range(4):
@@ -325,7 +319,6 @@ async def test_t6_a_resident_adapter_that_is_evicted_again_and_again_is_loaded_a
 
 
 async def test_evictions_that_are_far_apart_are_no_loop() -> None:
-    """RA11."""
     rig = await with_adapter(residency="Resident")
     worker = worker_of(rig)
     for _ in range(6):
@@ -338,7 +331,7 @@ async def test_evictions_that_are_far_apart_are_no_loop() -> None:
 
 
 async def test_a_replica_that_found_other_bytes_is_told_from_one_that_has_the_old_source() -> None:
-    """Two replicas looked at a moving branch at the same time."""
+    """Two replicas resolved a moving branch at different commits."""
     rig = await serving(2)
     hub = {"huggingFace": {"repo": "org/style"}}
     for number, commit in ((1, "c1"), (2, "c2")):
@@ -363,7 +356,7 @@ async def test_a_replica_that_found_other_bytes_is_told_from_one_that_has_the_ol
 
 
 async def test_an_adapter_that_a_wake_found_wrong_says_so_for_as_long_as_its_worker_does() -> None:
-    """RA21."""
+    """A worker that wakes compares an adapter's effect with the recorded one."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.adapters["x"] = msgspec.structs.replace(worker.adapters["x"], verification_failed=True)
@@ -377,7 +370,7 @@ async def test_an_adapter_that_a_wake_found_wrong_says_so_for_as_long_as_its_wor
 
 
 async def test_a_source_that_is_gone_leaves_what_is_loaded_alone() -> None:
-    """RA3."""
+    """A replica that has loaded the adapter needs its source no more."""
     rig = await with_adapter()
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
     await rig.run()
@@ -397,7 +390,6 @@ async def test_a_source_that_is_gone_leaves_what_is_loaded_alone() -> None:
 
 
 async def test_an_adapter_in_use_drains_and_both_steps_are_told() -> None:
-    """RA15."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.use("x", requests=2, age_s=0, running=2)
@@ -412,7 +404,6 @@ async def test_an_adapter_in_use_drains_and_both_steps_are_told() -> None:
 
 
 async def test_a_suspended_adapter_shows_where_it_is_still_in_use() -> None:
-    """RA19."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.use("x", requests=1, age_s=0, running=1)
@@ -431,7 +422,7 @@ async def test_a_suspended_adapter_shows_where_it_is_still_in_use() -> None:
 
 
 async def test_the_next_owner_of_a_name_waits_until_the_last_one_is_unloaded() -> None:
-    """RA9."""
+    """Both adapters have the same name on the worker, so its requests could reach either of them."""
     rig = await serving()
     worker = worker_of(rig)
     rig.cluster.put(adapter("old", "/loras/old", adapterName="style"))
@@ -483,7 +474,7 @@ async def test_usage_is_told_once_a_minute() -> None:
     assert rig.cluster.status_writes == before, "without requests nothing changes"
 
 
-# The effect of each code on SourceResolved.
+# The reason of SourceResolved for each code of a failure.
 PASSING = {
     "RankFailed": "NotTried",
     "CacheFull": "NotTried",
@@ -506,7 +497,7 @@ LASTING = {
 
 @pytest.mark.parametrize(("code", "reason"), PASSING.items())
 async def test_a_failure_that_may_pass_is_tried_again(code: str, reason: str) -> None:
-    """RA4, RA16, RA23."""
+    """The cause of such a failure may go away by itself, so the operator tries again soon."""
     rig = await serving()
     worker = worker_of(rig)
     worker.refusals["/loras/x"] = WireError(code=code, message="rank 1 says no")
@@ -544,7 +535,7 @@ async def test_t6_a_failure_that_lasts_is_tried_again_every_ten_minutes_after_an
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["same operator", "restarted operator"])
 async def test_t6_a_file_that_is_mended_where_it_lies_is_loaded_without_an_edit(*, restarted: bool) -> None:
-    """It may have been read while somebody copied it."""
+    """The worker may have read the file while somebody copied it."""
     rig = await serving()
     worker = worker_of(rig)
     worker.refusals["/loras/x"] = BROKEN
@@ -562,7 +553,7 @@ async def test_t6_a_file_that_is_mended_where_it_lies_is_loaded_without_an_edit(
 
 
 async def test_a_rank_that_a_smaller_deployment_has_no_room_for_is_told_with_both_numbers() -> None:
-    """RA8."""
+    """The worker alone knows the rank, from the file: its error names both numbers."""
     rig = await serving(lora={"maxRank": 8})
     rig.cluster.put(adapter())
     await rig.run()
@@ -577,7 +568,7 @@ async def test_a_rank_that_a_smaller_deployment_has_no_room_for_is_told_with_bot
 
 
 async def test_a_replica_that_is_about_to_go_does_not_speak_for_the_new_settings() -> None:
-    """maxRank was raised: what the replicas of before refuse, those of after may take."""
+    """The spec's maxRank was raised: old replicas refuse an adapter that new ones may accept."""
     rig = await serving(2, lora={"maxRank": 8})
     too_large = WireError(code="RankTooLarge", message="rank 16, at most 8")
     for number in (1, 2):

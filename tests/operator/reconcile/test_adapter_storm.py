@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever happens to adapters, in whatever order: in the end the replicas have what is declared, the status says so, and all is quiet."""
+"""Random changes of adapters in random order: in the end the replicas have the declared adapters, the status is true, and all is quiet."""
 
 import random
 from collections.abc import Callable
@@ -19,7 +19,7 @@ BAD = "/loras/bad"
 BROKEN = WireError(code="InvalidAdapter", message="no LoRA")
 STEPS = 60
 QUIET_S = 1500.0
-"""Past the longest pause between tries."""
+"""Seconds of quiet, longer than the longest pause between tries."""
 
 
 class Storm:
@@ -74,7 +74,7 @@ class Storm:
         return str(loaded[:1])
 
     def hold(self) -> str:
-        """Loads of a source take their time, or come to an end."""
+        """Hold loads of one source at a random worker, or release them if they are held; return the source."""
         worker, path = self.dice.choice(self.workers()), self.dice.choice(GOOD)
         worker.held ^= {path}
         self.calm(worker)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T14: an action that failed waits, however often its object is woken, until it succeeds or the spec is edited."""
+"""An action that failed waits, however often its object is woken, until it succeeds or the spec is edited (faults 20 and 113)."""
 
 from datetime import datetime
 
@@ -16,7 +16,7 @@ QUOTA = ClusterRefused("exceeded quota: pods", status=403, reason="Forbidden")
 
 
 class Tries:
-    """Refuses an action of the operator and keeps the times at which it tried."""
+    """A refusal of one kind of action that keeps the times of the tries."""
 
     def __init__(self, rig: Rig, verb: str, kind: str, error: ClusterError) -> None:
         self.times: list[datetime] = []
@@ -31,7 +31,7 @@ class Tries:
 
     @property
     def pauses(self) -> list[float]:
-        """Seconds between two tries."""
+        """Return the seconds between each two tries."""
         return [(later - earlier).total_seconds() for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
@@ -89,7 +89,7 @@ async def test_a_pod_that_a_quota_refuses_is_tried_each_minute_at_last_and_the_s
 
 
 async def test_a_child_that_cannot_be_written_delays_nothing_that_is_due_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass with a failure is tried again after minutes at last: what does not depend on the failure comes at its time."""
+    """A failed pass is repeated after minutes in the end. Steps that do not depend on the failure still come at their time."""
     monkeypatch.setattr("support.operator.rig.RETRY_S", 300.0)
     rig = await serving(1, sleep={"policy": "OnIdle", "idleSeconds": 60, "minAwakeSeconds": 20})
     away = ClusterUnavailable("failed calling webhook", status=500, reason="InternalError")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that go while they are busy (T11), through real reconciles: what they accepted is answered before their pod is deleted."""
+"""Replicas that are removed while they are busy, through real reconciles: they answer the requests that they accepted, then their pod is
+deleted.
+"""
 
 from typing import Any
 
@@ -13,7 +15,7 @@ from support.operator.scripted_workers import ScriptedWorker
 
 
 async def busy(replicas: int = 2, **spec: Any) -> tuple[Rig, ScriptedWorker]:
-    """Two replicas, of which the second has a request that takes long."""
+    """Start replicas, the last of which has a long request; return the rig and that worker."""
     rig = await serving(replicas, **spec)
     worker = list(rig.workers)[-1]
     worker.in_flight = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing is written twice: one write a child and one status, none at rest, none by an operator that only starts again."""
+"""Nothing is written twice: one write for a child and one for a status, none at rest, none by an operator that only restarts."""
 
 from diffusion_operator.api.names import ADAPTER, ANNOTATION_APPLIED, POD, SECRET, SERVICE, Kind
 from diffusion_operator.reconcile.dispatch import reconcile
@@ -81,7 +81,7 @@ async def test_a_pass_reads_the_adapters_that_changed_and_no_others() -> None:
 
 
 async def test_at_rest_only_the_secret_that_cannot_be_read_is_looked_at_again() -> None:
-    """A create that is refused, and a patch that changes nothing."""
+    """The check is a create that is refused, and a patch that changes nothing."""
     rig = await serving()
     places = count_writes(rig)
     await rig.run(1300)

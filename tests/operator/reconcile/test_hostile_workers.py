@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control API's client against workers that are not ours: each answer is bounded, is reported, and leads nowhere else."""
+"""The control API's client against hostile workers: each answer is bounded, is reported, and leads nowhere else (fault 4)."""
 
 import asyncio
 import json
@@ -28,13 +28,13 @@ PUT = PutAdapter(worker=ADDRESS, key=KEY, operation_id="o", name="x", load=Adapt
 STATE = {"bootId": "b", "state": "ready"}
 LIMIT_S = 0.5
 BUFFERS = 16 << 20
-"""Bytes that two sockets of the loopback hold at most, which nobody has read."""
+"""The most unread bytes that two loopback sockets hold."""
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 class RawServer:
-    """Notes the heads of requests, and writes what it is given, byte for byte."""
+    """A server that keeps the heads of requests and writes its answer byte for byte."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -59,12 +59,12 @@ class RawServer:
                 self.heads.append(head)
                 await self.answer(writer)
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # a server that is closed ends its connections so, too
+            pass  # closing the server ends its connections in the same way
         finally:
             writer.close()
 
     async def flood(self, writer: asyncio.StreamWriter, head: bytes, piece: bytes, pause_s: float = 0) -> None:
-        """Without an end."""
+        """Write the head and then the piece again and again, without end."""
         writer.write(head)
         while True:
             writer.write(piece)
@@ -105,7 +105,7 @@ def answering(body: bytes, *headers: str, status: str = "200 OK", kind: str = "a
 
 
 async def failure(answer: Answer) -> tuple[str, RawServer]:
-    """Ask for a state, and return the words of the failure and the server; it takes the time of one poll at most."""
+    """Ask for a state; return the words of the failure and the server. The call must end within the time of a poll."""
     async with client_of(answer) as (client, server):
         begun = time.monotonic()
         with pytest.raises(ControlUnreachable) as caught:

@@ -253,7 +253,7 @@ async def test_a_wake_that_goes_first_counts_for_one_turn(recorder: Recorder) ->
 
 
 async def _busy_queue(recorder: Recorder) -> tuple[list[str], KeyedQueue]:
-    """Return a queue that makes a pass at a time, of a second each; the first is under way."""
+    """Return a queue with one slot, whose first pass of a second is under way, and the list of passes."""
     order: list[str] = []
 
     async def slow(key: Key) -> Result:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deployment deleted with `--cascade=orphan` and made again (T5): its pods serve on or are replaced, through real reconciles."""
+"""A deployment deleted with `--cascade=orphan` and made again: its pods serve on or are replaced, through real reconciles."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ANOTHER = ModelReport(digest="sha256:x")
 
 
 async def left_behind(replicas: int = 2, *, seconds: float = 30, models: tuple[ModelReport, ...] = (), **spec: Any) -> Rig:
-    """Two replicas that an earlier object left; each worker takes the token of that object only. Then the object is made again."""
+    """Return a rig whose deployment was orphaned and made again; its workers accept the earlier object's token only."""
     rig = await serving(replicas)
     before = rig.cluster.find(DEPLOYMENT, "d")
     assert before is not None
@@ -141,7 +141,7 @@ async def test_t5_an_orphan_that_somebody_takes_meanwhile_is_not_adopted() -> No
     theirs = [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "theirs", "uid": "r", "controller": True}]
 
     def taken(verb: str, manifest: dict[str, Any]) -> None:
-        """Between the look at the pod and the patch."""
+        """Give the pod another owner just before the operator's patch."""
         if verb == "patch" and manifest["kind"] == "Pod":
             manifest["metadata"] |= {"resourceVersion": "999999", "ownerReferences": theirs}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No deployment gets the operator's key or account (T30), and none gets at its node unless that is allowed (T19)."""
+"""No deployment gets the operator's key or account, and none gets access to its node unless that is allowed (faults 15, 56 and 57)."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ HOST_ACCESS: dict[str, dict[str, Any]] = {
 
 
 def rig_in(namespace: str) -> Rig:
-    """An operator of this namespace; the deployments are in `default`."""
+    """Return a rig whose operator runs in this namespace; the deployments are in `default`."""
     rig = Rig()
     own = OperatorPods(namespace=namespace, labels={})
     rig.runtime.settings = msgspec.structs.replace(rig.runtime.settings, operator_key_secret=KEY, operator_pods=own)

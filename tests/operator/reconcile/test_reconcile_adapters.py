@@ -67,7 +67,7 @@ async def test_a_deleted_adapter_leaves_the_file_and_every_replica() -> None:
 
 
 async def test_a_restarted_replica_has_its_adapters_from_the_file_and_nothing_is_pushed() -> None:
-    """RA1."""
+    """The file is the ConfigMap's, which the worker reads by itself, with no operator."""
     rig = await with_adapter()
     worker = rig.restart_container("d-0-0")
     await rig.run()
@@ -77,7 +77,7 @@ async def test_a_restarted_replica_has_its_adapters_from_the_file_and_nothing_is
 
 
 async def test_a_replica_that_restarted_while_the_operator_was_away_is_found_as_it_is() -> None:
-    """RA2."""
+    """The ConfigMap holds the adapters, so the restart needs no operator."""
     rig = await with_adapter()
     worker = rig.restart_container("d-0-0")
     rig.restart_operator()
@@ -88,7 +88,7 @@ async def test_a_replica_that_restarted_while_the_operator_was_away_is_found_as_
 
 
 async def test_a_new_pod_with_other_bytes_under_the_path_is_refused_by_the_pinned_digest() -> None:
-    """RA5."""
+    """The digest is pinned at the first load, so that all replicas serve the same bytes."""
     rig = await with_adapter()
     rig.cluster.remove(POD, "d-0-0")
     await rig.run()
@@ -171,7 +171,7 @@ async def test_a_source_that_changes_replaces_what_is_loaded_and_voids_the_pinne
 
 
 async def test_a_scale_that_changes_is_pushed() -> None:
-    """RA18."""
+    """A scale is applied at each request, so nothing is loaded again."""
     rig = await with_adapter()
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(defaultScale="0.5"))
     await rig.run()
@@ -180,14 +180,12 @@ async def test_a_scale_that_changes_is_pushed() -> None:
 
 
 async def test_a_digest_that_does_not_match_is_never_loaded() -> None:
-    """RA5."""
     rig = await with_adapter(digest="sha256:" + "0" * 64)
     assert rig.adapter_condition("SourceResolved") == ("False", "DigestMismatch")
     assert "resolved" not in rig.adapter_status()
 
 
 async def test_suspend_unloads_and_resume_loads() -> None:
-    """RA19."""
     rig = await with_adapter()
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(suspend=True))
     await rig.run()
@@ -200,7 +198,6 @@ async def test_suspend_unloads_and_resume_loads() -> None:
 
 
 async def test_the_older_of_two_adapters_has_the_name_and_the_newer_takes_over_when_it_goes() -> None:
-    """RA9."""
     rig = await serving()
     rig.cluster.put(adapter("old", "/loras/old", adapterName="style"))
     await rig.run()
@@ -223,7 +220,7 @@ async def test_an_adapter_may_not_have_the_served_name() -> None:
 
 
 async def test_the_resident_adapter_over_the_limit_is_refused_and_the_others_stay() -> None:
-    """RA10."""
+    """A Resident adapter is never evicted, so it takes its place for good."""
     rig = await serving(lora={"maxLoaded": 1})
     rig.cluster.put(adapter("a", "/loras/a", residency="Resident"))
     await rig.run()
@@ -300,7 +297,7 @@ async def test_a_new_strength_reaches_a_sleeping_replica_once() -> None:
 
 
 async def test_an_adapter_deleted_while_its_replica_sleeps_is_gone_before_it_serves() -> None:
-    """RA14."""
+    """The adapter leaves the ConfigMap at once, and the sleeping worker hears of it at once."""
     rig = await with_adapter()
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "Asleep"}))
     await rig.run()
@@ -332,7 +329,6 @@ async def test_a_replica_that_wakes_is_not_awake_before_its_adapters_are_in_plac
 
 
 async def test_an_adapter_whose_deployment_is_deleted_says_so_and_one_made_again_serves_it() -> None:
-    """RA12, RA13."""
     rig = await with_adapter()
     rig.cluster.remove(DEPLOYMENT, "d")
     await rig.run()
@@ -359,7 +355,6 @@ async def test_adapters_of_another_deployment_are_left_alone() -> None:
 
 
 async def test_a_new_replica_loads_by_itself_while_the_adapter_stays_ready_elsewhere() -> None:
-    """RA25."""
     rig = await with_adapter()
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
     await rig.run()
@@ -371,7 +366,6 @@ async def test_a_new_replica_loads_by_itself_while_the_adapter_stays_ready_elsew
 
 
 async def test_an_adapter_that_fails_on_one_replica_only_is_partially_loaded() -> None:
-    """RA25."""
     rig = await serving(2)
     rig.workers.at("10.0.0.2").refusals["/loras/x"] = INVALID
     rig.cluster.put(adapter())
@@ -381,7 +375,7 @@ async def test_an_adapter_that_fails_on_one_replica_only_is_partially_loaded() -
 
 
 async def test_a_replica_that_comes_while_the_adapter_failed_elsewhere_tries_by_itself() -> None:
-    """RA25."""
+    """Each replica resolves the source by itself, so a failure of one says nothing about another."""
     rig = await serving()
     rig.workers.at("10.0.0.1").refusals["/loras/x"] = INVALID
     rig.cluster.put(adapter())

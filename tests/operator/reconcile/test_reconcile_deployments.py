@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deployment's life through real reconciles: create, scale, replace, sleep, failures and what the status says of them."""
+"""A deployment's life through real reconciles: create, scale, replace, sleep, failures, and the status of each."""
 
 from typing import Any
 
@@ -402,7 +402,7 @@ async def test_a_replica_that_starts_its_ranks_again_is_told_as_degraded_and_lef
     assert (rig.condition("Degraded"), rig.condition("Ready")) == (("True", "RankLost"), ("False", "RankLost"))
     assert rig.condition("Progressing") == ("True", "LoadingModel")
     assert words in rig.message("Degraded")
-    # The server keeps the requests it has and takes new ones.
+    # The worker's server keeps its requests and takes new ones.
     assert rig.routable() == ["d-0-0"]
     worker.phase, worker.failure = WorkerPhase.READY, None
     await rig.run(15)
@@ -464,7 +464,7 @@ async def test_a_deployment_made_again_under_the_same_name_avoids_the_names_of_o
     rig.cluster.remove(DEPLOYMENT, "d")
     assert old is not None
     old["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    rig.cluster.put(old)  # still draining
+    rig.cluster.put(old)  # the old object is still draining
     rig.cluster.put(deployment())
     await rig.run()
     assert rig.cluster.names(POD) == ["d-0-0", "d-0-1"]

@@ -40,7 +40,7 @@ def kinds(one: ScriptedWorker) -> list[str]:
 
 
 async def idle(replicas: int = 1, **sleep: Any) -> Rig:
-    """Serving under OnIdle, and asked a moment ago."""
+    """Return a rig with replicas that serve under OnIdle and had a request a moment ago."""
     rig = await serving(replicas, sleep=SHORT | sleep)
     for number in range(1, replicas + 1):
         worker(rig, number).request()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T25: an object is one release's, by its status; another release steps back from it, and takes it over when the first has ended."""
+"""An object belongs to the release that its status names; another release steps back, and takes over when the first ended (faults 78 to
+80).
+"""
 
 from datetime import timedelta
 from typing import Any
@@ -43,7 +45,7 @@ class TheirLease:
 
 
 def managed(rig: Rig, release: str | None) -> None:
-    """Write into both statuses, as that release would."""
+    """Write this release into all statuses, as its operator does; None removes the name."""
     for kind in (DEPLOYMENT, ADAPTER):
         for name in rig.cluster.names(kind):
             found = rig.cluster.find(kind, name)
@@ -146,7 +148,7 @@ async def test_without_the_right_to_read_a_lease_nothing_is_taken_over_until_som
     managed(rig, THEIRS)
     await rig.run(300)
     assert rig.status()["operator"] == THEIRS
-    managed(rig, None)  # the command of docs/operations.md does so
+    managed(rig, None)  # the command in docs/operations.md does the same
     await rig.run()
     assert rig.status()["operator"] == OURS
 
@@ -161,7 +163,7 @@ async def test_a_name_in_a_status_that_is_none_of_a_lease_is_never_asked_for(nam
 
 
 async def test_a_claim_that_an_earlier_operator_overwrites_is_made_again_only_after_a_while() -> None:
-    """An operator of commit 3e8db6b drops the name with its next status. Two that wrote by turns would make 40 versions a second."""
+    """An operator of commit 3e8db6b drops the name with its next status. Two that write in turn would make 40 versions a second."""
     rig = our_rig()
     rig.cluster.put(deployment())
     await rig.run()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in a status: times that do not move with the jitter of looks, and counts over all replicas."""
+"""Requests in a status: times that do not move with the jitter of the operator's looks, and counts over all replicas."""
 
 from datetime import timedelta
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control API's client against a server on loopback: what goes over the wire, and what each answer becomes."""
+"""The control API's client against a server on loopback: the requests that it sends, and its result for each answer."""
 
 import asyncio
 import socket
@@ -27,7 +27,7 @@ Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Server:
-    """Records its requests and answers by script."""
+    """A server that records its requests and answers by a script."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any]] = []
@@ -74,7 +74,7 @@ async def test_the_state_document_is_read_and_unknown_members_are_ignored(server
 
 
 def pages(*answers: dict[str, Any]) -> Answer:
-    """Give these in turn, the last one again and again."""
+    """Return a script that gives these pages in turn, and the last one again and again."""
     left = list(answers)
 
     async def give(_: web.Request) -> web.Response:
@@ -110,7 +110,7 @@ async def test_pages_that_do_not_go_together_are_no_answer(server: Server, clien
 
 
 async def test_a_page_is_read_up_to_a_mebibyte(server: Server, client: HttpWorkerClient) -> None:
-    """A worker that has a revision has pages. The whole document of one that has none may be four times as large."""
+    """A worker that has a revision sends pages. A worker without one sends its whole document, which may be four times as large."""
     server.answer = pages({"features": {"a": "x" * (2 << 20)}})
     assert (await client.state("127.0.0.1", token="t")).revision == "b.7"
     with pytest.raises(ControlUnreachable, match="1048576"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T28: the token goes over no connection on which the worker has not proved itself. Another pod may have its address by then."""
+"""The token is sent only over a connection on which the worker has proved itself, since another pod may have its address (fault 85)."""
 
 import asyncio
 import hashlib
@@ -27,7 +27,7 @@ STATE = {"bootId": "b", "state": "ready", "revision": "b.1"}
 
 
 class ProvingWorker:
-    """A control port that proves itself with its token, and notes who sent it which token over which connection."""
+    """A control port that proves itself with its token, and records each token it gets and the connection."""
 
     def __init__(self, token: str = "right", uid: str = "pod-7") -> None:
         self.token, self.uid = token, uid
@@ -37,7 +37,7 @@ class ProvingWorker:
         self.paths: list[str] = []
         self.connections: list[Any] = []
         self.identity: Any = None
-        """An answer in place of its identity."""
+        """A function that answers in place of its identity."""
         self.closes = False
         self.hold = asyncio.Event()
         self.hold.set()
@@ -186,7 +186,7 @@ async def test_who_proved_itself_once_is_never_taken_for_an_older_version(client
 
     worker.identity = refuse
     worker.hold.clear()
-    first = asyncio.create_task(state(client))  # has the one connection that is proved
+    first = asyncio.create_task(state(client))  # holds the only proved connection
     async with asyncio.timeout(5):
         while len(worker.tokens) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

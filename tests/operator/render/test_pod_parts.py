@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a pod that a spec adds (T19): variables, volumes, mounts, an account, privileges. A spec without them renders as before."""
+"""Parts of a pod that a spec adds: variables, volumes, mounts, an account, privileges. A spec without them renders as before."""
 
 import json
 from typing import Any
@@ -88,7 +88,7 @@ def test_host_namespaces_and_privileges_are_rendered_where_the_spec_asks() -> No
     ids=["nothing", "pod", "container", "capabilities"],
 )
 def test_what_nobody_set_changes_no_revision(unset: dict[str, Any]) -> None:
-    """Pods of an earlier operator, and an object through the defaults of the schema, keep their pods."""
+    """Pods of an earlier operator stay, and so do those of an object that has only the schema's defaults."""
     assert revision(**unset) == revision() == "05201e9e-08071b6f"
 
 

@@ -218,7 +218,7 @@ def test_the_claims_that_sources_may_lie_on_are_mounted_read_only() -> None:
 
 
 def test_what_the_operator_is_told_of_secrets_is_their_names() -> None:
-    """A user's Secret reaches the pod by its name alone. None of our objects repeats its content, and no role lets the operator read it."""
+    """A user's Secret reaches the pod by its name alone. No child repeats its content, and no role lets the operator read it."""
     source = AdapterSource(s3=S3Source(uri="s3://b/x.safetensors", credentials_secret_ref=SecretRef(name="keys")))
     content = desired_config(made(lora={"secrets": ["keys"]}), [wanted("x", AdapterLoad(source=source))])["data"]["desired.json"]
     assert json.loads(content)["adapters"][0]["source"] == {"s3": {"uri": "s3://b/x.safetensors", "credentialsSecretRef": {"name": "keys"}}}
@@ -280,7 +280,7 @@ def test_a_worker_in_a_pod_with_a_gpu_may_not_serve_on_the_cpu(resources: dict[s
     env = worker(resources=resources, engine={"env": mine})["env"]
     assert [one["value"] for one in env if one["name"] == "DIFFUSION_WORKER_DEVICE"] == ([device] if device else [])
     assert {"name": "A", "value": "b"} in env
-    # An older container image may be pinned, which ends at an option that it does not know.
+    # An older container image may be pinned, and it ends at an option that it does not know.
     assert not [one for one in worker(resources=resources)["args"] if one.startswith("--device")]
 
 
@@ -339,7 +339,7 @@ def test_a_spread_is_over_the_pods_of_one_revision_of_the_deployment() -> None:
 
 
 def test_labels_of_the_spec_never_make_a_pod_look_like_what_it_is_not() -> None:
-    """A routable pod gets the requests of the deployment it names, so no spec may say it, whatever schema let the spec in."""
+    """A routable pod gets the requests of the deployment that its labels name, so no spec may set these labels."""
     asked = {
         "team": "images",
         "diffusion-operator.dev/routable": "true",

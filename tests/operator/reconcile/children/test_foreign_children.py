@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that somebody else has, children that are refused, and a true status all the same (T1, T3, T4, T22, T23), in virtual time."""
+"""Names that foreign objects have, children that are refused, and a status that stays true, in virtual time (fault 112)."""
 
 import copy
 from itertools import pairwise
@@ -30,7 +30,7 @@ ALL = pytest.mark.parametrize("kind", NAMES, ids=lambda kind: kind.kind)
 
 
 def put(rig: Rig, kind: Kind, name: str, **metadata: Any) -> dict[str, Any]:
-    """An object of somebody else's."""
+    """Put a foreign object with this name into the cluster and return a copy of it."""
     body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, "namespace": "default", **metadata}}
     rig.cluster.put(body | {"spec": {"theirs": True}})
     return copy.deepcopy(rig.cluster.find(kind, name) or {})
@@ -138,7 +138,7 @@ async def test_t1_a_refused_child_is_named_and_the_rest_serves(kind: Kind) -> No
 
 
 async def test_t1_a_secret_that_is_there_keeps_no_pod_from_being_made_where_no_other_secret_may_be() -> None:
-    """Admission comes first: a full quota refuses a create of what is there already."""
+    """Admission comes first: a full quota refuses a create even of an object that exists."""
     rig = await serving(1)
     before = copy.deepcopy(rig.cluster.find(SECRET, NAMES[SECRET]))
     rig.cluster.refuse = lambda verb, manifest: refusal(SECRET) if (verb, manifest["kind"]) == ("create", "Secret") else None
@@ -186,7 +186,7 @@ async def test_t1_a_secret_that_may_not_be_changed_is_named_with_the_servers_wor
 
 
 async def test_t22_a_refused_configmap_and_a_deleted_pod_are_not_called_serving() -> None:
-    """Seen on a real cluster: no pod, Ready=True/Serving, no condition and no Event."""
+    """A real cluster showed it so: no pod, Ready=True/Serving, no condition and no Event."""
     rig = await serving()
     rig.cluster.refuse = lambda verb, manifest: refusal(CONFIG_MAP) if manifest["kind"] == CONFIG_MAP.kind else None
     rig.cluster.remove(CONFIG_MAP, "d-desired")
@@ -312,7 +312,7 @@ async def test_t4_a_strangers_pod_is_skipped_by_the_next_incarnation_and_told_on
 
 
 async def test_t4_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() -> None:
-    """An operator that has just begun finds it so, and one whose watch is late."""
+    """An operator that has just started finds such a pod, and so does one whose watch is late."""
     rig = await serving()
     pod = rig.cluster.find(POD, "d-0-0") or {}
     pod["metadata"]["labels"].pop(LABEL_DEPLOYMENT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files with adapters of a deployment, written and kept in virtual time (T2, T27)."""
+"""Shards, the ConfigMaps with adapters of a deployment, written and kept in virtual time (faults 41 to 43 and 46)."""
 
 import copy
 import gzip
@@ -34,7 +34,7 @@ def in_shard(rig: Rig, file: str) -> list[str]:
 
 
 def refuse(rig: Rig, name: str) -> None:
-    """The API server takes no more writes of this object."""
+    """Let the API server refuse all writes of the object with this name."""
 
     def refused(verb: str, manifest: dict[str, Any]) -> ClusterError | None:
         return (

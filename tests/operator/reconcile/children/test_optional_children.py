@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NetworkPolicy and PodDisruptionBudget: there while they are asked for, gone when they are not, and never in the way of serving."""
+"""NetworkPolicy and PodDisruptionBudget: there while the spec asks for them, removed otherwise, and never in the way of serving."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -33,7 +33,7 @@ WANTED: dict[str, Any] = {
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """Return the API server's version, with its defaults and this change."""
+    """Return the object as the API server holds it, with defaults and this change."""
     live = copy.deepcopy(WANTED)
     live["metadata"] |= {"uid": "1", "resourceVersion": "5"}
     live["metadata"]["labels"] = {**LABELS, "team": "a"}
@@ -80,7 +80,7 @@ EDITS: list[tuple[Kind, str, Callable[[dict[str, Any]], object], str]] = [
 
 
 def content(found: dict[str, Any] | None) -> dict[str, Any]:
-    """All but what the API server counts and keeps account of."""
+    """Return an object without the fields that the API server keeps for itself."""
     assert found is not None
     metadata = {name: value for name, value in found["metadata"].items() if name not in ("resourceVersion", "generation", "managedFields")}
     return found | {"metadata": metadata}
@@ -117,7 +117,7 @@ async def test_a_pod_that_was_deleted_is_told_and_its_place_taken() -> None:
 
 
 async def test_a_pod_that_lost_its_label_while_no_operator_ran_gets_it_back_and_goes_on() -> None:
-    """Nobody would look for it again otherwise, and it would hold its GPU beside the one in its place."""
+    """Otherwise nobody would find the pod, and it would hold its GPU beside its successor."""
     rig = await serving(2)
     edit(rig, POD, "d-0-0", lambda live: live["metadata"]["labels"].pop(LABEL_DEPLOYMENT))
     rig.restart_operator()
@@ -216,7 +216,7 @@ async def test_t24_a_service_that_publishes_pods_which_are_not_ready_is_put_back
 
 
 async def fought(kind: Kind, name: str, change: Callable[[dict[str, Any]], object], *, minutes: int) -> tuple[Rig, int]:
-    """Another client changes a child every five seconds. Return the number of times that it was put back."""
+    """Let another client change a child every five seconds, and count how often it is put back."""
     rig = await serving(1)
     repairs = 0
     for _ in range(12 * minutes):
@@ -247,7 +247,7 @@ async def test_t24_a_child_that_another_client_changes_again_and_again_is_put_ba
 
 
 async def test_t27_an_operator_of_another_release_is_no_contest_and_what_it_wrote_is_put_back_when_it_has_ended() -> None:
-    """An earlier operator takes `publishNotReadyAddresses` off at once, each time, for a minute."""
+    """Here an earlier operator removes `publishNotReadyAddresses` each second, for a minute."""
     rig = await serving(1)
     wanted, repairs = copy.deepcopy(content(rig.cluster.find(SERVICE, "d"))), 0
 
@@ -294,7 +294,7 @@ async def test_t24_a_webhook_that_changes_each_write_is_told_and_not_fought() ->
 
 
 async def without_its_secret() -> Rig:
-    """Remove the Secret silently, because Secrets are not watched."""
+    """Return a rig that serves and whose Secret is gone without an event, because Secrets are not watched."""
     rig = await serving(1)
     record_event, rig.cluster.on_change = rig.cluster.on_change, lambda change, manifest: None
     rig.cluster.remove(SECRET, "d-control")

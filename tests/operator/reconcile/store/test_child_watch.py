@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A watch of children fills the store, goes on where it ended, and lists again where its place is lost.
+"""A watch of children fills the store, continues where it ended, and lists again when the API server has forgotten its place.
 
 Real: the watch, the listing and the store. Not real: the API server, which is a script of streams.
 """
@@ -73,7 +73,7 @@ class Rig:
         self.changes.append(f"{manifest['metadata']['name']}@{manifest['metadata']['resourceVersion']}")
 
     async def run(self) -> None:
-        """Until the script has come to its end, and nothing more is read."""
+        """Run the watch until the script ends, so that nothing more is read."""
         task = asyncio.create_task(self.watch.run())
         try:
             async with asyncio.timeout(5):
@@ -150,7 +150,7 @@ async def test_t8_a_watch_that_is_refused_is_tried_for_ever_and_others_are_not_c
 
 
 async def test_a_listing_that_found_more_than_the_watch_says_so_until_the_watch_brings_an_event() -> None:
-    """RF8"""
+    """An event shows that the watch is alive again."""
     rig = Rig(Server([event("ADDED", "a", 91)]))
     await rig.listing.list()
     rig.listing._stalled_since = 0.0
@@ -161,7 +161,7 @@ async def test_a_listing_that_found_more_than_the_watch_says_so_until_the_watch_
 
 
 async def test_a_watch_that_was_opened_after_a_listing_of_its_own_is_not_stalled() -> None:
-    """RF8"""
+    """The new watch begins at its own listing, so it has missed nothing."""
     rig = Rig(Server([GONE]))
     await rig.listing.list()
     rig.listing._stalled_since = 0.0

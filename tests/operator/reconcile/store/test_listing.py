@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listing finds what the watch did not tell, and tells that it did not."""
+"""A listing finds changes that the watch did not bring, and counts the watch as stalled then."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +18,7 @@ EVERY_S = 0.01
 
 
 class Pages:
-    """The only part of a cluster that a listing needs."""
+    """A cluster of the only call that a listing needs."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ class Rig:
         self.changes.append(manifest["metadata"]["name"])
 
     async def run(self) -> None:
-        """Until it has listed twice more."""
+        """Run the listing until it has listed twice more."""
         task, until = asyncio.create_task(self.listing.run(EVERY_S)), self.cluster.asked + 2
         try:
             async with asyncio.timeout(5):
@@ -70,7 +70,7 @@ async def test_a_watch_that_tells_everything_is_not_taken_for_stalled() -> None:
 
 
 async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_stalled_until_it_tells_something() -> None:
-    """RF8"""
+    """A watch can stall without an error; a listing then is the only source of changes."""
     rig = Rig()
     await rig.run()
     rig.store.put(POD, pod("a", 3))
@@ -86,7 +86,7 @@ async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_stalled_un
 
 
 async def test_what_went_before_the_watch_was_open_is_found_soon_and_says_nothing_about_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RF8"""
+    """Nothing could have reported such a change, so it is no proof of a stalled watch."""
     monkeypatch.setattr(listing, "CATCH_UP_S", EVERY_S)
     rig = Rig()
     rig.store.put(POD, pod("gone", 4))
@@ -98,7 +98,7 @@ async def test_what_went_before_the_watch_was_open_is_found_soon_and_says_nothin
 
 
 async def test_a_watch_that_tells_a_change_while_the_listing_still_runs_is_not_stalled() -> None:
-    """RF8"""
+    """The watch reports a change while the listing runs, so it is alive."""
     rig = Rig()
     await rig.run()
     rig.cluster.items, rig.cluster.meanwhile = [pod("a", 5)], rig.listing.record_event

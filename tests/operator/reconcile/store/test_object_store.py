@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's store of objects: the newest version wins on either way, and a deleted object stays deleted."""
+"""The operator's store of objects: the newest version wins from watch and listing alike, and a deleted object stays deleted."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_the_echo_of_an_own_write_is_no_news(store: ObjectStore, changes: Change
 
 
 def test_an_answer_without_a_version_tells_nothing(store: ObjectStore) -> None:
-    """A real API server gives one to a deletion that another one was faster than."""
+    """A real API server answers so to a deletion of an object that another client has just deleted."""
     known = made(version=1)
     store.put(POD, known)
     gone = made(version=2, status={"phase": "Failed"})
@@ -76,7 +76,7 @@ def test_an_answer_that_is_late_brings_nothing_back(store: ObjectStore, changes:
 
 
 def test_what_was_out_of_sight_for_a_while_is_seen_again(store: ObjectStore) -> None:
-    """To a watch by labels, an object that loses them is deleted, and made when it has them back."""
+    """A watch by labels reports an object that loses them as deleted, and as made when it has them again."""
     store.put(POD, made(version=1))
     store.remove(POD, made(version=2))
     store.put(POD, made(version=3))

@@ -16,7 +16,7 @@ from support.operator.scripted_workers import ScriptedWorkers
 
 
 class SlowWorkers(ScriptedWorkers):
-    """A put takes its time, on the rig's clock and off it; how many run at once is counted."""
+    """Workers whose puts take time, on the rig's clock and off it; they count how many run at once."""
 
     def __init__(self, rig: Rig, *, put_s: float = 0.0) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class SlowWorkers(ScriptedWorkers):
 
 
 class IdleWorkers(ScriptedWorkers):
-    """A removal is taken, and nothing is removed."""
+    """Workers that accept a removal and remove nothing."""
 
     def __init__(self, rig: Rig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ async def test_calls_end_without_a_word_when_another_process_leads(caplog: pytes
 
 
 async def test_no_call_is_begun_when_the_time_of_one_is_over() -> None:
-    """The next pass looks again first: a pass never takes much longer than its slowest call."""
+    """The next pass looks again first, so a pass never takes much longer than its slowest call."""
     rig = await serving()
     rig.runtime.workers = workers = SlowWorkers(rig, put_s=3.0)
     for number in range(20):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watches of workers in fake time: one request for each pod, what wakes a deployment, and how a lost worker is tried again."""
+"""The watches of workers in fake time: one request for each pod, the wakes of a deployment, and retries of a lost worker."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ KEY = Key("DiffusionDeployment", "n", "d")
 
 
 class FakeWorkers:
-    """Workers by address. Those with a revision answer when they have another one; `lost` ones answer nothing for as long as asked."""
+    """Workers by address. A worker with a revision answers when it has another one; `lost` workers answer nothing."""
 
     def __init__(self) -> None:
         self.states: dict[str, WorkerState] = {}
@@ -149,7 +149,7 @@ async def test_a_lost_worker_is_tried_again_and_counts_as_unreachable_after_thre
     watched.follow(at("1"))
     await asyncio.sleep(1)
     watched.workers.refused.add("1")
-    watched.workers.says("1", 2)  # the answer of the request that is open, and after it none
+    watched.workers.says("1", 2)  # the open request is answered, and no later one
     watched.workers.lost.add("1")
     await asyncio.sleep(1)
     assert (watched.poll(at("1")).fresh, watched.poll(at("1")).unreachable) == (False, False)
