@@ -29,9 +29,10 @@ class _Index(msgspec.Struct):
 
 
 def read_checkpoint(folder: Path, stem: str, *, index_first: bool) -> Checkpoint:
-    """The weights in a component's folder whose files are named after `stem`.
+    """Read the headers of a component's weights: of the files in its folder that are named after `stem`.
 
-    `index_first` is which one wins where there are both a single file and an index. Without either, files of the only variant are used.
+    If both a single file and an index exist, `index_first` lets the index win. Without either, files of the folder's only variant
+    are used.
 
     Raises:
         ConfigError: there are no weights, or they are not what their headers and their index say.
@@ -48,7 +49,7 @@ def read_checkpoint(folder: Path, stem: str, *, index_first: bool) -> Checkpoint
 
 
 def stored_in(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor in every safetensors file of a folder that can be read; of two with one name, any."""
+    """Return every tensor of a folder's readable safetensors files; where several files have a name, one of its tensors."""
     tensors: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -59,7 +60,7 @@ def stored_in(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _names(stem: str, variant: str | None) -> tuple[str, str]:
-    """Names of a single file and of an index."""
+    """Return the names of a single file and of an index."""
     if variant is None:
         return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     return f"{stem}.{variant}.safetensors", f"{stem}.safetensors.index.{variant}.json"
@@ -68,7 +69,7 @@ def _names(stem: str, variant: str | None) -> tuple[str, str]:
 def _only_variant(folder: Path, stem: str) -> list[str]:
     singles = {path.name.removeprefix(f"{stem}.").removesuffix(".safetensors") for path in folder.glob(f"{stem}.*.safetensors")}
     indices = {path.name.removeprefix(f"{stem}.safetensors.index.").removesuffix(".json") for path in folder.glob(f"{stem}.*.index.*.json")}
-    # The shards of a variant have their number in the place of a variant's name.
+    # Shards of a variant match as well, as `fp16-00001-of-00002`. Such a name is no variant's.
     found = sorted(name for name in singles | indices if name.isalnum())
     if len(found) > 1 and not any((folder / name).exists() for name in _names(stem, None)):
         raise ConfigError(f"{folder}: expected {stem}.safetensors or files of one variant, found the variants {', '.join(found)}")
@@ -108,11 +109,11 @@ def _check_index(index: Path, said: _Index, tensors: dict[str, StoredTensor]) ->
     total = sum(stored.nbytes for stored in tensors.values())
     expected_total = (said.metadata or {}).get("total_size")
     if expected_total not in (None, total):
-        # Tools that rename or convert leave it as it was; the tensors themselves were all found.
+        # Tools that rename or convert tensors leave total_size as it was. All tensors were found, so a warning is enough.
         logger.warning("%s: total_size says %s bytes, the files have %d", index, expected_total, total)
 
 
 def some_tensors(names: Any) -> str:
-    """The first few of some tensors, and how many there are."""
+    """Name tensors in a message: how many there are, and the first few of them."""
     listed = ", ".join(sorted(names)[:MOST_NAMES])
     return f"{len(names)} tensors ({listed}{', …' if len(names) > MOST_NAMES else ''})" if len(names) > 1 else f"tensor {listed}"

@@ -2,8 +2,8 @@
 """A checksum of tensors in place, at the speed of memory and on their device, so that a copy can be compared with its original.
 
 Every block of bytes is summed as 64-bit numbers, which wrap around. The checksum is the SHA-256 of these sums and of the tensors' shapes
-and dtypes. Any flipped bit changes a sum, and a block in the place of another one changes their order. It is no proof against somebody who
-means to deceive: words of one block that changed places have the same sum.
+and dtypes. Any flipped bit changes a sum, and swapped blocks change the order of the sums. It is no protection against forgery: swapping
+words within a block leaves the block's sum as it was.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ WORD_BYTES = 8
 
 
 class _Run(NamedTuple):
-    """Consecutive bytes of a storage, all of them contents of tensors: what lies between tensors may be anything."""
+    """Consecutive bytes of a storage that are all contents of tensors. Padding between tensors is left out, because it may be anything."""
 
     storage: torch.UntypedStorage
     first: int
@@ -26,20 +26,23 @@ class _Run(NamedTuple):
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> str:
-    """The checksum of tensors in this order, in hexadecimal digits; the same wherever they are.
+    """Return the checksum of tensors in this order, in hexadecimal digits; it does not depend on where they are.
 
-    Needs memory for the sums, and for a copy of a tensor that is not contiguous.
+    It needs memory for the sums, and for a copy of each tensor that is not contiguous.
     """
     found = [tensor.detach() for tensor in tensors]
     digest = hashlib.sha256("".join(f"{tensor.dtype} {tuple(tensor.shape)}\n" for tensor in found).encode())
-    # All sums are begun before the first is waited for.
+    # All sums are started before the first is waited for.
     for sums in [_sums(run) for run in _runs(found)]:
         digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[_Run]:
-    """Tensors that lie side by side share a run, as nearly all of a slab do. A sum for each of a thousand would cost more than summing."""
+    """Yield the tensors' bytes as runs. Tensors that lie side by side share one, as nearly all of a slab do.
+
+    A thousand separate sums would take longer than the summing itself.
+    """
     current: _Run | None = None
     for tensor in tensors:
         run = _run_of(tensor.contiguous())

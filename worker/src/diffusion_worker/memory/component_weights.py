@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of one component: a slab, the place of every tensor in it, and where their contents come from at a wake.
+"""The weights of one component: a slab, the place of every tensor in it, and the source that a wake fills it from.
 
 For a tensor that was filled from the checkpoint's file, or equals it after conversion to the model's dtype, that file is the mirror. Other
-tensors (computed buffers, fused or quantised ones) are kept in our own memory. An accelerator has a host mirror of the whole slab beside
-that, which makes waking a copy.
+tensors (computed buffers, fused or quantised ones) are kept in memory. For an accelerator the whole slab may also have a host mirror, so
+that waking is one copy.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,14 +20,14 @@ MakeMirror = Callable[[int], HostMirror | None]
 
 
 class Whole(NamedTuple):
-    """The tensor that a placed one is a part of: its shape, and how to get that part from it."""
+    """The whole tensor that a placed one is a part of: its shape, and the function that cuts the part from it."""
 
     shape: torch.Size
     cut: Callable[[torch.Tensor], torch.Tensor]
 
 
 class PlacedTensor:
-    """A module's tensor: its place in a slab, `offset` bytes from its start, and its contents in a file or kept here."""
+    """A module's tensor in a slab, `offset` bytes from the slab's start. A wake fills it from a file, or from the copy `kept` here."""
 
     def __init__(self, like: torch.Tensor, offset: int, whole: Whole) -> None:
         self.view = blank(like.shape, like.dtype)
@@ -37,11 +37,11 @@ class PlacedTensor:
         self.kept: torch.Tensor | None = None
 
     def part_of(self, slab: torch.Tensor) -> torch.Tensor:
-        """Return the tensor's bytes in a slab."""
+        """Return this tensor's part of a slab's bytes, in its dtype and shape."""
         return slab[self.offset : self.offset + nbytes_of(self.view)].view(self.view.dtype).view(self.view.shape)
 
     def fill_from(self, stored: StoredTensor) -> Fill:
-        """From now on its contents come from a file."""
+        """Take the contents from a file from now on; return the fill that reads them."""
         self.fill = Fill(self.view, stored, None if self.whole.shape == self.view.shape else self.whole.cut)
         return self.fill
 
@@ -55,14 +55,14 @@ class ComponentWeights:
         self.placed: list[PlacedTensor] = []
 
     def add(self, placed: PlacedTensor, tensor: torch.Tensor) -> None:
-        """Put a module's tensor in its place."""
+        """Make a module's tensor a view of its place in the slab."""
         tensor.data = placed.view
         self.slab.lend(placed.view, placed.part_of)
         self.slab.lend(tensor, placed.part_of)
         self.placed.append(placed)
 
     def replace(self, placed: PlacedTensor, values: torch.Tensor) -> None:
-        """Other contents, given whole. The file no longer mirrors them, so they are kept in memory."""
+        """Give a tensor other contents, passed as the whole tensor. The file no longer has them, so they are kept in memory."""
         placed.view.copy_(placed.whole.cut(values))
         placed.fill = None
         if self.mirror is None:
@@ -71,11 +71,11 @@ class ComponentWeights:
             self.mirror.take(placed.view.view(-1).view(torch.uint8), start=placed.offset)
 
     def files(self) -> list[WeightFile]:
-        """The files that contents come from."""
+        """Return the files that contents come from."""
         return files_of([self])
 
     def discard(self) -> None:
-        """Keep nothing in memory but what is in no file."""
+        """Drop the host mirror; keep in memory only contents that no file has."""
         if self.mirror is not None:
             for placed in self.placed:
                 if placed.fill is None:
@@ -83,7 +83,7 @@ class ComponentWeights:
             self.mirror = None
 
     def have_mirror(self, make: MakeMirror) -> None:
-        """Mirror the slab's contents, where there is room: what was kept beside it goes."""
+        """Mirror the slab's contents in host memory where `make` finds room, and drop the copies of single tensors."""
         if (mirror := make(self.slab.size)) is None:
             return
         mirror.take(self.slab.bytes)
@@ -105,13 +105,13 @@ class ComponentWeights:
 
 
 def files_of(components: Iterable[ComponentWeights]) -> list[WeightFile]:
-    """The files that contents of components come from, each once."""
+    """Return the files that contents of components come from, each once."""
     stored = [placed.fill.stored for component in components for placed in component.placed if placed.fill is not None]
     return list({id(each.file): each.file for each in stored}.values())
 
 
 def fill_again(placed: Iterable[PlacedTensor]) -> None:
-    """The contents of tensors from files, and from what is kept of them.
+    """Fill tensors from their files, or from the copies kept of them.
 
     Raises:
         ConfigError: a file ends early, or was written to meanwhile; the tensors' contents are undefined then.
@@ -124,5 +124,5 @@ def fill_again(placed: Iterable[PlacedTensor]) -> None:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's contents."""
+    """Return the bytes of a tensor's contents."""
     return tensor.numel() * tensor.element_size()

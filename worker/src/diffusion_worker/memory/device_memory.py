@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a rank beside its weights, and free memory for weights that return."""
+"""Free memory: for one rank beside its weights, and for weights that a wake restores."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
-# Limits of memory cgroups, version 2 then 1; both say "no limit" by a word or by a huge number.
+# Limits of memory cgroups, version 2 then 1. No limit is a word in version 2 and a huge number in version 1.
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 # Files with a cgroup's usage, and with its share of file pages, which the system drops when it needs room.
 USES = (("memory.current", "memory.stat", ""), ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_"))
@@ -18,9 +18,9 @@ FILE_PAGES = ("active_file", "inactive_file")
 def free_bytes(
     device: torch.device, *, ranks: int, weights_bytes: int, resident_bytes: int | None = None, cgroup: Path | None = None
 ) -> int:
-    """Bytes for one rank beside its weights: what the device has free, or this rank's part of the machine's memory.
+    """Return the bytes for one rank beside its weights: the device's free memory, or its share of the machine's.
 
-    `resident_bytes` is what of the weights is in place; all of them if None.
+    `resident_bytes` is how many bytes of the weights are in memory now; None stands for all of them.
     """
     if device.type == "cuda":
         missing = 0 if resident_bytes is None else max(0, weights_bytes - resident_bytes)
@@ -29,9 +29,9 @@ def free_bytes(
 
 
 def available_bytes(device: torch.device, *, cgroup: Path | None = None) -> int:
-    """Bytes that could be taken now: free on the device; of host memory what the machine and the cgroup still have.
+    """Return the bytes that could be taken now: the device's free memory, or host memory within the cgroup's limit.
 
-    Pages of files do not count as used: they go when room is needed.
+    Cached pages of files do not count as used, because the system drops them when it needs room.
     """
     if device.type == "cuda":
         return _free_on(device)
@@ -41,7 +41,7 @@ def available_bytes(device: torch.device, *, cgroup: Path | None = None) -> int:
 
 
 def machine_bytes(cgroup: Path | None = None) -> int:
-    """Memory that this process and its siblings may use: the machine's, or less where a cgroup limits it."""
+    """Return the bytes that this process and its siblings may use together: the machine's memory, or a cgroup's lower limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [_number(cgroup or CGROUP, name) for name in LIMITS]
     return min([physical, *(limit for limit in limits if limit)])
@@ -53,7 +53,7 @@ def _free_on(device: torch.device) -> int:
 
 
 def _left_in(cgroup: Path) -> list[int]:
-    """Return the bytes below the cgroup's limit; nothing without a limit."""
+    """Return the bytes left below the cgroup's limit, in a list of one; an empty list where there is no limit."""
     for limit_name, (use_name, stat_name, prefix) in zip(LIMITS, USES, strict=True):
         limit, used = _number(cgroup, limit_name), _number(cgroup, use_name)
         if limit and used is not None:

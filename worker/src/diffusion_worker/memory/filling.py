@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills tensors from files: several threads read large pieces, in the order of the file, straight to where they belong.
+"""Tensors filled from files: several threads read large pieces, in the order of the file, straight to where they belong.
 
-Tensors of the file's dtype in host memory are read into place. All others pass through a buffer of one piece a thread, so a load needs no
+Tensors of the file's dtype in host memory are read into place. All others pass through a buffer of one piece per thread, so a load needs no
 further memory.
 """
 
@@ -33,7 +33,7 @@ ReportBytes = Callable[[int], None]
 
 
 class Fill(NamedTuple):
-    """A contiguous tensor, and what is to be in it: all of a stored one, or the part that `cut` makes of it."""
+    """A contiguous tensor to be filled with a stored one, or with the part that `cut` makes of it."""
 
     view: torch.Tensor
     stored: StoredTensor
@@ -41,7 +41,7 @@ class Fill(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Some consecutive bytes of a file that belong into some tensors, each to its flat range [begin, end)."""
+    """Consecutive bytes of a file, from `start` on, and the flat tensors that they fill in this order."""
 
     stored: list[StoredTensor]
     targets: list[torch.Tensor]
@@ -53,7 +53,7 @@ class _Cut(NamedTuple):
 
 
 def fill_tensors(fills: Iterable[Fill], report: ReportBytes = lambda count: None) -> None:
-    """Fill all of them; `report` hears on this thread of bytes that are in place, as they are in the tensors.
+    """Fill all tensors; `report` is called on this thread with each count of bytes that are in place, in the tensors' dtypes.
 
     Raises:
         ConfigError: a file ends early, or was written to since it was opened; the tensors' contents are undefined then.
@@ -70,7 +70,7 @@ def fill_tensors(fills: Iterable[Fill], report: ReportBytes = lambda count: None
 
 @contextlib.contextmanager
 def _one_core_each() -> Iterator[None]:
-    """Conversions in these threads are to start no threads of their own: with them a load took a quarter longer."""
+    """Keep conversions in the readers' threads from starting threads of their own, which made a load a quarter longer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -80,7 +80,7 @@ def _one_core_each() -> Iterator[None]:
 
 
 def read_ahead(stored: Iterable[StoredTensor]) -> None:
-    """Let the system begin with the files of some tensors, while nobody waits for them."""
+    """Ask the system to start reading the files of some tensors, up to `AHEAD_BYTES`; return at once."""
     files = list({id(tensor.file): tensor.file for tensor in stored}.values())
 
     def ask() -> None:
@@ -97,14 +97,14 @@ def read_ahead(stored: Iterable[StoredTensor]) -> None:
 
 
 def read_tensor(stored: StoredTensor) -> torch.Tensor:
-    """A stored tensor in memory of its own."""
+    """Read a stored tensor into memory of its own."""
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     fill_tensors([Fill(whole, stored)])
     return whole
 
 
 def _jobs(fills: Sequence[Fill]) -> Iterator[_Piece | _Cut]:
-    """Whole pieces; small tensors that lie side by side in a file share one."""
+    """Yield jobs that together do all fills. Small tensors that lie side by side in a file share a piece."""
     pending: list[tuple[StoredTensor, torch.Tensor, int]] = []
     for fill in fills:
         if fill.cut is not None:
@@ -143,7 +143,7 @@ def _joined(pending: list[tuple[StoredTensor, torch.Tensor, int]]) -> _Piece:
 
 
 def _run(job: "_Piece | _Cut") -> int:
-    """Do one job; returns the bytes it put in place."""
+    """Do one job; return the bytes that it put in place."""
     if isinstance(job, _Cut):
         view, stored, cut = job.fill
         assert cut is not None
@@ -164,7 +164,7 @@ _staging = threading.local()
 
 
 def _buffers_for(job: _Piece) -> list[torch.Tensor]:
-    """Return the targets of a piece's parts: the tensor itself, or this thread's staging memory."""
+    """Return where each part of a piece is read to: its tensor, or this thread's staging memory if it must be converted or moved."""
     buffers, used = [], 0
     for stored, target in zip(job.stored, job.targets, strict=True):
         if target.dtype == stored.dtype and target.device.type == "cpu":
@@ -186,12 +186,12 @@ def _staging_memory(device: torch.device) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor. Not by numpy, after which its storage could not be resized any more."""
+    """Return a tensor's memory as writable bytes. A view by numpy would keep the storage from being resized later."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _mapped(stored: StoredTensor) -> torch.Tensor:
-    """A stored tensor as it lies in its mapped file: only what is touched of it is read."""
+    """Return a stored tensor as it lies in its mapped file, of which only touched pages are read; copy it if it is not aligned."""
     content = stored.file.mapped()[stored.start : stored.start + stored.nbytes]
     if stored.start % stored.dtype.itemsize:
         content = content.clone()

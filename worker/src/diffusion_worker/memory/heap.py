@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives back what this process freed and still holds: garbage in cycles, and what allocators keep for later."""
+"""Memory that this process freed and still holds: garbage in cycles, and blocks that allocators keep for later."""
 
 import ctypes
 import gc
@@ -8,22 +8,22 @@ import torch
 
 
 def freeze_gc() -> None:
-    """Exempt all living objects from collection, in a process that serves one model to its end. Collecting them took a third of a second.
+    """Exempt all living objects from garbage collection, in a process that serves one model to its end.
 
-    Without `unfreeze_gc`, what goes and is in a cycle stays too. It passes by what the fork server settled: to look through that
-    took a rank 0.8 s, and copied the pages for each rank.
+    A collection of them took a third of a second. Until `unfreeze_gc`, an exempt object that is part of a cycle is never freed. The
+    collection here skips objects that the fork server froze: looking through them took 0.8 s, and copied their pages for each rank.
     """
     gc.collect()
     gc.freeze()
 
 
 def unfreeze_gc() -> None:
-    """Make settled objects collectable again; call it before giving up a model for another."""
+    """Make frozen objects collectable again; call it before the model is replaced by another."""
     gc.unfreeze()
 
 
 def give_back_heap(device: torch.device) -> None:
-    """Return memory that nothing uses to the system and to the device."""
+    """Return unused memory to the system and to the device."""
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's, other libraries keep nothing back
         trim(0)
@@ -32,6 +32,6 @@ def give_back_heap(device: torch.device) -> None:
 
 
 def give_back_pinned(device: torch.device) -> None:
-    """Return pinned host memory that nothing uses to the system."""
+    """Return unused pinned host memory to the system."""
     if device.type != "cpu":
         torch.accelerator.memory.empty_host_cache()

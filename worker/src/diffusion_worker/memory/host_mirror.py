@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy of a slab in host memory that an accelerator reads by itself: filled at load, so that sleep copies nothing.
 
-The chunks have powers of two as sizes, because pinned blocks are rounded up to one. A single block of 33 GB would take 64.
+The sizes of its chunks are powers of two, because pinned blocks are rounded up to one. A single block of 33 GB would take 64.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ HOST = torch.device("cpu")
 
 
 class HostMirror:
-    """A mirror of `size` bytes. Pinned for an accelerator; without one (`pinned` false) the same in plain memory."""
+    """A mirror of `size` bytes: in pinned memory for an accelerator, in plain memory with `pinned` false."""
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         self._chunks = [torch.empty(count, dtype=torch.uint8, pin_memory=pinned) for count in chunk_sizes(size)]
@@ -32,22 +32,22 @@ class HostMirror:
         return sum(chunk.numel() for chunk in self._chunks)
 
     def take(self, content: torch.Tensor, *, start: int = 0) -> None:
-        """Copy bytes of the slab, which lie there from `start` on."""
+        """Copy `content`, which are bytes of the slab from `start` on, into the mirror."""
         for mine, theirs in self._pairs(content, start):
             mine.copy_(theirs)
 
     def read(self, into: torch.Tensor, *, start: int) -> None:
-        """Copy the bytes from `start` on to host memory."""
+        """Copy the mirror's bytes from `start` on into a tensor in host memory."""
         for mine, theirs in self._pairs(into, start):
             theirs.copy_(mine)
 
     def give(self, slab: torch.Tensor) -> None:
-        """Copy everything to the slab, a chunk at a time, on the stream that is current; returns before that is over."""
+        """Queue copies of everything to the slab, chunk by chunk, on the current stream; return before they are done."""
         for mine, theirs in self._pairs(slab, 0):
             theirs.copy_(mine, non_blocking=True)
 
     def _pairs(self, content: torch.Tensor, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of chunks, and the parts of `content` that belong there."""
+        """Pair parts of the chunks with the parts of `content` that belong there."""
         pairs, begin, stop = [], 0, start + content.numel()
         for chunk in self._chunks:
             low, high = max(begin, start), min(begin + chunk.numel(), stop)
@@ -58,7 +58,7 @@ class HostMirror:
 
 
 def chunk_sizes(size: int) -> list[int]:
-    """Powers of two that hold `size` bytes together, the largest first."""
+    """Return powers of two that hold `size` bytes together, the largest first."""
     sizes, left = [], size
     while left > 0:
         fitting = 1 << (left.bit_length() - 1)
@@ -68,7 +68,7 @@ def chunk_sizes(size: int) -> list[int]:
 
 
 def make_mirror(size: int, *, pinned: bool) -> HostMirror | None:
-    """A mirror of `size` bytes; None where the host has no room for it, and files have to do."""
+    """Make a mirror of `size` bytes; return None where the host has no room, so that a wake reads files."""
     found = available_bytes(HOST)
     if found < size:
         log.warning("no mirror of %d bytes of weights in host memory, which has %d: waking will read their files", size, found)
@@ -78,7 +78,7 @@ def make_mirror(size: int, *, pinned: bool) -> HostMirror | None:
 
 @contextlib.contextmanager
 def copying_to(device: torch.device) -> Iterator[None]:
-    """While copies to a device are queued: on a stream of their own there, whose work is over at the end."""
+    """Run the copies of the block on a stream of their own, if the device has streams; wait for them at its end."""
     if device.type != "cuda":
         yield
         return

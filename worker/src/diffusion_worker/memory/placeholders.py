@@ -7,21 +7,21 @@ from diffusion_worker.memory.weight_files import StoredTensor
 
 
 class Placeholders:
-    """The placeholders of a pipeline, and what each stands for.
+    """The placeholders of a pipeline, and the stored tensor behind each.
 
-    They are known by their address: libraries wrap tensors in parameters, and share those that are tied. `wanted_soon` is whether
-    their contents will be read as soon as the pipeline is there.
+    They are found by their address, because libraries wrap tensors in parameters, and share those that are tied. `wanted_soon` is whether
+    their contents will be read as soon as the pipeline is built.
     """
 
     def __init__(self, *, wanted_soon: bool = True) -> None:
         self.wanted_soon = wanted_soon
         self._stored: dict[int, StoredTensor] = {}
-        # An address is nobody else's as long as its tensor lives.
+        # An address stays a placeholder's own only as long as its tensor lives.
         self._tensors: list[torch.Tensor] = []
 
     def make(self, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-        """A placeholder of a stored tensor, for its contents in some dtype."""
-        # Not a number, so that no library takes two of them for equal.
+        """Make a placeholder for the contents of a stored tensor in this dtype."""
+        # NaN, so that no library takes two of them for equal.
         tensor = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(stored.shape)
         self._stored[tensor.data_ptr()] = stored
         self._tensors.append(tensor)
@@ -33,7 +33,7 @@ class Placeholders:
 
 
 def is_lost(tensor: torch.Tensor) -> bool:
-    """Return whether an unknown tensor is a copy of a placeholder: all one element, or not a number throughout."""
+    """Return whether a tensor of unknown origin copies a placeholder: every element is the same one, or all are NaN."""
     if tensor.numel() > 1 and not any(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
         return True
     if not tensor.numel() or not tensor.is_floating_point() or not tensor.reshape(-1)[:1].isnan():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that weights live in: one block whose pages go back on sleep while every view of it stays valid.
+"""Memory that weights live in: one block whose pages are given back on sleep while every view of it stays valid.
 
 On a CPU a slab is a private anonymous mapping with huge pages, freed by MADV_DONTNEED, which measured faster than the alternatives. On an
 accelerator it is one storage that is resized to nothing and back.
@@ -25,23 +25,23 @@ class Slab(Protocol):
     address_range: AddressRange | None
 
     def lend(self, tensor: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Make a tensor see a part of `bytes`, at the latest when the slab has memory for the first time."""
+        """Make a tensor the view `part` of the slab's bytes, at the latest when the slab first has memory."""
 
     def release(self) -> None:
-        """Give the memory back; the contents are lost, views stay. Harmless where there is none."""
+        """Give the memory back. The contents are lost and views stay valid; without memory nothing happens."""
 
     def restore(self) -> None:
-        """Have memory again, contents undefined; raises MemoryError or torch's own error where there is none."""
+        """Take memory again, with undefined contents; raise MemoryError or torch's own error where there is none."""
 
 
 class HostSlab:
-    """A slab of the CPU as a device. It takes no memory before it is written to."""
+    """A slab in host memory, for the CPU as a device. It takes no memory before it is written to."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         length = -(-size // HUGE_PAGE) * HUGE_PAGE
-        # Further addresses of another kind, never touched. Without them the kernel joins neighbouring slabs into one mapping, and counts
-        # their memory together.
+        # The addresses past `length` have other flags and are never touched. Without them the kernel joins neighbouring slabs into one
+        # mapping, and counts their memory together.
         self._mapping = mmap.mmap(-1, length + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._mapping.madvise(mmap.MADV_HUGEPAGE, 0, length)
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
@@ -55,7 +55,7 @@ class HostSlab:
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def restore(self) -> None:
-        """Nothing to do: pages come back when they are written, and are zero before."""
+        """Do nothing: pages come back when they are written, and are zero before."""
 
 
 class DeviceSlab:
@@ -93,17 +93,17 @@ class DeviceSlab:
 
 
 def make_slab(size: int, device: torch.device, *, released: bool = False) -> Slab:
-    """A slab of `size` bytes on a device; a `released` one holds nothing before `restore`."""
+    """Make a slab of `size` bytes on a device; a `released` one has no memory before `restore`."""
     return HostSlab(size) if device.type == "cpu" else DeviceSlab(size, device, released=released)
 
 
 def blank(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of one element of memory that looks like one of a shape, until a slab lends it its part."""
+    """Make a tensor that looks like one of this shape and takes the memory of one element, until a slab lends it a part."""
     return torch.empty((), dtype=dtype).expand(shape).detach()
 
 
 def resident_bytes(slabs: Iterable[Slab]) -> int:
-    """Bytes the slabs hold right now: pages of their mappings that the kernel says are there, and device storages."""
+    """Return the bytes that slabs hold now: resident pages of their mappings, and device storages."""
     return sum(_held(slab) for slab in slabs)
 
 
@@ -112,7 +112,8 @@ def _held(slab: Slab) -> int:
         return slab.bytes.untyped_storage().nbytes()
     begin, end = slab.address_range
     pages = torch.empty((end - begin) // mmap.PAGESIZE, dtype=torch.uint8)
-    # A byte for each page, of which a bit counts. The file /proc/self/smaps has this for the whole process, in a hundred times the time.
+    # The result has a byte for each page, of which the lowest bit counts. The file /proc/self/smaps lists the whole process, and takes a
+    # hundred times as long to read.
     if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_void_p(pages.data_ptr())):
         raise OSError(ctypes.get_errno(), "mincore")
     return int((pages & 1).sum()) * mmap.PAGESIZE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A safetensors file: names and positions of its tensors, checked against its size before a byte of them is read.
 
-A file stays open while one of its tensors is known. Another file in its place changes nothing here, and a change of this one is noticed.
+A file stays open while one of its tensors is referenced. Putting another file in its place changes nothing here; writing to it is detected.
 """
 
 import math
@@ -30,7 +30,7 @@ class WeightFile:
     """An open file of weights."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError where the file cannot be read, or is not what its header says."""
+        """Open a file and read its header; raise ConfigError where it cannot be read, or differs from its header."""
         self.path = path
         self._mapped: torch.Tensor | None = None
         try:
@@ -43,12 +43,12 @@ class WeightFile:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
     def check_unchanged(self) -> None:
-        """Raises ConfigError if the file was written to since it was opened."""
+        """Raise ConfigError if the file was written to since it was opened."""
         if self._look() != self._stamp:
             raise ConfigError(f"{self.path}: was written to since it was opened, expected a file that stays as it is")
 
     def read_exactly(self, buffers: list[memoryview], start: int) -> None:
-        """Fill the buffers one after the other from `start` on; raises ConfigError where the file ends before."""
+        """Fill the buffers one after the other from `start` on; raise ConfigError where the file ends before."""
         missing = [buffer for buffer in buffers if buffer.nbytes]
         while missing:
             count = os.preadv(self.descriptor, missing, start)
@@ -61,17 +61,17 @@ class WeightFile:
                 missing[0] = missing[0][count:]
 
     def mapped(self) -> torch.Tensor:
-        """The whole file as bytes in memory that nobody else sees; of what is not touched nothing is read."""
+        """Map the whole file into private memory and return its bytes; only pages that are touched are read."""
         if self._mapped is None:
             self._mapped = torch.frombuffer(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         return self._mapped
 
     def unmap(self) -> None:
-        """Give back what `mapped` took, once nobody looks at it any more."""
+        """Drop the mapping that `mapped` made; its memory goes with the last tensor that views it."""
         self._mapped = None
 
     def drop_pages(self) -> None:
-        """Let the system forget what it has read of the file, as far as no other process has it mapped."""
+        """Drop the file's pages from the system's cache, except those that another process has mapped."""
         self.unmap()
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -107,7 +107,7 @@ class WeightFile:
         return stored
 
     def _check_extent(self, tensors: Any, *, begin: int, size: int) -> None:
-        """Every tensor starts where another ends, and the last one ends with the file."""
+        """Raise ConfigError unless each tensor starts where the one before ends, and the last ends with the file."""
         for stored in sorted(tensors, key=lambda stored: (stored.start, stored.nbytes)):
             if stored.start != begin:
                 raise ConfigError(f"{self.path}: tensor {stored.name}: expected its bytes from {begin} on, the header says {stored.start}")
@@ -125,7 +125,7 @@ class _Entry(msgspec.Struct):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file; `start` is where its first byte is."""
+    """A tensor in a file, whose first byte is at `start`."""
 
     file: WeightFile
     name: str

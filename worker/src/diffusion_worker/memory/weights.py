@@ -19,12 +19,12 @@ from diffusion_worker.memory.slabs import DeviceSlab, make_slab, resident_bytes
 from diffusion_worker.memory.weight_files import StoredTensor
 from diffusion_worker.messages import MemoryReport, SleepLevel
 
-ALIGNMENT = 64  # a cache line, and what vectorised kernels like
+ALIGNMENT = 64  # a cache line, which vectorised kernels prefer
 NO_SLEEP = "sleep: not supported with --shard and --offload, whose weights the worker cannot give back"
 
 NOTHING_UNREAD = Placeholders()
 
-# A tensor's name and the whole of it -> what this rank has of it.
+# A tensor's name and the whole tensor -> this rank's part of it.
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
 
 
@@ -32,7 +32,7 @@ class ModelWeights:
     """The weights of a pipeline's modules on one rank."""
 
     def __init__(self, device: torch.device, *, asleep: bool = False, mirrored: bool | None = None) -> None:
-        """`asleep` is as after a sleep that discards: what is placed takes no memory before `restore`.
+        """Start without weights. `asleep` means as after a sleep that discards: placed weights take no memory before `restore`.
 
         `mirrored` gives slabs mirrors in host memory, the default on an accelerator. On a CPU they would duplicate the system's cache of
         the files.
@@ -52,12 +52,12 @@ class ModelWeights:
         unread: Placeholders = NOTHING_UNREAD,
         report: ReportBytes = lambda count: None,
     ) -> int:
-        """Move every parameter and buffer of a module into a slab of its own; returns their bytes, of which `report` hears on the way.
+        """Move every parameter and buffer of a module into a slab of its own; return their bytes.
 
-        Tensors already in a slab, because another module shares them, stay there. `unread` says where the contents of tensors are that have
-        none yet. `checkpoint` is the folder of the module's safetensors files, which need not exist: it is the mirror of other tensors that
-        it holds. `cut` says, by a tensor's name, which part of it this rank has. Asleep, nothing is read and the slab takes no memory;
-        contents that the module has already and no file holds are kept.
+        Tensors already in a slab, because another module shares them, stay there. `unread` has the placeholders, whose contents are read
+        from their files now. `checkpoint` is the folder of the module's safetensors files, which need not exist; a wake reads the tensors
+        that it holds from there. `cut` returns this rank's part of a tensor, by name. `report` is called with each count of bytes that are
+        in place. Asleep, nothing is read and the slab takes no memory; contents that the module has already and no file holds are kept.
 
         Raises:
             ConfigError: a file cannot be read to its end, or was written to meanwhile.
@@ -96,7 +96,7 @@ class ModelWeights:
         return make_mirror(size, pinned=self._device.type != "cpu") if self._mirrored else None
 
     def _take_contents(self, component: ComponentWeights, placed: PlacedTensor, part: torch.Tensor, stored: StoredTensor | None) -> None:
-        """Take over a tensor's current contents, and the place where a wake finds them."""
+        """Copy a tensor's current contents into its place, and note where a wake finds them."""
         if stored is not None and _holds(stored, part, placed.whole):
             placed.fill_from(stored)
         elif component.mirror is None:
@@ -109,11 +109,11 @@ class ModelWeights:
         return [placed for component in self._components for placed in component.placed]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All weights as they are on the device now, in the order in which they were placed; those that were left elsewhere last."""
+        """Return all weights as they are on the device now, in the order in which they were placed; those left elsewhere come last."""
         return [placed.view for placed in self._placed] + self._elsewhere
 
     def whole_shape(self, tensor: torch.Tensor) -> torch.Size | None:
-        """The shape in which contents of a placed tensor are given to `replace`; None for one that is in no slab."""
+        """Return the shape that `replace` expects for a placed tensor; None for a tensor in no slab."""
         found = self._find(tensor)
         return None if found is None else found[1].whole.shape
 
@@ -125,7 +125,7 @@ class ModelWeights:
         component.replace(placed, values)
 
     def _find(self, tensor: torch.Tensor) -> tuple[ComponentWeights, PlacedTensor] | None:
-        """Find a tensor by its memory: after a sleep the slabs of an accelerator are elsewhere."""
+        """Find a placed tensor by its current address, which changes when an accelerator's slab is restored."""
         for component in self._components:
             for placed in component.placed:
                 if placed.view.data_ptr() == tensor.data_ptr() and placed.view.shape == tensor.shape:
@@ -133,23 +133,23 @@ class ModelWeights:
         return None
 
     def leave(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Count weights that stay where they are, and with which there is no sleep; returns their bytes."""
+        """Count weights that stay where they are, and that rule out sleep; return their bytes."""
         found = list(tensors)
         self._elsewhere += found
         return sum(map(nbytes_of, found))
 
     @property
     def missing_bytes(self) -> int:
-        """Return the device bytes that the slabs need to be restored."""
+        """Device bytes that the slabs need to be restored; 0 while they are awake."""
         return 0 if self._level is None else sum(component.slab.size for component in self._components)
 
     def require_sleep(self) -> None:
-        """Raises RequestError, InvalidRequest, where some weights are in no slab and cannot sleep."""
+        """Raise RequestError (InvalidRequest) where some weights are in no slab and so cannot sleep."""
         if self._elsewhere:
             raise RequestError(ErrorCode.INVALID_REQUEST, NO_SLEEP)
 
     def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
-        """Give the memory of all slabs back, and with `DISCARD` what is kept of the files' contents.
+        """Give the memory of all slabs back; with `DISCARD` also the mirrors and the cached pages of the files.
 
         The modules must not run until `restore`.
 
@@ -168,7 +168,7 @@ class ModelWeights:
         self._level = SleepLevel.DISCARD if SleepLevel.DISCARD in (level, self._level) else level
 
     def restore(self) -> None:
-        """Fill the slabs from their mirrors; where that fails, their memory is given back again.
+        """Fill the slabs again from their mirrors, files and copies; where that fails, give their memory back.
 
         Raises:
             ConfigError: a file was written to meanwhile, or ends early. MemoryError, or torch's own error: there is no room.
@@ -213,7 +213,7 @@ class ModelWeights:
 
 
 def read_in_place(module: torch.nn.Module, unread: Placeholders, report: ReportBytes) -> None:
-    """Give the tensors of a module that have no contents yet memory of their own, outside of slabs, and what is stored for them.
+    """Read the contents of a module's placeholders into memory of their own, outside of slabs; `report` gets each count of bytes.
 
     Raises:
         ConfigError: a file cannot be read to its end, or was written to meanwhile.
@@ -229,18 +229,18 @@ def read_in_place(module: torch.nn.Module, unread: Placeholders, report: ReportB
 
 
 def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, each once: tied ones are the same object and stay tied. Quantised ones as what they consist of."""
+    """Yield parameters and buffers by name, each once: tied ones are the same object. Quantised ones come as their plain parts."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield from parts_of(name, tensor)
 
 
 def weights_bytes(module: torch.nn.Module) -> int:
-    """Bytes of a module's weights, each tensor once."""
+    """Return the bytes of a module's weights, each tensor counted once."""
     return sum(nbytes_of(tensor) for _, tensor in _named_tensors(module))
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that a tensor consists of, by name: itself, or what is in torchao's and bitsandbytes' own kinds."""
+    """Yield the plain tensors that a tensor consists of, by name: itself, or the parts of torchao's and bitsandbytes' kinds."""
     if is_traceable_wrapper_subclass(tensor):
         inner = [(part, getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0]]
         yield from ((f"{name}.{part}", value) for part, value in inner if value is not None)
@@ -266,7 +266,7 @@ def _layout(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def _part(name: str, whole: torch.Tensor, cut: Cut | None, unread: Placeholders) -> torch.Tensor:
-    """This rank's part of a tensor; of one that has no contents only what it will look like."""
+    """Return this rank's part of a tensor; of a placeholder only its shape and dtype, on the meta device."""
     if unread.stored_of(whole):
         whole = torch.empty_like(whole, device="meta")
     elif is_lost(whole):
