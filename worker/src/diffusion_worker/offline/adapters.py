@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that a call of a script names, or brings: a `LoRARequest` is loaded under its name when it is first used.
+"""Adapters of a script's calls, named or given as a `LoRARequest`, which is loaded under its name at its first use.
 
 A name stands for one adapter at a time. Another path, or other bytes at the same path, is another adapter, which then takes the name. An
 integer id means nothing here, because an adapter's identity is its content.
@@ -29,7 +29,7 @@ READ = ("*.safetensors", "adapter_config.json")
 # Among several files in a folder the ranks read the first of these.
 WEIGHTS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
-# Names, sizes and times of files; what changes when they are written.
+# Names, inodes, sizes and times of files, which change when the files are written.
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
@@ -42,7 +42,7 @@ class WantedAdapter(NamedTuple):
 
 
 def wanted_adapters(lora_request: AdapterArgument, lora_scale: Scales) -> list[WantedAdapter]:
-    """The adapters of a call; one number for several of them is left to the engine to judge.
+    """Return a call's adapters with the scales of a list. A single scale is only checked here; the engine applies it.
 
     Raises:
         RequestError: InvalidRequest that names the argument.
@@ -81,7 +81,7 @@ class RequestedAdapters:
         self._seen: dict[str, tuple[Source, Fingerprint]] = {}
 
     async def load(self, engine: Engine, wanted: Sequence[WantedAdapter]) -> None:
-        """Have every adapter that came with a path loaded; raises the RequestError of a load that failed."""
+        """Load every adapter that came with a path and is new or changed; raise the RequestError of a load that failed."""
         for adapter in wanted:
             if adapter.source is not None:
                 await self._load(engine, adapter.name, adapter.source)
@@ -101,7 +101,7 @@ class RequestedAdapters:
 
 
 def _document(engine: Engine, name: str) -> AdapterDocument | None:
-    """The adapter that a name stands for, where a request could have it."""
+    """Return the document of the adapter with a name; None where a request could not use it."""
     try:
         return engine.model_document(name)
     except RequestError:
@@ -109,7 +109,7 @@ def _document(engine: Engine, name: str) -> AdapterDocument | None:
 
 
 def _files(source: Source) -> list[Path]:
-    """Return the files of an adapter at a path; none if it is elsewhere, or not there."""
+    """Return the files of an adapter at a path; none for a source of another kind, or where nothing is there."""
     if source.path is None:
         return []
     path = Path(source.path)
@@ -117,7 +117,10 @@ def _files(source: Source) -> list[Path]:
 
 
 def _fingerprint(source: Source) -> Fingerprint:
-    """In a thread: a network file system may hang. Empty where the files cannot be read; the load then says why."""
+    """Return the names, inodes, sizes and times of an adapter's files; nothing where they cannot be read, as the load reports that.
+
+    It runs in a thread, because a network file system may hang.
+    """
     try:
         stats = [(file.name, file.stat()) for file in _files(source)]
     except OSError:
@@ -126,7 +129,7 @@ def _fingerprint(source: Source) -> Fingerprint:
 
 
 def _digest(source: Source) -> str | None:
-    """Hash the weights file at a path, if it can be read; in a thread."""
+    """Return the SHA-256 of the weights file at a path, or None if it cannot be read. It runs in a thread."""
     files = [file for file in _files(source) if file.suffix == ".safetensors"]
     known = [file for name in WEIGHTS for file in files if file.name == name]
     try:

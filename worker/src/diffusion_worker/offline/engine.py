@@ -34,8 +34,8 @@ class DiffusionEngine:
             image, = engine.generate("a red digit seven", seed=1, lora_request=stripes, lora_scale=0.8)
             image.save("seven.png")
 
-    Any thread may call it, several at once share the model's steps. It ends with `close`, with its `with` block, when nothing refers to it
-    any more, or with the interpreter. The ranks end with the process in any case.
+    Any thread may call it; calls at the same time share the model's steps. It ends with `close`, with its `with` block, when nothing refers
+    to it any more, or with the interpreter. The ranks end with the process in any case.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class DiffusionEngine:
         progress: bool | None = None,
         **options: Any,
     ) -> None:
-        """Start `ranks` processes and load the model and its adapters; returns when images can be made.
+        """Start `ranks` processes, load the model and its adapters, and return when images can be made.
 
-        `loras` has adapters by name: their folders, files, or sources of other kinds. `options` are those of the program, named
-        as fields of `WorkerConfig` (`dtype="bfloat16"`, `max_batch_size=4`, `limits={"max_steps": 50}`). `progress` draws
-        progress bars here and in every call; by default where stderr is a terminal.
+        `loras` maps names of adapters to their folders, files, or sources of other kinds. `options` are those of the program, named as
+        fields of `WorkerConfig` (`dtype="bfloat16"`, `max_batch_size=4`, `limits={"max_steps": 50}`). `progress` draws progress bars here
+        and in every call; by default where stderr is a terminal.
 
         Raises:
             ConfigError: an option, the model or an adapter is wrong. GroupFailed: the ranks did not come up, or died.
@@ -60,7 +60,7 @@ class DiffusionEngine:
         self._progress = progress
         self._adapters = RequestedAdapters()
         self._thread = EngineThread(config, lambda: RankExecutor(config))
-        # It must not refer to `self`; it also runs when the interpreter ends.
+        # The finalizer must not refer to `self`. It also runs when the interpreter ends.
         weakref.finalize(self, self._thread.close)
         try:
             with load_bar(config.served_name, self._thread.load_progress, progress) as draw:
@@ -77,7 +77,7 @@ class DiffusionEngine:
         self.close()
 
     def close(self) -> None:
-        """End the ranks; calls of other threads that run have `drain_timeout_s` to finish. Closing again does nothing."""
+        """End the ranks; running calls of other threads have `drain_timeout_s` to finish. Closing again does nothing."""
         self._thread.close()
 
     def generate(
@@ -107,12 +107,12 @@ class DiffusionEngine:
         Their seeds are `seed`, `seed + 1`, … for every prompt, or random. Missing values are the engine's or the model's defaults. `size`
         is `"WIDTHxHEIGHT"`. `lora_request` is an adapter or a list of them: a name from `loras`, or a `LoRARequest`, loaded from its path
         at its first use. `lora_scale` is its strength, or a list with one for each. With `image` they start from that image, or those, if
-        the model can. `mask` is white in the part to repaint, `strength` the distance from the image, up to 1. A call that is interrupted,
-        or takes longer than `timeout_s`, makes nothing more.
+        the model supports it. `mask` is white in the part to repaint, `strength` the distance from the image, up to 1. A call that is
+        interrupted, or takes longer than `timeout_s`, makes nothing more.
 
         Raises:
             RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (NotFound), or it cannot be loaded
-                (InvalidAdapter and the like). The call took too long (Timeout), the engine is closed (Terminating), or making it failed.
+                (InvalidAdapter and the like). The call took too long (Timeout), the engine is closed (Terminating), or an image failed.
                 GroupFailed: the ranks are lost.
         """
         prompts = _prompts(prompt)
@@ -151,7 +151,7 @@ class DiffusionEngine:
 async def _make(
     engine: Engine, wanted: list[GenerationParams], listener: Callable[[int], Callable[[RequestEvent], None]]
 ) -> list[Generation]:
-    """All at once; the first error ends the others."""
+    """Make the images of all requests at once; the first error cancels the other requests."""
     tasks = [asyncio.create_task(engine.generate(params, on_event=listener(index))) for index, params in enumerate(wanted)]
     try:
         return await asyncio.gather(*tasks)
@@ -162,7 +162,7 @@ async def _make(
 
 
 def _require_adapters(engine: Engine) -> None:
-    """A server tells of an adapter that it could not load and goes on; a script has nobody to mend it."""
+    """Raise ConfigError for an adapter that was not loaded. A server reports it and serves on; a script has no operator to mend it."""
     for adapter in engine.state_document().adapters:
         if adapter.state not in (AdapterState.LOADED, AdapterState.CACHED):
             why = adapter.error.message if adapter.error else f"it is {adapter.state}"
@@ -188,7 +188,7 @@ def _sides(size: str, height: int | None, width: int | None) -> tuple[int, int]:
 
 
 def _params(fields: dict[str, object]) -> GenerationParams:
-    """The request as the engine takes it, its types checked. An error about a prompt does not repeat it."""
+    """Convert a call's fields to a request and check their types. An error about a prompt does not repeat the prompt."""
     try:
         return msgspec.convert(fields, GenerationParams)
     except msgspec.ValidationError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine on an event loop in a thread of its own, for callers that have no loop, or another one.
 
-Every wait looks up often: at the caller's wish (a progress bar), at its deadline, and whether the thread still lives. So Ctrl-C
-is heard at once, and nothing hangs.
+A waiting caller wakes ten times a second: to draw a progress bar, and to check its deadline and that the thread is alive. So Ctrl-C takes
+effect at once, and no call hangs.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ def nothing() -> None:
 
 
 class EngineThread:
-    """An engine with its ranks. Call its methods from every thread but its own; `close` from any."""
+    """An engine with its ranks. Call its methods from any thread but its own, and `close` from any thread."""
 
     def __init__(self, config: WorkerConfig, make_ranks: Callable[[], RankGroup]) -> None:
         self._config = config
@@ -65,11 +65,13 @@ class EngineThread:
         self.run(self._start(), meanwhile=meanwhile)
 
     def load_progress(self) -> tuple[int, int]:
-        """Bytes of weights loaded and in all; both 0 where that is not known yet."""
+        """Return the bytes of weights loaded so far, and in all; both are 0 while that is unknown."""
         return self._ranks.load_progress() if self._ranks is not None else (0, 0)
 
     def run(self, work: Coroutine[Any, Any, T], *, meanwhile: Callable[[], None] = nothing, timeout_s: float | None = None) -> T:
-        """The result of `work` on the loop. `meanwhile` is called ten times a second; whatever ends the wait ends the work.
+        """Run `work` on the loop and return its result. `meanwhile` is called ten times a second.
+
+        An exception that ends the wait, as Ctrl-C does, cancels the work.
 
         Raises:
             TimeoutError: it took longer than `timeout_s`. GroupFailed: the loop's thread is gone.
@@ -88,14 +90,14 @@ class EngineThread:
         return future.result()
 
     def close(self) -> None:
-        """End the ranks and the thread; returns when they are gone. Harmless when repeated, and in a child of this process."""
+        """End the ranks and the thread; return when they are gone. Do nothing in a child of this process, or when already closed."""
         if os.getpid() != self._owner:
             return
         with self._lock:
             if self._ending is None:
                 self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         if threading.current_thread() is self._thread:
-            return  # the garbage collector found it here: the loop ends it after this
+            return  # called by the garbage collector on the loop's thread, which cannot wait for itself
         concurrent.futures.wait([self._ending], self._config.drain_timeout_s + STOP_TIMEOUT_S + FORK_SERVER_S)
         self._thread.join(STOP_TIMEOUT_S)
 
@@ -104,7 +106,7 @@ class EngineThread:
             raise GroupFailed("the engine's thread ended")
 
     def _turn(self) -> None:
-        """The thread: turns the loop until `_end` stops it."""
+        """Run the loop in its thread until `_end` stops it."""
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
@@ -124,7 +126,7 @@ class EngineThread:
                 await asyncio.gather(self._starting, return_exceptions=True)
             if self._engine is not None:
                 await self._engine.terminate()
-            # A thread that still starts ranks would have nobody to tell. At the interpreter's exit nothing can run in threads any more.
+            # Wait for a thread that still starts ranks. At the interpreter's exit no thread can be started, so this raises RuntimeError.
             with contextlib.suppress(RuntimeError):
                 await self._loop.shutdown_default_executor()
         finally:

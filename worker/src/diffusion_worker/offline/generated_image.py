@@ -17,7 +17,7 @@ FORMATS = {".png": OutputFormat.PNG, ".jpg": OutputFormat.JPEG, ".jpeg": OutputF
 
 @dataclass(frozen=True)
 class GeneratedImage:
-    """An image with all that made it; the same prompt, seed and provenance make it again."""
+    """An image with its prompt and provenance: with these and the seed it can be made again."""
 
     prompt: str
     provenance: Provenance
@@ -35,7 +35,7 @@ class GeneratedImage:
 
     @property
     def metadata(self) -> dict[str, object]:
-        """Provenance, seed and size as plain data: what `save` writes into the file. The prompt is not in it."""
+        """Provenance, seed and size as plain data, which `save` writes into the file. The prompt is not in it."""
         return metadata_of(self.provenance, self.made)
 
     @cached_property
@@ -44,7 +44,7 @@ class GeneratedImage:
         return Image.frombytes("RGB", (self.made.width, self.made.height), bytes(self.made.pixels))
 
     def save(self, path: str | PathLike[str], *, quality: int | None = None) -> Path:
-        """Write a PNG, JPEG or WebP, by the name's ending, with the metadata in it; `quality` is 0 to 100 of the last two.
+        """Write a PNG, JPEG or WebP, by the name's ending, with the metadata in it; `quality`, 0 to 100, is for JPEG and WebP.
 
         Raises:
             RequestError: InvalidRequest, the name has another ending or the quality is out of range. OSError: as `open` does.

@@ -13,10 +13,10 @@ from diffusion_worker.server.encoding.input_images import decoded
 
 
 def image_fields(image: Image | Sequence[Image] | None, mask: Image | None, strength: float | None) -> dict[str, object]:
-    """The fields of a request that starts from images, none for one that does not.
+    """Return the fields of a request that starts from images; none without an image.
 
     Raises:
-        RequestError: InvalidRequest, something else than images, or a mask or a strength without an image.
+        RequestError: InvalidRequest, for something else than images, or a mask or a strength without an image.
     """
     if image is None:
         for field, value in (("mask", mask), ("strength", strength)):

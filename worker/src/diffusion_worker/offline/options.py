@@ -16,7 +16,7 @@ from diffusion_worker.config import CLAIMS_DIR, OnMissing, QueueLimits, WorkerCo
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.sources.options import locate_model, lora_defaults
 
-# Options that only a server and its operator have, and those that the engine's own arguments set.
+# Options that only a server and its operator use, and those that the engine's own arguments set.
 NOT_HERE = frozenset({"api_key_path", "control_token_path", "desired_path", "max_connections", "preload_loras", "queue", "ui"})
 GIVEN = frozenset({"model", "model_source", "ranks"})
 MAX_BATCH_WINDOW_S = 1.0
@@ -26,14 +26,14 @@ PLACE = re.compile(r" - at `\$\.?(.*)`$")
 def worker_config(
     model: str | PathLike[str], ranks: int, loras: Mapping[str, str | PathLike[str]], options: Mapping[str, object]
 ) -> WorkerConfig:
-    """The settings of an engine; raises ConfigError with the option's name."""
+    """Make the settings of an engine from a script's arguments; raise ConfigError with the name of a wrong option."""
     allowed = set(WorkerConfig.__struct_fields__) - NOT_HERE - GIVEN
     if unknown := sorted(set(options) - allowed):
         raise ConfigError(f"{unknown[0]}: unknown option of the engine, expected one of {', '.join(sorted(allowed))}")
     place = locate_model(fspath(model), str(options.get("claims_dir", CLAIMS_DIR)))
-    # A script waits for what it asked for.
+    # A script waits for all its images, so its queue has no bounds.
     endless = QueueLimits(sys.maxsize, math.inf, sys.maxsize)
-    # An adapter that went from memory for others is loaded again: there is nobody else to do it.
+    # An evicted adapter is loaded again when it is used, because a script has no operator to do it.
     own: dict[str, Any] = {"served_name": place.name, "lora_on_missing": OnMissing.LOAD, "queue": endless}
     if isinstance(slots := options.get("max_loras"), int):
         own |= lora_defaults(slots)
@@ -50,14 +50,14 @@ def worker_config(
 
 
 def described(error: msgspec.ValidationError) -> str:
-    """A wrong type or value, with the name of its field first."""
+    """Describe a wrong type or value, beginning with the name of its field."""
     text = str(error)
     place = PLACE.search(text)
     return f"{place[1]}: {PLACE.sub('', text).replace('Expected', 'expected', 1)}" if place and place[1] else text
 
 
 def _check_ranges(fields: Mapping[str, Any], config: WorkerConfig) -> None:
-    """The command line's ranges, for the options that have the name of their field."""
+    """Raise ConfigError for a value outside the command line's range of the option with the field's name."""
     for option in cli.serve.params:
         name = str(option.name)
         if isinstance(option.type, click.IntRange | click.FloatRange) and fields.get(name) is not None:

@@ -25,7 +25,7 @@ class StepCounts:
         self._steps: dict[tuple[int, int], StepTaken] = {}
 
     def listener(self, prompt: int) -> Callable[[RequestEvent], None]:
-        """Hears the events of one prompt of the call."""
+        """Make a listener that records the steps of one prompt of the call."""
 
         def note(event: RequestEvent) -> None:
             if isinstance(event, StepTaken):
@@ -40,7 +40,7 @@ class StepCounts:
 
     @property
     def expected(self) -> int | None:
-        """Steps in all, as far as the images that began tell; None where none of them does."""
+        """Steps of all images, if each takes as many as the longest that began; None while none has begun."""
         most = max((event.steps or 0 for event in list(self._steps.values())), default=0)
         return most * self.images or None
 
@@ -65,7 +65,7 @@ def step_bar(counts: StepCounts, progress: bool | None) -> Iterator[Callable[[],
 
 @contextmanager
 def load_bar(name: str, loaded: Callable[[], tuple[int, int]], progress: bool | None) -> Iterator[Callable[[], None]]:
-    """A bar for the load of a model; gives what draws it again. `loaded` tells bytes done and in all."""
+    """Show a bar for the load of a model; yield the function that redraws it. `loaded` returns the bytes done and in all."""
     with tqdm(total=None, desc=f"loading {name}", bar_format=WEIGHTS_FORMAT, unit_scale=True, disable=not wanted(progress)) as bar:
 
         def draw() -> None:
