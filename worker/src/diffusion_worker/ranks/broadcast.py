@@ -23,18 +23,18 @@ import zmq.asyncio
 from diffusion_worker.messages import Tick, ToRank, ToServer, decode_to_rank, decode_to_server, encode
 
 SUBSCRIBED = b"\x01"
-# A rank that waits for the next message looks after itself that often.
+# A rank that waits for the next message calls its idle function this often.
 IDLE_MS = 1000
 FOLDER_PREFIX = "diffusion-worker-"
 LOCK = "lock"
-# A server locks its folder right after it made it.
+# A younger folder may belong to a server that has not locked it yet.
 ABANDONED_S = 60.0
 # Errors that msgspec raises for bytes that are no message.
 NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def remove_abandoned_folders(place: Path) -> None:
-    """Remove the folders of servers that were killed before they had a rank to do it; a living server holds a lock in its own."""
+    """Remove the folders of servers that were killed before they had a rank to do it; a living server holds a lock in its folder."""
     for folder in place.glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):  # another server removes it too, or holds it
             if time.time() - folder.stat().st_mtime < ABANDONED_S:
@@ -72,12 +72,12 @@ class ServerEnd:
         self._answers.bind(self.endpoints.answers)
 
     async def wait_for_ranks(self, count: int) -> None:
-        """Returns when `count` ranks have subscribed."""
+        """Wait until `count` ranks have subscribed."""
         while count:
             count -= await self._broadcast.recv() == SUBSCRIBED
 
     def hide(self) -> None:
-        """Remove the sockets' names once every rank is connected: nobody else finds them, and no death leaves them behind."""
+        """Remove the sockets' files once every rank is connected: nobody else can connect, and a killed server leaves none."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -91,7 +91,7 @@ class ServerEnd:
             self._broadcast.send(encode(message))
 
     async def receive(self) -> tuple[ToServer, list[bytes | memoryview]]:
-        """The next answer of any rank, with its frames."""
+        """Wait for the next answer of any rank, and return it with its frames. Bytes that are no message are counted and skipped."""
         while True:
             head, *frames = await self._answers.recv_multipart(copy=False)
             try:
@@ -100,13 +100,13 @@ class ServerEnd:
                 self.dropped += 1
 
     def close(self) -> None:
-        """Drop what is unsent and remove the sockets."""
+        """Drop unsent messages and remove the sockets."""
         self._context.destroy(linger=0)
         self.hide()
 
 
 class RankEnd:
-    """A rank's side. Use as a context manager: leaving it flushes what the rank said last."""
+    """A rank's side. Use as a context manager: leaving it waits up to two seconds for unsent messages."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self.dropped = 0
@@ -125,9 +125,9 @@ class RankEnd:
         self._context.destroy(linger=2000)
 
     def receive(self, on_dropped: Callable[[int], None], on_idle: Callable[[], None] = lambda: None) -> tuple[ToRank, list[bytes]]:
-        """The next message of the broadcast with its frames; waits for it, and calls `on_idle` about once a second meanwhile.
+        """Wait for the next message of the broadcast, and return it with its frames; call `on_idle` about once a second meanwhile.
 
-        `on_dropped` hears how many were no message so far.
+        Malformed messages are skipped, and `on_dropped` is called with their number so far.
         """
         while True:
             try:
@@ -146,7 +146,7 @@ class RankEnd:
             on_dropped(self.dropped)
 
     def send(self, message: ToServer, frames: Sequence[memoryview] = ()) -> None:
-        """Answer the server. Only a single thread may call it at a time."""
+        """Send an answer to the server. Only one thread may call it at a time."""
         self._answers.send_multipart([encode(message), *frames], copy=False)
 
 

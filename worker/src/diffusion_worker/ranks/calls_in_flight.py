@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that the ranks have not all answered yet: who waits for them, and which ranks owe an answer."""
+"""Calls that the ranks have not all answered yet: the callers that wait, and the ranks that owe an answer."""
 
 import asyncio
 import itertools
@@ -25,17 +25,17 @@ class CallInFlight:
         return sorted(self._ranks - set(self.replies))
 
     def take(self, reply: RpcReply) -> None:
-        """A rank's answer."""
+        """Record a rank's answer; the last one ends the wait."""
         self.replies[reply.rank] = reply
         if not self.silent:
             self.answered.set()
 
 
 class CallsInFlight:
-    """All of them, by id. A call that its caller gave up stays here: the ranks are busy with it until they answer."""
+    """All calls in flight, by id. A call that its caller gave up stays, because the ranks are busy with it until they answer."""
 
     def __init__(self) -> None:
-        # When the ranks were last known to be done with a call; steps sent before may have waited for it.
+        # The time at which the ranks last completed a call; steps sent before it may have waited for that call.
         self.last_answer_at = time.monotonic()
         self._ids = itertools.count(1)
         self._calls: dict[int, CallInFlight] = {}
@@ -44,13 +44,13 @@ class CallsInFlight:
         return len(self._calls)
 
     def add(self, method: str, ranks: set[int]) -> tuple[int, CallInFlight]:
-        """A new call, about to be sent."""
+        """Add a call that is about to be sent; return its id with it."""
         call_id = next(self._ids)
         call = self._calls[call_id] = CallInFlight(method, ranks)
         return call_id, call
 
     def take(self, reply: RpcReply) -> None:
-        """Hand an answer to its call; one to a call that nobody made is of no use to anybody."""
+        """Hand an answer to its call; ignore an answer to an unknown call."""
         call = self._calls.get(reply.call_id)
         if call is None:
             return
@@ -59,13 +59,13 @@ class CallsInFlight:
             self._end(reply.call_id, call)
 
     def give_up(self, call_id: int, grace_s: float, overdue: Callable[[CallInFlight], None]) -> None:
-        """Stop waiting for a call. `overdue` is called where the ranks still owe an answer after the grace."""
+        """Stop waiting for a call. If ranks still owe an answer after `grace_s`, `overdue` is called."""
         call = self._calls.get(call_id)
         if call is not None:
             call.overdue = asyncio.get_running_loop().call_later(grace_s, overdue, call)
 
     def clear(self) -> None:
-        """The ranks are gone."""
+        """Forget all calls, because the ranks are gone."""
         for call in self._calls.values():
             if call.overdue is not None:
                 call.overdue.cancel()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's `RankGroup` with real processes: one generation of them after the other, for the server's life."""
+"""The engine's `RankGroup` with real processes: one generation after the other, for the server's life."""
 
 import asyncio
 import time
@@ -31,17 +31,17 @@ class RankExecutor:
         self._dropped_before = (0, 0)
         self._stopped = False
         self._loads = LoadProcesses()
-        # The ranks of the current generation by their description of the model.
+        # The adapter tables of the current generation's model, each with the ranks that returned it.
         self._tables: dict[bytes, list[int]] = {}
 
     @property
     def generation(self) -> int:
-        """The number of the processes that run, or ran last."""
+        """The number of the current generation of processes, or of the last one."""
         return self._number
 
     @property
     def loss(self) -> Loss | None:
-        """Return the reason why the generation was lost; None while it lives."""
+        """The reason why the generation was lost; None while it lives."""
         current = self._current
         return current.loss.result() if current is not None and current.loss.done() else None
 
@@ -78,7 +78,7 @@ class RankExecutor:
         self._running().send(tick, frames)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
-        """The next tick's outcome; a missed deadline loses the group."""
+        """Wait for the next tick's outcome; a missed deadline loses the group."""
         return await self._running().next_report(timeout_s, phase)
 
     async def call(
@@ -90,7 +90,7 @@ class RankExecutor:
         return await self._running().call(method, kwargs, timeout_s=timeout_s, output_rank=output_rank, exec_all_ranks=exec_all_ranks)
 
     async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
-        """Have an adapter read, checked and laid out by a process of its own; see `RankGroup.prepare_adapter`."""
+        """Have a process of its own read, check and lay out an adapter; see `RankGroup.prepare_adapter`."""
         until_s = time.monotonic() + timeout_s
         if not self._tables:
             replies = await self.call("adapter_table", timeout_s=timeout_s)
@@ -105,18 +105,18 @@ class RankExecutor:
         )
 
     async def failed(self) -> Loss:
-        """Returns when the generation is lost."""
+        """Wait until the generation is lost; return its loss."""
         # A waiter that is cancelled must not cancel the loss for everybody else.
         return await asyncio.shield(self._running().loss)
 
     def documents(self) -> list[RankDocument]:
-        """The ranks for the state document."""
+        """Return the ranks' entries of the state document. A rank that has no process yet is starting."""
         known = [rank.document() for rank in self._current.ranks] if self._current is not None else []
         unknown = [RankDocument(n, None, RankState.STARTING, None, MemoryReport()) for n in range(len(known), self._config.ranks)]
         return known + unknown
 
     def load_progress(self) -> tuple[int, int]:
-        """Bytes loaded and in all, summed over the ranks."""
+        """Return the bytes loaded and in all, summed over the ranks."""
         ranks = self._current.ranks if self._current is not None else []
         return sum(rank.loaded[0] for rank in ranks), sum(rank.loaded[1] for rank in ranks)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--worker-extension`: a class of the user's, mixed into every rank's worker."""
+"""`--worker-extension`: the user's class, mixed into every rank's worker."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def extended_worker(path: str | None) -> tuple[type[DiffusionWorker], frozenset[str]]:
-    """The worker's class with the extension `module:Class` before it, and the names of the extension's public methods.
+    """Return the worker's class, with the extension `module:Class` mixed in, and the names of the extension's public methods.
 
     The extension's own attributes win; a warning names those that hide one of the worker's.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a tick that brought images: made of what their pipelines returned, in the thread that sends it."""
+"""The report of a tick with images. The thread that sends it makes it from the pipelines' results."""
 
 import logging
 import time
@@ -17,12 +17,12 @@ from diffusion_worker.runner.stepping.stepper import StepOutput, report_of
 
 log = logging.getLogger(__name__)
 
-# Height, width and colours; a video has its frames before them, and is shown by its first.
+# Height, width and colours. A video has its frames before them; its preview is the first frame.
 IMAGE_DIMENSIONS = 3
 
 
 class ImageReport:
-    """Report of a tick, from its end on the rank's main thread to the bytes on the wire."""
+    """The report of a tick, from the tick's end on the rank's main thread to the bytes on the wire."""
 
     def __init__(self, done: TickDone, output: StepOutput) -> None:
         self._done = done
@@ -31,13 +31,13 @@ class ImageReport:
         self._clocks = output.clocks
 
     def begin_copies(self) -> None:
-        """Have the device begin with its part; to be called where it was given the rest of the tick's work."""
+        """Start the images' conversion and copy on the device, without waiting. Call it on the thread that queued the tick's work."""
         for image in (*self._images.values(), *(preview.image for preview in self._previews)):
             if isinstance(image, RawImage):
                 image.begin_copy()
 
     def make(self) -> Said:
-        """The report with its frames. A failed image fails its request; a failed preview is dropped.
+        """Make the report and its frames. A failed image fails its request; a failed preview is dropped.
 
         Raises:
             RankFault: the device is lost.
@@ -57,7 +57,7 @@ class ImageReport:
         return msgspec.structs.replace(self._done, finished=finished, failed=failed, previews=previews), frames
 
     def _made_previews(self, frames: list[memoryview]) -> Iterator[Preview]:
-        """Adds their frames."""
+        """Yield the previews that can be made, and append their pixels to `frames`."""
         for preview in self._previews:
             try:
                 pixels = pixels_of(preview.image)
@@ -70,8 +70,8 @@ class ImageReport:
 
 
 def _made(image: Any, clock: StageClock) -> tuple[Pixels, StageSeconds]:
-    """An image's pixels, and what it took in all."""
-    # First, as it waits for what the device has to do for the image: that is no part of making pixels of it.
+    """Return an image's pixels, and the seconds of its stages."""
+    # The report of the clock comes first: it waits for the device's work on the image, which is no part of making pixels.
     stages = clock.report()
     started_s = time.perf_counter()
     pixels = pixels_of(image)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts rank processes, from the fork server or by spawn: what they inherit, what they are given, where they meet."""
+"""The start of rank processes, from the fork server or by spawn: their environment, their arguments, and where they meet."""
 
 import gc
 import logging
@@ -28,18 +28,18 @@ _preparation_data = spawn.get_preparation_data
 def start_processes(
     config: WorkerConfig, generation: int, wire: ServerEnd, started: Callable[[RankProcess], bool], asleep: bool = False
 ) -> None:
-    """Start every rank; `started` hears of each, and stops the rest with False.
+    """Start every rank; `started` is called with each, and returns False to start no more.
 
-    Blocks: the first start from the fork server waits for its imports, some seconds; others take milliseconds. A spawned rank
+    The call blocks: the first start from the fork server waits some seconds for its imports; others take milliseconds. A spawned rank
     imports for itself.
 
     Raises:
-        ConfigError: nobody can listen where the ranks are to meet.
+        ConfigError: the address where the ranks are to meet cannot be listened on.
     """
     method = start_method_of(config)
     context = _context(method)
     _set_environment(config)
-    # Bound here and handed to rank 0, so that nobody else can take the port in between.
+    # The port is bound here and handed to rank 0, so that no other process can take it in between.
     listener = _listen(config.rendezvous_host, config.rendezvous_port, backlog=2 * config.ranks)
     try:
         rendezvous = {"host": config.rendezvous_host, "port": listener.getsockname()[1], "generation": generation}
@@ -64,20 +64,20 @@ def _context(method: StartMethod) -> SpawnContext | ForkServerContext:
 
 
 def fork_server() -> ForkServerContext:
-    """The fork server of this process, which starts with its first process."""
+    """Return the context of this process's fork server, which starts with the first process that it makes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["diffusion_worker.ranks.preload"])
     return context
 
 
 def without_main(what: str) -> str:
-    """Name a process so that it does not import the main script."""
+    """Return a name for a process that keeps it from importing the main script."""
     spawn.get_preparation_data = _preparation_without_main
     return f"{NAME_PREFIX}{what}"
 
 
 def _preparation_without_main(name: str) -> dict[str, Any]:
-    """Make the data that a process starts with. Our processes do not import the main script first, as all others do.
+    """Return the data that a new process starts with; for a process of this package, without the import of the main script.
 
     A user's script may have no guard, and would then start its own ranks in every rank.
     """
@@ -95,7 +95,7 @@ def _listen(host: str, port: int, *, backlog: int) -> socket.socket:
 
 
 def _worker_main(arguments: bytes, listener: socket.socket | None) -> None:
-    """The process entry; torch is imported here and not above, in the rank and not in the server."""
+    """Run a rank's process. It imports torch here, because the server imports this file and must not import torch."""
     # A spawned rank imports for seconds now: Ctrl-C ends it at once and without a traceback, as it ends the fork server.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # for the reason given in `preload`
@@ -118,14 +118,14 @@ def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dic
             "asleep": asleep,
             # Folders that a killed server cannot remove: those of its sockets and of the fork server's.
             "folders": [str(wire.folder), util.get_temp_dir()],
-            # Ranks say as much as the process that starts them: a server more than a script.
+            # Ranks log at the level of the process that starts them: a server logs more than a script.
             "log_level": logging.getLogger("diffusion_worker").getEffectiveLevel(),
         }
     )
 
 
 def _set_environment(config: WorkerConfig) -> None:
-    """Set the environment that ranks inherit; for those of the fork server it is frozen when that starts."""
+    """Set the environment that ranks inherit. Ranks of the fork server inherit it as it was when that started."""
     index = read_model_index(config.model)
     classes = [f"diffusers:{index['_class_name']}"]
     classes += [f"{value[0]}:{value[1]}" for value in index.values() if isinstance(value, list) and len(value) == 2 and value[0]]

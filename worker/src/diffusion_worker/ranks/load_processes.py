@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of adapters as the server sees them: each is a process, which is killed alone at its deadline.
+"""Processes that load adapters for the server: one for each load, killed at the load's deadline.
 
-They come from the fork server that ranks on a CPU come from. It has torch and diffusers imported: names are converted by diffusers'
-own functions, and a process that imported them for itself would take seconds. The server owns the memory that a load
-writes to, and ranks open it there; so a load that dies leaves nothing.
+They come from the fork server of the ranks on a CPU, which has torch and diffusers imported. A load needs diffusers' functions to convert
+names, and would take seconds to import them. The server owns the memory that a load writes to, and ranks open it there; so a load that dies
+leaves nothing.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ END_S = 5.0
 
 
 class PreparedAdapter:
-    """An adapter ready for the ranks to open. Close it when they have: what they opened stays theirs."""
+    """An adapter in memory that ranks can open. Close it when they have opened it: their views of the memory stay valid."""
 
     def __init__(self, parts: list[PreparedPart], memories: list[int]) -> None:
         self.parts = parts
         self._memories = memories
 
     def close(self) -> None:
-        """Give the server's hold on the memory back; harmless when repeated."""
+        """Close the server's descriptors of the memory; closing again does nothing."""
         while self._memories:
             os.close(self._memories.pop())
 
 
 class LoadProcesses:
-    """Starts and ends them, on the server's event loop."""
+    """The loads of a server, at most `MAX_PROCESSES` at a time. Use it on the server's event loop."""
 
     def __init__(self) -> None:
         self._running = asyncio.Semaphore(MAX_PROCESSES)
@@ -51,7 +51,7 @@ class LoadProcesses:
     async def prepare(
         self, tables: dict[bytes, list[int]], request: LoRARequest, options: LoadOptions, *, timeout_s: float
     ) -> PreparedAdapter:
-        """Have an adapter read, checked and written for ranks, whose tables these are.
+        """Have a process read and check an adapter, and write it to memory for the ranks of each table.
 
         Raises:
             RequestError: the adapter is wrong; Timeout; EngineFailed where the process was ended by something else.
@@ -85,13 +85,13 @@ class LoadProcesses:
 
 
 async def _run(order: LoadOrder) -> LoadOutcome:
-    """Run a load to its end, or kill it."""
+    """Run a load in a process and return its outcome; kill the process at the end, or when cancelled."""
     context, name = fork_server(), order.request.lora_name
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_load_main, args=(msgspec.msgpack.encode(order), sender), name=without_main("load"), daemon=True)
     starting = asyncio.ensure_future(asyncio.to_thread(process.start))
     try:
-        # It may wait for the fork server's imports. A start that is given up is still waited for, and its process killed then.
+        # The start may wait for the fork server's imports. When cancelled, `_end` waits for it and then kills the process.
         await asyncio.shield(starting)
         sender.close()
         data = await asyncio.to_thread(_received, receiver)
@@ -105,7 +105,7 @@ async def _run(order: LoadOrder) -> LoadOutcome:
 
 
 def _received(receiver: Connection) -> bytes | None:
-    """Receive the answer of the process; None where it dies before that. In a thread: killing the process ends it."""
+    """Wait for the answer of a process; return None where it dies first. It runs in a thread, and ends when the process is killed."""
     try:
         return receiver.recv_bytes()
     except (EOFError, OSError):
@@ -125,7 +125,7 @@ async def _end(starting: "asyncio.Future[None]", process: BaseProcess, *connecti
 
 
 def _death(name: str, code: int | None) -> RequestError:
-    """Explain the end of a load that gave no answer."""
+    """Return the error for a load that ended without an answer."""
     if code == -signal.SIGPROF:
         message = f"adapter {name!r}: the patterns of its configuration take more than a second to match"
         return RequestError(ErrorCode.INVALID_ADAPTER, message)
@@ -140,7 +140,7 @@ def _close_all(memories: list[int]) -> None:
 
 
 def _load_main(encoded: bytes, sender: Any) -> None:
-    """The process entry; torch is imported here and not above, in the load and not in the server."""
+    """Run a load's process. It imports torch here, because the server imports this file and must not import torch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from diffusion_worker import withheld
     from diffusion_worker.lora.loads.process import prepare_bounded
@@ -149,5 +149,5 @@ def _load_main(encoded: bytes, sender: Any) -> None:
     outcome = prepare_bounded(msgspec.msgpack.decode(encoded, type=LoadOrder))
     sender.send_bytes(msgspec.msgpack.encode(outcome))
     sender.close()
-    # Past interpreter shutdown: threads that read or hash are not waited for.
+    # Skip the interpreter's shutdown, which would wait for threads that read or hash.
     os._exit(0)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ordered sending of a rank's messages. A message that has to be made first, of an image, is made and sent by a thread beside the next
-tick.
+"""Ordered sending of a rank's messages. Messages with images are made and sent by a thread, beside the next tick.
 
 The holder of the lock owns the socket. The rank's main thread sends by itself while nothing waits, so a tick without images costs no change
-of threads. Behind an image everything waits its turn.
+of threads. Messages behind an image wait for it.
 """
 
 import threading
@@ -15,12 +14,12 @@ from diffusion_worker.messages import ToServer
 Frames = Sequence[memoryview]
 Said = tuple[ToServer, Frames]
 
-# An image on a device that has stopped never comes; the rank's last words wait no longer for it.
+# The final message waits this long for those before it: an image on a device that has stopped never comes.
 LAST_WORDS_S = 5.0
 
 
 class RankSender:
-    """Use from the rank's main thread. `send` puts a message on the wire."""
+    """The sender of a rank's messages, for its main thread. `send` puts a message with its frames on the wire."""
 
     def __init__(self, send: Callable[[ToServer, Frames], None]) -> None:
         self._send = send
@@ -30,7 +29,7 @@ class RankSender:
         self._error: BaseException | None = None
 
     def send(self, message: ToServer) -> None:
-        """Send a message after all before it; does not wait for those. Raises what ended the thread."""
+        """Send a message after all before it, without waiting for those. Raise the error that ended the thread."""
         with self._changed:
             self.check()
             if not self._waiting:
@@ -39,7 +38,7 @@ class RankSender:
         self.send_when_ready(lambda: (message, ()))
 
     def send_when_ready(self, make: Callable[[], Said]) -> None:
-        """Send what `make` returns, which is called in the thread. Raises what ended that; `make` may raise nothing else."""
+        """Send the result of `make`, which the thread calls; its exceptions end the thread. Raise the error that ended the thread."""
         with self._changed:
             self.check()
             self._waiting.append(make)
@@ -49,18 +48,18 @@ class RankSender:
             self._thread.start()
 
     def check(self) -> None:
-        """Raises what ended the thread."""
+        """Raise the error that ended the thread, if there is one."""
         if self._error is not None:
             raise self._error
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Returns when all was sent, or the time is over. Raises what ended the thread."""
+        """Wait until all messages are sent, or the time is over. Raise the error that ended the thread."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._error is not None, timeout_s)
             self.check()
 
     def send_final(self, message: ToServer) -> None:
-        """Send a message after all that can still be sent."""
+        """Send a message after all that can still be sent within `LAST_WORDS_S`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._error is not None, LAST_WORDS_S)
             self._send(message, ())
@@ -74,7 +73,7 @@ class RankSender:
                 message, frames = make()
                 with self._changed:
                     self._send(message, frames)
-                    # Only now: a concurrent sender has to see that something is before it.
+                    # Remove it only after sending, so that a concurrent sender sees that something is before its message.
                     self._waiting.popleft()
                     self._changed.notify_all()
             except BaseException as error:
@@ -82,5 +81,5 @@ class RankSender:
                     self._error = error
                     self._changed.notify_all()
                 return
-            # Images are large: none is held until the next one comes.
+            # Images are large, so none is held while waiting for the next one.
             del make, message, frames

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported once by the fork server, so that every rank on a CPU starts with torch, diffusers and the model's classes in memory.
+"""Imports of the fork server, so that every rank on a CPU starts with torch, diffusers and the model's classes in memory.
 
-Imports only: a tensor operation here would start OpenMP threads, and a rank forked after that hangs in its first one
-(`parallel.md` 7).
+This file only imports: a tensor operation here would start OpenMP threads, and a rank forked after that hangs in its first one.
 """
 
 import contextlib

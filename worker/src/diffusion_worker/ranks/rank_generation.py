@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one generation of a rank group: started, watched, spoken to, ended. They live and die together.
+"""The processes of one generation of a rank group, from their start to their end. They live and die together.
 
 Nothing can free a rank that is stuck in a collective with a dead one. So a generation with a lost or stopped rank, or a missed deadline, is
 killed as a whole. Everything here ends with its generation: processes, sockets, descriptors.
@@ -46,9 +46,9 @@ T = TypeVar("T")
 STOP_GRACE_S = 4.0
 # A killed process is gone in milliseconds; one that the kernel holds in an uninterruptible wait never is.
 KILL_GRACE_S = 5.0
-# The last words of a dying rank travel on another socket than the news of its death.
+# A dying rank's last message may come this long after the news of its death, which takes another way.
 LAST_WORDS_S = 0.2
-# Two looks in a row must find a rank stopped: well within two seconds, and one look says nothing of who is being continued.
+# A rank counts as stopped after two looks in a row, which takes less than two seconds. After one it may be about to continue.
 STOP_WATCH_S = 0.5
 
 
@@ -104,7 +104,10 @@ class RankGeneration:
         self.wire.send(message, frames)
 
     async def next_report(self, timeout_s: float, phase: str) -> TickReport:
-        """The next tick's outcome; a missed deadline loses the group. It does not run while the ranks are busy with a call."""
+        """Wait for the next tick's outcome; a missed deadline loses the group.
+
+        The deadline does not run while a call keeps the ranks busy, and starts again when the call is answered.
+        """
         if not self._reports.empty():
             return self._reports.get_nowait()
         started = time.monotonic()
@@ -144,14 +147,14 @@ class RankGeneration:
         return [call.replies[rank] for rank in sorted(call.replies)]
 
     def lose(self, reason: str, fault: Fault) -> None:
-        """The generation is lost, for the first reason that is given; its processes are killed."""
+        """Mark the generation as lost and kill its processes. Only the first reason counts."""
         if not self.loss.done():
             log.error("rank group lost generation=%d fault=%s: %s", self.number, fault, reason)
             self.loss.set_result(Loss(reason, fault))
         self._kill_all()
 
     async def end(self) -> None:
-        """End every process, politely where the generation still lives, and give back all that belongs to it."""
+        """End every process, with `Shutdown` first if the generation still lives, and free all that belongs to it."""
         self._ending = True
         if not self.loss.done():
             self.wire.send(Shutdown())
@@ -174,7 +177,7 @@ class RankGeneration:
     # --- processes ------------------------------------------------------------------------------------------------------
 
     def _add(self, rank: RankProcess) -> bool:
-        """A process was started, in the thread of `start_processes`; False when no more are wanted."""
+        """Add a process that `start_processes` started, in that function's thread; return False when no more are wanted."""
         self.ranks.append(rank)
         self._loop.call_soon_threadsafe(self._watch, rank)
         return not self._ending
@@ -188,7 +191,7 @@ class RankGeneration:
             rank.kill()
 
     async def _watch_for_stopped(self) -> None:
-        """A stopped rank sends nothing and closes nothing, so nobody else notices while the group is idle."""
+        """Lose the generation when a signal stops a rank. The sockets stay open then, so an idle group does not notice otherwise."""
         suspects: set[int] = set()
         while True:
             await asyncio.sleep(STOP_WATCH_S)
@@ -239,12 +242,12 @@ class RankGeneration:
                 if not self._on_message(message, frames):
                     self.wire.dropped += 1
         except Exception as error:
-            # Without answers everybody would wait for their deadlines.
+            # Without answers every caller would wait for its deadline.
             log.exception("the answers of the ranks cannot be read")
             self.lose(f"an answer of the ranks cannot be read: {error}", Fault.DEFECT)
 
     def _on_message(self, message: ToServer, frames: list[bytes | memoryview]) -> bool:
-        """Act on a message; False if it cannot be one of our ranks'."""
+        """Act on a message; return False if none of these ranks can have sent it."""
         number = 0 if isinstance(message, TickDone) else message.rank
         if not 0 <= number < len(self.ranks):
             return False
@@ -276,11 +279,11 @@ class RankGeneration:
         self._calls.take(reply)
 
     def _on_overdue(self, call: CallInFlight) -> None:
-        """A call that was given up is still not answered: the rank does nothing any more."""
+        """Lose the generation for a call that was given up and that a rank has still not answered."""
         self.lose(f"{call.method}: rank {call.silent} never answered", Fault.STALLED)
 
     async def _or_loss(self, wanted: Coroutine[Any, Any, T]) -> T:
-        """The result of an awaitable, or GroupFailed as soon as the generation is lost."""
+        """Return the result of an awaitable; raise GroupFailed as soon as the generation is lost."""
         task = asyncio.create_task(wanted)
         waited: set[asyncio.Future[Any]] = {task, self.loss}
         try:
@@ -293,11 +296,11 @@ class RankGeneration:
 
 
 def _state_of(memory: MemoryReport) -> RankState:
-    """A rank that lacks anything sleeps."""
+    """Return the state of a rank by its memory: asleep if any of it is given back, otherwise ready."""
     return RankState.ASLEEP if memory.asleep else RankState.READY
 
 
 def _frames_fit(done: TickDone, frames: list[bytes | memoryview]) -> bool:
-    """Return whether the frame of every image and preview came along, in its size."""
+    """Return whether every image and preview has its frame, in the right size."""
     brought: list[Finished | Preview] = [*done.finished, *done.previews]
     return all(0 <= made.frame < len(frames) and len(frames[made.frame]) == math.prod(made.shape) for made in brought)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank process as its server sees it: a pid that cannot be mistaken, its last words, and its end."""
+"""A rank process as its server sees it: a pid that cannot be mistaken for another's, its last message, and its end."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class RankProcess:
             self.pidfd = None  # it ended, and the fork server has collected it already
 
     def kill(self) -> None:
-        """SIGKILL by pidfd: the pid may already be somebody else's."""
+        """Send SIGKILL by pidfd, because the pid may already belong to another process."""
         if self.pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -48,10 +48,10 @@ class RankProcess:
         try:
             return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
         except (OSError, IndexError):
-            return False  # it ended meanwhile: its pidfd tells
+            return False  # it ended meanwhile, which its pidfd reports
 
     def exit_text(self) -> str:
-        """Describe its exit, once it is gone."""
+        """Describe how the process ended, once it is gone."""
         self._process.join(timeout=0)
         code = self._process.exitcode
         if code is None:
@@ -61,7 +61,7 @@ class RankProcess:
         return f"exited with code {code}"
 
     def document(self) -> RankDocument:
-        """The rank for the state document."""
+        """Return the rank's entry of the state document."""
         return RankDocument(self.number, self.pid, self.state, round(time.monotonic() - self.heard_at, 3), self.memory)
 
     async def close(self) -> None:
@@ -69,8 +69,8 @@ class RankProcess:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        # The fork server collects a rank a moment after its pidfd reports the end. Without that the descriptors stay open.
-        # Not by a join in a thread: at the end of an interpreter there are no more threads.
+        # The fork server collects a rank a moment after its pidfd reports the end. Until then its descriptors stay open. A join in a thread
+        # would not work at the end of an interpreter, when no thread can be started.
         collected = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._process.sentinel, collected.set)

@@ -29,7 +29,7 @@ def check_start(wanted: Device, rank: int, method: StartMethod) -> None:
 
 
 def require_usable_process(method: StartMethod, *, accelerator: bool, bad_fork: bool) -> None:
-    """Refuse a process that cannot use an accelerator because its parent asked for one; raises ConfigError.
+    """Raise ConfigError for a process that cannot use an accelerator because its parent asked for one.
 
     A forked rank on a CPU is in a bad fork as well, and takes no harm. A spawned one has no such parent, so there it is a defect.
     """
@@ -42,6 +42,6 @@ def require_usable_process(method: StartMethod, *, accelerator: bool, bad_fork: 
 
 
 def _warn_of_unused(node: Path | None, wanted: Device, device: torch.device) -> None:
-    """Warn where a rank computes on the CPU beside a GPU that torch cannot use, so that it is not in silence."""
+    """Warn where a rank computes on the CPU beside a GPU that torch cannot use."""
     if node is not None and wanted is Device.AUTO and device.type == "cpu":
         log.warning("this rank computes on the CPU although %s is there: %s", node, why_no_accelerator())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how rank processes are started. It runs in the server, which imports no torch and so cannot ask torch.
+"""The choice between the ways to start rank processes, made in the server, which imports no torch and so cannot ask torch.
 
 A forked process cannot use an accelerator once its parent asked for one. Importing diffusers is enough to ask: it calls
 `torch.accelerator.is_available()`. So the fork server, which imports diffusers, is for CPUs only.
@@ -20,7 +20,7 @@ def accelerator_node(nodes: Sequence[Path] = ACCELERATOR_NODES) -> Path | None:
 
 
 def start_method_of(config: WorkerConfig, nodes: Sequence[Path] = ACCELERATOR_NODES) -> StartMethod:
-    """Choose `SPAWN` or `FORKSERVER`: the option where it says so, else by the device that is asked for or seems to be there."""
+    """Choose `SPAWN` or `FORKSERVER`: by the option if it is set, otherwise `SPAWN` where a GPU is asked for or seems to be there."""
     if config.start_method is not StartMethod.AUTO:
         return config.start_method
     expected = config.device is Device.CUDA or (config.device is Device.AUTO and accelerator_node(nodes) is not None)

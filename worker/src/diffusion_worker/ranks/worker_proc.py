@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank process: receives the broadcast, lets its worker act, answers. Any surprise ends the process, and with it the group."""
+"""The rank process: it receives the broadcast, runs its worker and answers. An unexpected error ends it, and with it the group."""
 
 import logging
 import multiprocessing
@@ -84,9 +84,9 @@ class RankArguments(msgspec.Struct, frozen=True):
 
 
 class WorkerProc:
-    """A rank's process: owns the wire and the worker. `extension` names methods of the worker that take any plain data.
+    """A rank's process, which owns the wire and the worker. `extension` names methods of the worker that take any plain data.
 
-    Whatever it says goes through `output`, in order: an answer to sleep comes after the images that were finished before.
+    All its messages go through `output`, in order: an answer to sleep comes after the images that were finished before.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class WorkerProc:
 
     @staticmethod
     def worker_main(encoded: bytes, listener: socket.socket | None) -> None:
-        """Entry of the process. Exit codes: 0 after `Shutdown`, 1 wrong configuration, 70 anything else."""
+        """Run the process, and exit with 0 after `Shutdown`, 1 for a wrong configuration, 70 for any other error."""
         arguments = msgspec.msgpack.decode(encoded, type=RankArguments)
         _live_with_the_server(arguments.folders)
         _keep_no_named_locks()
@@ -108,13 +108,13 @@ class WorkerProc:
         withheld.install()
         with RankEnd(arguments.endpoints) as wire:
             code = _run(arguments, wire, listener)
-        # Past interpreter shutdown: a process group that lost a rank must not be waited for.
+        # Skip the interpreter's shutdown, which would wait for a process group that lost a rank.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
     def load(self, *, asleep: bool) -> None:
-        """Load the model, or only what it is, and say so."""
+        """Load the model, without its weights if `asleep`; send progress meanwhile, and `Ready` at the end."""
 
         def report(done: int, total: int) -> None:
             self._output.send(LoadProgress(self._rank, done, total))
@@ -124,7 +124,7 @@ class WorkerProc:
         self._output.send(Ready(self._rank, os.getpid(), model, self.worker.memory()))
 
     def worker_busy_loop(self) -> None:
-        """Act on every message in order until `Shutdown`; all answers are sent then."""
+        """Act on every message in order until `Shutdown`; then wait until all answers are sent."""
         while True:
             message, frames = self.recv_message()
             if isinstance(message, Shutdown):
@@ -136,8 +136,10 @@ class WorkerProc:
                 self.return_result(reply)
 
     def recv_message(self) -> tuple[ToRank, list[bytes]]:
-        """The next message of the broadcast, with its frames. Bytes that are no message are counted, reported to the server and not acted
-        on."""
+        """Wait for the next message of the broadcast, and return it with its frames.
+
+        Bytes that are no message are counted, reported to the server and not acted on.
+        """
         return self._wire.receive(self._on_dropped, self._output.check)
 
     def _on_dropped(self, count: int) -> None:
@@ -145,17 +147,17 @@ class WorkerProc:
         self._output.send(Dropped(self._rank, count))
 
     def execute_rpc(self, rpc: Rpc) -> RpcReply | None:
-        """Call the method it names; None if that is for other ranks.
+        """Call the method that a message names; return None if it is for other ranks.
 
-        The caller's errors are answered as such, others as RankFailed, and the loop goes on; a fault that the rank cannot
-        survive ends it.
+        A RequestError is answered with its code, another error as RankFailed or InsufficientMemory, and the loop goes on. An error that the
+        rank cannot survive ends it.
         """
         if not rpc.runs_on(self._rank):
             return None
         try:
             kwargs = self._kwargs(rpc)
             result = getattr(self.worker, rpc.method)(**kwargs)
-            # A result that nobody asked for is dropped here, not held until the next message.
+            # A result that is not asked for is dropped here, not held until the next message.
             encoded = msgspec.msgpack.encode(result) if rpc.output_rank in (None, self._rank) else None
         except RequestError as error:
             return RpcReply(rpc.call_id, self._rank, error=ErrorReport(error.code, error.message))
@@ -166,12 +168,12 @@ class WorkerProc:
             reply = RpcReply(rpc.call_id, self._rank, error=ErrorReport(code, f"{type(error).__name__}: {error}"))
         else:
             return RpcReply(rpc.call_id, self._rank, result=encoded, memory=self.worker.memory())
-        # Out of the except block, which holds the traceback and with it whatever failed.
+        # This is outside the except block, whose traceback would keep the failed call's objects alive.
         self.worker.free_memory()
         return reply
 
     def _kwargs(self, rpc: Rpc) -> dict[str, Any]:
-        """Return the arguments; raises RequestError if the worker has no such method, or the method no such arguments."""
+        """Decode a call's arguments; raise RequestError where the worker has no such method, or the method no such arguments."""
         if rpc.method not in self._methods:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: the ranks' worker has no such method to call")
         types = self._methods[rpc.method]
@@ -183,7 +185,7 @@ class WorkerProc:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: {error}") from None
 
     def return_result(self, reply: RpcReply) -> None:
-        """Answer the server."""
+        """Send a reply to the server."""
         self._output.send(reply)
 
     def _tick(self, tick: Tick, frames: list[bytes]) -> None:
@@ -242,9 +244,9 @@ def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None
 
 
 def _live_with_the_server(folders: list[str]) -> None:
-    """Ctrl-C is the server's to handle; and a rank dies with its server, even from inside a collective.
+    """Ignore Ctrl-C, which the server handles, and kill this process when the server ends, even inside a collective.
 
-    A server that was killed could not remove its folders, so its ranks do.
+    The ranks also remove the folders that a killed server left.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = multiprocessing.parent_process()
@@ -260,5 +262,5 @@ def _live_with_the_server(folders: list[str]) -> None:
 
 
 def _keep_no_named_locks() -> None:
-    """Progress bars share a named semaphore between processes by default; a rank that is killed would leave it in /dev/shm."""
+    """Give tqdm a lock of this process. The default is a named semaphore, which a killed rank would leave in /dev/shm."""
     tqdm.set_lock(threading.RLock())
