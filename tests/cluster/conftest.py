@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster with our images and our chart in it, once a session; ended afterwards if it was not running before.
+"""A cluster with our container images and our chart in it, once a session; ended afterwards if it was not running before.
 
 At the end the audit log must show that the operator was refused nothing. After all of the tests here it must also show that no right was
 unused.
@@ -22,7 +22,7 @@ NAMESPACE = "diffusion-tests"
 
 @pytest.fixture(scope="session")
 def rig(request: pytest.FixtureRequest) -> Iterator[ClusterRig]:
-    """The operator in a namespace of its own."""
+    """Install the operator in a namespace of its own, and check its rights in the audit log at the end."""
     began = datetime.now(UTC)
     with stage(NAMESPACE) as set_up:
         set_up.kubectl.text("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model and adapters from a claim, a bucket and a hub on a real cluster, with Secrets that come late or may not be used.
+"""A model and adapters from a claim, a bucket and a hub on a real cluster. Secrets come late, or may not be used.
 
 Bucket and hub are a fake in a pod, with a certificate of its own authority; the claim lies in the node's /tmp.
 """
@@ -41,7 +41,7 @@ WEIGHTS = Path(__file__).resolve().parents[2] / "examples" / "digits" / "loras" 
 
 @pytest.fixture(scope="module")
 def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRig]:
-    """A deployment that may use two Secrets and one claim; the Secret with the keys is not there yet."""
+    """Serve a deployment that may use two Secrets and one claim; the Secret with the keys does not exist yet."""
     apply(rig, *claim_on_the_node(rig.kubectl.namespace, CLAIM))
     fill = f"rm -rf {FOLDER} && mkdir {FOLDER} && cp -r /models/digits /models/loras/frame {FOLDER}"
     start_store(rig, tmp_path_factory.mktemp("store"), served="/models/loras", claim=CLAIM, first=fill)
@@ -111,7 +111,6 @@ def test_an_adapter_on_a_claim_is_read_where_it_lies(rig_with_sources: ClusterRi
 
 
 def test_an_adapter_in_a_bucket_waits_for_its_secret_and_is_served_when_it_is_there(rig_with_sources: ClusterRig) -> None:
-    """RA4."""
     rig = rig_with_sources
     from_bucket(rig, "stripes", "stripes/adapter_model.safetensors", KEYS)
     rig.wait("lora/stripes", Wanted("SourceResolved", "False", ["SecretMissing"]), deadline_s=60)
@@ -132,7 +131,7 @@ def test_an_adapter_in_a_bucket_waits_for_its_secret_and_is_served_when_it_is_th
 
 
 def test_an_adapter_from_a_hub_says_which_commit_it_was(rig_with_sources: ClusterRig) -> None:
-    """With the Secret that the test before this one made."""
+    """The Secret is there since the test before this one."""
     rig = rig_with_sources
     source = {"repo": "styles/paper", "file": "adapter_model.safetensors", "tokenSecretRef": {"name": KEYS}}
     rig.apply("LoRAAdapter", "paper", {"deploymentRef": {"name": NAME}, "source": {"huggingFace": source}})

@@ -19,7 +19,7 @@ IDENTITY = {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
 
 @pytest.fixture
 def helm(rig: ClusterRig) -> Iterator[HelmRig]:
-    """The release of the other tests, which is as before afterwards."""
+    """Provide helm on the release that other tests use, and restore that release afterwards."""
     (container,) = operator_pods(rig.kubectl)[0]["spec"]["containers"]
     own = HelmRig(rig.kubectl.namespace, Images(operator=container["image"], worker=rig.worker_image))
     yield own

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deployments that cannot work, on a real cluster: each says what is wrong, and what runs beside it goes on."""
+"""Deployments that cannot work, on a real cluster: each reports its error, and what runs beside it goes on."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_a_replica_waits_for_gpus_that_nobody_has_and_starts_when_they_appear(ri
         rig.wait("dd/wants-gpus", Wanted("Scheduled", "True"), deadline_s=120)
         (pod,) = rig.pods("wants-gpus")
         assert pod["spec"]["containers"][0]["resources"]["limits"][FAKE_GPU] == "2"
-        # Nothing is behind that resource, and a pod with a GPU never serves on the CPU instead.
+        # No device backs that resource, and a pod with a GPU never serves on the CPU instead.
         rig.wait("dd/wants-gpus", Wanted("Ready", "False", ["ModelError"]), deadline_s=120)
         assert "--device cuda: expected a GPU that torch can use" in rig.condition("dd/wants-gpus", "Ready")["message"]
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks that need a cluster run, tiny, beside the operator that is there."""
+"""Tiny runs of the benchmarks that need a cluster, beside the operator that runs there."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def emptied(rig: ClusterRig) -> Iterator[ClusterRig]:
-    """The benchmark's deployment goes with the test."""
+    """Delete the benchmark's deployment after the test."""
     yield rig
     rig.kubectl.text("delete", cold_request.DEPLOYMENT, "--ignore-not-found", deadline_s=10)
     rig.eventually("the pods are gone", lambda: not rig.pods(cold_request.NAME))

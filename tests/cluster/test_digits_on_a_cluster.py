@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main path on a real API server and kubelet, with our images, our chart and the real model: what the demo shows, and faults."""
+"""The main path on a real API server and kubelet, with our container images, our chart and the real model: the demo's steps, and faults."""
 
 import io
 import json
@@ -32,14 +32,14 @@ ASLEEP = Wanted("Awake", "False", ["AllAsleep"])
 
 @pytest.fixture(scope="module")
 def metrics(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Read from before the model serves."""
+    """Start a Prometheus that collects metrics from before the model serves."""
     with prometheus(rig, tmp_path_factory.mktemp("prometheus")) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def rig_with_digits(rig: ClusterRig, metrics: Prometheus) -> Iterator[ClusterRig]:
-    """Two ranks of the digits model with one adapter; tests leave it serving."""
+    """Serve the digits model on two ranks with one adapter; each test leaves it serving."""
     rig.serve(NAME, ranks=2)
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
     rig.wait(LORA, ADAPTER_READY)
@@ -82,7 +82,7 @@ def test_the_kubelet_brings_the_file_with_an_adapter_that_is_younger_than_its_po
     def read() -> bool:
         try:
             return rig.kubectl.text("exec", rig.pod(NAME), "-c", "worker", "--", "python3", "-c", READ_FILES).strip() == "[] [True]"
-        except DemoFailed:  # a file that is named is not there yet
+        except DemoFailed:  # a named file is not there yet
             return False
 
     rig.eventually("the shard as the main file names it", read, deadline_s=180)
@@ -117,7 +117,6 @@ def test_sleep_gives_the_memory_back_refuses_clearly_and_waking_brings_the_same_
 
 
 def test_an_adapter_that_is_no_lora_says_so_and_the_base_serves_on(rig_with_digits: ClusterRig) -> None:
-    """RA6."""
     rig = rig_with_digits
     rig.adapt("broken", NAME, "/models/digits")
     rig.wait("lora/broken", Wanted("Ready", "False", ["SourceError", "Failed"]), deadline_s=60)
@@ -144,7 +143,7 @@ def test_a_deleted_adapter_is_unknown_and_one_applied_again_is_served_again(rig_
 
 
 def kill_a_rank(rig: ClusterRig, name: str) -> None:
-    """End a rank, and return once another group of ranks was started."""
+    """Kill a rank, and return once another generation of ranks has started."""
     before = rig.state(name)
     rig.kill_in_pod(rig.pod(name), before["ranks"][1]["pid"])
     rig.eventually("another generation", lambda: rig.state(name)["generation"] > before["generation"], deadline_s=START_S)
@@ -165,7 +164,6 @@ def test_a_killed_rank_is_replaced_inside_the_pod_with_its_adapter(rig_with_digi
 
 
 def test_a_deleted_pod_is_replaced_and_its_adapter_loaded_again(rig_with_digits: ClusterRig) -> None:
-    """RA1."""
     rig = rig_with_digits
     old = rig.pod(NAME)
     rig.kubectl.text("delete", "pod", old, "--wait=false")
@@ -176,7 +174,6 @@ def test_a_deleted_pod_is_replaced_and_its_adapter_loaded_again(rig_with_digits:
 
 
 def test_an_adapter_outlives_its_deployment_with_a_true_status_and_is_served_by_the_next_one(rig_with_digits: ClusterRig) -> None:
-    """RA12, RA13."""
     rig = rig_with_digits
     rig.kubectl.text("delete", DD, deadline_s=10)
     orphan = rig.wait(LORA, Wanted("Accepted", "False", ["DeploymentNotFound"]), deadline_s=60)
@@ -196,7 +193,7 @@ def test_nothing_of_ours_carries_a_finalizer_or_an_annotation_of_kopf(rig_with_d
 
 
 def _replica(rig: ClusterRig) -> dict[str, Any]:
-    """The record of the only replica."""
+    """Return the status's record of the only replica."""
     return dict(json.loads(rig.kubectl.text("get", DD, "-o", "json"))["status"]["replicaStates"][0])
 
 
@@ -223,11 +220,11 @@ def test_every_expression_of_the_dashboard_has_data(rig_with_digits: ClusterRig,
 
 
 def test_alerts_fire_at_real_faults(rig_with_digits: ClusterRig, metrics: Prometheus) -> None:
-    """Without their `for`: that is promtool's to test."""
+    """The rules are tried without their `for`, which promtool tests."""
     rig, lossy = rig_with_digits, "lossy"
     rules = {rule["alert"]: rule["expr"] for group in yaml.safe_load(ALERTS.read_text()) for rule in group["rules"]}
     alerts = ("DiffusionRanksLost", "DiffusionRequestsFailing", "DiffusionAdaptersFailing", "DiffusionDeploymentsNotReady")
-    # So many steps that the image is not done before its rank is killed, however slow the machine is to kill it.
+    # So many steps that the image is unfinished when its rank is killed, even on a slow machine.
     steps = 1000
     try:
         rig.serve(lossy, ranks=2, requests={"limits": {"maxSteps": steps}})
@@ -237,7 +234,7 @@ def test_alerts_fire_at_real_faults(rig_with_digits: ClusterRig, metrics: Promet
         rig.adapt("broken", NAME, "/models/digits")
         with ThreadPoolExecutor(1) as thread, rig.client(lossy) as client:
             asked = thread.submit(ask_and_be_refused, client, Request(PROMPT, 1, lossy, steps=steps))
-            # It is made again twice at most; the third loss is its end.
+            # A request is made again twice at most: the third loss of a rank ends it.
             for _ in range(3):
                 rig.eventually("the image is being made", lambda: asked.done() or rig.state(lossy)["inFlight"], deadline_s=START_S)
                 assert not asked.done(), f"ended before its last loss: {asked.exception() or asked.result()}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of busy replicas (T11) and pods left behind (T5), on a real cluster: kubelet, garbage collector, and requests that take long."""
+"""Ends of busy replicas (T11) and orphaned pods (T5), on a real cluster: kubelet, garbage collector, and requests that take long."""
 
 import concurrent.futures
 import json
@@ -27,7 +27,7 @@ def served(rig: ClusterRig) -> Iterator[ClusterRig]:
 
 @pytest.fixture
 def asking(served: ClusterRig) -> "Iterator[concurrent.futures.Future[DemoImage]]":
-    """A request that has begun, and takes seconds."""
+    """Send a request that takes seconds, and provide its future once it runs."""
     with concurrent.futures.ThreadPoolExecutor(1) as threads, client_for(service_address(served.kubectl, NAME)) as client:
         answer = threads.submit(ask_once, client, LONG)
         served.eventually("the request runs", lambda: served.state(NAME)["inFlight"])

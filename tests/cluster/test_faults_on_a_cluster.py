@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults under a serving deployment on a real cluster: in its processes, its operator, the API server, and the network between them.
 
-Nearly all tests share a deployment. Each test leaves it serving, so none needs another, and its pod has one life more or the same one.
+Nearly all tests share a deployment. Each test leaves it serving, so none depends on another. A container may have restarted.
 """
 
 import signal
@@ -28,10 +28,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 NAME = "steady"
 DD = f"dd/{NAME}"
 REQUEST = Request(PROMPT, 1, NAME, steps=8)
-# A node's own watchers need some seconds to see, and the operator looks at a replica every few.
+# A node needs some seconds to notice a fault, and the operator polls a replica every few.
 NOTICE_S = 30.0
 STANDSTILL_S = 60.0
-# A kubelet is heard of every ten seconds, and looked for every five.
+# A kubelet sends a heartbeat every ten seconds; the node controller checks every five.
 RETURN_S = 20.0
 
 
@@ -45,7 +45,7 @@ def steady(rig: ClusterRig) -> Iterator[ClusterRig]:
 
 @pytest.fixture(scope="module")
 def right(steady: ClusterRig) -> DemoImage:
-    """The image that every request asks for."""
+    """Return the image that every request must get."""
     return steady.image(NAME)
 
 
@@ -54,7 +54,7 @@ def clients(rig: ClusterRig, right: DemoImage) -> Clients:
 
 
 def lives(rig: ClusterRig) -> list[tuple[str, int]]:
-    """Return each pod's identity and the number of its container's starts."""
+    """Return the UID of each pod and the number of its container's restarts."""
     return sorted((pod["metadata"]["uid"], restarts(pod)) for pod in rig.pods(NAME))
 
 
@@ -66,14 +66,14 @@ def routable(rig: ClusterRig) -> list[str]:
     return [pod["metadata"]["name"] for pod in rig.pods(NAME) if pod["metadata"]["labels"].get("diffusion-operator.dev/routable") == "true"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["RF2-killed", "RF3-stopped"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_is_told_and_its_replica_serves_again_in_the_same_container(
     steady: ClusterRig, right: DemoImage, number: signal.Signals
 ) -> None:
     rig, before, same = steady, steady.state(NAME), lives(steady)
     told = len(rig.events(NAME, "RankLost"))
     rig.kill_in_pod(rig.pod(NAME), before["ranks"][1]["pid"], number)
-    # The ranks may be back before the operator looks, so the condition may never show it. The Event always does.
+    # The ranks may be back before the operator polls, so the condition may never show the loss. The Event always does.
     note = rig.eventually("an Event of it", lambda: rig.events(NAME, "RankLost")[told:], deadline_s=NOTICE_S)[-1]
     rig.wait(DD, SERVING, deadline_s=START_S)
     after = rig.state(NAME)
@@ -83,7 +83,6 @@ def test_a_lost_rank_is_told_and_its_replica_serves_again_in_the_same_container(
 
 
 def test_a_killed_server_comes_back_in_the_same_pod(steady: ClusterRig, right: DemoImage) -> None:
-    """RF1."""
     rig, before, (life,) = steady, steady.state(NAME), lives(steady)
     kill_server_in(rig.pods(NAME)[0])
     rig.eventually("another life", lambda: (found := rig.state_if_any(NAME)) and found["bootId"] != before["bootId"], deadline_s=START_S)
@@ -95,8 +94,8 @@ def test_a_killed_server_comes_back_in_the_same_pod(steady: ClusterRig, right: D
 
 
 def test_requests_are_answered_while_the_api_server_stands_still_and_nothing_restarts_for_it(steady: ClusterRig, right: DemoImage) -> None:
-    """RF7. At its return Kubernetes itself may call the node lost, for it heard nothing of it for longer than fifty seconds; then no pod is
-    in a Service for the seconds that the kubelet takes to tell it otherwise, and that is not of the operator."""
+    """The API server may mark the node lost when it resumes, because it has seen no heartbeat for over fifty seconds. Then Services have no
+    endpoints until the kubelet reports again. Kubernetes does that, not the operator."""
     rig, same, operators = steady, lives(steady), operator_lives(steady)
     address = service_address(rig.kubectl, NAME)
     with api_server_stopped(), Clients(lambda: address, right, REQUEST) as asking:
@@ -113,7 +112,6 @@ def test_requests_are_answered_while_the_api_server_stands_still_and_nothing_res
 
 
 def test_a_control_port_that_cannot_be_reached_takes_no_replica_out_of_service(steady: ClusterRig, right: DemoImage) -> None:
-    """RF9."""
     rig, same = steady, lives(steady)
     (pod,) = rig.pods(NAME)
     with clients(rig, right) as asking:
@@ -131,7 +129,6 @@ def degraded(rig: ClusterRig) -> Document:
 
 
 def test_children_that_somebody_edits_or_deletes_are_repaired_under_running_requests(steady: ClusterRig, right: DemoImage) -> None:
-    """RF28, and of RF27 the ConfigMap."""
     rig, same = steady, lives(steady)
     wanted = rig.kubectl.get(f"service/{NAME}")["spec"]["selector"]
     desired = rig.kubectl.get(f"configmap/{NAME}-desired")["data"]
@@ -171,7 +168,7 @@ def optional_children(rig: ClusterRig) -> set[str]:
 
 
 def test_a_deleted_token_hurts_no_running_replica_and_is_there_for_the_next(steady: ClusterRig, right: DemoImage) -> None:
-    """RF27. The Secret is never read, so it comes back when a pod waits for it, or after ten minutes."""
+    """The operator never reads the Secret, so it notices the loss when a pod waits for the Secret, or after ten minutes."""
     rig = steady
     rig.kubectl.text("delete", f"secret/{NAME}-control", deadline_s=10)
     assert rig.image(NAME).png == right.png
@@ -184,7 +181,6 @@ def test_a_deleted_token_hurts_no_running_replica_and_is_there_for_the_next(stea
 
 
 def test_an_operator_that_is_killed_in_the_middle_of_a_rollout_and_of_a_sleep_ends_both_once(steady: ClusterRig, right: DemoImage) -> None:
-    """RF5."""
     rig = steady
     rig.kubectl.text("scale", DD, "--replicas=2")
     rig.wait(DD, SERVING)
@@ -210,7 +206,7 @@ def test_an_operator_that_is_killed_in_the_middle_of_a_rollout_and_of_a_sleep_en
 
 
 def operator_lives(rig: ClusterRig) -> dict[str, int]:
-    """Restarts of each of the operator's pods, by UID."""
+    """Return the restarts of each of the operator's pods, by UID."""
     return {pod["metadata"]["uid"]: restarts(pod) for pod in operator_pods(rig.kubectl)}
 
 
@@ -219,7 +215,7 @@ def pod_uids(rig: ClusterRig) -> set[str]:
 
 
 def rolled_out(rig: ClusterRig, old: set[str], count: int) -> bool:
-    """Return whether so many pods are ready, and none of the old ones is there."""
+    """Return whether so many pods are ready, and none of the old ones is left."""
     conditions = [condition for pod in rig.pods(NAME) for condition in pod["status"].get("conditions", [])]
     ready = [condition for condition in conditions if condition["type"] == "Ready" and condition["status"] == "True"]
     return not pod_uids(rig) & old and len(ready) == count

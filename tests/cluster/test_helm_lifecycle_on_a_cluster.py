@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The release's whole life with a deployment that serves, on a real cluster: upgrade, uninstall, and what people do to objects then.
+"""The release's whole life with a serving deployment, on a real cluster: upgrade, uninstall, and what people do to objects afterwards.
 
-A namespace of its own, with its own release. Tests run in their order; each says what it leaves.
+It has a namespace and a release of its own. Tests run in their order; each says what it leaves.
 """
 
 import threading
@@ -24,14 +24,14 @@ NAMESPACE = "diffusion-lifecycle"
 NAME, STYLE = "digits", "stripes"
 DD, LORA = f"dd/{NAME}", f"lora/{STYLE}"
 CRD = "crd/diffusiondeployments.diffusion-operator.dev"
-# For a rollout that nobody wants: the operator looks at a deployment every few seconds.
+# Time for an unwanted rollout to show: the operator looks at a deployment every few seconds.
 QUIET_S = 8.0
 GONE_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def release(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ClusterRig, HelmRig]]:
-    """An older release with a deployment and an adapter that serve."""
+    """Install an older release in which a deployment and an adapter serve."""
     with stage(NAMESPACE) as set_up:
         own, helm = ClusterRig(set_up.kubectl, set_up.images.worker), HelmRig(NAMESPACE, set_up.images)
         helm.upgrade(older_chart(tmp_path_factory.mktemp("chart")))
@@ -46,7 +46,7 @@ def lives(rig: ClusterRig) -> list[tuple[str, int]]:
 
 
 def one_pod(rig: ClusterRig) -> str | None:
-    """Return the uid of the only pod; None while there is none or more than one."""
+    """Return the UID of the only pod; None while there is none or more than one."""
     found = rig.pods(NAME)
     return found[0]["metadata"]["uid"] if len(found) == 1 else None
 
@@ -57,20 +57,20 @@ def replicas_schema(rig: ClusterRig) -> Document:
 
 
 def delete_at_once(rig: ClusterRig, *resources: str) -> None:
-    """Objects without finalizers are gone when `kubectl delete` returns, and it returns at once."""
+    """Delete objects, and check that they are gone when `kubectl delete` returns: no finalizer holds them."""
     rig.kubectl.text("delete", *resources, deadline_s=10)
     assert not any(rig.exists(resource) for resource in resources)
 
 
 def begin(rig: ClusterRig) -> None:
-    """A deployment with its pod and an adapter, if they are not there; that they serve makes no difference to what follows."""
+    """Create a deployment and an adapter unless they exist, and wait for the pod. The tests that follow need neither to serve."""
     rig.deploy(NAME)
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
     rig.eventually("its pod", lambda: rig.pods(NAME))
 
 
 def by_digest(rig: ClusterRig, image: str) -> str | None:
-    """Return the name by digest that a node has for an image; None while none has one."""
+    """Return the reference by digest that a node has for a container image; None while no node has one."""
     names = (node_image["names"] for node in rig.kubectl.get("nodes")["items"] for node_image in node["status"]["images"])
     return next((name for known in names if image in known for name in known if "@sha256:" in name), None)
 
@@ -84,7 +84,7 @@ def no_operator_runs(rig: ClusterRig) -> bool:
 
 
 def test_an_upgrade_with_a_changed_crd_and_another_default_image_restarts_nothing(release: tuple[ClusterRig, HelmRig]) -> None:
-    """Leaves this version, with the image that works."""
+    """Leave this version, with the container image that works."""
     rig, helm = release
     assert replicas_schema(rig)["replicas"]["description"] == OLDER_WORDS and "podDisruptionBudget" not in replicas_schema(rig)
     before, image = lives(rig), rig.image(NAME, STYLE)
@@ -99,7 +99,7 @@ def test_an_upgrade_with_a_changed_crd_and_another_default_image_restarts_nothin
 
 
 def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmRig]) -> None:
-    """The effect equals `kubectl rollout restart` on a Deployment's pods. Leaves other pods."""
+    """The effect equals that of `kubectl rollout restart` on a Deployment. Leave other pods."""
     rig, _ = release
     before = lives(rig)
     rig.kubectl.text("annotate", DD, "diffusion-operator.dev/restartedAt=2026-01-01T00:00:00Z")
@@ -112,7 +112,7 @@ def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmR
 
 
 def test_after_the_uninstall_pods_serve_on_and_what_is_deleted_is_gone(release: tuple[ClusterRig, HelmRig]) -> None:
-    """Leaves no operator, and the deployment and its pod."""
+    """Leave no operator, but the deployment and its pod."""
     rig, helm = release
     before, image = lives(rig), rig.image(NAME, STYLE)
     helm.uninstall()
@@ -124,7 +124,7 @@ def test_after_the_uninstall_pods_serve_on_and_what_is_deleted_is_gone(release: 
 
 
 def test_a_later_install_takes_over_without_a_restart(release: tuple[ClusterRig, HelmRig]) -> None:
-    """Adapters deleted meanwhile are removed from the worker. Leaves the operator back."""
+    """Adapters that were deleted meanwhile are removed from the worker. Leave the operator installed."""
     rig, helm = release
     before = lives(rig)
     helm.upgrade()
@@ -136,7 +136,7 @@ def test_a_later_install_takes_over_without_a_restart(release: tuple[ClusterRig,
 
 
 def test_a_released_chart_brings_its_images_by_digest(release: tuple[ClusterRig, HelmRig], tmp_path: Path) -> None:
-    """From a registry, by the chart's own digest and with no value named. Leaves the operator of that chart."""
+    """The images come from a registry, by the chart's own digests, and no value names them. Leave the operator of that chart."""
     rig, helm = release
     before = lives(rig)
     operator, worker = (
@@ -155,7 +155,7 @@ def test_a_released_chart_brings_its_images_by_digest(release: tuple[ClusterRig,
 
 @pytest.mark.parametrize("operator", ["up", "down", "uninstalled"])
 def test_a_deletion_never_waits_for_the_operator(release: tuple[ClusterRig, HelmRig], operator: str) -> None:
-    """Up, scaled to none, uninstalled: the objects are gone at once, and what they owned by the garbage collector."""
+    """The operator runs, is scaled to zero, or is uninstalled. Objects are gone at once, and the garbage collector deletes the rest."""
     rig, helm = release
     begin(rig)
     if operator == "down":
@@ -173,7 +173,7 @@ def test_a_deletion_never_waits_for_the_operator(release: tuple[ClusterRig, Helm
 
 
 def test_a_namespace_is_gone_with_all_that_was_in_it(release: tuple[ClusterRig, HelmRig]) -> None:
-    """While the operator, its deployment and an adapter are at work in it."""
+    """The namespace is deleted while the operator works on its deployment and its adapter."""
     rig, helm = release
     helm.upgrade()
     begin(rig)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of a hub on a real cluster, with a token in a Secret and a cache on a claim that two pods share: pinned, restarted, taken away.
+"""A model of a hub on a real cluster: its commit is pinned, pods restart, and the repository goes away. The token is in a Secret, and two
+pods share a cache on a claim.
 
 The hub is a fake in a pod, with a certificate of its own authority; the cache lies in a folder of the node's /tmp.
 """
@@ -22,7 +23,7 @@ SOURCE = {"huggingFace": {"repo": "org/digits", "tokenSecretRef": {"name": TOKEN
 
 
 def move_branch(rig: ClusterRig, commit: str) -> None:
-    """The branch is at this commit from now on; at none, and the repository is gone."""
+    """Move the hub's branch to a commit; with an empty commit the hub has no repository any more."""
     rig.kubectl.text("exec", STORE, "--", "sh", "-c", f"echo {commit} > {servers.MAIN}")
 
 
@@ -75,7 +76,7 @@ def test_the_commit_is_pinned_and_the_second_replica_has_it_though_the_branch_mo
 
 
 def test_a_pod_is_made_anew_from_the_shared_cache_though_the_repository_is_gone(fetched: ClusterRig) -> None:
-    """RF12, and RF28 for the pod that another client deletes."""
+    """Another client deletes the pod."""
     rig = fetched
     rig.kubectl.patch(DD, {"spec": {"replicas": 1}})
     rig.eventually("one is left", lambda: len(rig.pods(NAME)) == 1)

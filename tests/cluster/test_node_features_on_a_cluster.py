@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a cluster have what models in images and shared GPUs need: image volumes, and claims of devices.
+"""The features of a cluster's nodes that models in container images and shared GPUs need: image volumes, and claims of devices.
 
 Real: the claim, the scheduler that gives it the device, the kubelet's driver, and the container runtime that puts it into containers.
 Not real: the device, which is an environment variable.
@@ -33,7 +33,7 @@ RESTRICTED = {
 
 @pytest.fixture
 def applied(rig: ClusterRig) -> Iterator[Any]:
-    """A function that applies an object, which is gone after the test."""
+    """Provide a function that applies an object and deletes it after the test."""
     names: list[str] = []
 
     def apply(document: Document) -> None:
@@ -47,7 +47,8 @@ def applied(rig: ClusterRig) -> Iterator[Any]:
 
 @pytest.fixture
 def device_driver(tmp_path: Path) -> Iterator[None]:
-    """The device on the first node. A test names this before `applied`: without the driver no pod with the device ends."""
+    """Run the driver of the first node's device. A test names this fixture before `applied`: pods with the device end only while the driver
+    runs."""
     nodes = cluster.provider().own_nodes()
     folders = [f"--kubelet={nodes.kubelet}", f"--cdi={nodes.cdi}"]
     words = [*nodes.command(programs.device_driver()), f"--kubeconfig={nodes.kubeconfig}", f"--node={nodes.first}", *folders]
@@ -59,7 +60,7 @@ def device_driver(tmp_path: Path) -> Iterator[None]:
 
 
 def pod(name: str, image: str, script: str, *, container: Document | None = None, **spec: Any) -> Document:
-    """A pod that runs a Python script once."""
+    """Return a pod that runs a Python script once."""
     one = {"name": "main", "image": image, "command": ["python3", "-c", script], "securityContext": RESTRICTED} | (container or {})
     return {
         "apiVersion": "v1",
@@ -96,7 +97,7 @@ def test_two_pods_share_the_one_device_of_a_claim(rig: ClusterRig, applied: Any)
     status = rig.kubectl.get(f"resourceclaim/{CLAIM}")["status"]
     assert sorted(user["name"] for user in status["reservedFor"]) == pods
     assert [(given["driver"], given["device"]) for given in status["allocation"]["devices"]["results"]] == [(DRIVER, DEVICE)]
-    # The kubelet gives the device back to its driver, which must be there for that.
+    # The kubelet returns the device to its driver, which must still run.
     for name in pods:
         rig.kubectl.text("delete", f"pod/{name}", "--grace-period=1")
     rig.eventually("the device is free", lambda: "allocation" not in rig.kubectl.get(f"resourceclaim/{CLAIM}").get("status", {}))

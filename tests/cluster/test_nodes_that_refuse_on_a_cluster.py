@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node refuses the pods of a replica, as with a device that is gone.
+"""A node that refuses a replica's pods, as when its device has failed.
 
-Real: the kubelet and its refusal. It refuses here because the pod does not select its node; the scheduler sees to that, so the test takes
-the scheduler's place.
+Real: the kubelet and its refusal. It refuses a pod here because the pod does not select its node. A scheduler would never place the pod
+there, so the test binds it itself.
 """
 
 import json
@@ -43,7 +43,7 @@ def test_t6_a_node_that_refuses_pods_is_told_and_avoided_and_the_replica_has_not
 
 
 def waiting(rig: ClusterRig) -> Document:
-    """The replica's pod that no scheduler has placed."""
+    """Return the replica's pod that no scheduler has placed, once there is one."""
     found: Document = rig.eventually("a pod waits", lambda: next((pod for pod in rig.pods(NAME) if "nodeName" not in pod["spec"]), None))
     return found
 
@@ -58,6 +58,6 @@ def bind(rig: ClusterRig, pod: Document, node: str) -> None:
 
 
 def avoided_nodes(rig: ClusterRig, faults: int) -> list[Document]:
-    """Once one was at fault so often."""
+    """Return the status's avoided nodes once one of them has so many faults; an empty list until then."""
     found: list[Document] = rig.kubectl.get(f"dd/{NAME}")["status"].get("avoidedNodes", [])
     return found if any(one["faults"] == faults for one in found) else []

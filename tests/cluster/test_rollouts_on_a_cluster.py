@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacing, giving up and ending replicas, on a real cluster: what requests notice, and what the status tells.
+"""Replacing, giving up and ending replicas, on a real cluster: the effect on requests, and what the status reports.
 
-Two deployments, begun at once: one that serves, and one that never will. Tests run in their order, and each leaves the first one serving.
+Two deployments start at once: one that serves, and one that never will. Tests run in their order, and each leaves the first one serving.
 """
 
 from collections.abc import Iterator
@@ -21,13 +21,14 @@ DD = f"dd/{NAME}"
 REPLICAS = 2
 REQUEST = Request(PROMPT, 1, NAME, steps=8)
 DEADLINE_S = 60  # the shortest that the API allows
-# Memory limits: in the smaller a Python starts, and the worker's server does not.
+# Memory limits: the smaller one lets Python start, but not the worker's server.
 TOO_LITTLE, ENOUGH = "24Mi", "2Gi"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def tight(rig: ClusterRig) -> Iterator[None]:
-    """It is killed at every start. Begun first, because the kubelet's pauses between them make a minute and a half."""
+    """Deploy a worker that is killed at every start. It starts before the tests that need it, because the kubelet's pauses add up to a
+    minute and a half."""
     requests = {"cpu": "50m", "memory": TOO_LITTLE}
     resources = {"gpuResourceName": "none", "requests": requests, "limits": {"memory": TOO_LITTLE}, "sharedMemory": "8Mi"}
     rig.deploy(TIGHT, resources=resources, replicaRecovery={"backoffSeconds": 1, "failureThreshold": 4})
@@ -45,24 +46,24 @@ def rolled(rig: ClusterRig) -> Iterator[ClusterRig]:
 
 @pytest.fixture(scope="module")
 def right(rolled: ClusterRig) -> DemoImage:
-    """The image that every request asks for."""
+    """Return the image that every request must get."""
     return rolled.image(NAME)
 
 
 @dataclass
 class Course:
-    """Observations of the pods, from look to look."""
+    """Counts of pods over a rollout, updated at each look."""
 
     fewest: int = REPLICAS
-    """In service."""
+    """The fewest pods in service at a time."""
     most: int = 0
-    """Pods that are not terminating."""
+    """The most pods at a time, terminating ones left out."""
     templates: int = 0
-    """At a time, those on their way out included."""
+    """The most revisions at a time, terminating pods included."""
     uids: set[str] = field(default_factory=set)
 
     def look(self, rig: ClusterRig) -> Document:
-        """The deployment, as it was right after."""
+        """Count the pods, and return the deployment as it was just afterwards."""
         present = all_pods(rig)
         staying = [pod for pod in present if "deletionTimestamp" not in pod["metadata"]]
         self.fewest = min(self.fewest, len([pod for pod in staying if in_service(pod)]))
@@ -73,7 +74,7 @@ class Course:
 
 
 def all_pods(rig: ClusterRig) -> list[Document]:
-    """Also those on their way out, until their processes have ended."""
+    """Return the deployment's pods, also terminating ones whose processes still run."""
     items: list[Document] = rig.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={NAME}")["items"]
     return [item for item in items if item["status"].get("phase") in ("Pending", "Running")]
 
@@ -124,7 +125,6 @@ def test_recreate_ends_all_before_it_makes_one(rolled: ClusterRig, right: DemoIm
 
 
 def test_a_template_that_cannot_start_stops_at_its_deadline_and_is_gone_with_the_old_one_back(rolled: ClusterRig, right: DemoImage) -> None:
-    """RF26."""
     rig, old = rolled, uids(rolled.pods(NAME))
     rolling = {"type": "RollingUpdate", "maxSurge": 1, "maxUnavailable": 0, "progressDeadlineSeconds": DEADLINE_S}
     with clients(rig, right) as asking:
@@ -142,7 +142,6 @@ def test_a_template_that_cannot_start_stops_at_its_deadline_and_is_gone_with_the
 
 
 def test_a_worker_that_dies_at_every_start_gets_another_pod_and_then_the_verdict_and_what_was_wrong_is_kept(rig: ClusterRig) -> None:
-    """RF13."""
     resource = f"dd/{TIGHT}"
     rig.wait(resource, Wanted("Ready", "False", ["CrashLooping"]), deadline_s=200)
     rig.eventually("the verdict", lambda: "every ten minutes at most" in rig.condition(resource, "Ready")["message"], deadline_s=200)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deployment that sleeps when nobody uses it, on a real cluster: by itself, woken by a request at its Service, through faults.
+"""An idle deployment that sleeps, on a real cluster: by itself, woken by a request at its Service, and through faults.
 
 It is the one of examples/sleep/on-idle.yaml. Tests run in their order, and each says in which state it leaves the model.
 """
@@ -25,9 +25,9 @@ MANIFEST = Path(__file__).resolve().parents[2] / "examples" / "sleep" / "on-idle
 NAME, STYLE = "digits", "stripes"
 DD, LORA = f"dd/{NAME}", f"lora/{STYLE}"
 IDLE_S = 10
-# So that it sleeps when a test says so: on a busy machine a test may look for longer than ten seconds.
+# Long enough that it sleeps only when a test says so: on a busy machine a test may take longer than ten seconds.
 LONG_S = 600
-# From the moment that a replica may sleep until its deployment says that it does, on a busy machine.
+# The time on a busy machine from a replica's permission to sleep until its deployment reports it asleep.
 NOTICE_S = 20.0
 WAKEABLE = Wanted("Ready", "True", ["AsleepWakeable"])
 ALL_ASLEEP = Wanted("Awake", "False", ["AllAsleep"])
@@ -59,13 +59,13 @@ def assert_right(image: DemoImage) -> None:
 
 
 def events(rig: ClusterRig, reason: str) -> list[str]:
-    """Their notes, oldest first."""
+    """Return the notes of the deployment's Events with a reason, oldest first."""
     items = rig.kubectl.get("events.events.k8s.io", "--field-selector", f"reason={reason},regarding.name={NAME}")["items"]
     return [str(item["note"]) for item in sorted(items, key=lambda item: item["metadata"]["creationTimestamp"])]
 
 
 def send_to_sleep(rig: ClusterRig) -> Document:
-    """Asleep and to be woken by a request, without waiting for idleness; its state document."""
+    """Put the model to sleep, to be woken by a request, without waiting for idleness; return the worker's state document."""
     rig.sleep_policy(NAME, "Asleep")
     rig.wait(DD, ALL_ASLEEP, deadline_s=60)
     rig.sleep_policy(NAME, "OnIdle")
@@ -108,7 +108,7 @@ def test_a_model_that_nobody_uses_falls_asleep_and_gives_its_memory_back(rig_on_
 
 
 def test_a_request_at_the_service_wakes_it_and_is_served(rig_on_idle: ClusterRig, awake_memory: list[RankMemory]) -> None:
-    """Leaves it awake."""
+    """Leave it awake."""
     rig = rig_on_idle
     assert_right(rig.image(NAME))
     operation = rig.state(NAME)["lastOperation"]
@@ -120,7 +120,7 @@ def test_a_request_at_the_service_wakes_it_and_is_served(rig_on_idle: ClusterRig
 
 
 def test_an_adapter_that_came_while_it_slept_is_there_at_the_first_request(rig_on_idle: ClusterRig) -> None:
-    """Leaves it awake with the adapter."""
+    """Leave it awake with the adapter."""
     rig = rig_on_idle
     send_to_sleep(rig)
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
@@ -131,7 +131,7 @@ def test_an_adapter_that_came_while_it_slept_is_there_at_the_first_request(rig_o
 
 
 def test_a_rank_that_is_killed_asleep_comes_back_asleep(rig_on_idle: ClusterRig, awake_memory: list[RankMemory]) -> None:
-    """Leaves it asleep, in another generation."""
+    """Leave it asleep, in another generation of ranks."""
     rig = rig_on_idle
     before = send_to_sleep(rig)
     rig.kill_in_pod(rig.pod(NAME), before["ranks"][1]["pid"])
@@ -143,7 +143,7 @@ def test_a_rank_that_is_killed_asleep_comes_back_asleep(rig_on_idle: ClusterRig,
 def test_a_server_that_is_killed_asleep_comes_back_asleep_and_wakes_on_a_request(
     rig_on_idle: ClusterRig, awake_memory: list[RankMemory]
 ) -> None:
-    """Leaves it awake, in another life of its container."""
+    """Leave it awake, after a restart of its container."""
     rig = rig_on_idle
     before, pod = rig.state(NAME), rig.pod(NAME)
     kill_server_in(rig.pods(NAME)[0])
@@ -155,7 +155,7 @@ def test_a_server_that_is_killed_asleep_comes_back_asleep_and_wakes_on_a_request
 
 
 def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None:
-    """Return its state document once it is asleep; meanwhile the container may not answer."""
+    """Return the worker's state document once it is asleep after a restart of its container, which may not answer meanwhile."""
     found = rig.state_if_any(NAME)
     if found is None or (found["bootId"], found["generation"]) == (before["bootId"], before["generation"]):
         return None
@@ -164,7 +164,7 @@ def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None
 
 
 def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_the_same_image(rig_on_idle: ClusterRig) -> None:
-    """Leaves it asleep and wakeable."""
+    """Leave it asleep; a request may wake it."""
     rig = rig_on_idle
     before = rig.image(NAME)
     set_sleep(rig, policy="Asleep", level="Discard")
@@ -180,7 +180,7 @@ def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_
 
 
 def test_replicas_come_and_go_while_others_sleep_and_one_stays_awake_where_one_shall(rig_on_idle: ClusterRig) -> None:
-    """Leaves one asleep."""
+    """Leave one replica, asleep."""
     rig = rig_on_idle
     set_sleep(rig, minAwake=1, idleSeconds=IDLE_S)
     rig.kubectl.text("scale", DD, "--replicas=2")

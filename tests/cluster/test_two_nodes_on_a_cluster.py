@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node that is lost with a replica on it, and comes back: RF4, on two nodes of a real cluster. And a minute of the soak that `make soak
-SOAK="--part operators"` runs for longer.
-"""
+"""The loss and return of a node with a replica on it, on two nodes of a real cluster. Also a minute of the soak that `make soak
+SOAK="--part operators"` runs for longer."""
 
 from collections.abc import Iterator
 
@@ -20,7 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 NAME = "spread"
 DD = f"dd/{NAME}"
 REQUEST = Request(PROMPT, 1, NAME, steps=8)
-# Kubernetes calls a silent node NotReady after fifty seconds; then its pods may stay so long.
+# Kubernetes marks a silent node NotReady after fifty seconds, and then its pods may stay for this long.
 SILENCE_S = 90.0
 TOLERATED_S = 5
 SCHEDULING = {
@@ -34,7 +33,7 @@ SCHEDULING = {
 
 @pytest.fixture(scope="module")
 def second(rig: ClusterRig) -> Iterator[str]:
-    """The name of the second node."""
+    """Start a second node and provide its name."""
     with cluster.provider().own_nodes().second_node() as name:
         yield name
         rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
@@ -42,7 +41,7 @@ def second(rig: ClusterRig) -> Iterator[str]:
 
 
 def on_node(rig: ClusterRig, node: str) -> Document:
-    """The replica there."""
+    """Return the replica's pod on a node."""
     (pod,) = [pod for pod in rig.pods(NAME) if pod["spec"].get("nodeName") == node]
     return pod
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T27 on a cluster: an upgrade from the version before under requests, with 20 deployments that serve, and the way back.
+"""An upgrade from the version before under requests on a cluster, with 20 deployments that serve, and the way back (T27).
 
 Real: the version before, its chart, its operator and its workers, on today's layers. Three deployments serve the digits model, and 17 are
 real server processes over fake ranks. Tests run in their order; each says what it leaves.
@@ -33,7 +33,7 @@ DIGITS = ("digits-a", "digits-b", "digits-c")
 SERVERS = tuple(f"server-{number}" for number in range(17))
 ASLEEP = SERVERS[-1]
 STYLE = "stripes"
-# Three models share two cores with all else.
+# Three models share two cores with everything else.
 STEPS = 1
 # 20 pods start at once; a minute and a half on two idle cores.
 START_ALL_S = 1200.0
@@ -44,7 +44,7 @@ EARLIER_WORDS, WORDS = "groups", "replicaStates"
 
 @dataclass
 class Release:
-    """The namespace, its objects as they were before the upgrade, and everybody who asks for images."""
+    """The namespace and both versions' releases in it, with the state of its objects before the upgrade."""
 
     rig: ClusterRig
     earlier: HelmRig
@@ -67,7 +67,7 @@ class Release:
         return pods | {f"service {one['metadata']['name']}": (one["metadata"]["uid"], one["spec"]["clusterIP"]) for one in services}
 
     def untrue(self, states: str) -> list[str]:
-        """List what a status says wrongly; `states` is the name of the list of replicas in it."""
+        """List the false statements of all statuses; `states` is the name of the field with the list of replicas."""
         found = self.rig.kubectl.get("dd,lora")["items"]
         return [what for one in found for what in _untrue(one, states)]
 
@@ -91,7 +91,7 @@ def _untrue(one: Document, states: str) -> list[str]:
 
 
 class Visitors:
-    """Clients of all servers in turn, in a thread, for as long as the block lasts. Each request must get an image, with no second try."""
+    """A thread that asks all servers in turn while the block lasts. Each request must get an image at the first try."""
 
     def __init__(self, addresses: dict[str, str]) -> None:
         self._addresses = addresses
@@ -137,7 +137,7 @@ def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def release(rig: ClusterRig, earlier: EarlierVersion, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    """The version before, with 20 deployments that serve."""
+    """Install the version before, with 20 deployments that serve."""
     built: EarlierImages = build_earlier(earlier, tmp_path_factory.mktemp("images"))
     with stage(NAMESPACE) as set_up:
         own = ClusterRig(set_up.kubectl, built.release.worker)
@@ -152,7 +152,7 @@ def release(rig: ClusterRig, earlier: EarlierVersion, tmp_path_factory: pytest.T
 
 
 def begin(release: Release, servers: str) -> dict[str, Any]:
-    """Make everything, and wait until it serves; return what must last."""
+    """Create everything, wait until it serves, and return the state that must last."""
     own, small = release.rig, {"gpuResourceName": "none", "requests": {"cpu": "10m", "memory": "96Mi"}}
     for name in DIGITS:
         own.deploy(name)
@@ -171,7 +171,7 @@ def begin(release: Release, servers: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def right(release: Release) -> dict[str, DemoImage]:
-    """The image of each model."""
+    """Return the image of each model."""
     found = {}
     for name in DIGITS:
         with client_for(service_address(release.rig.kubectl, name)) as client:
@@ -198,11 +198,11 @@ def watched(release: Release, right: dict[str, DemoImage], states: str, change: 
 
 
 def test_t27_an_upgrade_under_requests_replaces_nothing_and_loses_nothing(release: Release, right: dict[str, DemoImage]) -> None:
-    """Leaves this version over workers of the one before."""
+    """Leave this version over workers of the version before."""
     watched(release, right, WORDS, release.this.upgrade)
 
 
 def test_t27_the_way_back_replaces_nothing_and_loses_nothing(release: Release, right: dict[str, DemoImage]) -> None:
-    """Leaves the version before."""
+    """Leave the version before."""
     back = ("rollback", RELEASE, "1", "--wait", "--timeout", f"{HELM_S}s")
     watched(release, right, EARLIER_WORDS, lambda: release.this(*back))
