@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's real reconciles and real worker servers over a real hub: which commit a second replica serves when the branch has moved,
-and what becomes of replicas when the hub has the model no more. The ranks are fake."""
+"""The operator's real reconciles and real worker servers over a real hub, with fake ranks. A second replica starts after the branch moved,
+and replicas go on after the hub lost the model."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ SECOND = {**FIRST, "scheduler/scheduler_config.json": FIRST["scheduler/scheduler
 
 
 class Pods:
-    """Worker processes as the pods of a rig: each with a cache of its own, all with the same mounted file."""
+    """Worker processes as the pods of a rig. Each has a cache of its own, and all read the same mounted file."""
 
     def __init__(self, rig: Rig, hub: SourceServer, folder: Path, stack: ExitStack) -> None:
         self.rig, self._hub, self._folder, self._stack = rig, hub, folder, stack
@@ -60,7 +60,7 @@ class Pods:
         return self._stack.enter_context(worker)
 
     async def adopt(self, name: str, worker: WorkerProcess, **facts: Any) -> None:
-        """It is ready, and the operator reaches it."""
+        """Wait until a worker is ready, and let the operator reach it as this pod."""
         worker.wait_ready()
         client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(worker.control_url.rpartition(":")[2]))
         self._clients[ip := f"10.0.0.{len(self._clients)}"] = client
@@ -79,7 +79,6 @@ def hub() -> Iterator[SourceServer]:
 
 
 async def test_a_second_replica_serves_the_commit_of_the_first_and_a_restart_needs_no_hub(hub: SourceServer, tmp_path: Path) -> None:
-    """RF12"""
     commit = hub.push("org/digits", FIRST)
     rig = Rig()
     rig.cluster.put(deployment(model={"source": {"huggingFace": {"repo": "org/digits"}}}))

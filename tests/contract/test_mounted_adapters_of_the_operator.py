@@ -37,7 +37,7 @@ def deployment() -> DiffusionDeployment:
 
 
 def wanted(count: int) -> list[DesiredAdapter]:
-    """Adapters with all fields, in turn from each kind of source."""
+    """Return so many adapters with all fields, whose sources take turns among all kinds."""
     fields: dict[str, Any] = {"components": ("transformer", "text_encoder"), "format": "peft", "expected_rank": 8}
     return [
         DesiredAdapter(
@@ -63,7 +63,7 @@ def planned(adapters: list[DesiredAdapter]) -> Shards:
 
 
 def mounted(folder: Path, adapters: list[DesiredAdapter], listed: list[DesiredAdapter]) -> dict[str, WorkersAdapter]:
-    """The kubelet's folder, read by the worker."""
+    """Return the adapters by name that a worker reads from the mounted folder of the operator's ConfigMaps."""
     shards = planned(adapters).shards
     main = desired_config(deployment(), listed, None, [reference_to(shard) for shard in shards])
     maps = {one["metadata"]["name"]: one for one in (main, *(shard_config(deployment(), shard.number, shard.content) for shard in shards))}

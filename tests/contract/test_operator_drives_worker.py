@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's own client against the worker's real server, over sockets: neither side may change alone.
+"""The operator's own client against the worker's real server, over sockets, so that neither side changes alone.
 
-The ranks are fake, so that every row is quick; the last test is the same story with real ones.
+The ranks are fake, which makes every row quick. The last test runs the same story with real ranks.
 """
 
 import json
@@ -40,7 +40,7 @@ def fake_worker() -> Iterator[WorkerProcess]:
 
 @pytest.fixture
 async def driver(fake_worker: WorkerProcess) -> AsyncIterator[Driver]:
-    """A client of a worker that is awake and has no adapters, before and after."""
+    """Provide a client of a worker that is awake and has no adapters, and restore that state afterwards."""
     driver = Driver(fake_worker)
     yield driver
     await driver.clear()

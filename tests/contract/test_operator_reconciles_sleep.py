@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's real reconciles and the worker's real server over a sleep: who decides, who wakes, and what an operator that was
-restarted in the middle makes of it.
+"""The operator's real reconciles and the worker's real server over a sleep. Tests are about decisions, wakes, and an operator that is
+restarted in the middle.
 
-The ranks are fake. The operator's seconds are virtual; what decides over idleness is the worker's own clock.
+The ranks are fake. The operator's seconds are virtual; the worker's own clock decides over idleness.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ LONG = IMAGE | {"num_inference_steps": 40}
 
 
 def lora(folder: Path, name: str) -> str:
-    """An adapter's folder of this name; the ranks are fake, so what is in it does not matter."""
+    """Copy an adapter to a folder of this name and return its path; the ranks are fake, so its content is irrelevant."""
     return str(shutil.copytree(DIGITS / "loras" / "frame", folder / name))
 
 
 @asynccontextmanager
 async def asking(told: Story, body: dict[str, Any] = IMAGE) -> AsyncIterator["asyncio.Task[httpx2.Response]"]:
-    """A request on its way while the block runs."""
+    """Keep a request running while the block runs."""
     async with httpx2.AsyncClient(base_url=told.worker.url, timeout=60) as web:
         request = asyncio.create_task(web.post("/v1/images/generations", json=body))
         try:
@@ -119,7 +119,7 @@ async def test_a_replica_that_is_to_stay_awake_stays_awake() -> None:
 
 
 async def test_every_change_of_the_policy_reaches_a_sleeping_worker() -> None:
-    """Also one that an operator finds when it starts."""
+    """A change that the operator finds at its start reaches the worker as well."""
     async with story(sleep=IDLE) as told:
         await until_state(told, "asleep")
         told.change(sleep={"policy": "Asleep"})
@@ -207,7 +207,7 @@ async def test_a_server_killed_asleep_is_asleep_again_and_nobody_says_that_it_wo
 
 
 async def test_a_wake_that_lacks_memory_is_tried_again_until_it_works() -> None:
-    """The operator tries; no request asks for an image."""
+    """The operator tries again; no request asks for an image."""
     env = {"FAKE_WORKER": json.dumps({"wakeErrors": ["InsufficientMemory"]})}
     async with story(env=env) as told:
         told.change(sleep={"policy": "Asleep"})
@@ -280,7 +280,7 @@ async def test_an_operator_restarted_while_memory_goes_or_comes_waits_for_its_en
 
 
 async def test_a_policy_taken_back_while_the_worker_drains_ends_awake() -> None:
-    """With and without an operator that remembers: the wake cancels the sleep."""
+    """The wake cancels the sleep, with and without a restart of the operator."""
     async with story(env=SLOW_STEPS) as told, asking(told, LONG) as request:
         await told.wait(lambda: told.worker.state()["inFlight"], told.worker.state)
         told.change(sleep={"policy": "Asleep"})

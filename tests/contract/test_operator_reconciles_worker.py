@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's real reconciles against the worker's real server: what one decides, the other does and tells in words that are understood.
+"""The operator's real reconciles against the worker's real server: the server does what they decide, and they understand its reports.
 
-The cluster is the fake one and its time virtual; the server is real, over fake ranks, and over real ones at the end.
+The cluster is the fake one and its time virtual. The server is real, over fake ranks, and over real ones at the end.
 """
 
 import shutil
@@ -20,7 +20,7 @@ LORA = {"maxLoaded": 1, "maxCached": 1}
 
 
 def lora(folder: Path, name: str) -> str:
-    """A peft folder of this name; the ranks are fake, so what is in it does not matter."""
+    """Copy an adapter to a folder of this name and return its path; the ranks are fake, so its content is irrelevant."""
     shutil.copytree(DIGITS / "loras" / "frame", folder / name)
     return str(folder / name)
 

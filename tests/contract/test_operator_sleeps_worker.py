@@ -34,7 +34,7 @@ def worker() -> Iterator[WorkerProcess]:
 
 @pytest.fixture
 async def driver(worker: WorkerProcess) -> AsyncIterator[Driver]:
-    """A client of a worker that is awake by policy, before and after."""
+    """Provide a client of a worker that is awake by policy, and restore that state afterwards."""
     driver = Driver(worker)
     yield driver
     await driver.clear()
@@ -43,7 +43,7 @@ async def driver(worker: WorkerProcess) -> AsyncIterator[Driver]:
 
 @pytest.fixture
 async def web(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]:
-    """The data port."""
+    """Provide a client of the worker's data port."""
     async with httpx2.AsyncClient(base_url=worker.url, timeout=30) as web:
         yield web
 
@@ -53,7 +53,7 @@ async def ask(web: httpx2.AsyncClient, body: dict[str, object] = SHORT) -> httpx
 
 
 async def begun(driver: Driver, web: httpx2.AsyncClient) -> asyncio.Task[httpx2.Response]:
-    """A request that runs."""
+    """Send a long request and return its task once it runs."""
     request = asyncio.create_task(ask(web, LONG))
     await driver.until(lambda state: state.in_flight)
     return request
@@ -64,7 +64,7 @@ def last(state: WorkerState) -> Operation:
     return state.last_operation
 
 
-# Levels and what they say of themselves
+# Levels and their reports
 
 
 @pytest.mark.parametrize("level", list(SleepLevel))
@@ -119,7 +119,7 @@ async def test_under_another_policy_a_request_is_refused_and_nothing_wakes(
 
 
 async def test_a_policy_changes_while_the_worker_sleeps(driver: Driver, web: httpx2.AsyncClient) -> None:
-    """A sleep of a sleeping worker tells the new policy and is otherwise harmless."""
+    """A sleep call to a sleeping worker sets the new policy and does nothing else."""
     await driver.sleep(policy=SleepPolicy.ON_IDLE)
     before = last(await driver.wait_for(WorkerPhase.ASLEEP))
     await driver.sleep(policy=SleepPolicy.ASLEEP)
@@ -130,7 +130,7 @@ async def test_a_policy_changes_while_the_worker_sleeps(driver: Driver, web: htt
     assert (await ask(web)).status_code == 200
 
 
-# Idleness, by the worker's own clock
+# Idleness by the worker's own clock
 
 
 async def test_a_worker_that_was_used_a_moment_ago_refuses_to_sleep_for_idleness(driver: Driver, web: httpx2.AsyncClient) -> None:
@@ -174,7 +174,7 @@ async def test_a_wake_cancels_a_sleep_that_waits_for_its_requests(driver: Driver
 
 
 async def test_a_request_of_a_draining_worker_is_served_under_on_idle(driver: Driver, web: httpx2.AsyncClient) -> None:
-    """It cancels the sleep: nobody's request is refused for a model that nobody used."""
+    """The request cancels the sleep, so no request is refused because the model was idle."""
     running = await begun(driver, web)
     await driver.sleep(policy=SleepPolicy.ON_IDLE)
     late = await ask(web)
@@ -190,7 +190,7 @@ async def test_an_aborted_request_gets_a_code_that_may_be_tried_again(driver: Dr
 
 
 async def test_another_sleep_during_a_sleep_is_the_same_and_a_repeated_call_too(driver: Driver, web: httpx2.AsyncClient) -> None:
-    """An operator restarted in the middle makes the same call, or one with the next attempt's id."""
+    """An operator that restarts in the middle makes the same call, or one with the next attempt's id."""
     request = await begun(driver, web)
     await driver.sleep(operation_id="sleep-3-1")
     await driver.sleep(operation_id="sleep-3-1")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""E22: the operator and the worker of this version and of the one before, in all four pairings.
+"""The operator and the worker of this version and of the version before, in all four pairings (fault 61).
 
 Real: the API server, the operator's program, and the worker's server process with the arguments, variables and mounted files of its pod.
 Not real: the ranks, which are fake, and the kubelet.
@@ -43,7 +43,7 @@ def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def kubeconfig() -> Iterator[Path]:
-    """Start an API server of its own, since the kinds change from test to test."""
+    """Start an API server for this file alone, since the kinds change from test to test."""
     with apiserver() as path:
         yield path
 
@@ -60,7 +60,7 @@ class Pairing:
         return self.kubelet.client
 
     async def until(self, kind: Kind, name: str, ready: str, reason: str, **counts: int) -> None:
-        """Wait for a status that is about the present spec, with this condition Ready and these counts."""
+        """Wait until the status is about the present spec, with this condition Ready and these counts."""
 
         async def wrong() -> Any:
             found = await self.object(kind, name)
@@ -81,7 +81,7 @@ class Pairing:
         assert status == 200, answer
 
     async def server(self) -> Server:
-        """The only pod's container."""
+        """Return the server process of the only pod."""
         (pod,) = await self.client.list(POD, self.namespace)
         return self.kubelet.servers[pod["metadata"]["uid"]]
 
@@ -96,7 +96,7 @@ class Pairing:
 
 @pytest.fixture
 async def client(kubeconfig: Path) -> AsyncIterator[RestClient]:
-    """The objects of a test are gone after it, because each operator watches all namespaces."""
+    """Provide a client, and delete the deployments and adapters after the test, because each operator watches all namespaces."""
     async with RestClient(kubeconfig) as made:
         yield made
         for kind in (ADAPTER, DEPLOYMENT):
@@ -146,7 +146,7 @@ async def serves(pair: Pairing) -> None:
 
 
 async def loads(pair: Pairing, folder: Path) -> None:
-    """An adapter comes, serves and goes."""
+    """Check that an adapter loads and serves."""
     shutil.copytree(DIGITS / "loras" / "stripes", folder / "stripes")
     await pair.client.create(ADAPTER, pair.namespace, lora("stripes", source={"path": str(folder / "stripes")}), strict=True)
     await pair.until(ADAPTER, "stripes", "True", "LoadedEverywhere")
@@ -155,7 +155,7 @@ async def loads(pair: Pairing, folder: Path) -> None:
 
 
 async def sleeps_and_wakes(pair: Pairing) -> None:
-    """The spec says so, and the adapter stays."""
+    """Check that the deployment sleeps and wakes by its spec, and that the adapter is still there."""
     server = await pair.server()
     await pair.edit(sleep={"policy": "Asleep"}, coldRequests={"mode": "Reject"})
     await pair.until(DEPLOYMENT, "d", "False", "SleepRequested", asleepReplicas=1)
@@ -167,7 +167,7 @@ async def sleeps_and_wakes(pair: Pairing) -> None:
 
 
 async def drains(pair: Pairing) -> None:
-    """A request that runs when its replica has to go is answered."""
+    """Check that a running request is answered before its replica ends."""
     server = await pair.server()
     running = asyncio.create_task(pair.ask(server, num_inference_steps=30))
     await asyncio.sleep(3 * STEP_S)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private names of libraries are listed with their reasons, exist in what is installed, and bound the releases that may be."""
+"""The private names of libraries: each is listed with its reason, exists in the installed library, and limits the releases that are
+allowed."""
 
 import importlib
 import importlib.metadata
@@ -50,7 +51,7 @@ def _exists(name: str) -> bool:
 
 
 def requirements() -> list[Requirement]:
-    """List those of both distributions, extras included."""
+    """Return the requirements of both distributions, extras included."""
     projects = [tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in ("worker", "operator")]
     lists = [each for project in projects for each in (project["dependencies"], *project.get("optional-dependencies", {}).values())]
     return [Requirement(line) for each in lists for line in each]

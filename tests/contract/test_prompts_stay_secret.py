@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Privacy of prompts: none is in a log, a metric, a state document, a status or an Event, however its request ends.
+"""Privacy of prompts: no log, metric, state document, status or Event contains one, however its request ends.
 
 Real ranks behind a real server, and the operator's real reconciles over it.
 """
@@ -20,7 +20,7 @@ from support.worker.wordy_encoders import words
 
 pytestmark = pytest.mark.slow
 SECRET = "velvet-armadillo"
-# Longer than any text encoder reads: diffusers warns of what it cut off, with its words.
+# Longer than any text encoder reads: diffusers quotes the words that it cut off in a warning.
 LONG = words(300)
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 REFUSED: list[dict[str, Any]] = [
@@ -50,7 +50,7 @@ def ask_for_much(worker: WorkerProcess) -> None:
 
 
 def lose_a_rank(worker: WorkerProcess) -> None:
-    """While a request runs, which is made again."""
+    """Kill a rank while a request runs, and check that the request is made again and answered."""
     answers: list[int] = []
     asking = threading.Thread(
         target=lambda: answers.append(worker.request_images(prompt=f"a digit, {SECRET}", num_inference_steps=200, seed=2).status_code)
@@ -63,7 +63,7 @@ def lose_a_rank(worker: WorkerProcess) -> None:
 
 
 def told(one: Story) -> dict[str, str]:
-    """Everything that is said about requests, by where."""
+    """Return every text in which a prompt could appear, by its place."""
     cluster, worker = one.rig.cluster, one.worker
     objects = [cluster.find(kind, name) for kind in KINDS.values() for name in cluster.names(kind)]
     return {

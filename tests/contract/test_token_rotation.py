@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RF10: the operator's key is rotated again and again over a real worker, and the new token reaches it whenever it likes: nothing fails.
+"""Repeated rotation of the operator's key over a real worker, whose token arrives at any time: nothing fails.
 
-As docs/security.md says: the new key goes before the old one, the operator is started again, and the kubelet brings the worker its token
-some time later. No call fails, no poll is missed, no condition moves.
+The steps are those of docs/security.md. The new key goes before the old one, the operator starts again, and the kubelet brings the token
+later. No call fails, no poll is missed, no condition changes.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def token_of(rig: Rig, key: bytes) -> str:
 
 
 def settled(rig: Rig) -> dict[str, Any]:
-    """Each condition of both objects with its time, which moves when the condition does."""
+    """Return each condition of both objects with its last transition time, which changes whenever the condition does."""
     found = {"d": rig.status(), "x": rig.adapter_status()}
     return {
         f"{name} {one['type']}": (one["status"], one["reason"], one["lastTransitionTime"])
@@ -41,7 +41,7 @@ def settled(rig: Rig) -> dict[str, Any]:
 
 
 def polled(rig: Rig) -> Any:
-    """Return the operator's knowledge of its only worker; fail if the last poll did."""
+    """Return the worker's state as the operator polled it last; fail if that poll failed."""
     (memory,) = rig.runtime.memories.values()
     (record,) = memory.polls.values()
     assert (record.failures, record.error) == (0, "")
@@ -50,7 +50,7 @@ def polled(rig: Rig) -> Any:
 
 
 async def rotate(told: Story, key: bytes, *, token_after_s: float) -> None:
-    """The operator comes back with a new key while an adapter is changed; the kubelet brings the token in the midst of the calls."""
+    """Restart the operator with a new key while an adapter changes; the worker gets its new token during the calls."""
     rig = told.rig
     rig.keys = (key, rig.keys[0])
     rig.restart_operator()
@@ -65,7 +65,7 @@ async def rotate(told: Story, key: bytes, *, token_after_s: float) -> None:
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(defaultScale=scale))
     await told.step()
     while not kubelet.done() or polled(rig).adapters[0].scale != float(scale):
-        # The operator's time runs fifty times as fast as the worker's: it waits for a worker that has no processor just now.
+        # The operator's time runs fifty times as fast as the worker's, so wait for a worker that gets no processor.
         await asyncio.to_thread(told.worker.get, "/healthz")
         await told.step()
         polled(rig)

@@ -55,7 +55,7 @@ PAIRS = [
 ]
 
 
-# Errors of the load and not of the source: they make the adapter Failed, and are retried.
+# Errors of the load, not of the source: the adapter becomes Failed, and the load is retried.
 LOAD_CODES = {"CapacityExceeded", "InsufficientMemory", "RankFailed", "Timeout", "CacheFull", "EngineFailed"}
 # Codes of calls that the operator never makes, of requests, and of sleeps and wakes.
 OTHER_CODES = {
@@ -69,7 +69,7 @@ def names(struct: type[msgspec.Struct]) -> set[str]:
 
 
 def spec(source: dict[str, Any]) -> AdapterSpec:
-    """Everything but what is left to the worker."""
+    """Return the spec of an adapter with this source and all fields, except those that the worker decides."""
     document = {
         "deploymentRef": {"name": "d"}, "source": source, "defaultScale": "-0.5", "format": "Kohya", "expectedRank": 8,
         "components": [one.value for one in Component], "residency": "OnDemand", "priority": -3, "loadTimeoutSeconds": 77,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real worker with the arguments of a pod whose spec says nearly everything: it starts with them, and serves as they say."""
+"""A real worker with the arguments of a pod whose spec has nearly every field: it starts with them, and serves accordingly."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,13 +41,13 @@ SPEC: dict[str, Any] = {
         "limits": {"maxSteps": 5, "maxPixels": 4096, "maxImages": 2},
     },
 }
-# Folders of a pod, which a test has elsewhere.
+# Folders of a pod; a test puts them elsewhere.
 FOLDERS = (API_KEY_DIR, CACHE_DIR, CLAIMS_DIR, CONTROL_DIR, DESIRED_DIR, SECRETS_DIR, STATE_DIR)
 PORTS = ("--host=", "--port=", "--control-port=")
 
 
 def in_a_folder(arguments: list[str], folder: Path) -> list[str]:
-    """The arguments of a pod with its folders below another one, and without its ports."""
+    """Return a pod's arguments with its folders moved below another one, and without its ports."""
     for name in FOLDERS:
         (folder / name.lstrip("/")).mkdir(parents=True)
         arguments = [one.replace(f"={name}", f"={folder}{name}") for one in arguments]

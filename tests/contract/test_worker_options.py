@@ -182,7 +182,7 @@ def test_what_has_its_default_is_no_argument_because_the_worker_has_the_same() -
 
 
 def bounds(schema: Spec, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The least and the most that each whole number may be."""
+    """Yield the minimum and the maximum of each whole number in a schema, with its path."""
     for name, inner in schema.get("properties", {}).items():
         yield from bounds(inner, (*path, name))
     if schema.get("type") == "integer":
