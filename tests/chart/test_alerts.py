@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The alert rules: when each fires, by Prometheus' own promtool; the metrics and labels that it looks at; its runbook.
+"""The alert rules: when each fires, as Prometheus' own promtool finds; the metrics and labels that it reads; its runbook.
 
 Real: the chart's rules and promtool. Not real: the samples, which alert_cases.yaml has.
 """
@@ -29,7 +29,7 @@ Rule = dict[str, Any]
 def test_each_alert_fires_when_it_should_and_not_a_minute_before_and_not_below_what_counts(tmp_path: Path) -> None:
     text = (CHART / "files" / "alerts.yaml").read_text().replace("OPERATOR_NAMESPACE", "diffusion-system")
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": yaml.safe_load(text)}))
-    # Rules are looked at between samples too, as in a real Prometheus: there `increase` guesses.
+    # Rules are evaluated between samples too, as in a real Prometheus: there `increase` extrapolates.
     tests = {
         "rule_files": ["rules.yaml"],
         "evaluation_interval": "20s",
@@ -78,7 +78,7 @@ def test_the_reasons_of_a_rule_are_reasons_of_ready(rule: Rule) -> None:
 
 
 def ready_reasons() -> dict[str, set[str]]:
-    """Those that the troubleshooting page has, which another test holds to the code."""
+    """Return the reasons of Ready by kind, read from the troubleshooting page; another test compares that page with the code."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     tables = {kind: page.partition(f"\n## {kind}")[2].partition("\n`")[0] for kind in ("DiffusionDeployment", "LoRAAdapter")}
     return {kind: set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) for kind, table in tables.items()}

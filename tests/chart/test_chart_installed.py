@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chart's life in a real API server: first install, upgrade, uninstall with objects there, and coming back."""
+"""The chart's life in a real API server: first install, upgrade, uninstall while objects are there, and a new install."""
 
 import base64
 import json

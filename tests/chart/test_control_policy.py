@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy that an operator started by the chart makes for a deployment, judged by what Kubernetes says that it means.
+"""The policy that an operator started by the chart makes for a deployment, read as Kubernetes documents it.
 
 Nothing enforces it here; the local cluster has no network plugin that does.
 """
@@ -37,7 +37,7 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def lets_in(rule: dict[str, Any], client: Client, port: int) -> bool:
-    """Without `from` anybody; in one peer both selectors have to hold."""
+    """Return whether an ingress rule admits a client: any client without `from`, else one that both selectors of a peer match."""
     peers = rule.get("from")
     known = peers is None or any(
         selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": client.namespace})
@@ -48,7 +48,7 @@ def lets_in(rule: dict[str, Any], client: Client, port: int) -> bool:
 
 
 def may_connect(policy: dict[str, Any], client: Client, labels: dict[str, str], port: int) -> bool:
-    """Pods that no policy selects are open."""
+    """Return whether a client may connect to pods with these labels; pods that the policy does not select accept everybody."""
     spec = policy["spec"]
     return not selects(spec["podSelector"], labels) or any(lets_in(rule, client, port) for rule in spec["ingress"])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard: it is what its table says, and every expression is one and looks at metrics that there are.
+"""The dashboard: it is what its table says, and every expression is valid and reads metrics that exist.
 
 Real: the chart, promtool. Not real: Grafana.
 """

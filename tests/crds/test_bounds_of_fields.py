@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every whole number takes its least and its most and nothing beyond, every enum its values and no other, by a real API server."""
+"""The bounds of fields: a real API server takes the minimum and maximum of every whole number, each value of every enum, nothing else."""
 
 from typing import Any
 

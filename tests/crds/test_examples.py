@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example is taken by a real API server as it stands, says what it is for, and is in the index."""
+"""The examples: a real API server takes each as it stands. Each says what it is for, and is in the index."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two options that the worker refuses together are refused by a real API server, and two that it takes are taken: every pair of both."""
+"""Pairs of options: a real API server refuses every pair that the worker refuses, and takes every pair that the worker takes."""
 
 from itertools import combinations
 
@@ -15,7 +15,7 @@ from support.operator.worker_driver import config_of_arguments
 
 pytestmark = pytest.mark.apiserver
 
-# The choices in the worker's table, as a spec states them.
+# The choices in the worker's table, as fields of a spec.
 CHOICES: dict[str, Document] = {
     "--tensor": {"parallelism": {"tensor": 2}},
     "--sequence": {"parallelism": {"sequence": 2}},

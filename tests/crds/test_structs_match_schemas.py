@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of the operator's structs is in the schema and the other way round, with the same default, enum and kind of value."""
+"""The fields of the operator's structs and of the schemas: the same names, defaults, enums and kinds of values."""
 
 from enum import Enum
 from pathlib import Path
@@ -57,7 +57,7 @@ def field_differences(field: msgspec.structs.FieldInfo, schema: Schema, path: st
 
 
 def plain_types(annotation: Any) -> list[Any]:
-    """The types inside unions and tuples."""
+    """Return the types inside unions and tuples."""
     arguments = [one for one in getattr(annotation, "__args__", ()) if one not in (type(None), ...)]
     if getattr(annotation, "__origin__", None) is dict or not arguments:
         return [annotation]
@@ -74,7 +74,7 @@ def test_struct_and_schema_have_the_same_fields(file: str, part: str, struct: ty
 
 
 def bounds(schema: Schema, path: str) -> list[str]:
-    """Strings, lists and maps without a maximum, and lists without a type."""
+    """List what lacks a bound: strings, lists and maps without a maximum, and lists without a type."""
     found = []
     kind = schema.get("type")
     if kind == "string" and "enum" not in schema and "maxLength" not in schema and schema.get("format") != "date-time":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation says what there is: every reason and code it should name, and no link that leads nowhere."""
+"""The documentation: it names every reason and code that it should, and no link is broken."""
 
 import re
 from pathlib import Path

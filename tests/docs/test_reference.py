@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference is what the CRDs say, and what it says of replaced pods is what the operator does."""
+"""The reference: it is generated from the CRDs, and its statements about replaced pods are what the operator does."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_every_field_of_a_spec_has_its_row_and_every_object_is_said_something_of
 
 
 def leaves(schema: Document, *, replaces: bool = False, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Document, bool]]:
-    """Fields that hold no others, with what the descriptions say of a change."""
+    """Yield the path and schema of each field without fields below it, and whether a change of it replaces pods by its descriptions."""
     said = schema.get("description", "")
     replaces = (replaces or reference.REPLACES in said) and reference.KEEPS not in said
     if "properties" not in schema:
@@ -63,7 +63,7 @@ def two_values(schema: Document) -> tuple[Any, Any]:
 
 
 def smallest(schema: Document) -> Any:
-    """A value with what it must have and nothing else."""
+    """Return a value with all required fields and no other."""
     if "properties" not in schema:
         return two_values(schema)[0]
     return {name: smallest(schema["properties"][name]) for name in schema.get("required", ())}
@@ -90,7 +90,7 @@ def test_another_source_replaces_the_pods() -> None:
 
 
 def test_t26_every_field_of_both_kinds_has_a_description() -> None:
-    """But for `metadata`, of which the API server lets nobody say anything."""
+    """`metadata` is left out: the API server allows no description of it."""
     roots = {crd["spec"]["names"]["kind"]: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in CRDS}
     silent = [f"{kind}{path}" for kind, root in roots.items() for path in _silent(root)]
     assert silent == ["DiffusionDeployment.metadata", "LoRAAdapter.metadata"]

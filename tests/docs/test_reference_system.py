@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of the reference system's surface is true: each name that it has here exists and has a test, each dash has a reason."""
+"""The page of the reference system's surface: each name that it has here exists and has a test, each dash has a reason."""
 
 import importlib
 import inspect
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """All rows of all tables, without their heads."""
+    """Return the rows of all tables, without their heads."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and not line.startswith(("| reference |", "|---"))]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
 
@@ -53,7 +53,7 @@ ABSENT = [row for row in rows() if row.here == "—"]
 
 
 def found(name: str) -> Any:
-    """The class and attribute, or the function, that a cell names."""
+    """Return the class, attribute or function that a cell names."""
     owner, _, attribute = name.rpartition(".")
     if owner not in HOMES:
         return getattr(importlib.import_module(owner), attribute)
