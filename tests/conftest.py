@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For every test session."""
+"""Settings and fixtures of every test session."""
 
 import gc
 import logging
 from collections.abc import Iterator
 
-# Hypothesis' plugin imports this after the last test in any case. There pytest compiles it from deep in its stack, and where the garbage
-# collector then reports an event loop that looptime left open, CPython 3.11 fails with "AST constructor recursion depth mismatch"
-# (gh-106905). Here nothing is left open yet.
+# Hypothesis' plugin imports this after the last test in any case. pytest would then compile it deep in its stack. If the garbage collector
+# reports an event loop there that looptime left open, CPython 3.11 fails with "AST constructor recursion depth mismatch" (gh-106905).
+# No loop is left open yet here.
 import hypothesis.internal.observability  # noqa: F401
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,7 +16,7 @@ from support.apiserver.real_apiserver import kubeconfig_of_apiserver
 
 __all__ = ["kubeconfig_of_apiserver"]
 
-# The duration of an example depends on the machine.
+# The duration of an example depends on the machine, so it is not checked.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
@@ -27,7 +27,7 @@ pytest_plugins = ("tools.suite.canary", "tools.suite.ledger", "tools.suite.order
 
 
 def pytest_collection_finish() -> None:
-    """Begin to look for garbage, among what the tests make."""
+    """Enable garbage collection again, and exempt from it what exists so far."""
     gc.freeze()
     gc.enable()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes over many adapters, which P17 measures, run tiny: whatever is written where nothing changed is an error of the benchmark."""
+"""The benchmark of passes over many adapters (P17), run tiny. A write where nothing changed is an error of the benchmark."""
 
 from benchmarks.adapter_pass import figures, samples
 

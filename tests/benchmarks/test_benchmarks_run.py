@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every benchmark runs, tiny: its figures mean nothing, but one that was overtaken by a change of what it measures is seen here.
+"""Tiny runs of every benchmark. Their figures mean nothing, but a benchmark fails here once it no longer fits the code that it measures.
 
-The goals are those of the registry, so none is forgotten; those that need a cluster run in tests/cluster.
+The goals come from the registry, so none is forgotten. Those that need a cluster run in tests/cluster.
 """
 
 import json
@@ -25,7 +25,7 @@ HERE = [pytest.param(name, marks=MARKS[goal.needs]) for name, goal in GOALS.item
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Benchmarks set how many threads torch takes."""
+    """Restore the number of torch's threads, which benchmarks set."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writes that P12 counts, on a real API server with its audit log: each request of the measured account, and nobody else's."""
+"""The writes that P12 counts, on a real API server with its audit log: every request of the measured account, and no other request."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge of every benchmark that compares: what it drops, when it stops, and how near it comes to the truth on a noisy machine."""
+"""The judge of every benchmark that compares: the pairs it drops, when it stops, and how close it comes on a noisy machine."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ PLAN = Plan(wanted=5, least=5, at_most=12, noise=0.10, within_s=100.0)
 
 
 class StoppedClock:
-    """Seconds as a test sets them."""
+    """A clock that stands still: a test sets its seconds."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -30,7 +30,7 @@ def add(taking: Taking, before: float, ours: float, after: float) -> None:
 
 
 def noisy(seed: int, *, busy_share: float, slower: float) -> Iterator[float]:
-    """Factors of a machine that is disturbed for runs of rounds, and by a few per cent always."""
+    """Yield factors of a machine that always varies by a few per cent, and is slower for runs of rounds."""
     rng = random.Random(seed)
     factor = 1.0
     while True:

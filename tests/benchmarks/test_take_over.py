@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The take-over of P17 runs, tiny, and its figure holds even so: most of it is the time for which a Lease counts."""
+"""The take-over of P17, run tiny. Even so the figure is meaningful, since most of it is the duration of a Lease."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the demo that judge what they see: the kernel's account of memory, conditions, the table, the images."""
+"""The parts of the demo that judge its results: the kernel's account of memory, conditions, the table, the images."""
 
 import io
 import subprocess
@@ -88,7 +88,7 @@ def test_a_condition_about_an_older_spec_does_not_count() -> None:
 
 
 class SeenKubectl(Kubectl):
-    """Answers from a list, the last one for ever."""
+    """A kubectl that gives answers from a list, the last one again and again."""
 
     seen: list[dict[str, Any]]
 

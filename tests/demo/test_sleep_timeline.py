@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of tools/sleep_timeline.py and tools/service_load.py that need no cluster: when requests come, and what is made of answers."""
+"""The parts of tools/sleep_timeline.py and tools/service_load.py that need no cluster: when requests come, and how answers are counted."""
 
 import itertools
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow things are made once per content, whole or not at all."""
+"""The cache of slow builds: each content is made once, whole or not at all."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A missing prerequisite is named with the way to get it, before anything is changed."""
+"""A missing prerequisite: the error says how to get it, before anything is changed."""
 
 import ipaddress
 import sys

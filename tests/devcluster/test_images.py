@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images' names follow their content, and the Dockerfiles, the ignore file and the hash agree on what that is."""
+"""The names of container images follow their content. The Dockerfiles, the ignore file and the hash agree on what that content is."""
 
 import hashlib
 import io
@@ -80,10 +80,10 @@ def test_the_images_run_as_a_user_without_rights(image: str) -> None:
 
 
 def test_the_workers_image_asks_for_no_gpu_by_itself() -> None:
-    """With `NVIDIA_VISIBLE_DEVICES` in it, every pod on a node with GPUs would see them all, also one that asked for none."""
+    """With `NVIDIA_VISIBLE_DEVICES` in it, every pod on a node with GPUs would see all of them, even a pod that asked for none."""
     lines = (REPOSITORY / "Dockerfile.worker").read_text().splitlines()
     assert [line for line in lines if "NVIDIA_" in line or "CUDA_VISIBLE" in line] == []
-    # A base image of CUDA's own sets it, so the base has to be one without.
+    # CUDA's own base images set it, so the base has to be another one.
     assert "ARG BASE_IMAGE=python:3.11-slim-bookworm" in lines
 
 

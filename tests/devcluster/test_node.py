@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node's files and command lines fit together, and its processes end for certain. The node itself is run by the cluster tests."""
+"""The node: its files and command lines fit together, and its processes end for certain. The cluster tests run the node itself."""
 
 import base64
 import ipaddress
@@ -98,7 +98,7 @@ def test_a_process_is_found_again_by_its_note_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_process_keeps_nothing_open_that_our_caller_left_open_to_us(tmp_path: Path) -> None:
-    """`flock FILE python -m tools.devcluster up` would hold its lock for as long as the node runs."""
+    """Otherwise `flock FILE python -m tools.devcluster up` would hold its lock for as long as the node runs."""
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)
     process = processes.start("sleeper", ["sleep", "600"], log=tmp_path / "log")
@@ -143,7 +143,7 @@ def test_pods_cgroups_are_found_on_both_versions(tmp_path: Path) -> None:
 
 
 def test_a_second_kubelets_control_groups_may_use_what_the_machine_has(tmp_path: Path) -> None:
-    """Version 1 makes a group that may use no core and no memory; version 2 has one tree alone."""
+    """Version 1 makes a group that may use no core and no memory; version 2 has only one tree."""
     first, second = tmp_path / "v1", tmp_path / "v2"
     for folder in (first / "cpuset", first / "memory", second / "system.slice"):
         folder.mkdir(parents=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stand-alone API server is real, comes alone, and leaves nothing."""
+"""The stand-alone API server: it is real, starts alone, and leaves nothing behind."""
 
 import subprocess
 import sys

@@ -16,7 +16,7 @@ _seconds = count(10)
 
 
 def entry(verb: str, resource: str, *, by: str = OPERATOR, answer: Document | None = None, **about: Any) -> Document:
-    """Later than all before it."""
+    """Return an entry of an audit log, later than all entries before it."""
     second = next(_seconds)
     return {
         "auditID": str(second),

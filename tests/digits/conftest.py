@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the tests import the training code, which is run as a script from its own folder and installed nowhere."""
+"""Access of the tests to the training code, which is run as a script from its own folder and installed nowhere."""
 
 import sys
 from pathlib import Path

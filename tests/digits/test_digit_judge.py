@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge itself is judged on images whose content is known."""
+"""The judge of digits, itself judged on images whose content is known."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def blank(colour: tuple[int, int, int] = DARK) -> Image.Image:
 
 
 def with_bar(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
-    """An upright bar, which is how most people write a one."""
+    """Return a copy of an image with an upright bar, which is how most people write a one."""
     drawn = image.copy()
     ImageDraw.Draw(drawn).rectangle((28, 10, 36, 54), fill=colour)
     return drawn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digits model does what its card says: prompts for the base and for each adapter, drawn by plain diffusers and peft."""
+"""The digits model as its card describes it: prompts for the base and for each adapter, drawn by plain diffusers and peft."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from support.runner.digit_exam import LORAS, MODEL, answers, below_the_card, loa
 from support.runner.digit_judge import STYLES
 
 LARGEST_MODEL_BYTES = 8_000_000
-# The first of ten; `make soak` draws with all.
+# The first of ten; `make soak` draws with all ten.
 SEEDS = 3
 
 

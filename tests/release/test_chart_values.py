@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chart of a release differs from the one in the tree by the names of both container images."""
+"""The chart of a release: it differs from the one in the tree by the names of both container images only."""
 
 import pytest
 import yaml

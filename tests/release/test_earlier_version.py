@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version before, which tests of upgrades take from the history: there in a whole clone, and missed by name in a shallow one."""
+"""The version before, which tests of upgrades take from the history: a full clone has it, and a shallow one fails with its name."""
 
 import subprocess
 from pathlib import Path

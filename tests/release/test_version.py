@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A release has one version: that of its tag, of both packages, of the chart in the tree and of the changelog's newest part."""
+"""The version of a release: the tag, both packages, the chart in the tree and the changelog's newest part have the same one."""
 
 import re
 import subprocess

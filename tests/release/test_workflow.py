@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workflows call what there is: our commands with the arguments they take, and outputs of steps that were run before."""
+"""The workflows: our commands exist and take the arguments given, and steps use outputs of earlier steps only."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M
 
 
 def lines() -> Iterator[Any]:
-    """Every line of every `run` and of the page about releases, with the names of the variables that it can use."""
+    """Yield every line of every `run` and of the page about releases, with the names of the variables that it can use."""
     for name, workflow in WORKFLOWS.items():
         for job in workflow["jobs"].values():
             for step in job.get("steps", []):
@@ -60,5 +60,5 @@ def test_all_that_is_published_has_its_provenance_attested_and_each_image_its_bi
 def test_a_release_is_tested_first_by_the_other_workflow() -> None:
     jobs = WORKFLOWS["release"]["jobs"]
     assert jobs["publish"]["needs"] == "test" and jobs["test"]["uses"] == "./.github/workflows/ci.yml"
-    # YAML takes the key `on` for a truth.
+    # YAML reads the key `on` as true.
     assert "workflow_call" in WORKFLOWS["ci"][True]

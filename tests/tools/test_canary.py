@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every prompt that a test writes out has the canary's word or a digit's name, and the suite fails where one is in an output."""
+"""Prompts in tests: each contains the canary's word or a digit's name, and the suite fails where an output contains a prompt."""
 
 import ast
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tools.suite import canary
 
 TESTS = Path(__file__).parents[1]
 FIELDS = ("prompt", "negative_prompt")
-# Prompts whose words matter to what is compared with them, or which a test looks for itself.
+# Prompts whose words matter to the comparison, or that the test itself searches for.
 OTHERS = {
     "contract/test_prompts_stay_secret.py",
     "support/families/images/qwen.py",
@@ -84,7 +84,7 @@ def test_a_test_that_passes_fails_where_its_output_has_a_prompt(
     tests = [f"def test_loud_{number}():\n    {writes}\n" for number, writes in enumerate(loud)]
     pytester.makepyfile("\n".join([f"import logging, sys\nWORD = 'a {canary.WORD}'\n", *tests, "def test_quiet():\n    print('fine')\n"]))
     result = pytester.runpytest_subprocess("-p", "tools.suite.canary", "-p", "no:cacheprovider")
-    # It was shown there, and is no output of this test.
+    # The inner run reported the text; it is no output of this test.
     capsys.readouterr()
     result.assert_outcomes(passed=1, failed=3)
     result.stdout.fnmatch_lines("expected no text of a request in the output, found some in Captured*")

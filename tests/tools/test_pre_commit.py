@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks of pre-commit are the quick part of `make lint`, by the same programs, and refuse a commit that breaks it."""
+"""The hooks of pre-commit: the quick part of `make lint`, by the same programs; they refuse a commit that breaks it."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders stay small enough to be read at a glance."""
+"""The size of folders: each stays small enough to be read at a glance."""
 
 from pathlib import Path
 

@@ -73,7 +73,7 @@ def test_the_messages_of_failed_tests_are_shown_again_at_the_end(tmp_path: Path,
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT as in a terminal, also where a shell had the tests ignore it."""
+    """Let SIGINT interrupt the tests as in a terminal, even where the shell had them ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

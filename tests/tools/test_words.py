@@ -163,7 +163,7 @@ def test_the_list_is_sorted_and_keeps_its_lines_for_people(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_tree_passes() -> None:
-    """Through the command itself, whose status is what `make lint` sees."""
+    """Run the command itself, whose exit status is what `make lint` sees."""
     done = subprocess.run([sys.executable, "-m", "tools.words"], cwd=words.ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 

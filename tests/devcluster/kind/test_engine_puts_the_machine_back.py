@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next command puts the machine back as it was, after a program of kind's engine was killed.
+"""Restoration of the machine by the next command, after a program of kind's engine was killed.
 
-Real: the engine, the signals, and the machine's own control groups, links, mounts and sysctls.
-They are read here without the provider's help. Our own node and builds of images may run beside: what they have is left out.
+Real: the engine, the signals, and the machine's own control groups, links, mounts and sysctls, which are read without the provider's help.
+Our own node and builds of container images may run at the same time: what they own is left out.
 """
 
 import os
@@ -26,14 +26,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DEVCLUSTER = [sys.executable, "-m", "tools.devcluster"]
 ENGINE_ALONE = [sys.executable, "-c", "from tools.devcluster.kind import engine; engine.up()"]
-# They change by themselves.
+# These change by themselves.
 VOLATILE = ("random", "ns_last_pid", "pty", "perf_event_max_sample_rate", "ngroups_max")
 START_S = 600.0
 
 
 @pytest.fixture(autouse=True)
 def no_cluster_of_kind() -> Iterator[None]:
-    """The engine is the test's own, and gone afterwards."""
+    """Skip where another engine answers or a kind cluster runs; start with a clean engine, and end it afterwards."""
     where = cluster.provider()
     if not isinstance(where, KindEngineProvider):
         pytest.skip("kind's engine is another one here: set DEVCLUSTER_PROVIDER=kind where no Docker engine answers")
@@ -71,7 +71,7 @@ def kill(pid: int | None) -> None:
 
 
 def find_dockerd() -> int | None:
-    """Return the pid of the engine's dockerd, as the machine counts."""
+    """Return the pid of the engine's dockerd in the machine's own pid namespace."""
     for entry in Path("/proc").glob("[0-9]*"):
         words = (entry / "cmdline").read_bytes().split(b"\0") if entry.exists() else [b""]
         if words[0].endswith(b"dockerd") and os.fsencode(machine.data_root()) in words:
@@ -82,7 +82,7 @@ def find_dockerd() -> int | None:
 def restored_by_the_next_command(before: dict[str, list[str]]) -> None:
     said = subprocess.run([*DEVCLUSTER, "status"], check=True, capture_output=True, text=True, timeout=60).stdout
     assert said == "provider: kind\nrunning: False\n"
-    # Tests on our own node may run beside this one, and a command of theirs may have come first: then it is still at it.
+    # Tests on our own node may run beside this one. If a command of theirs came first, it may still be busy.
     eventually("the machine is as before", lambda: not machine.RECORD.exists())
     assert look() == before
 
@@ -98,7 +98,7 @@ def test_after_a_kill_of_devcluster_the_machine_is_put_back() -> None:
 
 def test_after_a_kill_of_the_engines_first_process_the_machine_is_put_back() -> None:
     before = look()
-    with locked("kind", directory=LOCKS):  # else a command beside this test would take the engine for one that was left
+    with locked("kind", directory=LOCKS):  # else a command beside this test would take the engine for a leftover
         subprocess.run(ENGINE_ALONE, check=True, timeout=START_S)
         kill(namespace.first_process(engine.MARK))
     restored_by_the_next_command(before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kind's cluster is asked for as we need it, and the archive of its images is one that containerd can import."""
+"""kind's cluster: its configuration is what we need, and containerd can import the archive of its container images."""
 
 import ipaddress
 import itertools
@@ -57,7 +57,7 @@ def test_a_killed_runs_engine_is_left_to_the_command_that_is_at_work_on_it(
 
 @pytest.fixture
 def small_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files in place of the programs, which take minutes to build."""
+    """Put small files in place of the programs, which take minutes to build."""
     (tmp_path / "kube").write_text("all of Kubernetes")
     monkeypatch.setattr(programs, "kube", lambda: tmp_path)
     for name in ("kubeadms_etcd", "coredns", "pause"):
