@@ -13,8 +13,8 @@ from support.worker.process import DIGITS, WorkerProcess
 
 @pytest.fixture(scope="session")
 def bad_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders that are no adapter for the digits model, by what is wrong with them."""
-    # It imports torch, which half of the tests do without.
+    """Provide folders that are no adapter of the digits model, by the fault of each."""
+    # The import of torch is left to the tests that need it.
     from support.lora.adapters import make_bad_adapters
 
     return make_bad_adapters(tmp_path_factory.mktemp("bad-adapters"), like=DIGITS / "loras" / "stripes")
@@ -22,14 +22,14 @@ def bad_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """An empty folder for a worker's temporary files. The path of a socket has room for 107 characters, and `tmp_path` may be long."""
+    """Provide an empty folder for a worker's temporary files: a socket's path has at most 107 characters, and `tmp_path` may be longer."""
     with tempfile.TemporaryDirectory(prefix="worker-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="session")
 def worker(bad_adapters: dict[str, Path]) -> Iterator[WorkerProcess]:
-    """One rank, the digits model, two adapters and one that is broken. Leave it awake and with these adapters."""
+    """Start a worker with one rank, the digits model, two adapters and a broken one. A test must leave it awake and with these adapters."""
     loras = {"stripes": DIGITS / "loras" / "stripes", "frame": DIGITS / "loras" / "frame", "broken": bad_adapters["no-config"]}
     with WorkerProcess(loras=loras) as worker:
         worker.wait_ready()
@@ -38,7 +38,7 @@ def worker(bad_adapters: dict[str, Path]) -> Iterator[WorkerProcess]:
 
 @pytest.fixture(scope="session")
 def worker_of_two(worker: WorkerProcess) -> Iterator[WorkerProcess]:
-    """Two ranks, the digits model, one adapter. Started after the other one: two cores cannot start both at once."""
+    """Start a worker with two ranks, the digits model and one adapter, after `worker`: two cores cannot start both at once."""
     with WorkerProcess(ranks=2, loras={"stripes": DIGITS / "loras" / "stripes"}) as two:
         two.wait_ready()
         yield two
@@ -46,7 +46,7 @@ def worker_of_two(worker: WorkerProcess) -> Iterator[WorkerProcess]:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[SourceServer]:
-    """An empty hub on loopback, which the fetches of this process ask."""
+    """Start an empty hub on loopback and let this process fetch from it."""
     server = SourceServer()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     with server.running():

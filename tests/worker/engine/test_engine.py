@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's pure parts: what is refused before it runs. Who runs next is in test_scheduler.py."""
+"""The engine's pure parts: refusals of requests before they run. The order of running ones is in test_scheduler.py."""
 
 import pytest
 
@@ -42,5 +42,5 @@ def test_a_prompt_is_never_repeated_in_an_error() -> None:
 
 def test_every_code_has_a_status_and_retryable_ones_are_no_fault_of_the_caller() -> None:
     assert set(STATUS) == set(ErrorCode)
-    # 429 is the one that says it of a caller: all of them together ask for too much.
+    # 429 is the exception: no single caller is at fault when all of them together ask for too much.
     assert all(STATUS[code] >= 500 for code in RETRYABLE - {ErrorCode.OVERLOADED})

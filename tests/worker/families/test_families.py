@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family through the engine: alone bit for bit what diffusers gives, in company the same up to rounding.
+"""Every family through the engine: alone bit for bit equal to diffusers, in company equal up to rounding.
 
-In float64 the rounding of another batch size is far below what any mistake would make, so one bound fits all.
+In float64 the rounding of another batch size is far below the effect of any mistake, so one bound fits all.
 """
 
 import functools

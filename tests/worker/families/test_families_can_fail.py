@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of the families find what they are for: each is run on an engine or a model with one mistake."""
+"""Each check of the families finds its mistake: it runs on an engine or a model with this one mistake."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ SIMPLE = next(family for family in FAMILIES if family.name == "StableDiffusionPi
 
 
 class FakeUNetThatReadsRowZero(UNet2DConditionModel):
-    """Takes the prompt of the first row for all rows."""
+    """A U-Net that takes the prompt of the first row for all rows."""
 
     def forward(self, sample: Any, timestep: Any, encoder_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return super().forward(sample, timestep, encoder_hidden_states[:1].expand_as(encoder_hidden_states), *args, **kwargs)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of one image pipeline as people send them side by side: each equals itself alone, and what can go together does.
+"""Requests of one image pipeline as people send them side by side: each equals itself alone, and calls that may be shared are shared.
 
-Others' references, strengths, schedulers, sizes and guidance, joining at different times, in float64.
+The requests differ in references, strengths, schedulers, sizes and guidance, and join at different times, in float64.
 """
 
 import functools
@@ -25,7 +25,7 @@ def rig_of(name: str) -> FamilyRig:
 
 
 def calls_of_mix(name: str, *requests: Asked) -> list[int]:
-    """The rows of each denoiser call of requests that join a tick apart; every request equals itself alone."""
+    """Run requests that join a tick apart and check that each equals itself alone; return the rows of each denoiser call."""
     rig = rig_of(name)
     alone = [rig.alone(asked) for asked in requests]
     together = rig.together(*requests, joining=tuple(range(len(requests))))

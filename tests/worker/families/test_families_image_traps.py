@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image families where merging rows goes wrong without an error (`families.md` (d)): what must not share a call, and what may.
+"""Image families where merging rows goes wrong without an error: requests that must not share a call, and those that may.
 
-Each test mixes requests that a careless merge takes for alike, in float64, and compares every one with itself alone.
+Each test mixes requests that a careless merge takes for alike, in float64, and compares each with itself alone.
 """
 
 import functools
@@ -26,7 +26,7 @@ def rig_of(name: str) -> FamilyRig:
 
 
 def most_rows_together(name: str, *changes: Arguments) -> int:
-    """Requests that differ by `changes` side by side: each equals itself alone; returns the rows of the largest denoiser call."""
+    """Run requests that differ by `changes` and check that each equals itself alone; return the rows of the largest denoiser call."""
     rig = rig_of(name)
     requests = [Asked(seed, 2, 5.0, changes=change) for seed, change in enumerate(changes, start=1)]
     alone = [rig.alone(asked) for asked in requests]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What silently goes wrong with videos when rows are merged: one test for each trap, named after it.
+"""Videos that silently go wrong when rows are merged: one test for each trap, named after it.
 
-The general checks of every family are in `test_families.py` and `test_family_probes.py`; here each trap is set on purpose.
-Everything is compared in float64, where rounding is far below what a mistake makes.
+The general checks of every family are in `test_families.py` and `test_family_probes.py`; here each trap is set on purpose. All comparisons
+are in float64, where rounding is far below the effect of a mistake.
 """
 
 import functools
@@ -19,7 +19,7 @@ from support.families.rig.family_rig import JOINING, TRIO, Asked, FamilyRig, apa
 
 pytestmark = pytest.mark.slow
 
-# Rows of the calls of TRIO at one call a step, and at two (guided and not) with a row each.
+# Rows of the calls of TRIO: with one call a step, and with two of a row each, guided and not.
 ONE_CALL_A_STEP = [1, 2, 3, 3, 2, 1, 1]
 TWO_CALLS_A_STEP = [rows for rows in ONE_CALL_A_STEP for _ in range(2)]
 
@@ -37,7 +37,7 @@ def changed(asked: Asked, **changes: Any) -> Asked:
 
 
 def together_equals_alone(rig: FamilyRig, *requests: Asked, joining: tuple[int, ...] | None = None) -> list[int]:
-    """Check that; returns the rows of the merged calls of denoisers."""
+    """Check that requests made together equal themselves alone; return the rows of the merged calls of denoisers."""
     alone = [rig.alone(asked) for asked in requests]
     results = rig.together(*requests, joining=joining)
     rows = [call.rows for call in rig.denoiser_calls()]
@@ -50,8 +50,8 @@ def first_call(rig: FamilyRig, asked: Asked) -> ModelCall:
     return rig.denoiser_calls()[0]
 
 
-# Videos of other lengths. The argument is called differently, and so is what it becomes in the model call: another shape of the latents
-# (Wan), a number beside tokens that say nothing of it (LTX), other positions (CogVideoX).
+# Videos of other lengths. The argument has a name in each pipeline. In the model call the length is another shape of the latents (Wan), a
+# number beside the tokens (LTX), or other positions (CogVideoX).
 LENGTHS = [
     ("WanPipeline", "num_frames", 9),
     ("LTXPipeline", "num_frames", 9),
@@ -73,7 +73,7 @@ def test_videos_of_other_lengths_share_no_call_and_those_of_the_same_do(name: st
 
 
 def test_tokens_that_could_be_a_long_or_a_wide_video_are_not_taken_for_one_another() -> None:
-    # LTX packs frames, height and width into one dimension: 2 latent frames of 8 x 8 and one of 16 x 8 are as many tokens.
+    # LTX packs frames, height and width into one dimension. Two latent frames of 8 x 8 have as many tokens as one of 16 x 8.
     rig = rig_of("LTXPipeline")
     long, wide = changed(FIRST, num_frames=5), changed(SECOND, num_frames=1, height=64)
     assert first_call(rig, long).arguments["hidden_states"].shape == first_call(rig, wide).arguments["hidden_states"].shape
@@ -90,7 +90,7 @@ def test_the_frame_rate_that_scales_positions_keeps_calls_apart() -> None:
     "name", ["WanPipeline (a time for each token)", "WanImageToVideoPipeline (a time for each token)", "LTXImageToVideoPipeline"]
 )
 def test_a_time_for_each_token_stays_with_its_row(name: str) -> None:
-    # At the third tick all three requests are at another step, and so are their tokens.
+    # At the third tick the three requests are at different steps, and so are their tokens.
     rig = rig_of(name)
     rows = together_equals_alone(rig, *TRIO, joining=JOINING)
     assert max(rows) == 3 * rows[0]
@@ -158,7 +158,7 @@ def test_frame_rates_given_as_a_list_keep_calls_apart() -> None:
 
 
 def test_each_of_the_guided_calls_of_a_step_is_shared_with_its_like() -> None:
-    # LTX 2 makes three: with and without prompt in one, one without a block, one that keeps video and sound apart.
+    # LTX 2 makes three calls: with and without prompt in one, one without a block, one that separates video and sound.
     rows = together_equals_alone(rig_of("LTX2Pipeline (guided three ways)"), *TRIO, joining=JOINING)
     assert rows == [count for requests in ONE_CALL_A_STEP for count in (2 * requests, requests, requests)]
 
@@ -199,7 +199,7 @@ def test_frames_of_two_videos_that_are_decoded_together_stay_in_their_video() ->
 
 
 def test_a_request_that_leaves_inside_a_cache_context_takes_the_context_with_it() -> None:
-    # Every call of LTX is made in one; the stand-in has to hand it to the real transformer.
+    # Every call of LTX is made inside a cache context, and the stand-in has to pass the context to the real transformer.
     rig = rig_of("LTXPipeline")
     results, errors = rig.outcome(Asked(1, 3, 5.0), changed(SECOND, height=33))
     assert list(results) == ["0"] and errors["1"].code == "InvalidRequest"

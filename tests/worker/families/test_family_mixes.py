@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of one family that have little in common but the call they share: each gets what it gets alone."""
+"""Requests of one family that share little but the call: each gets the same image as alone."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from support.families.rig.family_rig import Asked, FamilyRig, apart
 pytestmark = pytest.mark.slow
 
 BY_NAME = {family.name: family for family in FAMILIES}
-# A U-Net, a transformer, one whose two guidance calls are apart, one that is told the guidance as an embedding.
+# A U-Net, a transformer, a pipeline with two separate guidance calls, and one that embeds the guidance.
 GUIDED = ("StableDiffusionPipeline", "StableDiffusion3Pipeline", "QwenImagePipeline", "FluxPipeline")
 DENOISERS = ("StableDiffusionPipeline", "StableDiffusion3Pipeline")
 
@@ -40,7 +40,7 @@ def test_guidance_scales_differ_inside_a_batch_with_the_image_each_makes_alone(n
     strong, weak = Asked(1, 2, 7.5), Asked(1, 2, 1.5)
     assert apart(rig.alone(strong), rig.alone(weak)) > 1e-3
     assert_as_alone(rig, strong, weak, Asked(2, 2, 4.0))
-    # Three requests in each call, of one row or, where guidance doubles them, two.
+    # Three requests share each call, with one row each, or two where guidance doubles them.
     assert set(rows_per_call(rig)) <= {3, 6}
 
 
@@ -75,7 +75,7 @@ def test_a_scheduler_that_calls_the_model_more_often_than_it_has_steps_keeps_its
 @pytest.mark.parametrize("name", ["StableDiffusionInpaintPipeline", "StableDiffusionControlNetPipeline", "FluxKontextPipeline"])
 def test_requests_with_other_conditioning_images_share_calls(name: str) -> None:
     rig = rig_of(name)
-    # All but the image is the same.
+    # The requests differ in their image only.
     requests = [Asked(1, 2, changes={"image": image(seed, *_size(rig))}) for seed in (11, 12)]
     assert apart(rig.alone(requests[0]), rig.alone(requests[1])) > 1e-4
     assert_as_alone(rig, *requests)
@@ -89,7 +89,7 @@ def test_requests_with_and_without_an_image_run_beside_each_other() -> None:
     with_image = Asked(1, 2, changes={"image": image(7, *_size(rig))})
     assert apart(rig.alone(with_image), rig.alone(Asked(1, 2))) > 1e-3
     assert_as_alone(rig, with_image, Asked(2, 2), Asked(3, 2))
-    # An image makes more tokens: those without one share theirs.
+    # An image adds tokens, so the requests without one share their calls.
     assert sorted(rows_per_call(rig)) == [1, 1, 2, 2]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the code takes every argument of every family's denoiser for what it is: a row, or something all rows share.
+"""Each argument of each family's denoiser is classified rightly: as rows of requests, or as shared by all rows.
 
-Calls are recorded from real requests. By size: what doubles when a request makes two images has rows. By following: when
-one request's argument changes, its own rows follow and the others' do not, or the calls no longer go together; an argument
-that the model reads from row 0 only would fail this.
+Calls are recorded from real requests. The check by size finds rows: they double when a request makes two images. The check by following
+changes an argument of one request: its own rows change and no others, or the calls no longer merge. A model that reads an argument from row
+0 only would fail it.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family's calls with their rows on ranks of their own: what each rank computes is its part of the whole.
+"""Every family's calls with their rows spread over ranks: each rank's result is its part of the whole.
 
-The ranks' processes and their messages are tested elsewhere; here each slice of a call is made in turn, in the test's own process.
+The ranks' processes and their messages are tested elsewhere; here each slice of a call is computed in turn, in the test's own process.
 """
 
 from diffusion_worker.runner.model_call.call import group_key, merge, slice_rows, split
@@ -19,10 +19,10 @@ def test_rows_on_ranks_of_their_own_equal_the_call_of_all_rows(family: Family) -
         key = group_key(call)
         together = merge([call, others[component]]) if key is not None and key == group_key(others[component]) else call
         if together.rows == 1:
-            continue  # one rank makes it
+            continue  # a single row stays on one rank
         try:
             whole = split(rig.execute(together), [1] * together.rows)
-        except TypeError:  # it returns a cache for one request: such calls are made one by one
+        except TypeError:  # it returns a cache for one request, so such calls are never merged
             assert family.reason, f"{component} returns what cannot be split"
             continue
         for row, expected in enumerate(whole):

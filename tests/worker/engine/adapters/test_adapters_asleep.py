@@ -64,7 +64,7 @@ async def wake(edge: Edge, **fields: Any) -> None:
 
 
 async def made_with(edge: Edge, *names: str) -> list[str]:
-    """The digests of what an image was made with that asks for these names."""
+    """Make an image with these adapters; return their digests from its provenance."""
     params = GenerationParams(prompt="p kumquatfen", seed=1, loras=[AdapterChoice(name) for name in names])
     async with asyncio.timeout(DEADLINE_S):
         generation = await edge.engine.generate(params)
@@ -81,7 +81,7 @@ def record(edge: Edge, name: str) -> AdapterDocument:
 
 
 def told_at_the_wake(edge: Edge) -> list[str]:
-    """What the ranks were told of adapters since they began to wake; once the model serves, before it did."""
+    """Return the calls since the last wake that load adapters on the ranks or remove them."""
     calls = edge.ranks.calls
     return [call for call in calls[calls.index("handle_wake_task") :] if call in ("add_lora", "remove_lora")]
 
@@ -229,7 +229,7 @@ async def test_the_old_content_put_again_takes_the_new_one_back(edge: Edge) -> N
 
 @pytest.mark.parametrize("level", LEVELS)
 async def test_what_is_deleted_is_unknown_at_once_and_gone_from_the_ranks_before_they_serve(edge: Edge, level: SleepLevel) -> None:
-    """RA14."""
+    """The ranks sleep, so they can only remove the adapter when they wake."""
     await put(edge, "a")
     await put(edge, "b")
     await sleep(edge, level)
@@ -362,7 +362,7 @@ async def test_a_load_that_takes_too_long_does_not_cost_the_wake(edge: Edge) -> 
 
 
 async def test_a_load_that_one_rank_refuses_is_undone_before_the_ranks_are_looked_at(edge: Edge) -> None:
-    """A look in the middle would find an adapter that the table does not have, and the wake would be lost."""
+    """A check of the ranks before the undo would find an adapter that the table does not have, and the wake would fail."""
     await put(edge, "a")
     await sleep(edge, SleepLevel.DISCARD)
     edge.ranks.adapter_errors_of_one["/a"] = ErrorReport(ErrorCode.RANK_FAILED, "no memory")
@@ -428,7 +428,7 @@ def wanted(name: str, path: str = "", **fields: Any) -> DesiredAdapter:
 
 
 def write(path: Path, *adapters: DesiredAdapter, age_s: float = 0.0, policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE) -> None:
-    """The file as the kubelet replaces it, so long ago."""
+    """Replace the desired file as a kubelet does, with a time of change this many seconds ago."""
     new = path.with_name("new")
     new.write_bytes(msgspec.json.encode(DesiredState(adapters=list(adapters), sleep=DesiredSleep(policy=policy))))
     at_s = new.stat().st_mtime - age_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of failed adapters: bounded and for a while where a call brought them, kept where somebody wants them (E21)."""
+"""Records of failed adapters: those from a call are bounded and kept for a while, those of declared adapters stay (fault 158)."""
 
 import asyncio
 import time

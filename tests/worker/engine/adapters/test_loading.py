@@ -43,7 +43,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 @pytest.fixture
 async def loading_edge() -> AsyncIterator[Edge]:
-    """One that loads what a request names."""
+    """Start an edge that loads adapters on demand, at the requests that name them."""
     async with serving_edge(ranks=2, max_loras=2, max_cached_loras=2, lora_on_missing=OnMissing.LOAD) as edge:
         yield edge
 
@@ -231,7 +231,7 @@ async def test_a_load_that_ends_late_leaves_nothing_and_the_table_says_who_went_
     putting = asyncio.create_task(put(edge, "c", deadline_seconds=0.02))
     with pytest.raises(RequestError, match="add_lora"):
         await putting
-    # What the ranks do all the same: they load it, and evict for it.
+    # The ranks go on after the deadline: they load the adapter, and evict another one for it.
     del edge.ranks.registered[next(iter(edge.ranks.registered))]
     edge.ranks.calling.set()
     await until(edge, a="Cached", b="Loaded", c="Failed")
@@ -309,7 +309,7 @@ async def test_requests_for_an_evicted_adapter_share_one_load_and_get_its_image(
     generations = await asyncio.gather(*(made(edge, "a") for _ in range(5)))
     assert [bytes(each.images[0].pixels) for each in generations] == [alone] * 5
     assert edge.ranks.calls.count("add_lora") == 1
-    assert edge.fetcher.fetches == ["/a", "/b", "/c"]  # its file is here still
+    assert edge.fetcher.fetches == ["/a", "/b", "/c"]  # the file of a is still there
 
 
 async def test_a_waiter_that_goes_away_cancels_nobody_elses_load(loading_edge: Edge) -> None:
@@ -412,7 +412,7 @@ async def test_a_request_that_waits_for_its_adapter_when_the_server_stops_servin
 
 
 async def test_requests_over_more_adapters_than_fit_all_get_their_own_and_none_waits_for_ever(loading_edge: Edge) -> None:
-    """Two at once in memory and in slots, six names, and requests that take two of them."""
+    """Two of six adapters have room in memory and in slots, and some requests take two."""
     edge = loading_edge
     pairs = [(f"a{n % 6}", f"a{(n * 5 + 1) % 6}") for n in range(48)]
     names = [pair if pair[0] != pair[1] and n % 2 else pair[:1] for n, pair in enumerate(pairs)]
@@ -438,7 +438,7 @@ async def test_two_requests_that_each_hold_what_the_other_needs_room_for_are_bot
 
 
 async def test_while_a_version_is_fetched_both_are_shown_and_the_old_one_serves(edge: Edge) -> None:
-    """RA17."""
+    """A new version needs time to be fetched, and clients of the name should not wait for it."""
     await put(edge, "a")
     edge.fetcher.arriving.clear()
     putting = asyncio.create_task(edge.engine.put_adapter("a", remote("org/a")))
@@ -481,7 +481,6 @@ async def test_a_version_that_fails_leaves_the_old_one_which_tells_of_it_until_t
 
 
 async def test_the_newest_put_wins_and_the_older_load_ends_with_conflict(edge: Edge) -> None:
-    """RA24."""
     edge.fetcher.arriving.clear()
     older = asyncio.create_task(edge.engine.put_adapter("a", remote("org/a")))
     await edge.wait_for(lambda: _half_fetched(edge, "a"))
@@ -512,7 +511,7 @@ async def _registered(edge: Edge, *paths: str) -> bool:
 
 
 async def test_a_version_that_is_loaded_while_a_request_wants_the_old_one_back_stays(loading_edge: Edge) -> None:
-    """The old one was evicted meanwhile, and its load for the request comes behind that of the new one."""
+    """The old version was evicted meanwhile, and its load for the request comes after the load of the new one."""
     edge = loading_edge
     await put(edge, "a")
     edge.fetcher.arriving.clear()
@@ -563,17 +562,17 @@ async def test_an_adapter_that_is_removed_while_it_is_fetched_is_unknown_and_not
 async def test_a_removed_adapter_gives_its_file_back_and_an_evicted_one_does_not(edge: Edge) -> None:
     await put(edge, "a", "b", "c")
     assert edge.fetcher.released == []
-    for name in ("a", "b"):  # the evicted one, and a loaded one
+    for name in ("a", "b"):  # a is evicted, b is loaded
         await edge.engine.delete_adapter(name, operation_id="d", boot_id=None, drain_s=1.0)
     assert edge.fetcher.released == ["/a", "/b"]
 
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_changes_meanwhile_an_image_is_made_with_what_its_names_stood_for(loading_edge: Edge, seed: int) -> None:
-    """Four names over six contents with room for two, all changed while requests, ranks and sources take their time."""
+    """Four names stand for six contents with room for two. All of them change while requests, ranks and sources take their time."""
     edge, rng = loading_edge, random.Random(seed)
     names, contents = [f"a{n}" for n in range(4)], [f"/content-{n}" for n in range(4)] + ["org/one", "org/two"]
-    # What a name may have stood for since the last request began: its content, or None while it may be unknown.
+    # The contents that a name may have stood for since the last request began; None stands for an unknown name.
     could_be: dict[str, list[str | None]] = {name: [None] for name in names}
     watched: dict[int, dict[str, set[str | None]]] = {}
 
@@ -585,7 +584,7 @@ async def test_whatever_changes_meanwhile_an_image_is_made_with_what_its_names_s
     async def change() -> None:
         name, content = rng.choice(names), rng.choice([*contents, *contents, None])
         if len(could_be[name]) > 1:
-            return  # one change of a name at a time, so that the test knows what it stands for
+            return  # a name changes once at a time, so that the test knows its content
         becomes(name, content)
         if content is None:
             with contextlib.suppress(RequestError):
@@ -640,7 +639,7 @@ async def _settled(edge: Edge) -> bool:
 
 
 async def test_a_load_that_one_rank_refuses_is_rolled_back_on_all_and_names_it(edge: Edge) -> None:
-    """RA16."""
+    """A request would otherwise be computed with the adapter on some ranks only."""
     edge.ranks.adapter_errors_of_one["/a"] = ErrorReport(ErrorCode.RANK_FAILED, "no memory")
     with pytest.raises(RequestError, match="rank 1: no memory") as error:
         await put(edge, "a")
@@ -680,7 +679,7 @@ async def test_at_start_all_are_known_and_the_most_wanted_are_loaded_as_many_as_
         DesiredAdapter("low", Source(path="/low"), priority=-1),
         DesiredAdapter("high", Source(path="/high"), priority=1, digest=fake_digest("/high")),
         DesiredAdapter("wrong", Source(path="/wrong"), digest=fake_digest("/other"), priority=2),
-        DesiredAdapter("digits", Source(path="/base")),  # the name of the base, which no adapter can have
+        DesiredAdapter("digits", Source(path="/base")),  # the base model's name, which no adapter can have
         DesiredAdapter("later", Source(path="/later"), residency=Residency.ON_DEMAND),
     ]
     path = tmp_path / "desired.json"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of mounted shards: read where they are as the main file names them, waited for where they are not, and followed at a wake."""
+"""Adapters from mounted shards: read as the main file names them, awaited where they are late, and read again at a wake."""
 
 import asyncio
 import gzip
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> MountedFolder:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards are looked at often, and are late soon."""
+    """Let shards be looked at often, and count as late soon."""
     monkeypatch.setattr(declared, "FILE_LOOK_S", 0.005)
     monkeypatch.setattr(declared, "FILE_LATER_LOOK_S", 0.005)
     monkeypatch.setattr(declared, "FILE_PATIENCE_S", 0.05)
@@ -62,7 +62,7 @@ def test_a_file_of_an_earlier_operator_has_the_list_alone(folder: MountedFolder)
 
 
 def test_a_worker_whose_list_has_all_adapters_waits_for_no_shard(folder: MountedFolder) -> None:
-    """A pod of an earlier operator mounts none."""
+    """The pod of an earlier operator mounts no shard."""
     folder.shard(SHARD, wanted("a"), wanted("b"), brought=False)
     folder.write(wanted("a"), wanted("b"))
     assert read(folder) == (["a", "b"], {})
@@ -203,7 +203,7 @@ async def test_a_wake_does_not_wait_for_a_shard_and_removes_nothing_before_all_a
 
 
 async def test_what_a_call_said_meanwhile_is_newer_than_a_file_that_is_late(folder: MountedFolder) -> None:
-    """A start that ran out of time still has adapters to load; a call for one of them wins."""
+    """A start that ran out of time loads its adapters afterwards; a call for one of them wins."""
     remote = [wanted(f"s{number}") for number in range(5)]
     sources: dict[str, Any] = {one.name: Source(hugging_face=HuggingFaceSource(f"org/{one.name}")) for one in remote}
     folder.shard(SHARD, *(type(one)(one.name, sources[one.name]) for one in remote))
@@ -228,7 +228,7 @@ async def test_files_that_came_later_count_where_a_start_still_has_adapters_to_l
     async with asyncio.timeout(DEADLINE_S):
         await edge.engine.start()
         await _sleep(edge)
-        folder.shard(SHARD, *late[:4], wanted("s4"))  # s4 is another one, and s5 is gone
+        folder.shard(SHARD, *late[:4], wanted("s4"))  # s4 has another source, and s5 is gone
         folder.write()
         edge.engine.wake(WakeCall(operation_id="w"))
         await until(lambda: "s5" not in states(edge))

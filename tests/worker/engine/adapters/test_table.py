@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who goes from the ranks' memory for whom, and what counts as the same adapter. No ranks, no event loop but for its events."""
+"""The choice of adapters to evict from the ranks for others, and the identity of adapters. No ranks are needed."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def digest(path: str) -> str:
 
 
 def loaded(table: AdapterTable, name: str, path: str = "", **fields: Any) -> Adapter:
-    """An adapter as it is after its load."""
+    """Put an adapter into the table as it is after its load; return it."""
     adapter = table.new(name, call(path or f"/{name}", **fields))
     adapter.lora_int_id, adapter.registered, adapter.state = table.next_id(), True, AdapterState.LOADED
     of = path or f"/{name}"
@@ -69,7 +69,7 @@ async def test_what_is_used_resident_or_leaving_stays_and_where_all_do_nobody_ca
     adapters["a"].hold("r")
     adapters["b"].describe(call(residency=Residency.RESIDENT))
     assert going(table, newcomer(table)) == ["c"]
-    table.take_out("c")  # it is on the ranks until it is unloaded
+    table.take_out("c")  # it stays on the ranks until it is unloaded
     assert going(table, newcomer(table)) is None
     adapters["a"].let_go("r")
     assert going(table, newcomer(table)) == ["a"]
@@ -101,7 +101,7 @@ async def test_names_of_the_same_bytes_are_one_copy_and_go_together() -> None:
     table, adapters = table_of("a", "b", capacity=2)
     alias = loaded(table, "alias", "/a")
     assert table.registered == 2
-    assert going(table, newcomer(table)) == ["b"]  # the alias was used last
+    assert going(table, newcomer(table)) == ["b"]  # the alias was used after b
     table.touch(adapters["b"])
     assert going(table, newcomer(table)) == ["a", "alias"]
     alias.hold("r")
@@ -118,7 +118,7 @@ async def test_what_a_request_waits_for_goes_only_for_one_that_came_before_it() 
     adapters["a"].wanted.add(7)
     adapters["b"].wanted.add(5)
     new = newcomer(table)
-    assert going(table, new) is None  # a put: it waits until the requests have taken theirs
+    assert going(table, new) is None  # a put waits until the requests have taken their adapters
     new.wanted.add(6)
     assert going(table, new) == ["a"]
     adapters["a"].wanted.add(3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an edit costs and how long it takes, as the scheduler and admission see it: pure."""
+"""The memory and the time of an edit, as the scheduler and admission estimate them."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests are held, refused or served, and how they wait: by a clock and a state that the tests turn."""
+"""The decision to hold, refuse or serve a request, and the wait of held ones, with a clock and a state that the tests set."""
 
 import asyncio
 import random
@@ -38,7 +38,7 @@ def situation(
         *((READY, policy, None) for policy in SleepPolicy),
         (STARTING, AWAKE, None),
         (STARTING, ON_IDLE, None),
-        # It loads to sleep, and a person asked for that.
+        # The policy keeps the model asleep after its load, as a person asked.
         (STARTING, SLEEP, "Asleep"),
         *((state, policy, None) for state in (RESTARTING, WAKING) for policy in SleepPolicy),
         *((state, ON_IDLE, None) for state in (DRAINING, SLEEPING, ASLEEP)),
@@ -87,7 +87,7 @@ def test_a_sleep_that_somebody_asked_for_has_no_time_to_come_back() -> None:
 
 
 class Rig:
-    """Requests before a model whose state, policy and clock a test turns."""
+    """Requests before a model whose state, policy and clock a test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -104,7 +104,7 @@ class Rig:
         self.wakes += 1
 
     def ask(self, name: str, turn: HoldBudget | None = None) -> None:
-        """One more request."""
+        """Begin a request."""
         self.events[name] = []
         self.tasks[name] = asyncio.create_task(self._request(name, turn or HoldBudget(self.events[name].append)))
 
@@ -118,13 +118,13 @@ class Rig:
         return "OK"
 
     async def settle(self) -> None:
-        """Let everybody do what they can now."""
-        # Where the model serves they go one by one.
+        """Let all requests proceed as far as they can."""
+        # A model that serves admits the held requests one at a time.
         for _ in range(5 + 2 * self.holding.current):
             await asyncio.sleep(0)
 
     async def outcome(self, name: str) -> str:
-        """What became of a request."""
+        """Return the end of a request: OK, or the code of its error."""
         async with asyncio.timeout(DEADLINE_S):
             return await self.tasks[name]
 
@@ -155,7 +155,7 @@ async def test_held_requests_go_in_the_order_in_which_they_came_and_newcomers_go
     await rig.settle()
     assert rig.holding.current == 3
     rig.life.enter(READY)
-    # Before anybody could go.
+    # A new request comes before any held one could go on.
     rig.ask("d")
     await rig.settle()
     assert rig.served == ["a", "b", "c", "d"]
@@ -191,7 +191,7 @@ async def test_each_is_told_that_it_is_held_and_where_it_stands(rig: Rig) -> Non
     await rig.settle()
     rig.pass_time(1)
     assert rig.events["b"][-1] == Held("waking", 0)
-    # Nothing new is no event.
+    # Without a change there is no event.
     rig.pass_time(1)
     assert len(rig.events["b"]) == 3
 
@@ -384,6 +384,6 @@ async def test_whatever_comes_nobody_is_lost_the_order_is_kept_and_so_are_the_bo
     ends = Counter("Gone" if task.cancelled() else task.result() for task in rig.tasks.values())
     assert ends.total() == len(came_s) and set(ends) <= {"OK", "Gone", "Overloaded", "Asleep", "Busy", "Starting"}
     assert rig.holding.document().current == 0 and rig.holding.document().oldest_age_seconds is None
-    # Served without a wait is not counted; all else is, once.
+    # Requests that are served without a wait are not counted; all others are counted once.
     assert rig.holding.outcomes[HeldOutcome.OVERLOADED] == ends["Overloaded"]
     assert rig.holding.outcomes[HeldOutcome.TIMED_OUT] == ends["Asleep"] + ends["Busy"] + ends["Starting"]

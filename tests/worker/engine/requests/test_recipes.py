@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request inherits from its adapters' recipes and what it may not contradict; and which adapters it may name at all."""
+"""Settings that a request inherits from its adapters' recipes, conflicts between them, and the adapters that a request may name."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the batch of a class follows what its steps were measured to cost."""
+"""The batch size of a class adapts to the measured cost of its steps."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from diffusion_worker.engine.scheduling.cost_curve import ENOUGH, FORGET_AFTER, 
 
 
 def run(curve: CostCurve, seconds: list[float] | None = None, *, demand: int = 8, steps: int = 60, per_step: float = 0.0) -> list[int]:
-    """Steps at the batch that the curve chooses; a step of n takes `seconds[n - 1]`, or 1 + n * per_step. Returns the batches."""
+    """Run steps of the batch size that the curve chooses; return these sizes. A step of n takes `seconds[n - 1]`, or 1 + n * per_step."""
     batches = []
     for _ in range(steps):
         batch = curve.batch(demand)
@@ -19,7 +19,7 @@ def run(curve: CostCurve, seconds: list[float] | None = None, *, demand: int = 8
 def test_a_batch_that_makes_images_cheaper_is_kept_at_its_full_size() -> None:
     batches = run(CostCurve(), per_step=0.05)
     assert batches[-1] == 8
-    # What smaller ones cost is measured once, as far down as it has to be.
+    # The cost of smaller batches is measured once, down to the smallest size that could pay.
     assert sum(batch != 8 for batch in batches) <= ENOUGH
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission by memory: what cannot fit is refused before it runs, and nothing that might fit is."""
+"""Admission by memory: requests that cannot fit are refused before they run, and no other ones."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ def square(side: int) -> RequestClass:
 
 
 def measured() -> MemoryModel:
-    """A device of 1000 MiB where a step needs 100 MiB and 1 MiB for each 1,024 pixels."""
+    """Return the model of a device of 1000 MiB whose steps were measured at 100 MiB and 1 MiB for each 1,024 pixels."""
     memory = MemoryModel(1000 * MIB)
     for side in (128, 256, 512):
         memory.observe(square(side), 1, 100 * MIB + side * side * 1024)
@@ -48,7 +48,7 @@ def test_guidance_doubles_what_an_image_needs() -> None:
 def test_nothing_is_refused_where_memory_is_not_known_or_was_measured_at_one_size_only() -> None:
     assert math.isinf(MemoryModel().most_load(0.0))
     once = MemoryModel(1000 * MIB)
-    once.observe(square(64), 1, 900 * MIB)  # most of it may be the same for every size
+    once.observe(square(64), 1, 900 * MIB)  # most of it may be needed at every size
     check_memory(GenerationParams(prompt="p kumquatfen", width=2048, height=2048), MODEL, once.most_load(0.0))
 
 
@@ -68,18 +68,18 @@ def test_the_batch_of_a_class_is_as_large_as_its_own_peaks_let_it_be_and_never_e
     memory = MemoryModel(1000 * MIB)
     for side, each in ((256, 64), (512, 256), (1024, 1024)):
         memory.observe(square(side), 1, (100 + each) * MIB)
-        assert memory.batch(square(side), 8) == 8  # one point is no line
+        assert memory.batch(square(side), 8) == 8  # a single point gives no line
     memory.observe(square(512), 2, (100 + 2 * 256) * MIB)
     memory.observe(square(256), 4, (100 + 4 * 64) * MIB)
     assert [memory.batch(square(side), 16) for side in (256, 512)] == [14, 3]
-    memory.observe(square(1024), 2, (100 + 2 * 1024) * MIB)  # more than there is: measured wrongly, but it went
+    memory.observe(square(1024), 2, (100 + 2 * 1024) * MIB)  # more than the device has: a wrong measurement, as the step succeeded
     assert memory.batch(square(1024), 8) == 2
 
 
 def test_a_peak_that_decoding_made_counts_for_the_size_of_the_image() -> None:
     memory = measured()
     before = memory.most_load(0.0)
-    memory.observe(square(512), 1, 900 * MIB)  # the last tick of a request, in which nothing is denoised
+    memory.observe(square(512), 1, 900 * MIB)  # the last tick of a request denoises nothing
     assert square(512).load < memory.most_load(0.0) < before
 
 

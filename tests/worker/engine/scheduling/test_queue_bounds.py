@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bounded queue: what is refused, when refused clients are to come back, and that there is room for them then."""
+"""A bounded queue: its refusals, the times at which refused clients should come back, and the room for them at these times."""
 
 import random
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def test_seconds_and_bytes_are_bounded_and_what_is_over_a_bound_by_itself_has_to
     admitted(bounds, "c", seconds=2.0, size_bytes=60)
     refusal = refused(bounds, "d", seconds=2.0, size_bytes=60)
     assert (refusal.bound, refusal.found, refusal.most) == (Bound.BYTES, 120, 100)
-    admitted(bounds, "e", seconds=2.0)  # without an image nothing of it is over the bound of bytes
+    admitted(bounds, "e", seconds=2.0)  # a request without images takes no bytes
     assert bounds.size_bytes == 60
 
 
@@ -80,7 +80,7 @@ def test_a_promised_place_is_taken_by_nobody_else_and_given_to_who_comes_back() 
     bounds.end(first, 5.0, done=True)
     assert isinstance(admit(bounds, "stranger", 5.0, now_s=5.0), Refusal)
     assert isinstance(admit(bounds, "c", 5.0, now_s=due_s), Place)
-    assert bounds.promised == 1  # the stranger's
+    assert bounds.promised == 1  # the place promised to the stranger
 
 
 def test_who_comes_too_early_keeps_the_time_it_was_promised() -> None:
@@ -127,11 +127,11 @@ def test_the_pace_is_the_time_that_passes_for_each_second_of_expected_work() -> 
     assert pace.ratio == pytest.approx(2.0, rel=0.05)
 
 
-# --- true times: 90 % of those that come back at their time are admitted ------------------------------------------------
+# --- promised times: 90 % of the clients that come back in time are admitted ---------------------------------------------
 
 
 def small(specs: list[RequestSpec]) -> float:
-    """A device that is bound by launches up to four images."""
+    """Return the seconds of a step whose launches take as long as the computation for four images."""
     return max(0.05, 0.0125 * len(specs))
 
 
@@ -147,7 +147,7 @@ def client(number: int, at_s: float, **fields: object) -> Client:
 
 
 def steady(chance: random.Random, **fields: object) -> list[Client]:
-    """Twice of what the device makes, for a hundred seconds."""
+    """Return clients for a hundred seconds, twice as many as the device can serve."""
     return [client(number, chance.uniform(0, 100), **fields) for number in range(800)]
 
 
@@ -156,7 +156,7 @@ def bursts(chance: random.Random) -> list[Client]:
 
 
 def mixed(chance: random.Random) -> list[Client]:
-    """Sizes whose costs differ by sixteen, lengths by ten."""
+    """Return clients whose sizes cost up to 16 times as much as others, and whose steps differ by ten times."""
     return [
         client(
             number, chance.uniform(0, 100), height=(side := chance.choice([256, 512, 1024])), width=side, steps=chance.choice([4, 20, 40])
@@ -166,7 +166,7 @@ def mixed(chance: random.Random) -> list[Client]:
 
 
 def leaving(chance: random.Random) -> list[Client]:
-    """A third never comes back."""
+    """Return clients of which a third never come back after a refusal."""
     return [client(number, chance.uniform(0, 100), leaves=chance.random() < 1 / 3) for number in range(800)]
 
 
@@ -197,5 +197,5 @@ def test_nine_of_ten_that_come_back_when_they_were_told_are_admitted(pattern: st
     assert counts.kept >= 0.9
     assert counts.most_waiting <= limits.max_queued and counts.most_bytes <= limits.max_queued_bytes
     assert counts.finished == sum(not each.leaves or not each.refusals for each in clients), "somebody was never served"
-    if arrivals is not bursts:  # between bursts there is nothing to do
+    if arrivals is not bursts:  # the device is idle between bursts
         assert counts.idle_s < 0.1 * counts.busy_s, "the device waited for clients that were sent away"

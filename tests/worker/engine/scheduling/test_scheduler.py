@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes the next step, on a virtual clock: order, classes, sizes, the batching window, and what reports teach."""
+"""The scheduler's choice of the next step, on a virtual clock: order, classes, sizes, the batching window, and measured costs."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ def spec(name: str, side: int = 512, steps: int = 4, **fields: Any) -> RequestSp
 
 
 def cost(specs: list[RequestSpec]) -> float:
-    """A device that is launch-bound at 512 pixels, up to 4 images, and bound by arithmetic at 1024."""
+    """Return the seconds of a step: bound by launches for up to four images of 512 pixels, by arithmetic at 1024."""
     return max(SMALL_S, SMALL_S / 4 * len(specs)) if specs[0].height == 512 else LARGE_S * len(specs)
 
 
 def done(tick: Tick, *, finished: tuple[str, ...] = (), failed: dict[str, str] | None = None, **fields: Any) -> TickDone:
-    """The report of a tick."""
+    """Return the report of a tick."""
     return TickDone(
         tick.number,
         [Finished(name, 0, (8, 8, 3)) for name in finished],
@@ -34,7 +34,7 @@ def done(tick: Tick, *, finished: tuple[str, ...] = (), failed: dict[str, str] |
 
 
 def step(scheduler: StepScheduler, now_s: float = 0.0, **report: Any) -> Tick:
-    """The next tick, which must be there, with its report."""
+    """Take the next tick, which must exist, report it as done and return it."""
     tick = scheduler.next_tick(now_s)
     assert tick is not None
     scheduler.observe(done(tick, **report), now_s)
@@ -92,16 +92,16 @@ def test_exact_requests_run_one_after_another() -> None:
 
 def test_a_small_request_behind_a_large_one_does_not_wait_for_all_of_it() -> None:
     outcome = run((0.0, spec("large", side=1024, steps=50)), (1.0, spec("small")))
-    # Two steps of the large one are on their way already, and two more may be taken before its cost is known.
+    # Two steps of the large request are under way already, and two more may be taken before its cost is known.
     assert outcome.latency_s["small"] < 4 * SMALL_S + 4 * LARGE_S
     assert outcome.latency_s["large"] > 50 * LARGE_S
 
 
 def test_large_requests_get_their_share_while_small_ones_never_end() -> None:
     arrivals = [(0.0, spec("large", side=1024, steps=20))] + [(0.025 * n, spec(f"s{n}")) for n in range(4000)]
-    outcome = run(*arrivals, size=4)  # small ones alone are more than the device can do
+    outcome = run(*arrivals, size=4)  # the small requests alone exceed the device
     alone_s = 20 * LARGE_S
-    # Its patience, then its share, with the error that estimated costs have.
+    # The large request waits for its patience and then has its share; estimates of cost have an error.
     assert outcome.latency_s["large"] < PATIENCE * alone_s + alone_s / SHARE * 2
 
 
@@ -110,7 +110,7 @@ def test_requests_of_many_classes_with_the_same_cost_run_one_after_another_and_n
     outcome = run(*((0.0, spec(str(side), side=side, steps=20)) for side in sides))
     ends = sorted(outcome.latency_s.values())
     alone_s = 20 * LARGE_S
-    # Sharing the device would finish all of them near the end; a probe of each class is a step or two.
+    # If the classes shared the device, all would finish near the end. A probe of each class costs a step or two.
     assert ends[0] < alone_s * 1.5
     assert sum(ends) / len(ends) < alone_s * (len(sides) + 1) / 2 * 1.2
 
@@ -199,7 +199,7 @@ def test_a_pipeline_that_takes_more_ticks_than_steps_is_carried_to_its_end() -> 
     arrivals = [Arrival(0.0, spec(str(n))) for n in range(6)]
     outcome = replay(StepScheduler(2), arrivals, TwoCallsAStep(cost))
     assert len(outcome.latency_s) == 6
-    assert outcome.largest_step <= 2 + 1  # one that was taken for finished, once
+    assert outcome.largest_step <= 2 + 1  # once, a request counted as finished still runs
 
 
 def test_a_batch_that_does_not_fit_in_memory_gets_smaller_and_nobody_is_lost() -> None:

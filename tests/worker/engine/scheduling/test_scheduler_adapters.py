@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who joins when requests use adapters: never more of them at once than there are slots, and nobody waits for ever for one."""
+"""Requests that use adapters: at most as many adapters as slots are in use, and no request waits for ever for a slot."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def spec(name: str, *adapters: int, side: int = 64, steps: int = STEPS) -> Reque
 
 
 def step(scheduler: StepScheduler, now_s: float = 0.0, finished: tuple[str, ...] = ()) -> Tick:
-    """The next tick, which must be there, with its report."""
+    """Take the next tick, which must exist, report it as done and return it."""
     tick = scheduler.next_tick(now_s)
     assert tick is not None
     done = TickDone(tick.number, [Finished(name, 0, (8, 8, 3)) for name in finished], denoise_seconds=STEP_S)
@@ -93,17 +93,17 @@ def test_after_a_loss_of_the_ranks_no_slot_is_taken() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_stream_of_requests_with_adapters_in_slots_cannot_keep_another_out(slots: int) -> None:
-    """One request more of each of the adapters there are begins with every step."""
+    """A new request for each of the adapters in slots begins with every step."""
     stream = [(STEP_S * n, spec(f"{adapter}-{n}", adapter)) for n in range(200) for adapter in range(1, slots + 1)]
     outcome = run([*stream, (0.05, spec("mine", 9))], slots=slots, size=64)
     alone_s = (STEPS + 1) * STEP_S
-    # Its patience, then what runs already, then itself; TICKS_AHEAD steps are on their way each time.
+    # The time is the request's patience, the rest of the running ones, and its own run. TICKS_AHEAD steps are under way each time.
     assert outcome.latency_s["mine"] < PATIENCE * alone_s + 2 * alone_s + 6 * STEP_S
     assert max(outcome.latency_s.values()) < 0.5
 
 
 def test_while_one_waits_too_long_adapters_that_leave_it_room_are_joined_on() -> None:
-    """Two slots, two adapters in them: the one that waits needs one, so requests of the other one go on."""
+    """Two slots hold two adapters. The waiting request needs one slot, so requests for the other adapter go on."""
     stream = [(STEP_S * n, spec(f"{adapter}-{n}", adapter)) for n in range(60) for adapter in (1, 2)]
     outcome = run([*stream, (0.05, spec("mine", 9))], slots=2, size=64)
     begun = next(n for n, tick in enumerate(outcome.ticks) if any(item.request_id == "mine" for item in tick.join))
@@ -139,7 +139,7 @@ actions = st.lists(
 
 
 class Ranks:
-    """What the ranks hold, believing nothing the scheduler says: at most `slots` adapters after every tick's joins."""
+    """A model of the ranks that checks the scheduler: after each tick's joins at most `slots` adapters are in use."""
 
     def __init__(self, slots: int, size: int) -> None:
         self.scheduler = StepScheduler(size, slots=slots)
@@ -212,5 +212,5 @@ def test_a_request_joins_within_a_bound_that_others_of_its_class_cannot_move(oth
     stream = [(STEP_S * n, spec(f"{kind}-{n}", *adapters)) for n in range(100) for kind, adapters in enumerate(others)]
     outcome = run([*stream, (0.03, spec("mine", *mine))], slots=slots, size=400)
     alone_s = (STEPS + 1) * STEP_S
-    # Patience once for all; then each kind that came before it may have its turn first, which is a drain and a run.
+    # The patience comes once. Then each kind that came before may have its turn first, which is a drain and a run.
     assert outcome.latency_s["mine"] <= PATIENCE * alone_s + (len(others) + 1) * (2 * alone_s + 6 * STEP_S)

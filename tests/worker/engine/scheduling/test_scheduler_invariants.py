@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for the scheduler whatever comes: generated requests, aborts, failures and losses of the ranks."""
+"""Invariants of the scheduler under generated requests, aborts, failures and losses of the ranks."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def spec(name: str, side: int, steps: int, guidance: float = 5.0) -> RequestSpec
 
 
 class Ranks:
-    """What the ranks know: a model of them that believes nothing the scheduler says."""
+    """A model of the ranks that checks each of the scheduler's ticks."""
 
     def __init__(self, size: int, window_s: float) -> None:
         self.scheduler = StepScheduler(size, window_s=window_s)
@@ -35,7 +35,7 @@ class Ranks:
         self.here: dict[str, int] = {}
         self.sent: list[tuple[Tick, TickDone]] = []
         self.ended: set[str] = set()
-        self.gone: set[str] = set()  # ended, though that may not be reported yet
+        self.gone: set[str] = set()  # ended, perhaps without a report so far
         self.now_s = 0.0
 
     def act(self, action: Any, number: int) -> None:
@@ -104,7 +104,7 @@ class Ranks:
             self.ended.add(name)
 
     def finish(self) -> None:
-        """Go on until nothing is left to do."""
+        """Run until nothing is left to do."""
         for _ in range(5000):
             self.now_s += 1.0
             self.act("send", 0)
@@ -138,7 +138,7 @@ def test_nobody_is_lost_advanced_twice_or_overtaken_in_its_class_and_the_batch_i
 def test_a_request_is_done_within_a_bound_that_what_comes_after_it_in_other_classes_cannot_move(
     others: list[tuple[float, tuple[int, int, float]]], side: int, steps: int, size: int
 ) -> None:
-    """Its patience, then its share of the device among the classes there are; steps on their way are on top."""
+    """The bound is the request's patience and then its share of the device among the classes, with the steps under way on top."""
     mine = RequestSpec(request_id="mine", prompt="p kumquatfen", seed=1, height=side, width=side + 8, steps=steps)
     arrivals = [Arrival(0.0, mine)]
     for number, (at_s, (other_side, other_steps, guidance)) in enumerate(others):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request hears on its way: its steps and previews, in order and never after its outcome. Over a fake rank group."""
+"""Events of a request: its steps and previews come in order and never after its outcome. The rank group is fake."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ class Clock:
 
 @asynccontextmanager
 async def running(ranks: FakeRankGroup, *, clock: Callable[[], float] = time.monotonic, max_batch_size: int = 2) -> AsyncIterator[StepLoop]:
-    """A loop that runs over ranks that have started; it ends with the block."""
+    """Start these ranks and a loop over them; the loop ends with the context."""
     loop = StepLoop(ranks, max_batch_size=max_batch_size, tick_timeout_s=None, broken=lambda _: None, clock=clock)
     loop.describe(await ranks.start())
     task = asyncio.create_task(loop.run())
@@ -44,7 +44,7 @@ async def running(ranks: FakeRankGroup, *, clock: Callable[[], float] = time.mon
 
 
 async def turns(count: int = 30) -> None:
-    """Let the event loop turn."""
+    """Yield to the event loop this many times."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -169,7 +169,7 @@ async def test_the_time_in_the_queue_ends_when_the_request_goes_to_the_ranks_and
     async with running(ranks, clock=clock, max_batch_size=1) as loop:
         first = loop.submit(spec("a", steps=1))
         await turns()
-        for name in ("b", "c", "d"):  # as many as may be with the ranks at once
+        for name in ("b", "c", "d"):  # the ranks may have this many at once
             loop.submit(spec(name, steps=1))
         last = loop.submit(spec("e", steps=1))
         await turns()

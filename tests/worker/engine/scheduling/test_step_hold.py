@@ -77,7 +77,7 @@ async def test_a_queued_request_that_is_given_up_is_gone_at_once_and_a_running_o
         await asyncio.gather(request, return_exceptions=True)
     assert (rig.document.queued, rig.document.in_flight) == (0, 0)
     await asyncio.sleep(1)
-    # The one message that ranks get while it is paused: what to forget.
+    # The only message to ranks during a pause says which requests to forget.
     assert rig.ranks.active == {}
 
 

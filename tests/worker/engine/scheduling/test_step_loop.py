@@ -20,7 +20,7 @@ DEADLINE_S = 5.0
 
 
 class WatchedRanks(FakeRankGroup):
-    """A fake rank group that remembers what it was told. Its steps take no time and it says they took `seconds`."""
+    """A fake rank group that keeps the ticks it gets. Each step takes no time and reports `seconds`."""
 
     def __init__(self, seconds: float = 0.001) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class WatchedRanks(FakeRankGroup):
         return TickReport(type(report.done)(**fields | {"denoise_seconds": self._seconds}), report.frames)
 
     def names(self, field: str) -> list[list[str]]:
-        """Who joins, leaves or advances, tick by tick."""
+        """Return the requests in a field of each tick, such as those that join, leave or advance."""
         values = [getattr(tick, field) or [] for tick in self.ticks]
         return [[item.request_id if isinstance(item, RequestSpec) else item for item in value] for value in values]
 
@@ -54,7 +54,7 @@ def spec(name: str, **fields: Any) -> RequestSpec:
 
 @asynccontextmanager
 async def running(ranks: WatchedRanks, **settings: Any) -> AsyncIterator[StepLoop]:
-    """A loop that runs, over ranks that have started."""
+    """Start these ranks and a loop over them; the loop ends with the context, without a loss unless a test caused one."""
     broken: list[str] = []
     loop = StepLoop(ranks, **{"max_batch_size": 2, "tick_timeout_s": None, "broken": broken.append} | settings)
     loop.describe(await ranks.start())
@@ -73,7 +73,7 @@ async def settled(outcome: "asyncio.Future[FinishedPixels]") -> FinishedPixels:
 
 
 async def turns(count: int = 20) -> None:
-    """Let the event loop turn."""
+    """Yield to the event loop this many times."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -202,7 +202,7 @@ async def test_a_first_step_waits_for_company_and_starts_without_it_when_the_win
         outcome = loop.submit(spec("a"))
         await turns()
         assert ranks.ticks == []
-        now_s += 0.021  # the loop's timer is the real clock's: 20 ms
+        now_s += 0.021  # the loop's timer follows the real clock: 20 ms
         await settled(outcome)
         ranks.ticks.clear()
         together = [loop.submit(spec(name)) for name in "bc"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep and wake as operations: what a call begins, joins, cancels or is refused for, and what they come to. Over fake ranks."""
+"""Sleep and wake as operations over fake ranks: beginning, joining, cancelling, refusals, and results."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ async def rig() -> AsyncIterator[SleepRig]:
         yield rig
 
 
-# What it comes to
+# Results
 
 
 @pytest.mark.parametrize("level", SleepLevel)
@@ -71,7 +71,7 @@ async def test_the_same_id_is_the_same_operation_while_it_runs_and_after_it(rig:
     await rig.over("once")
     assert not rig.engine.sleep(call)
     await rig.wake()
-    # A late repeat of what was done before does not put the model to sleep again.
+    # A late repeat of a finished call does not put the model to sleep again.
     assert not rig.engine.sleep(call)
     assert rig.ranks.calls.count("handle_sleep_task") == 1
 
@@ -149,7 +149,7 @@ async def test_a_sleep_is_refused_with_the_option_that_excludes_it() -> None:
     async with sleep_rig(offload=Offload.MODEL) as rig:
         with pytest.raises(RequestError, match="sleep: not supported with --offload model"):
             rig.begin_sleep()
-        # Nothing is ever compared with what it holds.
+        # No fingerprint is ever needed for a comparison.
         assert rig.ranks.counts["fingerprint"] == 0
 
 
@@ -175,14 +175,14 @@ async def test_an_abort_ends_running_requests_at_once_and_waits_for_the_step_tha
     assert rig.ranks.calls == []
     rig.ranks.stepping.set()
     assert (await rig.over(operation)).error is None
-    # The ranks forgot it before they slept, and nothing of it comes back.
+    # The ranks forgot the request before they slept, and nothing of it comes back.
     await rig.wake()
     assert rig.document.in_flight == 0
 
 
 @pytest.mark.parametrize("level", SleepLevel)
 async def test_no_step_runs_on_memory_that_was_given_back_however_busy_the_model_is(rig: SleepRig, level: SleepLevel) -> None:
-    """The fake ranks lose the engine by an assertion if one does."""
+    """The fake ranks fail an assertion if a step runs on such memory, and the engine is lost."""
     for mode in (SleepMode.WAIT, SleepMode.ABORT) * 5:
         requests = [asyncio.create_task(rig.image(seed)) for seed in range(6)]
         await asyncio.sleep(0)
@@ -281,7 +281,7 @@ async def test_after_a_discard_the_adapters_are_loaded_again_before_the_model_se
 
 
 async def test_the_end_of_the_server_in_the_middle_of_anything_is_an_end_in_time() -> None:
-    """SIGTERM while it drains, sleeps or wakes: nothing is waited for that does not come."""
+    """SIGTERM comes while the engine drains, sleeps or wakes; it must not wait for anything that will not come."""
     for state in (EngineState.DRAINING, EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING, EngineState.RESTARTING):
         async with sleep_rig(drain_timeout_s=5.0) as rig:
             request = await rig.running() if state is EngineState.DRAINING else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a sleep or a wake that goes wrong: never served half awake or changed, never left in between. Over fake ranks."""
+"""Sleeps and wakes that go wrong, over fake ranks: a model is never served half awake or changed, and never left in between."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -61,7 +61,7 @@ async def test_a_rank_that_woke_otherwise_is_never_served_from(rig: SleepRig, co
 
 
 async def test_an_adapter_that_a_rank_does_not_have_after_a_wake_is_found(rig: SleepRig) -> None:
-    """RA21."""
+    """A request that names the adapter would fail, or get the base model's image."""
     await rig.put("style")
     await rig.sleep()
     rig.ranks.registered.popitem()
@@ -72,7 +72,7 @@ async def test_an_adapter_that_a_rank_does_not_have_after_a_wake_is_found(rig: S
 
 
 async def test_an_adapter_whose_copy_changed_asleep_is_loaded_again_before_anything_is_served(rig: SleepRig) -> None:
-    """RA21: at the first wake after its load; on one rank of two."""
+    """The check is the first since the adapter's load, and one rank of two is wrong."""
     await rig.put("style")
     await rig.put("other")
     await rig.sleep()
@@ -88,7 +88,7 @@ async def test_an_adapter_whose_copy_changed_asleep_is_loaded_again_before_anyth
 
 
 async def test_an_adapter_that_is_wrong_a_second_time_costs_the_group_which_is_started_again(rig: SleepRig) -> None:
-    """RA21."""
+    """An adapter that is wrong again after its reload points to the rank's memory."""
     await rig.put("style")
     await rig.sleep()
     rig.ranks.members[1].spoilt[min(rig.ranks.registered)] = "other"
@@ -102,7 +102,6 @@ async def test_an_adapter_that_is_wrong_a_second_time_costs_the_group_which_is_s
 
 
 async def test_an_adapter_that_is_wrong_and_whose_file_is_gone_is_failed_and_the_base_serves(rig: SleepRig) -> None:
-    """RA21."""
     await rig.put("style")
     await rig.sleep()
     rig.ranks.members[0].spoilt[min(rig.ranks.registered)] = "other"
@@ -113,7 +112,7 @@ async def test_an_adapter_that_is_wrong_and_whose_file_is_gone_is_failed_and_the
 
 
 async def test_an_adapter_that_the_ranks_have_and_nobody_knows_leaves_them(rig: SleepRig) -> None:
-    """RA21."""
+    """An adapter that no table knows would keep its memory for ever."""
     await rig.sleep()
     rig.ranks.registered[7] = "/loras/stranger"
     assert (await rig.wake()).error is None
@@ -156,7 +155,6 @@ def test_ranks_are_compared_one_by_one_with_what_they_were(found: Fingerprint, s
     ],
 )
 def test_adapters_are_compared_with_what_each_rank_told_at_their_load(found: dict[int, str], says: dict[int, str]) -> None:
-    """RA21."""
     assert wrong_adapters({1: ["sha256:a 77", "sha256:a 77"]}, [PLAIN, Fingerprint("w", found, "p")]) == says
 
 
@@ -298,7 +296,7 @@ async def test_a_little_memory_that_stays_is_none_of_the_weights(rig: SleepRig) 
 async def test_ranks_that_are_lost_in_a_sleep_end_it_asleep(rig: SleepRig, method: str, asleep: bool) -> None:
     rig.ranks.killers[method] = KILLED
     assert (await rig.sleep()).error is None
-    # What was lost before the ranks were told is not known to be idle: it is started awake, and then sleeps.
+    # Ranks that were lost before they got the call are not known to be idle: they start awake, and then sleep.
     assert (rig.engine.state, rig.ranks.starts_asleep, rig.asleep) == ("asleep", [False, asleep], [ALL, ALL])
     assert (await rig.wake()).error is None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that requests wake by themselves, and the policy that says so: from the mounted file or from a call. Over fake ranks."""
+"""A model that requests wake by themselves, as the policy of the mounted file or of a call says. The ranks are fake."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ def test_whichever_of_a_call_and_the_file_is_newer_counts(tmp_path: Path) -> Non
     assert rules.policy is SleepPolicy.ASLEEP
     rules.declare(None)
     assert rules.policy is SleepPolicy.ASLEEP
-    # An adapter came: the file says nothing new of sleep.
+    # An adapter was added: the file's sleep policy has not changed.
     write_desired(tmp_path, "AlwaysAwake", adapters=[{"name": "style", "source": {"path": "/loras/style"}}])
     assert rules.policy is SleepPolicy.ASLEEP
     write_desired(tmp_path, "OnIdle")

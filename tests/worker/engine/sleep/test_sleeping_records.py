@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that is started in the place of one whose model slept: asleep at once, without device memory. Over fake ranks."""
+"""A server that takes the place of one whose model slept: asleep at once, without device memory. The ranks are fake."""
 
 import asyncio
 import json
@@ -21,12 +21,12 @@ ADAPTER = {"name": "style", "source": {"path": "/loras/style"}}
 
 
 def settings(folder: Path, policy: str = "OnIdle", **fields: Any) -> dict[str, Any]:
-    """Of a server whose place is a folder."""
+    """Return the settings of a server that keeps its files in this folder."""
     return {"desired_path": write_desired(folder, policy, **fields), "state_dir": str(folder / "state")}
 
 
 async def slept_in(place: dict[str, Any], **operation: Any) -> None:
-    """A server that ended while its model slept."""
+    """Run a server with these settings that ends while its model sleeps."""
     async with sleep_rig(**place) as rig:
         await rig.sleep(**operation)
 

@@ -19,12 +19,12 @@ FAULTS = [
     ErrorReport(ErrorCode.RANK_FAILED, "broken"),
 ]
 METHODS = ("handle_sleep_task", "handle_wake_task", "fingerprint", "synchronize")
-# How a request may end beside its image: it is told so, with a code that says that it may come again.
+# The other outcomes of a request beside its image: a code that tells the client to try again.
 TOLD = {ErrorCode.ASLEEP, ErrorCode.RANK_FAILED}
 
 
 class Sequence:
-    """One of them."""
+    """A random sequence over one engine."""
 
     def __init__(self, rig: SleepRig, chance: random.Random) -> None:
         self.rig = rig
@@ -32,7 +32,7 @@ class Sequence:
         self.requests: dict[int, asyncio.Task[Generation]] = {}
 
     async def step(self) -> None:
-        """One thing that happens, and some time in which it may go on."""
+        """Do one random thing and let some time pass."""
         acts = (self.request, self.request, self.cancel, self.sleep, self.wake, self.fault, self.lose, self.pause)
         try:
             await self.chance.choice(acts)()
@@ -82,7 +82,7 @@ class Sequence:
         self.rig.engine.resume(OperationCall(operation_id="resume"))
 
     async def end(self) -> None:
-        """The model serves in the end, and every request had its image or was told."""
+        """Wake the model, and check that every request had its image or an error that may be retried."""
         engine = self.rig.engine
         engine.resume(OperationCall(operation_id="resume"))
         async with asyncio.timeout(3600):
@@ -92,7 +92,7 @@ class Sequence:
                 except (RequestError, AssertionError):
                     await engine.life.wait_for_change()
             outcomes = await asyncio.gather(*self.requests.values(), return_exceptions=True)
-            # It may have been put to sleep by nobody in between.
+            # The image shows that the model serves and that nobody has put it to sleep in between.
             await self.rig.image()
         for seed, outcome in zip(self.requests, outcomes, strict=True):
             if isinstance(outcome, Generation):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digest of a model folder: computed after the load, what sha256sum would say, and in the provenance once it is known."""
+"""The digest of a model folder: computed after the load, equal to that of sha256sum, and in the provenance once it is known."""
 
 import asyncio
 import hashlib
@@ -22,7 +22,7 @@ DEADLINE_S = 5.0
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder with files in folders, one of them a link, and what tools leave beside them."""
+    """Provide a model folder with files in folders, a link among them, and files that tools leave behind."""
     (tmp_path / "model" / "vae").mkdir(parents=True)
     (tmp_path / "model" / ".git").mkdir()
     (tmp_path / "blob").write_bytes(b"weights" * 1000)
@@ -80,7 +80,7 @@ async def test_it_is_computed_in_a_thread_of_the_lowest_priority(folder: Path, m
 
 
 async def test_provenance_and_state_have_no_digest_before_the_load_is_over_and_the_digest_after_that(folder: Path) -> None:
-    # Threads of engines of other tests, which have the lowest priority and may run on for a while.
+    # Threads of other tests' engines, which have the lowest priority and may run for a while.
     others = set(threading.enumerate())
     ranks = FakeRankGroup()
     engine = Engine(WorkerConfig(model=str(folder), served_name="m", warmup_steps=0), ranks, boot_id="b")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of requests, adapters, sleep and control calls when a rank group is lost, over a fake group."""
+"""The loss of a rank group: its effect on requests, adapters, sleep and control calls, over a fake group."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 async def asked(edge: Edge, count: int = 1, **body: Any) -> list[asyncio.Task[Any]]:
-    """Requests with the seeds 0, 1, … whose first step does not end before `stepping` is set."""
+    """Send requests with the seeds 0, 1, … whose first step does not end before `stepping` is set."""
     edge.ranks.stepping.clear()
     tasks = [asyncio.create_task(edge.request_images(**{"prompt": "p kumquatfen", "seed": seed, **body})) for seed in range(count)]
     await edge.wait_state(inFlight=min(count, edge.config.max_batch_size), queued=max(0, count - edge.config.max_batch_size))
@@ -97,7 +97,7 @@ async def test_a_step_that_is_overdue_loses_the_group_and_the_request_is_made_by
         assert (await edge.state())["lastLoss"]["fault"] == "Stalled"
 
 
-# What is told of it
+# Reports of a loss
 
 
 async def test_the_state_document_tells_the_generation_the_restarts_and_the_last_loss(edge: Edge) -> None:
@@ -322,7 +322,7 @@ async def test_a_request_that_runs_while_the_server_ends_is_replayed_within_the_
 
 
 async def test_an_adapter_waiting_for_its_turn_to_load_is_loaded_by_the_next_group(edge: Edge) -> None:
-    """Two puts at once: the one that waits begins after the loss."""
+    """Two puts come at once; the one that waits begins after the loss."""
     edge.ranks.calling.clear()
     call = AdapterCall(operation_id="a", source=Source(path="/loras/one"))
     puts = [asyncio.create_task(edge.engine.put_adapter(name, call)) for name in ("one", "two")]
@@ -335,6 +335,6 @@ async def test_an_adapter_waiting_for_its_turn_to_load_is_loaded_by_the_next_gro
     edge.ranks.calling.set()
     await asyncio.gather(*puts, return_exceptions=True)
     document = await restarted(edge)
-    # Whatever each was told is what the document shows: nothing is left in between.
+    # The document agrees with the outcome of each put: nothing is left in between.
     told = ["Loaded" if put.exception() is None else "Failed" for put in puts]
     assert [adapter["state"] for adapter in document["adapters"]] == told
