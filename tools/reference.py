@@ -21,6 +21,9 @@ PAGE = ROOT / "docs" / "reference.md"
 KINDS = ("diffusiondeployments", "loraadapters")
 # A description that says so is true for everything below it, until one says otherwise.
 REPLACES, KEEPS = "A change replaces the replicas.", "A change does not replace the replicas."
+# A description that ends so is true for everything below it; a kind's description says so in RULE.
+EXPERIMENTAL = "Experimental."
+RULE = "A field is stable unless its description, or that of a field above it, ends with Experimental."
 # Fields that Kubernetes documents take one row.
 KUBERNETES_OWN = ("The tolerations of the pods", "The affinity of the pods", "Conditions in Kubernetes' form")
 INTRODUCTION = """# Reference
@@ -29,7 +32,8 @@ Every field of both kinds, written by `python -m tools.reference` from the CRDs;
 field here works; there are no others. Defaults are in the schema, so `kubectl get -o yaml` shows what will happen; a dash is no default.
 A required field must be set if the object around it is. `≤` is the most characters of a string, items of a list or entries of a map.
 The API server refuses a value that is out of bounds or breaks a rule, with a message that names the field. *Replaces*: a change makes new
-pods, as `rollout` says; everything else reaches the pods that run. Conditions and their reasons are in
+pods, as `rollout` says; everything else reaches the pods that run. *Stable* and *experimental* are [promises about
+names, values and meaning](support.md#stable-and-experimental-fields). Conditions and their reasons are in
 [troubleshooting](troubleshooting.md), what the objects mean in [concepts](concepts.md), and the routes of a model in
 [its HTTP API](http-api.md).
 """
@@ -55,12 +59,13 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Field:
-    """A row of a table: the field's path, its values, and whether a change makes new pods."""
+    """A row of a table: the field's path, its values, whether a change makes new pods, and whether the field is experimental."""
 
     path: str
     schema: Schema
     required: bool
     replaces: bool
+    experimental: bool = False
 
 
 def page(crds: list[Schema]) -> str:
@@ -68,18 +73,19 @@ def page(crds: list[Schema]) -> str:
     return "\n".join([INTRODUCTION, *(_kind(crd) for crd in crds)])
 
 
-def fields(schema: Schema, path: str = "", *, replaces: bool = False) -> Iterator[Field]:
+def fields(schema: Schema, path: str = "", *, replaces: bool = False, experimental: bool = False) -> Iterator[Field]:
     """Yield the fields below a schema, in its order; an object has a row if it has a description."""
     for name, inner in schema.get("properties", {}).items():
         said = inner.get("description", "")
         changed = (replaces or REPLACES in said) and KEEPS not in said
+        young = experimental or said.endswith(EXPERIMENTAL)
         here = f"{path}.{name}".removeprefix(".")
         below = inner.get("items", inner)
         deeper = "properties" in below and not said.startswith(KUBERNETES_OWN)
         if said or not deeper:
-            yield Field(here, inner, name in schema.get("required", ()), changed)
+            yield Field(here, inner, name in schema.get("required", ()), changed, young)
         if deeper:
-            yield from fields(below, here if inner is below else f"{here}[]", replaces=changed)
+            yield from fields(below, here if inner is below else f"{here}[]", replaces=changed, experimental=young)
 
 
 def rules(schema: Schema, path: str = "") -> Iterator[tuple[str, str]]:
@@ -97,7 +103,7 @@ def _kind(crd: Schema) -> str:
     (version,) = crd["spec"]["versions"]
     schema = version["schema"]["openAPIV3Schema"]
     short = " and ".join(f"`{name}`" for name in names["shortNames"])
-    lines = [f"## {names['kind']}", "", f"`{crd['spec']['group']}/{version['name']}`, short {short}. {schema['description']}", ""]
+    lines = [f"## {names['kind']}", "", f"`{crd['spec']['group']}/{version['name']}`, short {short}. {_meaning(schema)}", ""]
     lines += [*_spec_table(list(fields(schema["properties"]["spec"]))), ""]
     lines += [f"### Rules of a {names['kind']}", "", *_rules_table(schema), ""]
     lines += [f"### Status of a {names['kind']}", "", *_status_table(schema["properties"]["status"]), ""]
@@ -106,11 +112,11 @@ def _kind(crd: Schema) -> str:
 
 
 def _spec_table(rows: list[Field]) -> list[str]:
-    """A column less where no change replaces anything."""
+    """Return the rows of a spec's table, without the column of replaced pods where no change replaces any."""
     replaces = [["yes" if row.replaces else ""] if any(one.replaces for one in rows) else [] for row in rows]
     cells = [[f"`{row.path}`", _kind_of(row.schema), _default(row), _meaning(row.schema)] for row in rows]
-    header = ["field", "type", "default", "meaning", "replaces"][: 4 + len(replaces[0])]
-    return _table(header, [one + other for one, other in zip(cells, replaces, strict=True)])
+    header = [*["field", "type", "default", "meaning", "replaces"][: 4 + len(replaces[0])], "stability"]
+    return _table(header, [[*one, *other, _stability(row)] for row, one, other in zip(rows, cells, replaces, strict=True)])
 
 
 def _rules_table(schema: Schema) -> list[str]:
@@ -118,7 +124,8 @@ def _rules_table(schema: Schema) -> list[str]:
 
 
 def _status_table(schema: Schema) -> list[str]:
-    return _table(["field", "type", "meaning"], [[f"`{row.path}`", _kind_of(row.schema), _meaning(row.schema)] for row in fields(schema)])
+    cells = [[f"`{row.path}`", _kind_of(row.schema), _meaning(row.schema), _stability(row)] for row in fields(schema)]
+    return _table(["field", "type", "meaning", "stability"], cells)
 
 
 def _columns_table(columns: list[Schema]) -> list[str]:
@@ -165,6 +172,10 @@ def _up_to(most: int | None) -> str:
     return "" if most is None else f" ≤ {most}"
 
 
+def _stability(row: Field) -> str:
+    return "experimental" if row.experimental else "stable"
+
+
 def _default(row: Field) -> str:
     if row.required:
         return "required"
@@ -175,7 +186,9 @@ def _default(row: Field) -> str:
 
 
 def _meaning(schema: Schema) -> str:
-    said = schema.get("description", "").replace(REPLACES, "").replace(KEEPS, "")
+    said = schema.get("description", "")
+    for mark in (REPLACES, KEEPS, RULE, EXPERIMENTAL):
+        said = said.replace(mark, "")
     return _cell(" ".join(said.split()))
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference: it is generated from the CRDs, and its statements about replaced pods are what the operator does."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,34 @@ def test_every_field_of_a_spec_has_its_row_and_every_object_is_said_something_of
         rows = {row.path: row.schema for row in reference.fields(spec_of(crd))}
         obvious = (".name", ".value", ".key")
         assert [path for path, schema in rows.items() if not schema.get("description") and not path.endswith(obvious)] == []
+
+
+def test_each_experimental_field_has_its_reason_on_the_page_of_support() -> None:
+    page = (ROOT / "docs" / "support.md").read_text()
+    explained = re.findall(r"^\| (DiffusionDeployment|LoRAAdapter) \| `([^`]+)` \| \S.*\|$", page, re.MULTILINE)
+    marked = [(crd["spec"]["names"]["kind"], path) for crd in CRDS for path in _marked_experimental(crd)]
+    assert explained == marked
+
+
+def _marked_experimental(crd: Document) -> list[str]:
+    """Return the fields that say so themselves, without those below them."""
+    rows = list(reference.fields(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
+    return [row.path for row in rows if reference.EXPERIMENTAL in row.schema.get("description", "")]
+
+
+def test_fields_below_an_experimental_one_are_experimental_too_and_others_stable() -> None:
+    rows = {row.path: row.experimental for row in reference.fields(spec_of(CRDS[0]))}
+    below = [path for path in rows if path.startswith("resources.claims")]
+    assert len(below) > 1 and all(rows[path] for path in below)
+    assert not rows["resources"] and not rows["resources.limits"]
+
+
+def test_each_kind_says_how_its_fields_are_marked_and_a_mark_is_the_last_sentence() -> None:
+    for crd in CRDS:
+        schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        assert schema["description"].endswith(reference.RULE)
+        said = [row.schema.get("description", "") for row in reference.fields(schema)]
+        assert [one for one in said if reference.EXPERIMENTAL in one and not one.endswith(reference.EXPERIMENTAL)] == []
 
 
 # Effects of a change of each field
