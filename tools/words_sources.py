@@ -163,6 +163,11 @@ def _literal(node: ast.AST) -> str | None:
     return None
 
 
+def is_text(node: ast.AST) -> bool:
+    """Return whether an expression is a string of the source, or a sum with one."""
+    return _literal(node) is not None
+
+
 def _logs(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LEVELS
 

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages for `tools.messages`, read from Python: errors, conditions, Events, log lines, help of metrics, and the texts they consist of.
+
+A value in a message is shown by its name in braces, or by the text above that it stands for. A choice of two is shown as `{a|b}`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import enum
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import chain
+from pathlib import Path
+
+from tools.words_sources import LEVELS, is_text
+
+LOGGERS = {"log", "logger"}
+QUIET = {"debug", "info"}
+METRICS = re.compile(r"gauge|counter|histogram|labelled|by_state|.*MetricFamily", re.IGNORECASE)
+VERDICTS = {"verdict", "_normal", "_warning", "PlannedEvent"}
+"""Functions that make a condition or an Event; their message is shown by its name where it is no text."""
+# Strings in these are no messages: annotations, patterns, and the names of tasks.
+NO_MESSAGES = {"cast", "compile", "findall", "match", "search", "sub", "create_task", "basicConfig", "encode", "option"}
+CODE = re.compile(r"[A-Z][A-Za-z]+")
+WORD = re.compile(r"[\"'(“]*[A-Za-z][A-Za-z'’-]*[.,:;)\"'”?]*")
+FEWEST_WORDS = 2
+HOLE = re.compile(r"\{[^{}]*\}")
+
+
+class Kind(enum.StrEnum):
+    """A section of the file."""
+
+    CONDITION = "Conditions and Events"
+    ERROR = "Errors"
+    LOG = "Log lines of level WARNING and above"
+    METRIC = "Metrics"
+    API = "Descriptions in the HTTP API"
+
+
+Texts = Mapping[str, Sequence[ast.expr]]
+"""Names that stand for texts only, and the texts."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A text that users read, or a part of one: the kind of message, its code, and the line where it begins."""
+
+    kind: Kind
+    line: int
+    label: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.text}" if self.label else self.text
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A function that only makes an error of its parameters."""
+
+    parameters: Sequence[str]
+    error: ast.Call
+
+
+class Package:
+    """All modules below a folder: their trees, the classes of errors, and the functions that make errors."""
+
+    def __init__(self, folder: Path, default: Kind) -> None:
+        self.default = default
+        """The kind of a text in a file that shows no other."""
+        self.trees = {path.relative_to(folder).as_posix(): ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
+
+    def messages(self) -> dict[str, list[Message]]:
+        """Return the messages of each module that has some, in its order."""
+        found = {path: _Module(tree, self).messages() for path, tree in self.trees.items()}
+        return {path: messages for path, messages in found.items() if messages}
+
+    @cached_property
+    def errors(self) -> set[str]:
+        """Names of the classes of errors, those of builtins among them."""
+        found = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)}
+        classes = [node for tree in self.trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+        while more := {one.name for one in classes if found & {_last(base) for base in one.bases}} - found:
+            found |= more
+        return found
+
+    @cached_property
+    def codes(self) -> dict[str, str]:
+        """Constants that are a code or a reason, by name."""
+        assigned = [node for tree in self.trees.values() for node in tree.body if isinstance(node, ast.Assign)]
+        return {_last(node.targets[0]): code for node in assigned if (code := _code(node.value, {})) is not None}
+
+    @cached_property
+    def makers(self) -> dict[str, Maker]:
+        """Functions that only make an error, by name."""
+        functions = chain.from_iterable(self.functions(tree) for tree in self.trees.values())
+        return {function.name: maker for function in functions if (maker := self.maker(function)) is not None}
+
+    @staticmethod
+    def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+        """Yield the functions of a module that belong to no class."""
+        return (node for node in tree.body if isinstance(node, ast.FunctionDef))
+
+    def maker(self, function: ast.FunctionDef) -> Maker | None:
+        """Return the error that a function makes and the names of its parameters; None for a function that does something else."""
+        match [node for node in function.body if not isinstance(node, ast.Expr)]:
+            case [ast.Return(value=ast.Call() as error)] if _last(error.func) in self.errors:
+                return Maker([one.arg for one in function.args.args], error)
+        return None
+
+
+class _Module:
+    """Reads one module."""
+
+    def __init__(self, tree: ast.Module, package: Package) -> None:
+        self._tree = tree
+        self._package = package
+        self._read: set[int] = set()
+        self._makers = package.makers | {one.name: maker for one in package.functions(tree) if (maker := package.maker(one))}
+        self._functions = {node.name for node in _walk(tree) if isinstance(node, ast.FunctionDef)}
+
+    def messages(self) -> list[Message]:
+        """Return the messages of the calls that make one, and then the other texts of the module as its commonest kind."""
+        constants = _texts_by_name([node for node in self._tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)])
+        made = list(self._made(self._tree, constants, raised=False))
+        kinds = Counter(one.kind for one in made if one.kind is not Kind.LOG)
+        kind = kinds.most_common(1)[0][0] if kinds else self._package.default
+        others = [Message(kind, line, "", text) for line, text in self._others(self._tree, constants, "")]
+        return sorted(dict.fromkeys([*made, *others]), key=lambda one: one.line)
+
+    def _made(self, node: ast.AST, names: Texts, *, raised: bool) -> Iterator[Message]:
+        """Yield messages by the calls that make them, such as of an error's class."""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = _texts_within(node, names)
+        if isinstance(node, ast.Assert | ast.arg):
+            return
+        if isinstance(node, ast.Call) and (message := self._message(node, names, raised=raised)) is not None:
+            yield message
+        raised = isinstance(node, ast.Raise)
+        for child in _children(node):
+            yield from self._made(child, names, raised=raised)
+
+    def _message(self, call: ast.Call, names: Texts, *, raised: bool) -> Message | None:
+        called = _last(call.func)
+        if _logs(call):
+            text = self._text(call.args[-1 if called == "log" and len(call.args) < 2 else called == "log"], names)
+            level = {"exception": "ERROR, with a traceback", "log": "WARNING or ERROR"}.get(called, called.upper())
+            return None if called in QUIET else Message(Kind.LOG, call.lineno, level, text)
+        if METRICS.fullmatch(called) and len(call.args) > 1:
+            name, text = (self._text(argument, names) for argument in call.args[:2])
+            return Message(Kind.METRIC, call.lineno, name, text)
+        for keyword in call.keywords:
+            if keyword.arg == "description" and self._package.default is Kind.ERROR:
+                return Message(Kind.API, call.lineno, "", self._text(keyword.value, names))
+        if raised and called in self._makers:
+            return self._made_error(call, self._makers[called], names)
+        if raised or called in self._package.errors or called in VERDICTS:
+            return self._coded(call, names, Kind.CONDITION if called in VERDICTS else Kind.ERROR)
+        return None
+
+    def _made_error(self, call: ast.Call, maker: Maker, names: Texts) -> Message | None:
+        """Return the message of an error that a function makes of the arguments of this call."""
+        given = dict(zip(maker.parameters, call.args, strict=False)) | {one.arg: one.value for one in call.keywords if one.arg}
+        arguments: Texts = {name: [ast.Constant(self._text(value, names))] for name, value in given.items()}
+        message = self._coded(maker.error, arguments, Kind.ERROR)
+        return message and replace(message, line=call.lineno)
+
+    def _coded(self, call: ast.Call, names: Texts, kind: Kind) -> Message | None:
+        """Return the message of a call whose arguments are codes or reasons, and a text; None if both are values."""
+        arguments = [*call.args, *(one.value for one in call.keywords if one.arg in ("reason", "message"))]
+        codes = [code for argument in arguments if (code := self._code(argument)) is not None]
+        texts = [one for one in arguments if self._code(one) is None and self._is_known(one, names)]
+        unknown = [one for one in arguments if self._code(one) is None and not isinstance(one, ast.Constant)]
+        called = _last(call.func)
+        text = ", ".join(self._text(one, names) for one in texts or unknown[-1:])
+        if not codes and HOLE.fullmatch(text):
+            return None
+        return Message(kind, call.lineno, " ".join(codes) or (called if kind is Kind.ERROR else ""), text)
+
+    def _others(self, node: ast.AST, names: Texts, owner: str) -> Iterator[tuple[int, str]]:
+        """Yield the texts that no message contains yet, after the name of what holds them."""
+        match node:
+            case ast.Assert() | ast.arg():
+                return
+            case ast.Call() if _last(node.func) in NO_MESSAGES or _logs(node):
+                return
+            case ast.Expr(value=value) if is_text(value):
+                return  # a docstring
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                owner, names = f"{{{name.strip('_')}}} =", _texts_within(node, names)
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Tuple(elts=elements)) if all(map(is_text, elements)) and name.isupper():
+                return  # parts of other programs' messages, which are looked for
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                owner = f"{{{name.strip('_')}}} ="
+            case ast.Call(args=elements) | ast.Tuple(elts=elements) if codes := list(filter(None, map(self._code, elements))):
+                owner = f"{owner} {codes[0]}:"
+            case ast.Compare(ops=[ast.In()]):
+                return
+        if is_text(node):
+            assert isinstance(node, ast.expr)
+            if id(node) not in self._read and _is_prose(text := self._text(node, names)):
+                yield node.lineno, f"{owner} {text}"
+            inner: list[ast.AST] = [part.value for part in _walk(node) if isinstance(part, ast.FormattedValue)]
+        else:
+            inner = [child for child in _children(node) if child not in getattr(node, "decorator_list", ())]
+        for child in inner:
+            yield from self._others(child, names, owner)
+
+    # Texts
+
+    def _code(self, node: ast.AST) -> str | None:
+        return _code(node, self._package.codes)
+
+    def _is_known(self, node: ast.expr, names: Texts) -> bool:
+        return is_text(node) or (isinstance(node, ast.Name) and node.id in names) or isinstance(node, ast.IfExp)
+
+    def _text(self, node: ast.expr, names: Texts) -> str:
+        """Return what an expression makes a user read."""
+        self._read.add(id(node))
+        match node:
+            case ast.Constant(value=value):
+                return str(value)
+            case ast.JoinedStr(values=parts):
+                return "".join(self._text(part.value if isinstance(part, ast.FormattedValue) else part, names) for part in parts)
+            case ast.BinOp(op=ast.Add(), left=left, right=right) if is_text(node):
+                return self._text(left, names) + self._text(right, names)
+            case ast.IfExp(body=body, orelse=orelse) if is_text(body) or is_text(orelse):
+                return f"{{{self._text(body, names)}|{self._text(orelse, names)}}}"
+            case ast.Attribute(value=ast.Name(id="ErrorCode")):
+                return self._code(node) or ""
+            case ast.Name(id=name) if name in names:
+                above = [one for one in names[name] if getattr(one, "lineno", 0) <= node.lineno]
+                return self._text((above or names[name])[-1], {other: texts for other, texts in names.items() if other != name})
+        return f"{{{self._name(node)}}}"
+
+    def _name(self, node: ast.AST) -> str:
+        match node:
+            case ast.Name(id=name):
+                return name.strip("_")
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                return name.strip("_")
+            case ast.Attribute(value=value, attr=name):
+                return f"{self._name(value)}.{name.strip('_')}"
+            case ast.Call(func=ast.Attribute(attr="join"), args=[argument]):
+                return self._name(argument)
+            case ast.Call(func=ast.Name(id=called), args=[argument, *_]) if called not in self._functions:
+                return self._name(argument)
+            case ast.Call(func=called):
+                return self._name(called)
+            case ast.Subscript(value=value) | ast.Starred(value=value) | ast.Await(value=value):
+                return self._name(value)
+            case ast.GeneratorExp(elt=element) | ast.ListComp(elt=element):
+                return self._name(element)
+            case ast.JoinedStr():
+                return self._text(node, {})
+            case ast.IfExp(body=body):
+                return self._name(body)
+            case ast.BoolOp(values=[first, *_]) | ast.BinOp(left=first):
+                return self._name(first)
+        return ast.unparse(node) if isinstance(node, ast.Constant) else "…"
+
+
+def _texts_within(function: ast.FunctionDef | ast.AsyncFunctionDef, names: Texts) -> Texts:
+    parameters = {node.arg for node in _walk(function.args) if isinstance(node, ast.arg)}
+    return {name: texts for name, texts in names.items() if name not in parameters} | _texts_by_name(function.body)
+
+
+def _texts_by_name(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
+    """Return the names that stand for texts only, in these statements and those in them."""
+    texts: dict[str, list[ast.expr]] = {}
+    assigned: Counter[str] = Counter()
+    for node in chain.from_iterable(map(_walk, body)):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_text(value) or _chooses_text(value):
+                texts.setdefault(name, []).append(value)
+            case ast.Name(id=name, ctx=ast.Store()):
+                assigned[name] += 1
+    return {name: found for name, found in texts.items() if len(found) == assigned[name]}
+
+
+def _chooses_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.IfExp) and (is_text(node.body) or is_text(node.orelse))
+
+
+def _code(node: ast.AST, constants: Mapping[str, str]) -> str | None:
+    """Return a code or a reason: of a literal, a constant, a member of an enumeration, or a choice with one of these."""
+    match node:
+        case ast.Constant(value=str(text)) if CODE.fullmatch(text):
+            return text
+        case ast.JoinedStr(values=[ast.Constant(value=str(text)), ast.FormattedValue()]) if CODE.fullmatch(text):
+            return f"{text}…"
+        case ast.Attribute(value=ast.Name(id="ErrorCode" | "Problem"), attr=name):
+            return name.title().replace("_", "")
+        case ast.Name(id=name):
+            return constants.get(name)
+        case ast.IfExp(body=first, orelse=second) | ast.BoolOp(values=[first, second]):
+            found = [_code(one, constants) for one in (first, second)]
+            return "|".join(code or "…" for code in found) if any(found) else None
+    return None
+
+
+@cache
+def _children(node: ast.AST) -> list[ast.AST]:
+    return [child for child in ast.iter_child_nodes(node) if child._fields]
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all below it, in the order of the source."""
+    left = [node]
+    while left:
+        yield (node := left.pop())
+        left += reversed(_children(node))
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _logs(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and _last(call.func.value) in LOGGERS and call.func.attr in {*LEVELS, "log"}
+
+
+def _is_prose(text: str) -> bool:
+    plain = HOLE.sub("{}", text)
+    return "\n" not in plain and "\\" not in plain and sum(map(bool, map(WORD.fullmatch, plain.split()))) >= FEWEST_WORDS
