@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a pipeline and fits it out: weights, adapters, quantization, compilation, offloading, step cache."""
+"""The load of a pipeline, and what is set up on it: weights, adapters, quantization, compilation, offloading, step cache."""

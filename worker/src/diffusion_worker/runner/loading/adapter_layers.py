@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of a loaded pipeline: which of its components they may change, and how the ranks take one up together."""
+"""The adapters of a loaded pipeline: the components that they may change, and their registration on all ranks together."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -23,7 +23,7 @@ TEXT_ENCODER = "text_encoder"
 
 
 def adapted_components(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The components that adapters may change: denoisers, the first one first, and text encoders that have linear layers."""
+    """Return the components that adapters may change: denoisers in order, and text encoders that have linear layers."""
     denoisers = {name: modules[name] for name in DENOISERS if name in modules}
     encoders = {name: module for name, module in modules.items() if name.startswith(TEXT_ENCODER) and _has_linears(module)}
     return denoisers | encoders
@@ -40,7 +40,7 @@ def create_lora_manager(
     converter: ConverterTable | None = None,
     asleep: bool = False,
 ) -> DiffusionLoRAManager:
-    """The manager of a pipeline's adapters, whose slots take no memory yet if `asleep`.
+    """Make the manager of a pipeline's adapters; if `asleep`, its slots take no memory yet.
 
     Raises:
         ConfigError: the options do not go together.
@@ -66,7 +66,7 @@ def create_lora_manager(
 
 
 def add_on_all_ranks(loras: DiffusionLoRAManager, parallel: Parallel, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
-    """Register an adapter on every rank or on none: they agree before any of them lets another adapter go for it.
+    """Register an adapter on every rank or on none: they agree before any of them evicts another adapter for it.
 
     Raises:
         RequestError: on all ranks, what one of them found wrong.

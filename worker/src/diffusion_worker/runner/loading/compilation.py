@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the denoisers of a pipeline by regions: each kind of repeated block once, and all blocks of that kind share the code.
+"""Compilation of a pipeline's denoisers by regions: each kind of repeated block once, and all blocks of that kind share the code.
 
-Adapters stay outside of what a compiler knows: their slots are part of the layers before anything is compiled
-(`DiffusionLoRAManager.make_static`). A part that cannot be compiled runs uncompiled; the log says so once, and `features` too.
+Loading adapters compiles nothing again: their slots are part of the layers before anything is compiled
+(`DiffusionLoRAManager.make_static`). If a part cannot be compiled, everything runs uncompiled; the log says so once, and `features` too.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from diffusion_worker.runner.parallel.sharding import blocks_of
 log = logging.getLogger(__name__)
 
 
-# Without CUDA graphs: their outputs lie where the next block of the same kind writes its own.
+# Modes without CUDA graphs, whose outputs lie where the next block of the same kind writes its own.
 MODES = {Compile.DEFAULT: None, Compile.MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
-# Versions of a function: blocks of a class differ in their parts. Each is compiled for one row and for more, with and without adapters.
-# Torch gives up past 8 of them.
+# The most versions of a function. Blocks of a class differ in their parts, and each is compiled for one row and for more, with and without
+# adapters. Torch's own limit is 8.
 MOST_VERSIONS = 64
 REASON_CHARS = 200
 
@@ -47,7 +47,7 @@ class Compilation:
 
     @property
     def features(self) -> dict[str, str]:
-        """Return the outcome, under the option's name."""
+        """The outcome of the option, under the option's name."""
         if self._kind is Compile.NONE:
             return {}
         if self._reason is not None:
@@ -56,7 +56,7 @@ class Compilation:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Run calls uncompiled, because they must be bit-equal to diffusers' or change the model."""
+        """Run calls in the block uncompiled, because they must be bit-equal to diffusers' or change the model."""
         before, self._eager = self._eager, True
         try:
             yield
@@ -83,7 +83,7 @@ class Compilation:
                 return compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
                 failure = error
-            # Fails too where the request is at fault, with words for its sender.
+            # A request at fault fails here too, with an error for its sender.
             output = plain(*args, **kwargs)
             self._give_up(region, failure)
             return output
@@ -91,7 +91,7 @@ class Compilation:
         return call
 
     def _give_up(self, region: nn.Module, error: Exception) -> None:
-        """From now on nothing is compiled: a call that is compiled in part would be slow each time it is tried."""
+        """Run everything uncompiled from now on: compiling in vain at each call would be slow."""
         words = next((line.strip() for line in str(error).splitlines() if line.strip()), "no words")
         self._reason = f"{type(error).__name__}: {words}"[:REASON_CHARS]
         log.warning("--compile %s: %s cannot be compiled, everything runs as it is: %s", self._kind, type(region).__name__, self._reason)
@@ -109,7 +109,10 @@ def regions_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _let_rows_vary(arguments: Iterable[Any]) -> None:
-    """Joining requests change the number of rows. Image sizes do not change from tick to tick, and fixed sizes make faster code."""
+    """Mark the rows of tensors as dynamic where there are several, because joining requests change their number.
+
+    Image sizes stay fixed: they do not change from tick to tick, and fixed sizes make faster code.
+    """
     tensors = [value for value in arguments if isinstance(value, torch.Tensor) and value.dim() > 0]
     rows = tensors[0].shape[0] if tensors else 1
     if rows > 1:  # a single row is always compiled separately
@@ -119,7 +122,7 @@ def _let_rows_vary(arguments: Iterable[Any]) -> None:
 
 
 def _configure() -> None:
-    """Torch's own settings, which are global to the process."""
+    """Set torch's own settings, which are global to the process."""
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 

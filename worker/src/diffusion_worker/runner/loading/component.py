@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module of a model folder: its class, its config, its weights, and the check that they belong together.
 
-Weights that can be read later straight to their place stay unread (`unread_weights`); the library's `from_pretrained` loads the others.
+Weights that can be read later straight to their place stay unread (`deferred_weights`); the library's `from_pretrained` loads the others.
 Either way every tensor of the model must come from a file.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def class_of(name: str, library: str, kind: str) -> Any:
-    """A component's class; a library that is no package is a folder of diffusers' pipelines.
+    """Return a component's class; a library that is no package is a folder of diffusers' pipelines.
 
     Raises:
         ConfigError: there is no such class.
@@ -44,10 +44,10 @@ def is_loadable(kind: Any) -> bool:
 def load_component(
     name: str, kind: Any, folder: Path, dtype: torch.dtype, *, unread: Placeholders | None = None, **options: Any
 ) -> torch.nn.Module:
-    """A component from its folder.
+    """Load a component from its folder.
 
-    With `unread` given its weights may be left there: the component then has placeholders, and `ModelWeights.place` reads
-    them. With `options`, which go to `from_pretrained`, they never are.
+    With `unread` its weights may stay in their files: the component then has placeholders, and `ModelWeights.place` reads them. With
+    `options`, which go to `from_pretrained`, they are always read.
 
     Raises:
         ConfigError: the folder does not hold the class's files; the message names the component and the file.

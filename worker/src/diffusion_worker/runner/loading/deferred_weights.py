@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Components without their weights: built from the config as `from_pretrained` builds them, every tensor that is in a file a placeholder.
+"""Components built from their config as `from_pretrained` builds them, with a placeholder for every tensor that is in a file.
 
 A placeholder has the shape and the dtype that the library would give the tensor, and one element of memory. Computed buffers are real, tied
 weights are tied, names are those that the library makes of the file's. Tensors that are fused on the way, or weights saved quantised, need
-more than names and a dtype. They are `NotReadable` here, for `from_pretrained` to load.
+more than names and a dtype. They raise `NotReadable`, and `from_pretrained` loads them.
 """
 
 import logging
@@ -40,7 +40,7 @@ def is_known(kind: Any) -> bool:
 
 
 def checkpoint_of(kind: Any, folder: Path) -> Checkpoint:
-    """The files that a component's class would read; raises ConfigError."""
+    """Return the tensors in the files that a component's class would read; raise ConfigError where there are none."""
     if issubclass(kind, transformers.PreTrainedModel):
         return read_checkpoint(folder, "model", index_first=False)
     return read_checkpoint(folder, "diffusion_pytorch_model", index_first=True)
@@ -49,11 +49,11 @@ def checkpoint_of(kind: Any, folder: Path) -> Checkpoint:
 def build_unread(
     kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Checkpoint, unread: Placeholders
 ) -> tuple[torch.nn.Module, list[str]]:
-    """A component with placeholders, and the names of tensors in its files that nothing in it uses.
+    """Build a component with placeholders; return it with the names of tensors in its files that it does not use.
 
     Raises:
         ConfigError: tensors are missing, or have another shape or kind than the class wants.
-        NotReadable: see above.
+        NotReadable: a tensor is not in the files as it is in the model.
     """
     build = _of_transformers if issubclass(kind, transformers.PreTrainedModel) else _of_diffusers
     module, unexpected = build(kind, folder, dtype, checkpoint, unread)
@@ -142,11 +142,11 @@ def _of_transformers(kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Ch
 
 
 def _promise(kind: Any, config: Any, dtype: torch.dtype, tensors: Stored, unread: Placeholders) -> tuple[Any, dict[str, Any]]:
-    """The model with placeholders, and what transformers says of the names."""
+    """Return the model with placeholders, and transformers' report of missing, unexpected and mismatched names."""
     promised = {name: _DeferredTensor(stored, unread) for name, stored in tensors.items()}
     asked = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     says = logging.getLogger("transformers.modeling_utils")
-    # It would tell of what is an error here, and take tied weights for different ones.
+    # Warnings of this log are errors here, and it would take tied weights for different ones.
     says.disabled = True
     try:
         module, info = kind.from_pretrained(None, config=config, state_dict=promised, **asked)
@@ -156,7 +156,7 @@ def _promise(kind: Any, config: Any, dtype: torch.dtype, tensors: Stored, unread
 
 
 def _stored_twice(module: Any, unread: Placeholders) -> set[str]:
-    """Names in the files of weights that the model ties, and that were saved once for each use with the same contents."""
+    """Return the names in the files of weights that the model ties, and that were saved with the same contents for each use."""
     wanted = module.get_expanded_tied_weights_keys(all_submodels=True)
     twice = set()
     for name in wanted.keys() - module.all_tied_weights_keys.keys():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modules of a model folder with random weights: the architecture comes from the configs, no weights file is read.
 
-For trying a deployment, its sizes and its speed before the weights are there. The same folder gives the same weights on
+They serve to try a deployment, its sizes and its speed before the weights are there. The same folder gives the same weights on
 every rank and at every start.
 """
 
@@ -18,7 +18,7 @@ from diffusion_worker.runner.loading.component import class_of
 
 
 def build_dummy_modules(folder: Path, classes: Mapping[str, tuple[str, str]], dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-    """Every component that is a module, by name; `classes` has the library and the class of each component.
+    """Build every component that is a module, by name; `classes` has the library and the class of each component.
 
     Raises:
         ConfigError: a component's class is unknown or its config.json is missing.
@@ -45,14 +45,14 @@ def _build(kind: Any, name: str, folder: Path, dtype: torch.dtype) -> torch.nn.M
 
 
 def _fill_zeros(module: torch.nn.Module) -> None:
-    """Layers that start at zero would make every output of the model zero, whatever it is asked."""
+    """Randomise parameters that are all zero. With them every output of the model would be zero, whatever the request."""
     for parameter in module.parameters():
         if parameter.is_floating_point() and not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
 
 
 def _cast(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """To the dtype, but for what the class keeps in float32 when it is loaded."""
+    """Convert a module to a dtype, except for what its class keeps in float32 when it is loaded."""
     kept = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
     module.to(dtype)
     for name, parameter in module.named_parameters():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps weights in host memory and has them on the device only while they are computed with: by component, or by layers.
+"""Weights in host memory that are on the device only while they are computed with: by component, or by layers.
 
-Component offloading is our own: a single copy of a component's slab loads it. Unloading costs nothing, since the weights never left the
-slab. Layer offloading is diffusers' group offloading, which loads the next block while one computes.
+Offloading by component is the worker's own: a single copy of a component's slab loads it. Unloading costs nothing, since the weights never
+left the slab. Offloading by layers is diffusers' group offloading, which loads the next block while one computes.
 """
 
 import weakref
@@ -23,7 +23,7 @@ HOST = torch.device("cpu")
 
 
 def check_device(kind: Offload, device: torch.device) -> None:
-    """Raises ConfigError where there is nothing to offload from."""
+    """Raise ConfigError where offloading is asked for on a CPU."""
     if kind is not Offload.NONE and device.type == "cpu":
         raise ConfigError(f"--offload {kind}: expected a GPU, found a CPU, where weights are in host memory anyway")
 
@@ -44,17 +44,17 @@ class Offloading:
 
     @property
     def features(self) -> dict[str, str]:
-        """Return the offloading in use, under the option's name."""
+        """The offloading in use, under the option's name."""
         return {} if self._kind is Offload.NONE else {"offload": str(self._kind)}
 
     def manage(self, modules: Mapping[str, nn.Module]) -> None:
-        """From now on the weights of these modules come and go; they are in host memory."""
+        """Set up offloading by layers for modules whose weights are in host memory. For components, `execute` does all."""
         for name, module in modules.items():
             if self._kind is Offload.GROUP and any(True for _ in module.parameters()):
                 _group(module, self._device, denoises=name in DENOISERS)
 
     def execute(self, module: nn.Module, call: ModelCall) -> Any:
-        """Call a module where its weights are brought to, with its arguments there."""
+        """Call a module with its weights and its arguments on the device."""
         if self._kind is Offload.NONE:
             return execute(module, call)
         if self._kind is Offload.MODEL:
@@ -62,19 +62,19 @@ class Offloading:
         return execute(module, msgspec.structs.replace(call, arguments=_moved(call.arguments, self._device)))
 
     def send_home(self) -> None:
-        """No weights are on the device any more, until the next call."""
+        """Leave no component's weights on the device until the next call."""
         if self._here is not None:
             self._here.leave()
             self._here = None
 
     def _bring(self, module: nn.Module) -> None:
-        # Copies in other precisions are made while requests run, so modules are met here first.
+        # Copies in other precisions are made while requests run, so a module may be new here.
         residence = self._residences.get(module)
         if residence is None:
             self.send_home()
             residence = self._residences[module] = Residence(module)
         if residence is not self._here:
-            # First, so that there is never more than the largest on the device.
+            # The last one leaves first, so that never more than one is on the device.
             self.send_home()
             residence.come(self._device)
             self._here = residence
@@ -99,7 +99,7 @@ class Residence:
         self.leave()
 
     def come(self, device: torch.device) -> None:
-        """Be on the device."""
+        """Copy the weights to the device."""
         for homes in self._blocks.values():
             first = min(_begin(home.data) for home in homes)
             last = max(_begin(home.data) + _span(home.data) for home in homes)
@@ -111,7 +111,7 @@ class Residence:
                 home.tensor.data = typed.as_strided(home.data.shape, home.data.stride())
 
     def leave(self) -> None:
-        """Be at home. Nothing is copied: nobody writes to weights where they are computed with."""
+        """Return to the weights in host memory. Nothing is copied, because computing changes no weights."""
         for homes in self._blocks.values():
             for home in homes:
                 home.tensor.data = home.data
@@ -123,7 +123,7 @@ def _begin(data: torch.Tensor) -> int:
 
 
 def _span(data: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last, whatever the order of its dimensions."""
+    """Return the bytes from a tensor's first element to its last, whatever the order of its dimensions."""
     if data.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
@@ -131,13 +131,13 @@ def _span(data: torch.Tensor) -> int:
 
 
 def _bytes_of(data: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Part of the memory that a tensor lies in."""
+    """Return bytes `first` to `last` of the memory that a tensor lies in."""
     found: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage(), first, (last - first,))  # type: ignore[call-overload]
     return found
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The same, with every tensor in it on the device."""
+    """Return the same value with every tensor in it on the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -146,7 +146,10 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _group(module: nn.Module, device: torch.device, *, denoises: bool) -> None:
-    """A denoiser comes block by block, the next one while one computes. Others have several entries: those layer by layer."""
+    """Offload a denoiser block by block, with the next one loaded while one computes; other modules layer by layer.
+
+    Those have other methods than `forward` to call, and hooks of whole blocks would not notice such calls.
+    """
     apply_group_offloading(
         module,
         onload_device=device,

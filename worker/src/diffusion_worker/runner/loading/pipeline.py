@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model folder to a pipeline in host memory: diffusers' own classes, one of yours, or random weights.
+"""The load of a pipeline from a model folder into host memory: diffusers' own classes, one of yours, or random weights.
 
 Weights are read from safetensors in the folder and nothing is ever downloaded. A failed load is a `ConfigError` that names the option or
 the component.
@@ -25,7 +25,7 @@ from diffusion_worker.runner.pipelines.view import modules_of, silence
 
 
 def dtype_of(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype of an option; `auto` depends on the device."""
+    """Return the torch dtype of an option; `auto` depends on the device."""
     if dtype is Dtype.AUTO:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {Dtype.FLOAT32: torch.float32, Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}[dtype]
@@ -37,10 +37,9 @@ def checkpoint_folder(config: WorkerConfig, component: str) -> Path:
 
 
 def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placeholders | None = None) -> Any:
-    """The pipeline of the model folder, in the way of `config.load_format`.
+    """Load the pipeline of the model folder into host memory, in the way of `config.load_format`.
 
-    Load a pipeline with its weights in host memory, as diffusers does. With `unread` given most are still in their files, and `unread` says
-    where: they are to be placed before anything is computed.
+    With `unread` most weights stay in their files, and `unread` has their placeholders. They must be placed before anything is computed.
 
     Raises:
         ConfigError: no such pipeline class, or it cannot be made from this folder.
@@ -49,7 +48,7 @@ def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placehold
     pipeline_class = _pipeline_class(config, index)
     diffusers.logging.disable_progress_bar()
     transformers.logging.disable_progress_bar()
-    # Guiders are made again for each request, and each would say that they are experimental.
+    # Guiders are made again for each request, and each would log that it is experimental.
     diffusers.logging.get_logger("diffusers.guiders.guider_utils").setLevel(diffusers.logging.ERROR)
     load = _load_modular if issubclass(pipeline_class, diffusers.ModularPipeline) else _load_classic
     try:
@@ -86,7 +85,7 @@ def _is_pipeline(found: Any) -> bool:
 
 
 def _import_class(path: str) -> Any:
-    """The object at `module:Class` or `module.Class`; what its module raises is the user's to see."""
+    """Import the object at `module:Class` or `module.Class`; raise ConfigError with the error of an import that fails."""
     module, name = split_import_path(path, "--pipeline")
     try:
         return getattr(importlib.import_module(module), name)
@@ -106,7 +105,7 @@ def _load_classic(config: WorkerConfig, pipeline_class: Any, index: dict[str, An
 
 
 def _load_modular(config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtype: torch.dtype, unread: Placeholders | None) -> Any:
-    """A folder with an index of either kind: the blocks say which of its components they want."""
+    """Load a modular pipeline from a folder with an index of either kind: the components its blocks want and the folder has."""
     pipeline = pipeline_class(pretrained_model_name_or_path=config.model, local_files_only=True)
     here = {name for name in pipeline.pretrained_component_names if (Path(config.model) / name).is_dir()}
     modules = _modules(config, {name: kind for name, kind in _classes_of(index).items() if name in here}, dtype, unread)
@@ -124,7 +123,7 @@ def _load_modular(config: WorkerConfig, pipeline_class: Any, index: dict[str, An
 def _modules(
     config: WorkerConfig, classes: dict[str, tuple[str, str]], dtype: torch.dtype, unread: Placeholders | None
 ) -> dict[str, torch.nn.Module]:
-    """The components that are not left to diffusers' own loading of the pipeline."""
+    """Load the components that are not left to diffusers' own loading of the pipeline."""
     folder = Path(config.model)
     if config.load_format is LoadFormat.DUMMY:
         return build_dummy_modules(folder, classes, dtype)
@@ -144,7 +143,7 @@ def _holds_weights(kind: Any) -> bool:
 
 
 def _classes_of(index: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Library and class of each component of an index: pairs in a classic one, in a modular one with a third entry."""
+    """Return library and class of each component of an index: a pair, with a third entry in a modular index."""
     entries = {name: value for name, value in index.items() if isinstance(value, list) and len(value) in (2, 3)}
     classes = {}
     for name, (library, kind, *spec) in entries.items():
@@ -156,7 +155,7 @@ def _classes_of(index: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def _check_components(config: WorkerConfig, pipeline: Any) -> None:
-    """Diffusers only warns of components of another class; a pipeline chosen by name has to fit the folder."""
+    """Raise ConfigError where a component's class does not fit a pipeline chosen by name; diffusers only warns of it."""
     if config.pipeline == "auto" or not hasattr(type(pipeline), "_get_signature_types"):
         return
     expected = type(pipeline)._get_signature_types()

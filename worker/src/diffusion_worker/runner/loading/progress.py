@@ -10,7 +10,7 @@ PART = 0.01
 
 
 class LoadingProgress:
-    """Sums bytes up for a report of bytes done and in all."""
+    """The bytes loaded so far, reported with the bytes in all."""
 
     def __init__(self, total: int, report: ReportProgress) -> None:
         self._total = total
@@ -19,14 +19,14 @@ class LoadingProgress:
         self._told = 0
 
     def add(self, count: int) -> None:
-        """So many more bytes are in place."""
+        """Add bytes that are in place; report once enough were added."""
         # Tied weights count once for each name in the total, and parts of a tensor less than it.
         self._done = min(self._total, self._done + count)
         if self._done - self._told >= self._total * PART:
             self._tell()
 
     def finish(self) -> None:
-        """All of them are."""
+        """Report that all bytes are in place."""
         self._done = self._total
         self._tell()
 

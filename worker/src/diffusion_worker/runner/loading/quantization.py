@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Denoisers with weights of fewer bits, by diffusers' own quantizers: torchao for eight bits, bitsandbytes for four.
 
-The linear layers are stored in fewer bits and computed in the model's dtype; everything else, and every other component, keeps
-it. Quantised weights are in no file, so the mirror of a sleeping model is memory of our own.
+The linear layers are stored in fewer bits and computed in the model's dtype; everything else, and every other component, keeps it.
+Quantised weights are in no file, so a sleeping model keeps them in host memory.
 """
 
 from collections.abc import Collection
@@ -24,7 +24,7 @@ def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtyp
     kind = config.quantization
     if kind is Quantization.NONE or component not in DENOISERS:
         return {}
-    # Late, as the packages take seconds to import and few workers need them.
+    # Imported late, because the packages take seconds to import and few workers need them.
     import diffusers
 
     if kind is Quantization.NF4:
@@ -39,7 +39,7 @@ def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtyp
 
 
 def require_quantizable(config: WorkerConfig, components: Collection[str]) -> None:
-    """Raises ConfigError where quantisation is asked for and no component of a pipeline can have it."""
+    """Raise ConfigError where quantization is asked for and no component of a pipeline can have it."""
     if config.quantization is not Quantization.NONE and not set(DENOISERS).intersection(components):
         wanted = ", ".join(DENOISERS)
         raise ConfigError(f"--quantization {config.quantization}: expected a model with one of {wanted}, found {', '.join(components)}")

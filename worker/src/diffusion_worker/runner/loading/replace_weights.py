@@ -15,9 +15,9 @@ MOST_NAMES = 3
 
 
 def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeights, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Put tensors in the place of those of the same name, which is the component's, a dot, and the name in its state dict.
+    """Replace tensors by others of the same name: the component's, a dot, and the name in its state dict.
 
-    They are given whole, also where a rank holds a part. All of them are looked at before the first is written.
+    They are given whole, also where a rank holds a part. All of them are checked before the first is written.
 
     Returns:
         The names that were replaced.
@@ -45,7 +45,7 @@ def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeight
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors file, or of all of a folder, by name.
+    """Yield the tensors of a safetensors file, or of all in a folder, by name.
 
     Raises:
         RequestError: InvalidRequest, there is no such file or it is no safetensors file.
@@ -62,7 +62,7 @@ def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _named_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by the names that a checkpoint has for them: tied ones by each, wrapped layers as if they were not."""
+    """Yield parameters and buffers by their names in a checkpoint: tied ones by each, those of wrapped layers without the wrapper."""
     for component, module in modules.items():
         wrapped = [f"{name}." for name, part in module.named_modules() if isinstance(part, LoRALayer)]
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):

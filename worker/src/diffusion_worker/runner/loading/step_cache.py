@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the step cache that a worker is to have on its pipeline, or refuses it."""
+"""The step cache that the options ask for on a pipeline, or the reason why it is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ KINDS: dict[Kind, Callable[[], CacheKind]] = {Kind.FIRST_BLOCK: FirstBlock, Kind
 
 
 def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Module], parallel: Parallel) -> PipelineStepCache | None:
-    """Build the step cache that the worker is configured to use; None for none.
+    """Build the step cache that the worker is configured to use; return None where none is.
 
     Raises:
         ConfigError: --step-cache, naming the class that cannot have it, why, and what can.
@@ -41,7 +41,7 @@ def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Modul
 
 
 def _agreement(parallel: Parallel) -> Agree:
-    """A request computes if it does on any rank."""
+    """Return a function by which ranks agree on verdicts: a request computes if it does so on any rank."""
 
     def agree(verdicts: list[CacheVerdict]) -> list[CacheVerdict]:
         computes = parallel.any_of([verdict is CacheVerdict.COMPUTE for verdict in verdicts])
