@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of a rank, and torch's own words where there is none."""
+"""The device of a rank, and torch's reason where there is none."""
 
 import torch
 
@@ -25,7 +25,7 @@ def device_of(wanted: Device, local_rank: int) -> torch.device:
 
 
 def why_no_accelerator() -> str:
-    """Return the words with which torch refuses an accelerator, for instance because its driver is missing or too old."""
+    """Return torch's reason for refusing an accelerator, for instance because its driver is missing or too old."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:

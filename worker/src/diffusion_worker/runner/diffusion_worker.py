@@ -84,7 +84,7 @@ class DiffusionWorker:
         )
 
     def _store(self) -> Store:
-        """A prefix of its own for each generation: a second one would meet the first one's stale addresses."""
+        """Connect to the rendezvous' store, with a prefix of the generation's own: addresses of an earlier generation are stale."""
         place = self._rendezvous
         if self._listener is not None:
             store = TCPStore(
@@ -104,9 +104,9 @@ class DiffusionWorker:
         return msgspec.structs.replace(model, free_bytes=free)
 
     def init_lora_manager(self) -> None:
-        """Build the manager of the pipeline's adapters, with none in it; nothing while no pipeline is loaded.
+        """Build the manager of the pipeline's adapters, with none in it; do nothing while no pipeline is loaded.
 
-        Every load does. Called later, on all ranks alike, it forgets every adapter and gives the memory of their slots back.
+        Every load calls it. Called later, on all ranks alike, it forgets every adapter and gives the memory of their slots back.
 
         Raises:
             RequestError: Busy while requests run; Asleep.
@@ -114,7 +114,7 @@ class DiffusionWorker:
         self.model_runner.init_lora_manager()
 
     def warm_up(self) -> dict[str, str]:
-        """Run requests of few steps, of which nothing is left; returns what became of the options. Raises RequestError."""
+        """Run requests of few steps and drop all they leave; return the outcome of the options. Raises RequestError."""
         features = self.model_runner.warm_up()
         self.free_memory()
         return features
@@ -124,9 +124,9 @@ class DiffusionWorker:
         return self.model_runner.execute_stepwise(tick, frames)
 
     def execute_model(self, request: RequestSpec, frames: Sequence[bytes] = ()) -> Pixels:
-        """Run one request from its begin to its end, with its adapters, on all ranks together; requests that run already wait.
+        """Run one request from start to end, with its adapters, on all ranks together; running requests wait.
 
-        For a worker's extension and scripts, which have no server that sends ticks. `frames` are the request's images.
+        It is for worker extensions and scripts, which have no server that sends ticks. `frames` are the request's images.
 
         Returns:
             uint8 [height, width, 3], or with frames before that.
@@ -137,38 +137,38 @@ class DiffusionWorker:
         return self.model_runner.execute_model(request, frames)
 
     def generate(self, request: RequestSpec, frames: Sequence[bytes] = ()) -> Pixels:
-        """Do as `execute_model`; the reference has both names."""
+        """Call `execute_model`; the reference has both names."""
         return self.execute_model(request, frames)
 
     def add_lora(self, *, request: LoRARequest, options: LoadOptions, parts: Sequence[PreparedPart] = ()) -> LoadedLoRA:
-        """Register an adapter, in host memory; requests that use it put it into a slot.
+        """Register an adapter in host memory; requests that use it put it into a slot.
 
-        A server brings `parts`, which a process of its own made of the adapter's files. Without them the files are read here.
+        `parts` have what the process of a load made of the adapter's files. Without them the files are read here.
         """
         return self.model_runner.add_lora(request, options, parts)
 
     def adapter_table(self) -> ModelTable | None:
-        """Describe the model of this rank to the process of a load."""
+        """Describe the model of this rank for the process of a load; return None where no model is loaded."""
         loras = self.model_runner.loras
         return None if loras is None else loras.table()
 
     def remove_lora(self, *, lora_int_id: int) -> bool:
-        """Unload an adapter; False if it was not loaded."""
+        """Unload an adapter; return False if it was not loaded."""
         loras = self.model_runner.loras
         return loras is not None and loras.remove_adapter(lora_int_id)
 
     def list_loras(self) -> list[int]:
-        """Ids of the loaded adapters."""
+        """Return the ids of the loaded adapters."""
         loras = self.model_runner.loras
         return [] if loras is None else loras.list_adapters()
 
     def pin_lora(self, *, lora_int_id: int) -> bool:
-        """Keep an adapter in host memory whatever else is loaded; False if it is not loaded."""
+        """Keep an adapter in host memory whatever else is loaded; return False if it is not loaded."""
         loras = self.model_runner.loras
         return loras is not None and loras.pin_adapter(lora_int_id)
 
     def unpin_lora(self, *, lora_int_id: int) -> bool:
-        """Let a pinned adapter go when others need the room; False if it was not pinned."""
+        """Let a pinned adapter go when others need the room; return False if it was not pinned."""
         loras = self.model_runner.loras
         return loras is not None and loras.unpin_adapter(lora_int_id)
 
@@ -177,13 +177,13 @@ class DiffusionWorker:
         return sorted(self.model_runner.load_weights(read_weights(Path(path))))
 
     def sleep(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> int:
-        """Give the memory of weights, slots and caches back; returns the bytes. Raises RequestError."""
+        """Give back the memory of weights, slots and caches; return the bytes. Raises RequestError."""
         before = self.resident_bytes()
         self.model_runner.release(level)
         return max(0, before - self.resident_bytes())
 
     def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Have the memory of these tags again with what was in it, of all if None; raises RequestError, and nothing is half awake."""
+        """Restore the memory of these tags, of all if None. Raises RequestError, and then all of it sleeps as before."""
         self.model_runner.restore(tuple(MemoryTag) if tags is None else tags)
 
     def resident_bytes(self) -> int:
@@ -192,15 +192,15 @@ class DiffusionWorker:
         return memory.weights_resident_bytes + memory.adapter_slots_resident_bytes + memory.cache_bytes
 
     def handle_sleep_task(self, *, task: SleepTask) -> TaskAck:
-        """`sleep` with an answer whatever happens that the rank survives; one that succeeded is not done again."""
+        """Do a task by `sleep` and acknowledge success or failure. A task that succeeded before is not done again."""
         return self._acks.acknowledge(task, lambda: self.sleep(task.level))
 
     def handle_wake_task(self, *, task: WakeTask) -> TaskAck:
-        """`wake_up` with an answer whatever happens that the rank survives; one that succeeded is not done again."""
+        """Do a task by `wake_up` and acknowledge success or failure. A task that succeeded before is not done again."""
         return self._acks.acknowledge(task, lambda: self.wake_up(task.tags))
 
     def fingerprint(self, *, probe: bool) -> Fingerprint:
-        """Checksums of all weights and adapters and, if `probe`, what one step makes of them; to be called on all ranks together.
+        """Compute checksums of all weights and adapters and, if `probe`, of one step's result; call it on all ranks together.
 
         Raises:
             RequestError: Asleep; Busy while requests run; InvalidRequest, with these options there is no sleep to compare with.
@@ -212,12 +212,12 @@ class DiffusionWorker:
         return self.model_runner.fingerprint(probe=probe)
 
     def synchronize(self) -> None:
-        """Returns when the device has done all that it was given. The results are on their way by then, before the answer to this call."""
+        """Wait until the device has done all queued work. Results of that work are sent before the answer to this call."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def re_init_pipeline(self, *, pipeline: str) -> ModelInfo:
-        """Serve the model folder with another pipeline class, a diffusers one by name or one of yours as MODULE:CLASS.
+        """Serve the model folder with another pipeline class: one of diffusers by name, or one of yours as MODULE:CLASS.
 
         The old pipeline is freed before the new one is loaded, and requests and adapters go with it.
 
@@ -229,11 +229,14 @@ class DiffusionWorker:
         return model
 
     def profile(self, *, is_start: bool, prefix: str = "") -> str | bool | None:
-        """Start a trace (whether one began) or end it (the path of its file, None without one); nothing where profiling is off."""
+        """Start a trace and return whether it began, or end it and return the path of its file, None without one.
+
+        Nothing happens where profiling is off.
+        """
         return self._profiler.start(prefix) if is_start else self._profiler.stop()
 
     def free_memory(self) -> None:
-        """Give back what failed work left: tensors that only a traceback or a cycle still holds, and what allocators keep."""
+        """Free what failed work left: tensors that only a traceback or a cycle still holds, and memory that allocators keep."""
         give_back_heap(self.device)
 
     def memory(self) -> MemoryReport:

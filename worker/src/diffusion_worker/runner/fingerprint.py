@@ -30,16 +30,16 @@ from diffusion_worker.runner.warm_up import WarmUpRequest, own_request, plain_va
 log = logging.getLogger(__name__)
 
 PROBE = RequestSpec(request_id="probe", prompt="a probe of the weights", seed=20, steps=1)
-# Less than that is a latent of a pixel or two, at which some decoders and attention layers break.
+# Smaller sides have a latent of a pixel or two, at which some decoders and attention layers break.
 SMALLEST_SIDE = 64
-# A schedule of a single step is none to some pipelines (Mochi).
+# Some pipelines (Mochi) fail with a schedule of a single step.
 STEPS = (1, 2)
 
 T = TypeVar("T")
 
 
 def adapter_contents(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]], misapplied: Container[int]) -> dict[int, str]:
-    """Return, by adapter id, its identity, a checksum of the kept copy, and whether its slot differs."""
+    """Describe each adapter, by id: its identity, a checksum of its copy in host memory, and whether its slot differs from that."""
     return {
         lora_int_id: f"{identity} {checksum(kept)}" + (" misapplied" if lora_int_id in misapplied else "")
         for lora_int_id, (identity, kept) in sorted(copies.items())
@@ -47,20 +47,20 @@ def adapter_contents(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]], m
 
 
 class Probe:
-    """Makes the probe of one pipeline: of `modules`, called by `compute`, for requests whose bodies `tasks` has."""
+    """The probe of one pipeline: `tasks` has the bodies of its requests, and `compute` calls the `modules`."""
 
     def __init__(self, tasks: TaskPipelines, parallel: Parallel, modules: dict[str, torch.nn.Module], compute: Compute) -> None:
         self._tasks = tasks
         self._parallel = parallel
         self._states: dict[str, DiffusionRequestState] = {}
-        # Without a prompt cache: it has to see what the encoders' weights are now.
+        # There is no prompt cache, because the probe has to run the encoders with the weights that they have now.
         self._stepper = Stepper(self._states, parallel, None)
         self._stepper.serve(modules, None, compute=compute)
 
     def digest(self, model: ModelInfo) -> str | None:
-        """The SHA-256 of a small image of one step; all ranks make it together, and those that split no weights each of their own.
+        """Return the SHA-256 of a small image; all ranks make it together, and those that split no weights each make their own.
 
-        None, on all ranks alike, for a model that serves none of our tasks or refuses every request tried.
+        The result is None, on all ranks alike, for a model that serves no task of the worker's or refuses every request tried.
 
         Raises:
             RequestError: InsufficientMemory.
@@ -79,7 +79,7 @@ class Probe:
         return None
 
     def _image(self, request: WarmUpRequest) -> Pixels:
-        """Raises RequestError, on all ranks alike."""
+        """Make the image of a request; raise RequestError on all ranks alike."""
         spec, output = request.spec, StepOutput()
         body = self._agreed(lambda: self._tasks.body(spec, request.frames))
         self._states[spec.request_id] = DiffusionRequestState(spec, body, exact=True)
@@ -97,7 +97,7 @@ class Probe:
         return self._agreed(lambda: pixels_of(output.images[spec.request_id]))
 
     def _agreed(self, make: Callable[[], T]) -> T:
-        """Return the result once every rank has made it; raises RequestError."""
+        """Return the result of `make` once every rank has one; raise RequestError where any rank failed."""
         failed: dict[str, ErrorReport] = {}
         try:
             made = make()
@@ -109,7 +109,7 @@ class Probe:
 
 
 def probe_requests(model: ModelInfo, tasks: TaskPipelines) -> Iterator[WarmUpRequest]:
-    """The smallest request, then what may serve where that is refused: the size of the model's own default, and a step more."""
+    """Yield the smallest request, then others for models that refuse it: one step more, and the model's own default size."""
     for (width, height, frames), steps in itertools.product([_smallest(model), (None, None, None)], STEPS):
         request = own_request(msgspec.structs.replace(PROBE, width=width, height=height, frames=frames, steps=steps), model)
         if request is None:
@@ -119,7 +119,7 @@ def probe_requests(model: ModelInfo, tasks: TaskPipelines) -> Iterator[WarmUpReq
 
 
 def _smallest(model: ModelInfo) -> tuple[int, int, int | None]:
-    """Width, height and frames: a square whose tokens can be split as the options want, no larger than it must be."""
+    """Return width, height and frames: the smallest square whose tokens can be split as the options want."""
     unit = math.lcm(model.size_multiple, model.token_pixels * model.tokens_multiple)
     side = max(1, -(-SMALLEST_SIDE // unit)) * unit
     return side, side, model.frame_multiple + 1 if model.kind == "video" else None

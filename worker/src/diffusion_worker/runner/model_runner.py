@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs requests of one loaded pipeline, all of them one step a tick, sharing model calls wherever they can."""
+"""The requests of one loaded pipeline: all advance by one step a tick, and share model calls wherever they can."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -65,7 +65,7 @@ class DuplicateRequest(ValueError):
 
 
 class DiffusionModelRunner:
-    """The model side of one rank. Nothing is loaded by the constructor."""
+    """The model side of one rank. The constructor loads nothing."""
 
     def __init__(self, config: WorkerConfig, device: torch.device, parallel: Parallel) -> None:
         self._config = config
@@ -87,9 +87,9 @@ class DiffusionModelRunner:
         self._memory = RankMemory(device, ranks=config.ranks, prompts=self._prompts)
 
     def load_model(self, report: ReportProgress, *, asleep: bool = False) -> ModelInfo:
-        """Load the pipeline and move its weights into slabs; `report` hears of bytes done and in all.
+        """Load the pipeline and move its weights into slabs; `report` is called with the bytes done and in all.
 
-        With `asleep` no weights are read, and it is as after a sleep that discards: `restore` reads them.
+        With `asleep` no weights are read, as after a sleep that discards: `restore` reads them.
 
         Raises:
             ConfigError: the model cannot be loaded, or cannot sleep.
@@ -106,7 +106,7 @@ class DiffusionModelRunner:
         unread: Placeholders = NOTHING_UNREAD,
         asleep: bool = False,
     ) -> ModelInfo:
-        """Serve a pipeline that is in host memory, but for what `unread` says is still in files, where it stays if `asleep`."""
+        """Serve a pipeline from host memory. Contents of its `unread` placeholders are read now, or by `restore` if `asleep`."""
         self.pipeline = pipeline
         self.loras = None
         self.weights = ModelWeights(home_of(self._config.offload, self._device), asleep=asleep)
@@ -116,7 +116,7 @@ class DiffusionModelRunner:
         self._tasks = TaskPipelines(pipeline)
         info = self._tasks.describe(kinds.describe(describe(pipeline, dtype, total)))
         progress = LoadingProgress(total, report)
-        # Text encoders first: a wake brings them in this order, and requests begin with them.
+        # Text encoders come first: a wake restores modules in this order, and requests begin with them.
         for name, module in sorted(modules.items(), key=lambda item: not item[0].startswith(TEXT_ENCODER)):
             module.eval().requires_grad_(False)
             kinds.place(name, self.weights, checkpoint_folder(self._config, name), unread=unread, report=progress.add)
@@ -132,14 +132,14 @@ class DiffusionModelRunner:
         self._weights_bytes = torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _accelerate(self, pipeline: Any, modules: dict[str, torch.nn.Module]) -> dict[str, str]:
-        """Put what the options ask for on modules whose weights are in place; returns what became of it."""
+        """Set up offloading, compilation and the step cache for placed modules; return the outcome by option."""
         self._offloading = Offloading(self._config.offload, self._device)
         self._offloading.manage(modules)
         if self._config.offload is not Offload.NONE and self._tasks is not None:
             for task in self._tasks.served:
                 compute_on(self._tasks.pipeline_of(task), self._device)
         self._compilation = Compilation(self._config.compile, modules)
-        # After what compiles layers: its hooks stay outside of what is compiled.
+        # The cache comes after compilation, so that its hooks stay outside of compiled code.
         self._cache = make_step_cache(self._config.step_cache, pipeline, modules, self._parallel)
         features = self._compilation.features | self._offloading.features
         if self._cache is not None:
@@ -149,9 +149,9 @@ class DiffusionModelRunner:
         return features
 
     def init_lora_manager(self) -> None:
-        """Build the manager of the pipeline's adapters and give it to all that use it; nothing while no pipeline is loaded.
+        """Build the manager of the pipeline's adapters and give it to all that use it; do nothing while no pipeline is loaded.
 
-        Every load ends with it. Called again, it forgets every adapter, and the layers are the model's own until the next one.
+        Every load ends with it. Called again, it first forgets every adapter and gives the model its own layers back.
 
         Raises:
             ConfigError: the options do not go together. RequestError: Busy while requests run; Asleep.
@@ -178,7 +178,7 @@ class DiffusionModelRunner:
         self._stepper.serve(modules, self.loras, cache=self._cache, compute=self._compute)
 
     def warm_up(self) -> dict[str, str]:
-        """Run requests of few steps, of which nothing is left; returns what became of the options, as `ModelInfo.features`.
+        """Run requests of few steps and drop all they leave; return the outcome of the options, as `ModelInfo.features`.
 
         Raises:
             RequestError: a warm-up request failed; Asleep.
@@ -206,12 +206,12 @@ class DiffusionModelRunner:
         return compiled_variants(pipeline, task, most_images=most_images, ranks=self._config.ranks, adapter=adapter)
 
     def _compute(self, module: torch.nn.Module, call: ModelCall, plain: bool) -> Any:
-        """Call a module, as diffusers itself does if `plain`."""
+        """Call a module; if `plain`, without compiled code, as diffusers itself does."""
         with self._compilation.off() if plain else nullcontext():
             return self._offloading.execute(module, call)
 
     def _new_features(self) -> dict[str, str] | None:
-        """Return the outcome of the options; None if it is unchanged."""
+        """Return the outcome of the options if it has changed, otherwise None."""
         assert self._model is not None
         features = self._model.features | self._compilation.features
         if features == self._model.features:
@@ -221,10 +221,10 @@ class DiffusionModelRunner:
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Replace tensors of the loaded model by name (`transformer.proj_out.weight`); they stay over sleep. Returns the names.
+        """Replace tensors of the loaded model by name (`transformer.proj_out.weight`); they stay over sleep. Return the names.
 
         Raises:
-            RequestError: Busy while requests run, which would be made by both; Asleep; InvalidRequest for unknown names and
+            RequestError: Busy while requests run, which would mix both weights; Asleep; InvalidRequest for unknown names and
                 other shapes. Nothing was changed then.
         """
         self._have_own_weights("weights cannot be replaced")
@@ -242,22 +242,22 @@ class DiffusionModelRunner:
         """
         self._have_own_weights("no fingerprint")
         assert self._model is not None and self._tasks is not None and self.loras is not None
-        # First, as ranks make it together: what fails on one of them later keeps no other waiting.
+        # The probe comes first, because ranks make it together: one that fails later keeps no other waiting.
         made = Probe(self._tasks, self._parallel, modules_of(self.pipeline), self._compute).digest(self._model) if probe else None
         adapters = adapter_contents(self.loras.host_copies(), self.loras.misapplied())
         return Fingerprint(checksum(self.weights.tensors()), adapters, made)
 
     def _have_own_weights(self, otherwise: str) -> None:
-        """Return when all weights are at home; raises RequestError."""
+        """Take offloaded weights home for work on the weights; raise RequestError while asleep or while requests run."""
         self._memory.require_awake(otherwise)
         if self._states:
             raise RequestError(ErrorCode.BUSY, f"{otherwise} while {len(self._states)} requests run")
         self._offloading.send_home()
 
     def re_init_pipeline(self, pipeline: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
-        """Serve the model folder by another pipeline class, one of diffusers by its name or one of yours as `module:Class`.
+        """Serve the model folder by another pipeline class: one of diffusers by name, or one of yours as `module:Class`.
 
-        The old one is freed before the new one is loaded; requests that run and adapters go with it. If the new one cannot be loaded, the
+        The old one is freed before the new one is loaded; running requests and adapters go with it. If the new one cannot be loaded, the
         old one is loaded again.
 
         Raises:
@@ -302,7 +302,7 @@ class DiffusionModelRunner:
             DuplicateRequest: a request joins that runs already; then nothing was changed. Whatever else is raised, the
                 requests of this tick are gone and those of earlier ones are as they were.
         """
-        # Torch puts sharded weights together without gradients; in inference mode it does too on a CPU, but promises nothing.
+        # Torch gathers sharded weights without gradients. It does so in inference mode too on a CPU, but does not promise it.
         with torch.no_grad() if self._config.shard > 1 else torch.inference_mode():
             return self._advance(tick, frames)
 
@@ -315,7 +315,7 @@ class DiffusionModelRunner:
             self._drop(request_id)
         try:
             self._admit(tick, frames, output)
-            # A tick may have been sent before the server knew of the last one's ends: it may name requests that are gone.
+            # A tick may name requests that are gone: it may have been sent before the server knew which ones the last tick ended.
             chosen = [state for name, state in self._states.items() if tick.advance is None or name in tick.advance]
             chosen = self._with_adapters(chosen)
             self._stepper.advance(chosen, output, meter)
@@ -332,7 +332,10 @@ class DiffusionModelRunner:
         return output
 
     def _with_adapters(self, chosen: list[DiffusionRequestState]) -> list[DiffusionRequestState]:
-        """Those whose adapters are in their slots. While others run no tick copies more than a piece; all ranks copy the same."""
+        """Return the requests whose adapters are in their slots, after copying more of the missing ones.
+
+        While others can run, a tick copies one piece at most. All ranks copy the same.
+        """
         loras = self.loras
         if loras is None or all(loras.is_ready(state.spec.loras) for state in chosen):
             return chosen
@@ -341,7 +344,7 @@ class DiffusionModelRunner:
         return [state for state in chosen if loras.is_ready(state.spec.loras)]
 
     def _admit(self, tick: Tick, frames: Sequence[bytes], output: StepOutput) -> None:
-        """Add requests, but for those that some rank refuses."""
+        """Add the requests that join, except those that any rank refuses."""
         if not tick.join:
             return
         assert self._tasks is not None
@@ -358,7 +361,7 @@ class DiffusionModelRunner:
             self._drop(request_id)
 
     def execute_model(self, spec: RequestSpec, frames: Sequence[bytes] = ()) -> Pixels:
-        """Run one request from its begin to its end, with its adapters; requests that run already wait. `frames` are its images.
+        """Run one request from start to end, with its adapters; running requests wait. `frames` are its images.
 
         Raises:
             RequestError: InvalidRequest without a prompt; whatever the request fails with; EngineFailed where the pipeline
@@ -384,12 +387,14 @@ class DiffusionModelRunner:
         raise RequestError(ErrorCode.REQUEST_FAILED, f"{found}, expected an image of uint8")
 
     def supports_step_mode(self) -> bool:
-        """Return whether requests advance by scheduler steps; other pipelines run whole, a model call a tick. False while nothing is
-        loaded."""
+        """Return whether requests advance by scheduler steps; False while nothing is loaded.
+
+        Other pipelines run whole, by one model call a tick.
+        """
         return self.pipeline is not None and any(hasattr(part, "step") for part in self.pipeline.components.values())
 
     def add_lora(self, request: LoRARequest, options: LoadOptions, parts: Sequence[PreparedPart] = ()) -> LoadedLoRA:
-        """Register an adapter from what the process of a load made for this rank; without that read it here, on all ranks or on none.
+        """Register an adapter from this rank's part of `parts`; without one, read it here, on all ranks or on none.
 
         Raises:
             RequestError: see `DiffusionLoRAManager.adopt` and `read`.
@@ -427,12 +432,12 @@ class DiffusionModelRunner:
             self._drop(request_id)
 
     def clear_prompt_embed_cache(self) -> None:
-        """Forget what text encoders returned; harmless where the cache is off."""
+        """Forget the results of text encoders; do nothing where the cache is off."""
         if self._prompts is not None:
             self._prompts.clear()
 
     def get_prompt_embed_cache_stats(self) -> dict[str, int] | None:
-        """Size, largest size, hits, misses and bypassed calls of the prompt cache; None where it is off."""
+        """Return size, largest size, hits, misses and bypassed calls of the prompt cache; None where it is off."""
         return None if self._prompts is None else msgspec.structs.asdict(self._prompts.stats())
 
     def memory(self) -> MemoryReport:
@@ -440,7 +445,7 @@ class DiffusionModelRunner:
         return self._memory.report()
 
     def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
-        """Sleep: forget every request and all that was made with the weights, and give all memory back.
+        """Forget every request and all that was made with the weights, and give all memory back.
 
         Raises:
             RequestError: InvalidRequest, some weights cannot sleep.
@@ -449,7 +454,7 @@ class DiffusionModelRunner:
         self._memory.release(level)
 
     def restore(self, tags: Sequence[MemoryTag] = tuple(MemoryTag)) -> None:
-        """Wake: have the memory of these tags again. No step is taken before all of them are there.
+        """Restore the memory of these tags. No step is taken before all memory is back.
 
         Raises:
             RequestError: InsufficientMemory; EngineFailed, a weights file is not what it was. Everything sleeps as before then.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace of what one rank does between a start and a stop, written by torch's profiler for the usual viewers."""
+"""A trace of one rank's work between a start and a stop, written by torch's profiler for the usual viewers."""
 
 import logging
 import re
@@ -22,7 +22,7 @@ class RankProfiler:
         self._prefix = ""
 
     def start(self, prefix: str) -> bool:
-        """Begin a trace; False where profiling is off or one is being taken."""
+        """Begin a trace; return False where profiling is off or a trace is being taken."""
         if self._folder is None or self._running is not None:
             return False
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
@@ -32,7 +32,7 @@ class RankProfiler:
         return True
 
     def stop(self) -> str | None:
-        """End the trace; the path of its file, None where none was being taken."""
+        """End the trace; return the path of its file, or None where no trace was being taken."""
         running, self._running = self._running, None
         if running is None or self._folder is None:
             return None

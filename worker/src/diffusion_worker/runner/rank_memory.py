@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that one rank holds for its model, by tag: given back on sleep, restored on wake.
 
-Nothing is ever half awake: a wake that fails gives back again whatever it brought.
+A tag is never half awake: a wake that fails gives back what it had restored.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from diffusion_worker.runner.stepping.suspending_module import forget_copies
 
 
 class RankMemory:
-    """Weights in slabs, the slots of adapters, and caches. `asleep` are the tags whose memory is given back, `level` how deep."""
+    """Weights in slabs, the slots of adapters, and caches. Memory of the tags in `asleep` is given back, at the depth of `level`."""
 
     def __init__(self, device: torch.device, *, ranks: int, prompts: PromptCache | None) -> None:
-        """`ranks` fill their memory at the same time, and on a CPU it is the same memory."""
+        """Start without a model. `ranks` restore their memory at the same time, and on a CPU they share the machine's."""
         self._device = device
         self._sharing = ranks if device.type == "cpu" else 1
         self._prompts = prompts
@@ -34,21 +34,21 @@ class RankMemory:
         self.level: SleepLevel | None = None
 
     def begin(self, *, asleep: bool) -> None:
-        """Begin with a new model; `asleep` is as after a sleep that discards."""
+        """Begin with a new model: awake, or `asleep` as after a sleep that discards."""
         self.asleep = list(MemoryTag) if asleep else []
         self.level = SleepLevel.DISCARD if asleep else None
 
     def serve(self, weights: ModelWeights, loras: DiffusionLoRAManager) -> None:
-        """From now on these are the model's."""
+        """Use these weights and adapters as the model's from now on."""
         self._weights, self._loras = weights, loras
 
     def require_awake(self, what: str) -> None:
-        """Raises RequestError, Asleep, while the memory of some tag is given back."""
+        """Raise RequestError (Asleep) while the memory of some tag is given back."""
         if self.asleep:
             raise RequestError(ErrorCode.ASLEEP, f"{what}: expected a model that is awake, found {', '.join(self.asleep)} given back")
 
     def release(self, level: SleepLevel) -> None:
-        """Give everything back; what sleeps at this level or deeper has nothing to give. No request runs.
+        """Give everything back, except what sleeps at this level or deeper already. No request may run.
 
         Raises:
             RequestError: InvalidRequest, some weights cannot sleep; nothing was given back then.
@@ -65,7 +65,7 @@ class RankMemory:
         give_back_heap(self._device)
 
     def restore(self, tags: Sequence[MemoryTag]) -> None:
-        """Have the memory of these tags again, as far as it was given back.
+        """Restore the memory of these tags, as far as it was given back.
 
         Raises:
             RequestError: InsufficientMemory; EngineFailed, a weights file is not what it was. Everything sleeps as before then.
@@ -103,8 +103,7 @@ class RankMemory:
         )
 
     def _missing_bytes(self, tag: MemoryTag) -> int:
-        """Return the bytes that a tag takes at once when it is restored. On a CPU slots take nothing before something is written to
-        them."""
+        """Return the bytes that restoring a tag takes at once. Slots on a CPU take memory only when they are written to."""
         if tag is MemoryTag.WEIGHTS:
             return self._weights.missing_bytes
         if tag is MemoryTag.ADAPTERS and self._device.type != "cpu" and self._loras is not None:
@@ -119,7 +118,7 @@ class RankMemory:
             raise _insufficient(needed, found, f"for {self._sharing} ranks" if self._sharing > 1 else f"on {self._device}")
 
     def _give_back(self, tag: MemoryTag, *, forget: bool) -> None:
-        """`forget` is whether the adapters' copies in host memory go too."""
+        """Give back the memory of a tag; `forget` also drops the adapters' copies in host memory."""
         if tag is MemoryTag.WEIGHTS:
             self._weights.release(self.level or SleepLevel.HOST_MEMORY)
         elif tag is MemoryTag.ADAPTERS and self._loras is not None:
@@ -130,7 +129,7 @@ class RankMemory:
                 self._prompts.clear()
 
     def _bring(self, tag: MemoryTag) -> None:
-        """Caches fill themselves, once steps are taken."""
+        """Restore the memory of a tag. Caches fill themselves, once steps are taken."""
         if tag is MemoryTag.WEIGHTS:
             self._weights.restore()
         elif tag is MemoryTag.ADAPTERS and self._loras is not None:

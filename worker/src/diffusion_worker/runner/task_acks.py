@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of one rank to tasks of sleeping and waking: an answer whatever happens, and the same one to a task that is repeated."""
+"""A rank's answers to sleep and wake tasks: also to those that fail, and the same again to a repeated task that succeeded."""
 
 import logging
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from diffusion_worker.runner.model_call.faults import classify, require_usable_r
 
 log = logging.getLogger(__name__)
 
-# A repeat comes soon or never.
+# A task is repeated soon or never.
 MOST_REMEMBERED = 64
 
 
 class TaskAcks:
-    """The tasks that one rank did, newest last. `resident_bytes` says what it holds, `free_memory` cleans up after a failure."""
+    """The tasks that one rank did, newest last. `resident_bytes` returns the memory that it holds; a failure calls `free_memory`."""
 
     def __init__(self, rank: int, *, resident_bytes: Callable[[], int], free_memory: Callable[[], None]) -> None:
         self._rank = rank
@@ -24,7 +24,7 @@ class TaskAcks:
         self._done: dict[tuple[type, str], TaskAck] = {}
 
     def acknowledge(self, task: SleepTask | WakeTask, work: Callable[[], object]) -> TaskAck:
-        """Do the work of a task, unless one of its kind and id succeeded before: what failed may be tried again under its id.
+        """Do a task's work and return its answer; return the old one if the task succeeded before. A failed task is tried again.
 
         Raises:
             RankFault: the rank cannot go on.
@@ -50,8 +50,10 @@ class TaskAcks:
 
 
 def _failure_of(work: Callable[[], object]) -> ErrorReport | None:
-    """Run the work and return its failure for the server, without the exception, which would keep the failed objects alive. Raises
-    RankFault."""
+    """Run the work and return its failure for the server, or None. Raises RankFault.
+
+    The exception itself is not returned, because it would keep the failed objects alive.
+    """
     try:
         work()
     except RequestError as error:

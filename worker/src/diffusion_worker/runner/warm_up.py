@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm-up on one rank: requests of few steps, run as any other, of which nothing is left but what was compiled for them."""
+"""The warm-up on one rank: requests of few steps, run as any other, which leave nothing but the code compiled for them."""
 
 import itertools
 import logging
@@ -17,14 +17,14 @@ from diffusion_worker.runner.stepping.stepper import StepOutput
 log = logging.getLogger(__name__)
 
 GREY, MASKED = 128, 255
-# For models that say of no size what it is by default; most were trained for some such.
+# The side for models that have no default size; most were trained for about this one.
 SIDE = 512
 
 Execute = Callable[[Tick, Sequence[bytes]], StepOutput]
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """A warm-up request's count, and its differences by the fields of `RequestSpec`."""
+    """A form of the warm-up: how many requests run together, and the fields of `RequestSpec` in which they differ from the plain one."""
 
     images: int = 1
     changes: dict[str, Any] = {}
@@ -41,7 +41,7 @@ PLAIN = (Variant(),)
 
 
 def plain_variants(pipeline: Any, task: Task) -> list[Variant]:
-    """The request as it is. From an image all the way: a part of one step is none."""
+    """Return the plain variant alone. From an image its strength is 1, because a part of a single step is no step."""
     return [Variant(changes={"strength": 1.0} if task is not Task.GENERATE and "strength" in inputs_of(pipeline) else {})]
 
 
@@ -60,7 +60,7 @@ def compiled_variants(pipeline: Any, task: Task, *, most_images: int, ranks: int
 
 
 def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variants: Sequence[Variant] = PLAIN) -> None:
-    """Run the warm-up in every size and variant: `execute` advances what joined by a step.
+    """Run the warm-up in every size and variant; `execute` lets requests join and advances them by a step.
 
     Raises:
         RequestError: a request failed; the message says which and why.
@@ -68,7 +68,7 @@ def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variant
     for request, variant in itertools.product(warm_up_requests(config, model), variants):
         spec, failed = request.spec, _make(execute, request, variant)
         if failed is not None and spec.steps == 1:
-            # A schedule of a single step is none to some pipelines (Mochi).
+            # Some pipelines (Mochi) fail with a schedule of a single step.
             spec = msgspec.structs.replace(spec, steps=2)
             failed = _make(execute, msgspec.structs.replace(request, spec=spec), variant)
         if failed is not None:
@@ -78,7 +78,7 @@ def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variant
 
 
 def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpRequest]:
-    """Yield a request of words for each size; a model that needs an image gets a grey one."""
+    """Yield a request for each size: from text, or from a grey image if the model needs one."""
     sizes: list[tuple[int | None, int | None]] = [*config.warmup_sizes] or [(None, None)]
     for number, (width, height) in enumerate(sizes):
         spec = RequestSpec(
@@ -99,12 +99,12 @@ def own_request(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest | None:
 
 
 def task_of(model: ModelInfo) -> Task | None:
-    """Return the warm-up's task: words alone if the model serves that."""
+    """Return the warm-up's task: text to image if the model serves it, otherwise its first; None without tasks."""
     return Task.GENERATE if Task.GENERATE in model.tasks else next(iter(model.tasks), None)
 
 
 def _from_image(spec: RequestSpec, task: Task, model: ModelInfo) -> WarmUpRequest:
-    # In the size of the request, as the server sends them.
+    # The image has the size of the request, as those that the server sends.
     width, height = spec.width or model.default_width or SIDE, spec.height or model.default_height or SIDE
     frames = [bytes([GREY]) * (width * height * 3)]
     mask = None
@@ -116,7 +116,7 @@ def _from_image(spec: RequestSpec, task: Task, model: ModelInfo) -> WarmUpReques
 
 
 def _make(execute: Execute, request: WarmUpRequest, variant: Variant) -> ErrorReport | None:
-    """All images of a variant to their end, the first error where one fails."""
+    """Make all images of a variant; return the first error, or None where none fails."""
     name, frames = request.spec.request_id, request.frames
     specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **variant.changes) for number in range(variant.images)]
     left, joining = {spec.request_id for spec in specs}, specs
