@@ -27,7 +27,7 @@ POLICY_SAYS, WEBHOOK_SAYS, QUOTA_SAYS = "the policy wants none of these", "the w
 
 @asynccontextmanager
 async def refusing_policy(client: RestClient) -> AsyncIterator[None]:
-    """A policy for the whole server: it refuses objects of the kind that their namespace has as its label `refuse`."""
+    """Install an admission policy for the whole server. It refuses a kind in each namespace whose label `refuse` names that kind."""
     free = f"!('{LABEL}' in namespaceObject.metadata.labels) || namespaceObject.metadata.labels['{LABEL}'] != request.kind.kind"
     validations = [{"expression": free, "message": POLICY_SAYS}]
     policy = {"failurePolicy": "Fail", "matchConstraints": {"resourceRules": RULES}, "validations": validations}
@@ -43,14 +43,14 @@ async def refusing_policy(client: RestClient) -> AsyncIterator[None]:
 
 
 async def refuse_by_policy(client: RestClient, namespace: str, kind: Kind | None) -> None:
-    """None: no more."""
+    """Have the policy refuse objects of a kind in a namespace; None: end the refusal."""
     change = {"metadata": {"labels": {LABEL: kind.kind if kind is not None else None}}}
     status, found = await client.send("PATCH", f"/api/v1/namespaces/{namespace}", change, content_type=MERGE)
     assert status == 200, found
 
 
 async def refuse_by_quota(client: RestClient, namespace: str, kind: Kind | None) -> None:
-    """None of the kind may be made, or as many as one likes. Nothing computes the status of a quota here, so it is written too."""
+    """Forbid objects of a kind by a quota of zero; None: delete the quota. The status is written too, since nothing computes it here."""
     if kind is None:
         await client.delete(QUOTA, namespace, "none")
         return
@@ -62,7 +62,7 @@ async def refuse_by_quota(client: RestClient, namespace: str, kind: Kind | None)
 
 
 class Webhook:
-    """An async context manager: a webhook that refuses objects of a kind in a namespace, for those namespaces that have its label."""
+    """An admission webhook that refuses objects of a kind in a namespace that has its label; an async context manager."""
 
     def __init__(self, client: RestClient, folder: Path) -> None:
         self._client = client
@@ -71,9 +71,9 @@ class Webhook:
         app.router.add_post("/", self._review)
         self._server = TestServer(app)
         self.refused: dict[str, str] = {}
-        """Kind by namespace."""
+        """Refused kinds by namespace."""
         self.broken: set[str] = set()
-        """Namespaces about which it answers with an error of its own."""
+        """Namespaces for which the webhook itself fails with an error."""
 
     async def __aenter__(self) -> "Webhook":
         authority = Authority(self._folder / "certs")

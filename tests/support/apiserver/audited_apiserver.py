@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real API server that notes what accounts ask for, with the chart's accounts and roles, and the operator's program under one of them.
+"""A real API server with an audit log, the accounts and roles of the chart, and the operator's program under one of these accounts.
 
 Namespaces enforce the restricted profile of Pod Security. Owner references are checked as OpenShift does it.
 
@@ -29,7 +29,7 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 class AuditedApiserver:
-    """Written to as its administrator."""
+    """An API server with an audit log, and its administrator's access."""
 
     def __init__(self, kubeconfig: Path, chart: Chart) -> None:
         self.kubeconfig = kubeconfig
@@ -48,7 +48,7 @@ class AuditedApiserver:
         return self._chart.documents(overrides=overrides)
 
     def give_rights(self, documents: Sequence[Document]) -> None:
-        """Apply what the chart says about accounts, and wait until the server grants it: its authorizer hears of a role a moment later."""
+        """Apply the chart's documents about accounts, and wait until the server grants the rights: its authorizer learns of roles later."""
         self.apply(*(document for document in documents if document["kind"] in RIGHTS))
         roles = {_key(document): document for document in documents if document["kind"].endswith("Role")}
         for binding in (document for document in documents if document["kind"].endswith("Binding")):
@@ -74,7 +74,7 @@ class AuditedApiserver:
 
     @contextmanager
     def operator(self, documents: Sequence[Document], keys: Sequence[str]) -> Iterator[OperatorProcess]:
-        """The program as the chart starts it, with these keys."""
+        """Run the operator's program as the chart starts it, with these keys."""
         spec = the_only(list(documents), "Deployment")["spec"]["template"]["spec"]
         arguments, kubeconfig = (
             [one.replace(IDENTITY, "demo-0_uid-of-demo-0") for one in spec["containers"][0]["args"][1:]],
@@ -85,11 +85,15 @@ class AuditedApiserver:
             yield operator
 
     def try_pod(self, pod: Document) -> None:
-        """Ask admission for a pod without creating it. Raises with the refusal."""
+        """Ask admission for a pod without creating it.
+
+        Raises:
+            AssertionError: the pod is refused; the message is the refusal.
+        """
         self.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
 
     def may(self, user: str, verb: str, resource: str, *, namespace: str, group: str = GROUP, name: str = "") -> bool:
-        """Ask as `kubectl auth can-i --as` does."""
+        """Return whether an account may do this, asked as `kubectl auth can-i --as` asks."""
         resource, _, subresource = resource.partition("/")
         about = {"group": group, "resource": resource, "name": name, "subresource": subresource, "verb": verb, "namespace": namespace}
         review = {"spec": {"user": user, "resourceAttributes": about}}
@@ -97,7 +101,7 @@ class AuditedApiserver:
             return bool(client.AuthorizationV1Api(connection).create_subject_access_review(review).status.allowed)
 
     def usage(self, account: str) -> Usage:
-        """Read what the account asked for until now."""
+        """Return the requests of an account until now."""
         return usage(map(json.loads, (self.kubeconfig.parent / "audit.log").read_text().splitlines()), account)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of both kinds, their schemas, and a real API server that judges documents.
+"""Documents of both kinds, their schemas, and a real API server that validates documents.
 
 Real: the API server and our CRDs. The client is Python's, because a kubectl for each takes a quarter of a second.
 """
@@ -34,7 +34,7 @@ def _document(kind: Kind, name: str, spec: Document) -> Document:
 
 
 class Api:
-    """Creates, changes and deletes documents; a dry run by default."""
+    """A client that creates, changes and deletes documents; a dry run by default."""
 
     def __init__(self, connection: client.ApiClient) -> None:
         self._objects = client.CustomObjectsApi(connection)
@@ -75,7 +75,7 @@ def check_transition(api: Api, before: Document, accepted: Document, refused: Do
 
 
 def rules_without_a_row(plural: str, rows: Iterable[tuple[Any, ...]]) -> list[str]:
-    """Messages of rules of which no row has a part as its last member."""
+    """List the messages of rules for which no row ends with a part of the message."""
     parts = [row[-1] for row in rows]
     return [message for message in rule_messages(plural) if not any(part in message for part in parts)]
 
@@ -90,17 +90,17 @@ def _named(document: Document) -> tuple[str, ...]:
 
 
 def spec_schema(plural: str) -> Document:
-    """The schema of a kind's spec, as `crds/` has it."""
+    """Return the schema of a kind's spec from `crds/`."""
     return object_schema(plural)["properties"]["spec"]
 
 
 def rule_messages(plural: str) -> set[str]:
-    """The message of every rule of a kind."""
+    """Return the messages of all validation rules of a kind."""
     return {rule["message"] for schema in schemas(object_schema(plural)) for rule in schema.get("x-kubernetes-validations", ())}
 
 
 def ends(schema: Document, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Document]]:
-    """The fields of a schema that have none below them, by their path; what is in lists is left out."""
+    """Yield the fields of a schema that have no fields below them, each with its path; items of lists are left out."""
     for name, inner in schema.get("properties", {}).items():
         yield from ends(inner, (*path, name))
     if "properties" not in schema:
@@ -108,14 +108,14 @@ def ends(schema: Document, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def nested(path: tuple[str, ...], value: Any) -> Document:
-    """A document with a value at a path."""
+    """Return a document with a value at a path."""
     for name in reversed(path):
         value = {name: value}
     return value
 
 
 def merged(one: Document, other: Document) -> Document:
-    """Both documents; where both have a value that is no object, the other's."""
+    """Return two documents merged; the other's value wins, except where both are objects."""
     both = one.keys() & other.keys()
     deeper = {name: merged(one[name], other[name]) for name in both if isinstance(one[name], dict) and isinstance(other[name], dict)}
     return one | other | deeper
@@ -123,13 +123,13 @@ def merged(one: Document, other: Document) -> Document:
 
 @functools.cache
 def object_schema(plural: str) -> Document:
-    """The schema of a kind, which nobody may change."""
+    """Return the schema of a kind. It is cached, so it must not be changed."""
     (version,) = yaml.safe_load((ROOT / "crds" / f"{plural}.yaml").read_text())["spec"]["versions"]
     return version["schema"]["openAPIV3Schema"]
 
 
 def schemas(schema: Document) -> Iterator[Document]:
-    """A schema, and all that are in it."""
+    """Yield a schema and all schemas inside it."""
     yield schema
     for inner in (*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")):
         if isinstance(inner, dict):

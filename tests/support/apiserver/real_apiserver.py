@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real kube-apiserver with our CRDs: one for the whole test session, and others for tests that want one alone.
+"""A real kube-apiserver with our CRDs: one for the whole test session, and separate ones for tests that need one alone.
 
 Real: the API server, etcd and kubectl. Not real: there is no scheduler, kubelet or controller.
 """
@@ -24,7 +24,7 @@ def kubeconfig_of_apiserver() -> Iterator[Path]:
 
 @contextmanager
 def own_apiserver(**options: Any) -> Iterator[Path]:
-    """Run one with our CRDs and no object of anybody else's; give its kubeconfig. `options` are those of tools/devcluster."""
+    """Run an API server with our CRDs and no other objects, and yield its kubeconfig. `options` are those of tools/devcluster."""
     from tools.devcluster.apiserver import apiserver
 
     with apiserver(**options) as kubeconfig:
@@ -35,10 +35,14 @@ def own_apiserver(**options: Any) -> Iterator[Path]:
 
 
 def kubectl(kubeconfig: Path, *arguments: str, stdin: str | None = None) -> str:
-    """Return kubectl's output; a failure raises with its message."""
+    """Run kubectl and return its output.
+
+    Raises:
+        AssertionError: kubectl failed; the message has its output.
+    """
     from tools.devcluster import programs
 
-    # A cache of its own: the one at home is kept by port, and another server may have had this one.
+    # A separate cache: the one in the home directory is keyed by port, and another server may have used this port.
     own = ("--kubeconfig", str(kubeconfig), f"--cache-dir={kubeconfig.parent}/kubectl-cache")
     command = [str(programs.kube() / "kubectl"), *own, *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw requests to a real API server, by somebody who may do everything: what a user, a kubelet or a controller would do.
+"""Raw requests to a real API server as an administrator: the actions of a user, a kubelet or a controller.
 
 Real: the server, its admission and its answers. Not real: the user.
 """
@@ -19,7 +19,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
 class RestClient:
-    """An async context manager; answers are (status, document)."""
+    """A client whose answers are (status, document); an async context manager."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self._kubeconfig = kubeconfig
@@ -37,7 +37,7 @@ class RestClient:
         await self._session.close()
 
     async def send(self, method: str, path: str, body: object = None, *, content_type: str = "application/json") -> tuple[int, Any]:
-        """Any request; a body that is bytes is sent as it is."""
+        """Send any request and return status and document; a body of bytes is sent as it is."""
         assert self._session is not None
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {"Content-Type": content_type} if data is not None else {}
@@ -45,36 +45,37 @@ class RestClient:
             return answer.status, await answer.json()
 
     async def create(self, kind: Kind, namespace: str, document: Any, *, strict: bool = False) -> tuple[int, Any]:
-        """Create an object; strict as `kubectl`, which refuses unknown fields."""
+        """Create an object; `strict` refuses unknown fields, as `kubectl` does."""
         placed = document | {"metadata": document["metadata"] | {"namespace": namespace}}
         return await self.send("POST", path_of(kind, namespace) + ("?fieldValidation=Strict" if strict else ""), placed)
 
     async def list(self, kind: Kind, namespace: str) -> list[Any]:
-        """All of a kind."""
+        """Return all objects of a kind."""
         status, found = await self.send("GET", path_of(kind, namespace))
         assert status == 200, found
         return [one | {"kind": kind.kind} for one in found["items"]]
 
     async def patch(self, kind: Kind, namespace: str, name: str, changes: dict[str, Any], *, subresource: str = "") -> tuple[int, Any]:
-        """A merge patch."""
+        """Send a merge patch."""
         return await self.send("PATCH", f"{path_of(kind, namespace)}/{name}{subresource}", changes, content_type=MERGE)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, at_once: bool = False, uid: str = "") -> int:
-        """`at_once`: without waiting for a kubelet, as one does that has ended the pod; `uid`: only the object that has it."""
+        """Delete an object. `at_once` sets no grace period, as a kubelet does that has ended the pod; `uid` deletes only the object that
+        has it."""
         options = ({"gracePeriodSeconds": 0} if at_once else {}) | ({"preconditions": {"uid": uid}} if uid else {})
         return (await self.send("DELETE", f"{path_of(kind, namespace)}/{name}", options))[0]
 
     async def make_namespace(self, name: str) -> None:
-        """Create a namespace of this name; it must not exist yet."""
+        """Create a namespace; it must not exist yet."""
         await self.make("/api/v1/namespaces", {"metadata": {"name": name}})
 
     async def make(self, path: str, document: object) -> None:
-        """Any object, at the path of its collection, which must take it."""
+        """Create any object at the path of its collection, and check that it is accepted."""
         status, found = await self.send("POST", path, document)
         assert status == 201, found
 
 
 def path_of(kind: Kind, namespace: str | None = None) -> str:
-    """Return the path of a collection, in all namespaces where none is named."""
+    """Return the path of a kind's collection, in all namespaces where none is named."""
     prefix = "apis" if "/" in kind.api_version else "api"
     return f"/{prefix}/{kind.api_version}{f'/namespaces/{namespace}' if namespace else ''}/{kind.plural}"

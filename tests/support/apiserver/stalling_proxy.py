@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TCP proxy on loopback that can stop forwarding what the server says: to the connections that there are, as a load balancer that
-lost them, or to all of them, as a server that stands still. It can also be cut: then nothing goes either way, as without a network.
+"""A TCP proxy on loopback that can withhold the server's answers: from open connections, or from all of them, as a hung server does. It can
+also be cut: then nothing passes either way, as without a network.
 
-Real: both ends and every byte, TLS included, which it does not understand. Not real: the silence. Unless it is cut, clients are
-heard: the server does what it is asked for, and nobody gets an answer.
+Real: both ends and every byte, TLS included, which the proxy does not decode. Not real: the silence. Unless the proxy is cut, requests
+still reach the server: it acts on them, but no client gets an answer.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ CHUNK = 65536
 
 
 class StallingProxy(socketserver.ThreadingTCPServer):
-    """In front of the server that a kubeconfig names; a context manager with threads of its own, so that the test may block."""
+    """A proxy in front of the server that a kubeconfig names; a context manager with threads of its own, so that the test may block."""
 
     daemon_threads = True
     request_queue_size = 100
@@ -34,7 +34,7 @@ class StallingProxy(socketserver.ThreadingTCPServer):
         self.connected = threading.Event()
         self.connected.set()
         self.flowing: set[threading.Event] = set()
-        """A connection each."""
+        """An event for each connection; answers pass while it is set."""
 
     def __enter__(self) -> Self:
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -46,23 +46,23 @@ class StallingProxy(socketserver.ThreadingTCPServer):
         self.resume()
 
     def stall(self) -> None:
-        """The connections that there are hear no more from the server; new ones do."""
+        """Withhold the server's answers from the connections that are open now; new connections still get theirs."""
         with self.lock:
             for flowing in self.flowing:
                 flowing.clear()
 
     def silence(self) -> None:
-        """No connection hears from the server any more, new ones included."""
+        """Withhold the server's answers from all connections, new ones included."""
         self.silent = True
         self.stall()
 
     def cut(self) -> None:
-        """Nothing goes either way, of no connection."""
+        """Forward nothing in either direction, on any connection."""
         self.connected.clear()
         self.silence()
 
     def resume(self) -> None:
-        """All go on, with what was kept back."""
+        """Forward everything again, including the bytes that were withheld."""
         self.connected.set()
         with self.lock:
             self.silent = False
@@ -70,7 +70,7 @@ class StallingProxy(socketserver.ThreadingTCPServer):
                 flowing.set()
 
     def kubeconfig(self, folder: Path) -> Path:
-        """Write the kubeconfig of a client that connects through here; the server's certificate is valid for every port of its address."""
+        """Write a kubeconfig that connects through the proxy; the server's certificate is valid for every port of its address."""
         self._document["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{self.server_address[1]}"
         made = folder / "kubeconfig-through-proxy"
         made.write_text(json.dumps(self._document))
@@ -78,7 +78,7 @@ class StallingProxy(socketserver.ThreadingTCPServer):
 
 
 class _Connection(socketserver.BaseRequestHandler):
-    """Lasts until either side ends it."""
+    """A forwarded connection, which lasts until either side ends it."""
 
     server: StallingProxy
 
@@ -88,7 +88,7 @@ class _Connection(socketserver.BaseRequestHandler):
             self.server.flowing.add(flowing)
             if not self.server.silent:
                 flowing.set()
-        # A server that is not there ends the connection.
+        # A server that refuses ends the connection.
         with contextlib.suppress(OSError), socket.create_connection(self.server.target) as to_server:
             threading.Thread(target=_pump, args=(to_server, self.request, flowing), daemon=True).start()
             _pump(self.request, to_server, self.server.connected)

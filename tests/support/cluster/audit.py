@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what operators asked of the node's API server, by its audit log: each right that they used, and what was refused them.
+"""Reads the requests of operators from the audit log of the node's API server: each right that they used, and each refusal.
 
-Real: the log of a real cluster. A refusal counts while an account has its rights. Without them it is as it should be. They end
-before the process does where a release is uninstalled, or a namespace with everything in it. A namespace that ends refuses new objects too.
+Real: the log of a real cluster. A refusal counts only while an account has its rights. An uninstall, or the end of a namespace, takes the
+rights away before the process ends, and a namespace that ends refuses new objects too.
 """
 
 import itertools
@@ -34,9 +34,9 @@ class Right(NamedTuple):
         return f"{self.verb} {self.resource}{f'.{self.group}' if self.group else ''}"
 
 
-# Never a request by itself; tests/operator/apiserver/test_rights_by_audit.py shows what asks for it.
+# Never a request by itself; see tests/operator/apiserver/test_rights_by_audit.py.
 BY_ADMISSION = Right("diffusion-operator.dev", "diffusiondeployments/finalizers", "update")
-# Asked for by the version before alone, as test_upgrade_on_a_cluster.py runs it. helm changes its Role a moment before it ends its pod.
+# Only the version before asks for it, in test_upgrade_on_a_cluster.py. helm changes its Role a moment before it ends its pod.
 OF_EARLIER_VERSION = Right("events.k8s.io", "events", "create")
 
 
@@ -50,7 +50,8 @@ class Usage(NamedTuple):
 
 
 def usage(entries: Iterable[Document], account: str = RELEASE) -> Usage:
-    """Count what an account of this name did, in whatever namespace. The chart names its own after the release. A watch has two entries."""
+    """Count the rights that an account of this name used, and list its refusals, over all namespaces. A watch has two entries. The chart
+    names the account after the release."""
     found, taken = Usage(Counter(), []), set[str]()
     each = {entry["auditID"]: entry for entry in entries if "objectRef" in entry}
     for entry in sorted(each.values(), key=lambda entry: str(entry["requestReceivedTimestamp"])):
@@ -67,7 +68,7 @@ def usage(entries: Iterable[Document], account: str = RELEASE) -> Usage:
 
 
 def right_of(entry: Document) -> Iterator[Right]:
-    """An apply that makes an object takes the right to create it as well."""
+    """Yield the rights that a request needs; an apply that creates an object needs the right to create as well."""
     about = entry["objectRef"]
     resource = "/".join(filter(None, (about["resource"], about.get("subresource"))))
     yield Right(about.get("apiGroup", ""), resource, entry["verb"])
@@ -76,7 +77,7 @@ def right_of(entry: Document) -> Iterator[Right]:
 
 
 def documented(page: Path = SECURITY_PAGE) -> set[Right]:
-    """The rights in the table of docs/security.md."""
+    """Return the rights in the table of docs/security.md."""
     table = page.read_text().partition("## The operator's rights")[2].partition("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in table.splitlines() if re.match(r"\| (core|`)", line)]
     return {
@@ -93,14 +94,14 @@ def granted(role: Document) -> set[Right]:
 
 
 def read_log(log: Path, since: datetime) -> Iterator[Document]:
-    """Read the file and the one before it, oldest first."""
+    """Read the log's entries since a time, from the rotated file first and then the current one."""
     for file in sorted(log.parent.glob(f"{log.stem}*{log.suffix}"), key=lambda file: file.stat().st_mtime):
         with file.open() as lines:
             yield from (entry for line in lines if datetime.fromisoformat((entry := json.loads(line))["requestReceivedTimestamp"]) >= since)
 
 
 def check_rights(kubectl: Kubectl, *, since: datetime, whole: bool) -> None:
-    """Nothing was refused, and after the `whole` suite nothing is granted that was not used. The table is in bench-output."""
+    """Check that nothing was refused, and after the `whole` suite that no granted right is unused. The table is in bench-output."""
     try:
         log = cluster.provider().own_nodes().audit_log
     except NotOfThisMachine:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Container images of the version before: its code upon the layers of today's, so that a build takes seconds.
+"""Container images of the version before: its code upon the layers of today's images, so that a build takes seconds.
 
-Real: its operator and its worker. Not real: their libraries are those of today, and the ranks of the image of servers are fake.
+Real: its operator and its worker. Not real: their libraries, which are those of today, and the ranks in the image of servers, which are
+fake.
 """
 
 import shutil
@@ -32,15 +33,15 @@ ENTRYPOINT ["python3", "-m", "%s"]
 
 @dataclass(frozen=True)
 class EarlierImages:
-    """References as the cluster's nodes know them."""
+    """References to the container images, as the cluster's nodes know them."""
 
     release: Images
     servers: str
-    """The worker's server process over ranks that compute nothing: about 80 MB of memory in place of 1 GB."""
+    """The worker's server process over fake ranks: about 80 MB of memory instead of 1 GB."""
 
 
 def build_earlier(earlier: EarlierVersion, folder: Path) -> EarlierImages:
-    """Build them, and bring them to the cluster."""
+    """Build the container images, and bring them to the cluster."""
     operator = _build(folder / "operator", "earlier-operator", images.build("operator"), INSTALLED, {"earlier": earlier.root / "operator"})
     worker = _build(folder / "worker", "earlier-worker", images.build("worker"), INSTALLED, {"earlier": earlier.root / "worker"})
     servers = _build(folder / "servers", "earlier-servers", worker, SERVERS % earlier.worker_program, {"support": earlier.support})

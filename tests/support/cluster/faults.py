@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults made from under the cluster: signals to its programs and to those in pods, packets that get lost.
+"""Faults made from below the cluster: signals to its programs and to programs in pods, and dropped packets.
 
-Real: the faults, made by the kernel of the node. The node must be of this machine for that. Otherwise
-`own_nodes` says so, and the test is skipped.
+Real: the faults, made by the kernel of the node. The node must run on this machine. Otherwise `own_nodes` raises, and the test is skipped.
 """
 
 import os
@@ -21,7 +20,7 @@ CONTROL_PORT = 8001
 
 
 def service_address(kubectl: Kubectl, name: str) -> str:
-    """The Service's own address, which answers from here and without the API server, unlike `kubectl port-forward`."""
+    """Return the address of a Service, which is reachable from here without the API server, unlike `kubectl port-forward`."""
     cluster.provider().own_nodes()
     spec = kubectl.get(f"service/{name}")["spec"]
     return f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
@@ -29,7 +28,7 @@ def service_address(kubectl: Kubectl, name: str) -> str:
 
 @contextmanager
 def api_server_stopped() -> Iterator[None]:
-    """It stands still, with its connections open, as when its machine swaps or its store hangs."""
+    """Stop the API server while the block runs, with its connections open, as when its machine swaps or its store hangs."""
     pid = cluster.provider().own_nodes().find_program("kube-apiserver")
     assert pid is not None, "the node has no kube-apiserver"
     os.kill(pid, signal.SIGSTOP)
@@ -41,9 +40,9 @@ def api_server_stopped() -> Iterator[None]:
 
 @contextmanager
 def control_port_cut_off(pod: Document) -> Iterator[None]:
-    """Packets to the pod's control port are dropped without a word; those to its other ports arrive.
+    """Drop packets to a pod's control port silently while the block runs; packets to its other ports arrive.
 
-    The rule is in the pod's network, because two pods of one node meet on its bridge, where not every kernel can filter.
+    The rule is in the pod's network namespace: pods of one node meet on its bridge, where not every kernel can filter.
     """
     inside = ["nsenter", "--target", str(processes_of(pod)[0]), "--net", "--", "nft"]
     rule = f"table inet faults {{ chain arriving {{ type filter hook input priority 0; tcp dport {CONTROL_PORT} drop; }}; }}"
@@ -55,13 +54,13 @@ def control_port_cut_off(pod: Document) -> Iterator[None]:
 
 
 def kill_operator(kubectl: Kubectl) -> None:
-    """SIGKILL to the process of the operator that leads, without a chance to end anything it began."""
+    """Send SIGKILL to the leading operator's process, so that it cannot finish anything that it began."""
     signal_operator(leader(kubectl), signal.SIGKILL)
 
 
 @contextmanager
 def operator_stopped(pod: Document) -> Iterator[None]:
-    """It stands still, with its connections open. The kubelet may end it meanwhile for its probe."""
+    """Stop an operator while the block runs, with its connections open. The kubelet may end it meanwhile, as its probe fails."""
     stopped = signal_operator(pod, signal.SIGSTOP)
     try:
         yield
@@ -72,7 +71,7 @@ def operator_stopped(pod: Document) -> Iterator[None]:
 
 
 def signal_operator(pod: Document, number: signal.Signals) -> list[int]:
-    """Return the pids of its processes, the sandbox's own aside."""
+    """Send a signal to the operator's processes in a pod, and return their pids; the sandbox's process is left out."""
     pids = [pid for pid in processes_of(pod) if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/pause")]
     for pid in pids:
         os.kill(pid, number)
@@ -80,7 +79,7 @@ def signal_operator(pod: Document, number: signal.Signals) -> list[int]:
 
 
 def leader(kubectl: Kubectl) -> Document:
-    """The operator's pod that the Lease of the release names."""
+    """Return the operator's pod that the Lease of the release names."""
     holder = str(kubectl.get(f"lease/{RELEASE}")["spec"].get("holderIdentity") or "").partition("_")[0]
     found = [pod for pod in operator_pods(kubectl) if pod["metadata"]["name"] == holder]
     assert found, f"the Lease names {holder or 'nobody'}, and no such pod of the operator is there"
@@ -88,9 +87,9 @@ def leader(kubectl: Kubectl) -> Document:
 
 
 def kill_server_in(pod: Document) -> None:
-    """SIGKILL to the first process of the worker's container.
+    """Send SIGKILL to the first process of the worker's container.
 
-    From inside nobody can: the kernel protects the first process of a pid namespace from its own kin.
+    A process inside cannot: the kernel protects the first process of a pid namespace from signals of the same namespace.
     """
     for pid in processes_of(pod):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -101,19 +100,19 @@ def kill_server_in(pod: Document) -> None:
 
 
 def resident_mib(pod: Document) -> float:
-    """Return the resident memory of all its processes."""
+    """Return the resident memory of all processes of a pod, in MiB."""
     lines = [line for pid in processes_of(pod) for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
     return round(sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024, 1)
 
 
 def operator_pods(kubectl: Kubectl) -> list[Document]:
-    """Those that are not on their way out."""
+    """Return the operator's pods that are not terminating."""
     items = kubectl.get("pods", "-l", "app.kubernetes.io/component=operator")["items"]
     return [item for item in items if "deletionTimestamp" not in item["metadata"]]
 
 
 def processes_of(pod: Document) -> list[int]:
-    """List the pids, as this machine counts, of all processes in the pod's containers, the sandbox's among them."""
+    """Return the pids of all processes in a pod's containers, in this machine's pid namespace; the sandbox's process is among them."""
     uid = str(pod["metadata"]["uid"])
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Prometheus that reads the release's metrics as the chart's PodMonitors say, and answers expressions.
+"""A Prometheus that reads the release's metrics as the chart's PodMonitors say, and evaluates expressions.
 
-Real: Prometheus, the PodMonitors and what the pods show. Not real: the Prometheus operator, whose translation of a PodMonitor is made
-here, and the search for pods, since Debian's Prometheus is built without it. It reads pods by way of `kubectl proxy`, which leads to
-them from outside of every cluster.
+Real: Prometheus, the PodMonitors and the pods' metrics. Not real: the Prometheus operator, in whose place this file translates a
+PodMonitor, and the discovery of pods, which Debian's Prometheus lacks. Prometheus reads pods through `kubectl proxy`, which reaches them
+from outside of every cluster.
 """
 
 import json
@@ -31,21 +31,21 @@ START_S = 30.0
 
 
 class Prometheus:
-    """The HTTP API of one that runs."""
+    """The HTTP API of a running Prometheus."""
 
     def __init__(self, url: str, began: float) -> None:
         self._url, self._began = url, began
 
     def now(self, expression: str) -> list[Document]:
-        """Return the series of an expression, each with its labels and its value at this moment."""
+        """Return the present series of an expression, each with its labels and its value."""
         return self._series("query", query=expression)
 
     def ever(self, expression: str) -> list[Document]:
-        """Return the series of an expression at any moment since this Prometheus began."""
+        """Return the series that an expression has had at any moment since this Prometheus started."""
         return self._series("query_range", query=expression, start=self._began, end=time.time(), step=EVERY_S)
 
     def up(self) -> list[str]:
-        """List the pods whose metrics it gets."""
+        """List the pods whose metrics Prometheus reads."""
         return [str(one["metric"]["pod"]) for one in self.now("up == 1")]
 
     def _series(self, what: str, **words: Any) -> list[Document]:
@@ -56,7 +56,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(rig: ClusterRig, folder: Path) -> Iterator[Prometheus]:
-    """Run one for as long as the block lasts; its data are in the folder."""
+    """Run a Prometheus while the block lasts; its data are in the folder."""
     targets, began, url = folder / "targets.json", time.time(), f"http://127.0.0.1:{unused_port()}"
     scraped = {"job_name": "pods", "file_sd_configs": [{"files": [str(targets)]}]}
     every = {"scrape_interval": f"{EVERY_S}s", "scrape_timeout": f"{EVERY_S}s"}
@@ -85,7 +85,7 @@ def _running(command: list[str], **options: Any) -> Iterator["subprocess.Popen[s
 
 @contextmanager
 def _targets_kept(monitors: list[Document], server: str, namespace: str, file: Path) -> Iterator[None]:
-    """Keep the file of targets: each endpoint of each PodMonitor in each running pod that the API server finds by its selector."""
+    """Keep the file of targets up to date: each endpoint of each PodMonitor in each running pod that its selector matches."""
     ended = threading.Event()
 
     def keep() -> None:
@@ -112,7 +112,7 @@ def _targets_kept(monitors: list[Document], server: str, namespace: str, file: P
 
 
 def selector(monitor: Document) -> str:
-    """Write a PodMonitor's selector as a request has it."""
+    """Return a PodMonitor's selector in the form of a query."""
     wanted = monitor["spec"]["selector"]
     rules = wanted.get("matchExpressions", [])
     assert all(rule["operator"] == "Exists" for rule in rules), rules
@@ -120,7 +120,7 @@ def selector(monitor: Document) -> str:
 
 
 def targets_in(pod: Document, monitor: Document, server: str) -> Iterator[Document]:
-    """Yield the endpoints of a PodMonitor that are ports of a pod, read through a server, with the labels that the monitor asks for."""
+    """Yield the targets of a PodMonitor in a pod, read through a server, with the labels that the monitor asks for."""
     about, spec = pod["metadata"], monitor["spec"]
     labels = {"namespace": about["namespace"], "pod": about["name"]}
     labels |= {re.sub(r"\W", "_", label): about["labels"].get(label, "") for label in spec.get("podTargetLabels", [])}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hands and eyes of cluster tests: objects by kubectl, images by the Service, processes by exec; and an application that asks.
+"""Actions and observations of cluster tests: objects by kubectl, images by the Service, processes by exec; and an application that sends
+requests.
 
-Real: the cluster, the operator, the workers, and the application's OpenAI SDK. Not real: GPUs, for workers compute on the CPU, and the
-application, which asks for the same image always. The chart that is older than ours is this one with two changes.
+Real: the cluster, the operator, the workers, and the application's OpenAI SDK. Not real: GPUs, since workers compute on the CPU, and the
+application, which always asks for the same image. The older chart is our chart with two changes.
 """
 
 import json
@@ -38,11 +39,11 @@ PROMPT = "a red digit seven"
 # The scale is 255: a batch of another size rounds its sums in another order.
 TOLERANCE = 1.0
 ANSWER_S = 120.0
-# The SDK's own patience with a connection.
+# Timeouts of the SDK.
 PATIENCE = openai.Timeout(ANSWER_S, connect=5.0)
 PAUSE_S = 0.3
 HELM_S = 120
-# A description that the older chart's CRD has, so that one sees which of the two is in the cluster.
+# A description in the older chart's CRD, which shows which of the two CRDs is in the cluster.
 OLDER_WORDS = "How many replicas it had in version 0.0.9."
 
 
@@ -75,7 +76,7 @@ class ClusterRig:
         return wait_for(self.kubectl, resource, wanted, deadline_s=deadline_s, tell=print)
 
     def serve(self, name: str, **options: Any) -> Document:
-        """Deploy and wait until it serves."""
+        """Apply a deployment, and wait until it serves."""
         self.deploy(name, **options)
         return self.wait(f"dd/{name}", SERVING)
 
@@ -83,7 +84,7 @@ class ClusterRig:
         return bool(self.kubectl.text("get", resource, "--ignore-not-found", "--output", "name"))
 
     def events(self, name: str, reason: str) -> list[str]:
-        """The notes of an object's Events, oldest first."""
+        """Return the notes of an object's Events with a reason, oldest first."""
         items = self.kubectl.get("events.events.k8s.io", "--field-selector", f"reason={reason},regarding.name={name}")["items"]
         return [str(item["note"]) for item in sorted(items, key=lambda item: item["metadata"]["creationTimestamp"])]
 
@@ -96,7 +97,7 @@ class ClusterRig:
         return found
 
     def pods(self, deployment: str) -> list[Document]:
-        """The deployment's pods that are not on their way out."""
+        """Return the deployment's pods that are not terminating."""
         items = self.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={deployment}")["items"]
         return [item for item in items if "deletionTimestamp" not in item["metadata"]]
 
@@ -105,26 +106,26 @@ class ClusterRig:
         return str(pod["metadata"]["name"])
 
     def state(self, deployment: str) -> Document:
-        """The worker's own state document."""
+        """Return the state document of the deployment's only worker."""
         return self.state_of(self.pod(deployment))
 
     def state_of(self, pod: str) -> Document:
         return read_state(self.kubectl, pod)
 
     def state_if_any(self, deployment: str) -> Document | None:
-        """The same, or None while the worker or its container does not answer."""
+        """Return the worker's state document; None while the worker or its container does not answer."""
         try:
             return self.state(deployment)
         except DemoFailed:
             return None
 
     def kill_in_pod(self, pod: str, pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """A signal, by the container's own user."""
+        """Send a signal to a process in a pod, as the container's own user."""
         self.kubectl.text("exec", pod, "-c", "worker", "--", "python3", "-c", f"import os; os.kill({pid}, {int(number)})")
 
     @contextmanager
     def client(self, deployment: str) -> Iterator[openai.OpenAI]:
-        """The OpenAI SDK on the deployment's Service."""
+        """Provide the OpenAI SDK for the deployment's Service."""
         with address_of(self.kubectl.namespace, deployment) as url:
             yield client_for(url)
 
@@ -137,7 +138,7 @@ class ClusterRig:
             return ask_and_be_refused(client, Request(PROMPT, 1, model or deployment, steps=8))
 
     def eventually(self, what: str, look: Callable[[], T], *, deadline_s: float = 60.0) -> T:
-        """Return the result of `look` once it is true."""
+        """Wait until `look` returns something true, and return it."""
         end = time.monotonic() + deadline_s
         while not (found := look()):
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
@@ -146,12 +147,12 @@ class ClusterRig:
 
 
 class Clients:
-    """An application in a thread of its own, for as long as the block lasts. The SDK's own retries are all its patience.
+    """An application that asks for images in a thread of its own while the block lasts. It relies on the SDK's retries alone.
 
-    A request is lost that gets neither the right image in the end, nor an error that allows another try (`retryable` in its body).
-    `address` is asked again for every request, because a Service that was made again has another one. `allowed` are codes that are right at
-    the time although a retry cannot help, such as those about an adapter that comes and goes. `may_be_unreachable` counts a request that no
-    server accepted in any try as refused: a server that was killed refuses connections until its kubelet knows.
+    A request is lost if it gets neither the right image in the end nor an error that allows another try (`retryable` in its body).
+    `address` is called for every request, because a Service that was made again has another address. `allowed` are codes that are right
+    although a retry cannot help, such as those about an adapter that comes and goes. `may_be_unreachable` counts a request as refused if no
+    try reached a server: a killed server refuses connections until its kubelet notices.
     """
 
     def __init__(
@@ -171,10 +172,10 @@ class Clients:
         self.refused: Counter[str] = Counter()
         self.lost: list[str] = []
         self.refused_at: list[tuple[float, float, str]] = []
-        """When each that may be tried again was asked and refused, by time.monotonic(), and its code."""
+        """Start and end of each refused request that may be tried again, by time.monotonic(), and its code."""
         self.slowest_s = 0.0
         self.tries = 0
-        """All requests, the SDK's own repetitions among them."""
+        """The number of all HTTP requests, the SDK's retries included."""
 
     def __enter__(self) -> "Clients":
         self._thread.start()
@@ -185,7 +186,7 @@ class Clients:
         self._thread.join(ANSWER_S)
 
     def told(self) -> str:
-        """All of it in one line."""
+        """Return all counts in one line."""
         return f"{self.sent} sent, {self.answered} answered, refused {dict(self.refused)}, slowest {self.slowest_s:.1f} s, lost {self.lost}"
 
     def _keep_asking(self) -> None:
@@ -208,7 +209,7 @@ class Clients:
             self.refused_at.append((began, time.monotonic(), code))
 
     def _ask(self, client: openai.OpenAI, began: float) -> str:
-        """Return what went wrong; empty for an image and for an error that may be tried again."""
+        """Ask for an image, and return the fault; an empty string for the right image and for an error that may be tried again."""
         try:
             difference = mean_difference(ask_once(client, self._request), self._right)
         except openai.APIStatusError as error:
@@ -230,7 +231,7 @@ class Clients:
 
 
 class HelmRig:
-    """Helm as a platform engineer runs it, on the operator's release in one namespace."""
+    """Helm as a platform engineer uses it, on the operator's release in one namespace."""
 
     def __init__(self, namespace: str, images: Images) -> None:
         self.namespace, self.images = namespace, images
@@ -240,7 +241,7 @@ class HelmRig:
         return run_helm(*self._program, *words, "--namespace", self.namespace, deadline_s=HELM_S)
 
     def upgrade(self, chart: Path = CHART, **settings: str) -> str:
-        """`helm upgrade --install`, with the operator's pod ready at its end; `engine_image` is the value `engine.image`."""
+        """Run `helm upgrade --install`, and wait for the operator's pod; `engine_image` is the value `engine.image`."""
         own = {name.replace("_", "."): value for name, value in settings.items()}
         return helm_install(*self._program, namespace=self.namespace, images=self.images, deadline_s=HELM_S, settings=own, chart=chart)
 
@@ -249,7 +250,7 @@ class HelmRig:
 
 
 def older_chart(folder: Path) -> Path:
-    """Ours as an older version of it could have been: without a field of the spec, and with another description in its CRD."""
+    """Write a copy of our chart that looks older: a field of the spec is missing, and a description in the CRD differs."""
     chart = folder / "older"
     shutil.copytree(CHART, chart)  # symbolic links become files
     about = yaml.safe_load((chart / "Chart.yaml").read_text())
@@ -264,5 +265,5 @@ def older_chart(folder: Path) -> Path:
 
 
 def spec_schema(crd: Document) -> Any:
-    """The properties of the spec."""
+    """Return the properties of the spec in a CRD, which the caller may change."""
     return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]

@@ -23,7 +23,7 @@ def host_of(rig: ClusterRig) -> str:
 
 
 def worker_environment(rig: ClusterRig) -> list[Document]:
-    """Return the variables that make a worker with the Secret TRUST mounted ask this hub."""
+    """Return the variables that make a worker with the Secret TRUST mounted use this hub."""
     trusted = {"name": "SSL_CERT_FILE", "value": f"/var/run/diffusion-operator/secrets/{TRUST}/ca.crt"}
     return [trusted, {"name": "HF_ENDPOINT", "value": f"https://{host_of(rig)}"}]
 
@@ -38,7 +38,7 @@ def secret(name: str, **data: bytes) -> Document:
 
 
 def start_store(rig: ClusterRig, folder: Path, *, served: str, claim: str, first: str) -> None:
-    """Serve a folder of the worker's container image, after a command with the claim at /claim; returns when it answers."""
+    """Serve a folder of the worker's container image after a command that has the claim at /claim; return when the server answers."""
     authority = Authority(folder)
     authority.issue("server", user=STORE, group="tests", addresses=(f"DNS:{host_of(rig)}",))
     trusted, certificate, key = (authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))
@@ -76,7 +76,7 @@ def remove_store(rig: ClusterRig) -> None:
 
 
 def claim_on_the_node(namespace: str, name: str, path: str = "/tmp") -> list[Document]:
-    """Bound to each other by name, so that it needs no provisioner. /tmp is where a pod without root may write on any node."""
+    """Return a volume and a claim that are bound by name, so no provisioner is needed. A pod without root may write to /tmp on any node."""
     size, names = {"storage": "1Gi"}, {"name": name, "namespace": namespace}
     volume = {
         "capacity": size, "accessModes": ["ReadWriteMany"], "hostPath": {"path": path}, "storageClassName": "",

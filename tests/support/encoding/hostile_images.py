@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that strangers send for an image: broken, of the wrong type, larger than they look, slow to decode, and ordinary ones."""
+"""Files that clients may send for an image: broken, of the wrong type, larger than they claim, slow to decode, and ordinary ones."""
 
 import io
 import struct
@@ -16,7 +16,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class HostileImage(NamedTuple):
-    """A file; `loads` is None where Pillow decides."""
+    """A file, and whether it must load; `loads` is None where Pillow decides."""
 
     kind: str
     content: bytes
@@ -24,7 +24,7 @@ class HostileImage(NamedTuple):
 
 
 def image_file(format_: str, rng: Random, *, mode: str = "RGB", size: tuple[int, int] = (32, 32), **saved: Any) -> bytes:
-    """Return a file of random colours."""
+    """Return an image file of random colours."""
     out = io.BytesIO()
     image = Image.new(mode, size, tuple(rng.randrange(256) for _ in mode))
     image.paste(tuple(rng.randrange(256) for _ in mode), (0, 0, size[0] // 2, size[1]))
@@ -39,14 +39,14 @@ def many_scans(content: bytes, scans: int) -> bytes:
 
 
 def png_of(width: int, height: int, rows: bytes) -> bytes:
-    """Return a PNG that claims a size and has these rows."""
+    """Return a PNG file that claims a size and contains these rows."""
     chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", rows), (b"IEND", b""))
     body = b"".join(struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
     return b"\x89PNG\r\n\x1a\n" + body
 
 
 def draw(rng: Random) -> HostileImage:
-    """Draw a file by chance."""
+    """Return a random file of any kind."""
     kind = rng.choices([*KINDS], [often for often, _ in KINDS.values()])[0]
     return KINDS[kind][1](rng)._replace(kind=kind)
 
@@ -65,13 +65,13 @@ def _animated(rng: Random) -> HostileImage:
 
 
 def _profile(rng: Random) -> HostileImage:
-    """A colour profile that is none. Pillow reads at most a megabyte of it in a PNG."""
+    """Return a file whose colour profile is invalid. Pillow reads at most a megabyte of a profile in a PNG."""
     size = rng.choice((3, 5_000, 2_000_000))
     return HostileImage("", image_file(rng.choice(FORMATS), rng, icc_profile=rng.randbytes(size)), True if size < 1_000_000 else None)
 
 
 def _metadata(rng: Random) -> HostileImage:
-    """Megabytes of texts, some of which grow when they are read."""
+    """Return a file with megabytes of text, some of which grow when they are read."""
     if rng.random() < 0.5:
         return HostileImage("", image_file("JPEG", rng, comment=rng.randbytes(60_000)), True)
     texts = PngImagePlugin.PngInfo()
@@ -99,18 +99,18 @@ def _wrong_type(rng: Random) -> HostileImage:
 
 
 def _too_large(rng: Random) -> HostileImage:
-    """A few bytes that claim more pixels than are allowed."""
+    """Return a file of a few bytes that claims more pixels than are allowed."""
     return HostileImage("", png_of(rng.randint(6_400, 2**31 - 1), rng.randint(6_400, 2**31 - 1), zlib.compress(b"\0" * 100)), False)
 
 
 def _bomb(rng: Random) -> HostileImage:
-    """Return up to as many pixels as are allowed, from some kilobytes."""
+    """Return a file of some kilobytes with up to as many pixels as are allowed."""
     side = rng.choice((2_000, 4_000, 6_300))
     return HostileImage("", png_of(side, side, zlib.compress(bytes((3 * side + 1) * side))), True)
 
 
 def _scans(rng: Random) -> HostileImage:
-    """A JPEG whose scans are many, or few and slow."""
+    """Return a JPEG with many scans, or with few slow ones."""
     side, scans = rng.choice(((64, 800), (3_000, 800), (64, 40), (3_000, 64)))
     content = many_scans(image_file("JPEG", rng, mode="L", size=(side, side), progressive=True), scans)
     return HostileImage("", content, False if scans > 64 else None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images' part of `make soak`: files that strangers send for edits of a real worker, by several callers.
+"""The images' part of `make soak`: hostile files for edits of a real worker, sent by several callers.
 
-Each is refused by its field, or made into an image as Pillow reads it, within its deadline. Image requests go on beside them. Their 99th
+Each is refused by its field, or made into an image as Pillow reads it, within its deadline. Image requests go on meanwhile. Their 99th
 percentile is compared with the one beside edits of ordinary files.
 """
 
@@ -22,17 +22,17 @@ from support.worker.leftovers import footprint, left_over
 from support.worker.process import WorkerProcess
 
 CALLERS = 3
-# For one edit. The deadline of a decode is 60 s, for a machine that others keep busy.
+# For one edit. The deadline of a decode is 60 s, since the machine may be busy.
 MOST_S = 75.0
 MOST_IMAGE_S = 10.0
 ORDINARY = 60
-# From so many on the ratio of the two percentiles means something.
+# The ratio of the two percentiles is meaningful from so many requests on.
 MANY = 1_000
 MOST_RATIO = 1.5
 
 
 def run_images(_: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Send so many, or as many as there is time for."""
+    """Send so many files, or as many as there is time for."""
     others = {"p99_ordinary_s": 0.0, "p99_hostile_s": 0.0, "p99_ratio": 0.0, "slowest_s": 0.0, "slowest": ""}
     outcome = Outcome(seed, counts="made images", tallies="refused kinds", **others)
     with WorkerProcess() as worker:
@@ -99,7 +99,7 @@ def _judge(outcome: Outcome, file: HostileImage, answer: httpx2.Response, second
 
 @contextmanager
 def _beside(worker: WorkerProcess, outcome: Outcome) -> Iterator[list[float]]:
-    """Ask for images until the end of the block; yield the seconds that each took."""
+    """Ask for images while the block lasts, and yield the list of their seconds."""
     over, seconds = Event(), list[float]()
 
     def ask() -> None:
