@@ -20,7 +20,7 @@ SHAPE = {
 
 
 def pipeline(kind: str, *, in_channels: int = 16) -> Any:
-    """A pipeline of the class `kind` on a guidance-distilled transformer of two blocks and packed latents of 4 channels."""
+    """Build a pipeline of the class `kind` on a guidance-distilled transformer of two blocks and packed latents of 4 channels."""
     parts = {"controlnet": diffusers.FluxControlNetModel(in_channels=16, **SHAPE)} if "ControlNet" in kind else {}
     transformer = diffusers.FluxTransformer2DModel(in_channels=in_channels, out_channels=16, **SHAPE)
     return assemble(kind, transformer=transformer, vae=shifted_vae(), scheduler=dynamic_flow(), **parts)
@@ -31,7 +31,7 @@ TEXT_TO_IMAGE = asking(SIDE, prompt_embeds=noise(1, TEXT_TOKENS, 16), pooled_pro
 EMBEDDINGS = texts(apart=200, step=100, prompt_embeds=(1, TEXT_TOKENS, 16), pooled_prompt_embeds=(1, 16))
 WITH_NEGATIVE = asking(SIDE, scale="true_cfg_scale", guidance_scale=3.5, **EMBEDDINGS)
 IMAGE_TO_IMAGE = halfway(TEXT_TO_IMAGE, image=pixels(SIDE))
-# A part again, over the whole schedule.
+# Inpainting over the whole schedule.
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(SIDE), mask_image=painted(SIDE), strength=1.0)
 CONTROL = more(TEXT_TO_IMAGE, control_image=pixels(SIDE))
 CONTROL_IMAGE_TO_IMAGE = more(IMAGE_TO_IMAGE, control_image=pixels(SIDE, at=1))

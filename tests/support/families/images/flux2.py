@@ -19,7 +19,7 @@ vae = part(
 
 
 def pipeline(kind: str, **config: Any) -> Any:
-    """A pipeline of the class `kind` on a transformer of two blocks."""
+    """Build a pipeline of the class `kind` on a transformer of two blocks."""
     builder = on(
         "Flux2Transformer2DModel", vae=vae, scheduler=dynamic_flow, patch_size=1, in_channels=16, out_channels=None, num_layers=1,
         timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=kind == "Flux2Pipeline",
@@ -32,7 +32,7 @@ TEXT_TO_IMAGE = asking(SIDE, prompt_embeds=noise(1, TEXT_TOKENS, 16))
 EDIT = more(TEXT_TO_IMAGE, image=[pixels(SIDE), pixels(2 * SIDE, SIDE, at=1)])
 # Klein that is not distilled: a second model call a step.
 GUIDED = more(TEXT_TO_IMAGE, negative_prompt_embeds=noise(1, TEXT_TOKENS, 16, at=200))
-# A part again, over the whole schedule.
+# Inpainting over the whole schedule.
 INPAINT = more(GUIDED, image=pixels(SIDE), mask_image=painted(SIDE), strength=1.0)
 # The class with a KV cache has no guidance scale.
 KV = more(TEXT_TO_IMAGE, without=("guidance_scale",))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kandinsky 2.2, whose U-Net knows the prompt as an image's embedding, Kandinsky 3, whose U-Net masks it, and Stable Cascade.
+"""Kandinsky 2.2, whose U-Net takes the prompt as an image's embedding, Kandinsky 3, whose U-Net masks it, and Stable Cascade.
 
-The denoiser of Stable Cascade's second stage is called `decoder`, and its time is a ratio. The first stage makes no image: not served.
+The denoiser of Stable Cascade's second stage is called `decoder`, and its time is a ratio. The first stage makes no image, so it is not
+served.
 """
 
 from functools import partial
@@ -20,7 +21,7 @@ movq = part(
     "VQModel", block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
     latent_channels=4, layers_per_block=1, num_vq_embeddings=8, norm_type="spatial", vq_embed_dim=4,
 )  # fmt: skip
-# It predicts noise and its variance. To inpaint, it sees latents, the image that is kept and the mask.
+# The U-Net predicts noise and its variance. To inpaint, it gets latents, the image that is kept and the mask.
 unet_22 = part(
     "UNet2DConditionModel", out_channels=8, addition_embed_type="image", encoder_hid_dim=16, encoder_hid_dim_type="image_proj",
     cross_attention_dim=16, down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),

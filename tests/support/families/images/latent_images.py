@@ -96,14 +96,14 @@ guided_hunyuan_image = partial(on_hunyuan_image(guidance_embeds=False), guider=m
 
 
 def hidream(kind: str) -> Any:
-    """A pipeline that brings every size to the area of 16 latents squared."""
+    """Build a pipeline that scales every size to the area of 16 latents squared."""
     pipeline = on_hidream(kind)
     pipeline.default_sample_size = 16
     return pipeline
 
 
 def nucleus(kind: str) -> Any:
-    """A pipeline whose experts, which torch.empty made, have values."""
+    """Build a pipeline whose experts have values, since torch.empty made them."""
     pipeline = on_nucleus(kind)
     for name, parameter in pipeline.transformer.named_parameters():
         if "experts" in name:

@@ -55,7 +55,7 @@ sprint = on_sana(scheduler=part("SCMScheduler"), guidance_embeds=True, qk_norm="
 
 
 def lumina(kind: str) -> Any:
-    """A pipeline whose padding, which torch.empty made, has a value."""
+    """Build a pipeline whose padding token has a value, since torch.empty made it."""
     pipeline = on_lumina(kind)
     torch.nn.init.zeros_(pipeline.transformer.pad_token)
     return pipeline

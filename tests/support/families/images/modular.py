@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny modular pipelines: families that exist only so (Anima, Flux 3), and modular ones of families that exist as both.
+"""Tiny modular pipelines: families that exist only as modular ones (Anima, Flux 3), and modular ones of families that exist as both.
 
-Text encoders and decoders are removed from the blocks, so that the embeddings become inputs and the latents the result. Everything in
-between is diffusers' own. Guidance is a component here: each request's view has a guider of its own.
+Text encoders and decoders are removed from the blocks, so that embeddings become inputs and latents the result. Everything in between is
+diffusers' own. Guidance is a component here: each request's view has a guider of its own.
 """
 
 import copy
@@ -24,7 +24,7 @@ MASK = torch.ones(1, 8, dtype=torch.long)
 
 
 def only_denoising(kind: str, **parts: Callable[[], Any]) -> Any:
-    """A pipeline of the class `kind` that starts at the embeddings and ends at the latents; `parts` make its components."""
+    """Build a pipeline of the class `kind` that starts at the embeddings and ends at the latents; `parts` make its components."""
     pipeline_class = getattr(diffusers, kind)
     blocks = getattr(diffusers, pipeline_class.default_blocks_name)()
     for name in [name for name in blocks.sub_blocks if name != "denoise"]:
@@ -49,7 +49,7 @@ def _on(model: str, **config: Any) -> partial[Any]:
 
 
 def wan22() -> Any:
-    """Two experts, each with a guider of its own."""
+    """Build a pipeline with two experts, each with a guider of its own."""
     # Without a VAE the pipeline makes latents of 16 channels.
     expert = small("WanTransformer3DModel", **wan.TRANSFORMER | {"in_channels": 16, "out_channels": 16})
     pipeline = only_denoising("Wan22ModularPipeline", transformer=expert, transformer_2=expert)

@@ -15,7 +15,7 @@ from support.families.rig.texts import letters
 
 # Pixels. The VAE halves them and the pipeline packs 2 x 2: 16 tokens.
 SIDE = 16
-# The edit pipelines bring every image to a megapixel, so theirs shrinks by 64: 64 tokens of reference, 4 of result.
+# The edit pipelines scale every image to a megapixel, so their VAE shrinks by 64: 64 tokens of reference, 4 of result.
 EDIT_SIDE = 256
 TEXT_TOKENS = 6
 STATISTICS = {"latents_mean": [0.1] * 4, "latents_std": [1.3] * 4}
@@ -32,7 +32,7 @@ small_vae = part("AutoencoderKLQwenImage", **_vae_config(halvings=1))
 
 
 class PatchVae(diffusers.AutoencoderKLQwenImage):  # type: ignore[misc]
-    """A Qwen VAE that takes and gives patches of 64 x 64 in one layer: a megapixel costs it milliseconds, not seconds.
+    """A Qwen VAE that maps patches of 64 x 64 pixels in one layer, so a megapixel takes milliseconds instead of seconds.
 
     Real: the interface and the configuration. Not real: the layers between pixels and latents, which are one convolution.
     """
@@ -51,9 +51,9 @@ class PatchVae(diffusers.AutoencoderKLQwenImage):  # type: ignore[misc]
 
 
 class FakeProcessor:
-    """Answers what version 2.1 asks when it is made: the length of a system message and one token.
+    """A processor that answers version 2.1's calls at construction: the length of a system message and one token.
 
-    Not real: both answers are constants. No prompt comes here, since prompts are embeddings.
+    Not real: both answers are constants. It gets no prompt, since prompts are embeddings.
     """
 
     tokenizer: Any = property(lambda self: self)
@@ -66,7 +66,7 @@ class FakeProcessor:
 
 
 def pipeline(kind: str, *, mask_channels: int = 0, **config: Any) -> Any:
-    """A pipeline of the class `kind` on a transformer of two blocks and packed latents of 4 channels."""
+    """Build a pipeline of the class `kind` on a transformer of two blocks and packed latents of 4 channels."""
     builder = on(
         "QwenImageTransformer2DModel", vae=PatchVae if "Edit" in kind or "Layered" in kind else small_vae, scheduler=dynamic_flow,
         in_channels=16, **SHAPE, **config,
@@ -76,14 +76,14 @@ def pipeline(kind: str, *, mask_channels: int = 0, **config: Any) -> Any:
 
 
 def layered_pipeline(kind: str) -> Any:
-    """Takes an image apart; it asks its text encoder for a dtype even where the prompt is given as embeddings."""
+    """Build a pipeline that decomposes an image into layers; it asks its text encoder for a dtype even for prompts given as embeddings."""
     pipe = pipeline(kind, use_additional_t_cond=True, use_layer3d_rope=True)
     pipe.register_modules(text_encoder=vision_language_model())
     return pipe
 
 
 def worded_pipeline(kind: str) -> Any:
-    """Qwen-Image with its text encoder: prompts keep their own lengths."""
+    """Build Qwen-Image with its text encoder: prompts keep their own lengths."""
     pipe = pipeline(kind)
     pipe.register_modules(text_encoder=vision_language_model(), tokenizer=letters())
     return pipe
@@ -102,7 +102,7 @@ TEXT_TO_IMAGE = asking(SIDE, scale="true_cfg_scale", **TEXTS)
 # Prompts of one length, and one for all to avoid.
 WORDS = asking(SIDE, scale="true_cfg_scale", prompt=lambda seed: f"{PROMPTS[seed % 3]:24}", negative_prompt="blurry")
 IMAGE_TO_IMAGE = halfway(TEXT_TO_IMAGE, image=pixels(SIDE))
-# A part again, over the whole schedule.
+# Inpainting over the whole schedule.
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(SIDE), mask_image=painted(SIDE), strength=1.0)
 CONTROL = more(TEXT_TO_IMAGE, control_image=pixels(SIDE))
 CONTROL_INPAINT = more(CONTROL, control_mask=painted(SIDE))
@@ -110,7 +110,7 @@ EDIT = more(TEXT, image=pixels(), height=EDIT_SIDE, width=EDIT_SIDE)
 # Two images of other proportions.
 EDIT_TWO = more(EDIT, image=[pixels(), pixels(32, 16, at=1)])
 EDIT_INPAINT = more(EDIT, mask_image=painted(), strength=1.0)
-# An image to take apart into two; without words the pipeline would describe it first.
+# An image to decompose into two layers; without words the pipeline would describe it first.
 LAYERS = more(TEXT, prompt="a fox", image=pixels(), layers=2)
 # 16 pixels a token.
 TEXT_TO_IMAGE_21 = more(TEXT, height=64, width=64)
@@ -118,7 +118,7 @@ TEXT_TO_IMAGE_21 = more(TEXT, height=64, width=64)
 WITHOUT_CACHE = more(TEXT_TO_IMAGE_21, use_kv_cache=False)
 CACHED = "keys and values of the prompt are cached per request"
 
-# Two layered images of one prompt have one entry of what tells colours from transparency.
+# Two layered images of one prompt share one entry that distinguishes colours from transparency.
 TWO_PROMPTS = {"prompt": ["a fox", "a hare"]} | {
     f"{sign}prompt_embeds{suffix}": value
     for sign in ("", "negative_")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stable Diffusion 1.5, plain and led by images (instructions, ControlNets, adapters, upscaling), SDXL and Kolors; aMUSEd's tokens.
+"""Stable Diffusion 1.5, plain and guided by images (instructions, ControlNets, adapters, upscaling), SDXL and Kolors; aMUSEd's tokens.
 
-U-Nets whose time step arrives without a batch dimension, guidance as twice the rows. With instructions a request has three.
+These are U-Nets whose time step arrives without a batch dimension, with guidance as twice the rows. With instructions a request has three
+times the rows.
 """
 
 from functools import partial
@@ -26,12 +27,12 @@ SHAPE_XL = SHAPE | BLOCKS | {
 
 
 def tiny_unet(channels: int = 4, **config: Any) -> UNet2DConditionModel:
-    """A U-Net of two resolutions with cross-attention of width 32 in the lower one."""
+    """Build a U-Net of two resolutions with cross-attention of width 32 in the lower one."""
     return UNet2DConditionModel(**SHAPE_15 | UP_BLOCKS | {"sample_size": 16, "out_channels": 4} | config, in_channels=channels)
 
 
 def unet_with_ip_adapter() -> UNet2DConditionModel:
-    """A U-Net whose cross-attention attends to two tokens of an image's embedding, too."""
+    """Build a U-Net whose cross-attention also attends to two tokens of an image's embedding."""
     unet = tiny_unet()
     processors = dict(unet.attn_processors)
     for name in processors:
@@ -89,7 +90,7 @@ amused = partial(
 )  # fmt: skip
 
 EMBEDDINGS = texts(prompt_embeds=(1, 8, 32))
-# Without a size: an image gives it.
+# Without a size, which the image determines.
 PROMPTS = asking(**EMBEDDINGS)
 # An image of 16 x 16 latents.
 TEXT_TO_IMAGE = asking(32, **EMBEDDINGS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny image pipelines whose prompts are words: a tokenizer of letters and tiny text encoders before the denoiser.
 
-OmniGen and LongCat-Image take nothing else; Flux and Qwen-Image as the images API calls them.
+OmniGen and LongCat-Image take no embeddings; Flux and Qwen-Image are called as the images API calls them.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ PROMPTS = ("a red fox", "a green hare", "two blue birds on a roof")
 
 
 def omnigen(kind: str) -> Any:
-    """A language model that draws: the prompt's tokens go to it as they are, padded to the longest prompt of the request."""
+    """Build a pipeline whose denoiser is a language model: it gets the prompt's tokens, padded to the longest prompt of the request."""
     transformer = diffusers.OmniGenTransformer2DModel(
         in_channels=4, patch_size=2, hidden_size=32, num_attention_heads=2, num_key_value_heads=2, intermediate_size=32, num_layers=1,
         pad_token_id=0, vocab_size=128, pos_embed_max_size=32, time_step_dim=16,
@@ -33,12 +33,12 @@ def omnigen(kind: str) -> Any:
 
 
 def _mask_of_the_models_precision(module: Any, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
-    """The model multiplies the mask, which is float32, by the least number of its own precision: NaN in float64."""
+    """Convert the mask to the model's dtype: the model multiplies it by the minimum of that dtype, which gives NaN in float64."""
     return args, kwargs | {"attention_mask": kwargs["attention_mask"].to(module.dtype)}
 
 
 def vision_language_model() -> Any:
-    """A Qwen 2.5 VL of one layer each."""
+    """Build a Qwen 2.5 VL with one layer in each part."""
     text = {
         "vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
@@ -48,7 +48,7 @@ def vision_language_model() -> Any:
 
 
 def longcat(kind: str) -> Any:
-    """A vision-language model as text encoder; the text is padded to one length."""
+    """Build a pipeline with a vision-language model as text encoder; the text is padded to one length."""
     transformer = diffusers.LongCatImageTransformer2DModel(
         in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16,
         pooled_projection_dim=16, axes_dims_rope=[8, 4, 4],
@@ -60,7 +60,7 @@ def longcat(kind: str) -> Any:
 
 
 def worded_flux(kind: str) -> Any:
-    """Flux with CLIP and T5, which know no masks: prompts are padded to one length."""
+    """Build Flux with CLIP and T5, which get no masks: prompts are padded to one length."""
     pipe = flux.pipeline(kind)
     clip = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     t5 = {"vocab_size": 128, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -80,7 +80,7 @@ TEXT_TO_IMAGE = asking(SIDE, prompt=lambda seed: PROMPTS[seed % 3])
 OF_ONE_LENGTH = asking(64, prompt=lambda seed: f"{PROMPTS[seed % 3]:24}")
 # The words for CLIP, which take 24 letters, and for T5.
 SHORT = more(TEXT_TO_IMAGE, max_sequence_length=32)
-# Without the rewriting of prompts, which would make the language model generate.
+# Prompts are not rewritten, which would make the language model generate.
 AS_WRITTEN = more(TEXT_TO_IMAGE, enable_prompt_rewrite=False, negative_prompt="blurry")
 
 FAMILIES = [

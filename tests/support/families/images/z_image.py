@@ -15,13 +15,13 @@ SHAPE = {"dim": 32, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
 
 
 def pipeline(kind: str) -> Any:
-    """A pipeline of the class `kind` on a transformer of two layers."""
+    """Build a pipeline of the class `kind` on a transformer of two layers."""
     transformer = diffusers.ZImageTransformer2DModel(
         n_layers=2, in_channels=4, cap_feat_dim=16, axes_dims=[8, 4, 4], axes_lens=[256, 32, 32], **SHAPE
     )
     parts = {}
     if "ControlNet" in kind:
-        # To inpaint, it sees the control, the mask and the masked image.
+        # To inpaint, the ControlNet gets the control, the mask and the masked image.
         channels = 4 + 1 + 4 if "Inpaint" in kind else 4
         parts["controlnet"] = diffusers.ZImageControlNetModel(
             control_layers_places=[0], control_refiner_layers_places=[0], control_in_dim=channels, **SHAPE
@@ -32,7 +32,7 @@ def pipeline(kind: str) -> Any:
 PROMPTS = {"prompt_embeds": [noise(TEXT_TOKENS, 16)], "negative_prompt_embeds": [noise(TEXT_TOKENS, 16, at=200)]}
 TEXT_TO_IMAGE = asking(SIDE, **PROMPTS)
 IMAGE_TO_IMAGE = halfway(TEXT_TO_IMAGE, image=pixels(SIDE))
-# A part again, over the whole schedule.
+# Inpainting over the whole schedule.
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(SIDE), mask_image=painted(SIDE), strength=1.0)
 CONTROL = more(TEXT_TO_IMAGE, control_image=pixels(SIDE))
 CONTROL_INPAINT = more(TEXT_TO_IMAGE, image=pixels(SIDE), mask_image=painted(SIDE), control_image=pixels(SIDE, at=1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of every family. Each check raises AssertionError; `test_families_can_fail.py` shows that they do."""
+"""Checks of properties of every family. Each raises AssertionError; `test_families_can_fail.py` shows that they do."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ Path = tuple[Any, ...]
 
 
 def check_trio(family: Family, rig: FamilyRig) -> None:
-    """Three requests that join at different times equal the three alone, in the calls of whichever has the most steps left."""
+    """Check that three requests that join at different times equal the three alone, in the calls of the one with the most steps left."""
     alone = [rig.alone(asked) for asked in TRIO]
     rig.together(TRIO[-1])
     made = Counter(call.component for call in rig.denoiser_calls())
@@ -28,24 +28,24 @@ def check_trio(family: Family, rig: FamilyRig) -> None:
         steps = TRIO[-1].steps
         if all(count % steps == 0 for count in made.values()):
             assert len(rig.denoiser_calls()) == ticks * made.total() / steps
-        else:  # early and late steps have models of their own (Wan 2.2): in one tick both may be called
+        else:  # early and late steps have separate models (Wan 2.2): one tick may call both
             assert len(rig.denoiser_calls()) < sum(asked.steps for asked in TRIO) * made.total() / steps
     if alone[0].shape == alone[1].shape:
         assert apart(alone[0], alone[1]) > 1e-3
 
 
 def first_calls(rig: FamilyRig, asked: Asked) -> dict[str, ModelCall]:
-    """The first call of each denoiser that a request makes, as it is without company."""
+    """Return the first call that a request makes of each denoiser, as it is without other requests."""
     rig.together(asked)
     found: dict[str, ModelCall] = {}
     for call in rig.denoiser_calls():
-        # Merged already, it may be one whose rows have to stay on one rank.
+        # Merged already, the call may be one whose rows have to stay on one rank.
         found.setdefault(call.component, msgspec.structs.replace(call, whole=False))
     return found
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value in nested dicts, lists and tuples, with the way to it."""
+    """Yield every value in nested dicts, lists and tuples, with its path."""
     if isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, (*path, key))
@@ -54,7 +54,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def with_leaf(value: Any, path: Path, leaf: Any) -> Any:
-    """The same nested value with another leaf."""
+    """Return the same nested value with another leaf at a path."""
     if not path:
         return leaf
     if isinstance(value, dict):
@@ -64,7 +64,7 @@ def with_leaf(value: Any, path: Path, leaf: Any) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """Another value that is as valid as this one; None where there is none to try."""
+    """Return another value that is as valid as this one; None where there is none to try."""
     if isinstance(value, torch.Tensor):
         return _changed_tensor(value)
     if isinstance(value, bool):
@@ -88,7 +88,7 @@ def _changed_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def check_sizes(rig: FamilyRig, asked: Asked) -> None:
-    """A call merged of two has the shapes of one that the pipeline itself made for two images."""
+    """Check that a call merged of two has the shapes of the call that the pipeline itself makes for two images."""
     assert rig.family.doubled is not None
     single = first_calls(rig, asked)
     double = first_calls(rig, Asked(asked.seed, asked.steps, asked.guidance, changes=rig.family.doubled))
@@ -113,7 +113,7 @@ def _is_table(path: Path) -> bool:
 
 
 def check_following(rig: FamilyRig, first: Asked, second: Asked) -> None:
-    """Change each argument of the second call in turn: merged with the first, both must give what they give alone."""
+    """Change each argument of the second call in turn, merge it with the first, and check that both give what they give alone."""
     calls = first_calls(rig, first)
     for component, other in first_calls(rig, second).items():
         one = calls[component]

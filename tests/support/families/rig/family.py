@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A test family: a tiny pipeline of one diffusers class with random weights, and its requests.
 
-The weights mean nothing; what is tested is that requests in company get what diffusers gives them alone. Zero parameters
-are made random, because a zero output layer would make every comparison true.
+The weights are meaningless. The tests show that requests in company get what diffusers gives them alone. Zero parameters are made random,
+because a zero output layer would make every comparison true.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from PIL import Image
 Arguments = dict[str, Any]
 
 flow = FlowMatchEulerDiscreteScheduler
-# It shifts its times by the size of an image.
+# A scheduler that shifts its times by the size of an image.
 dynamic_flow = partial(flow, use_dynamic_shifting=True)
 plain_ddim = partial(DDIMScheduler, clip_sample=False)
 
 
 def call_pipeline(view: Any, arguments: Arguments) -> Any:
-    """Run a classic pipeline; what it returns first is its result."""
+    """Run a classic pipeline, and return the first element of its output."""
     return view(**arguments, return_dict=False)[0]
 
 
@@ -33,10 +33,10 @@ class Family:
     """A pipeline class, or one way to use it.
 
     `request` makes the arguments of `__call__` from (seed, steps, guidance), without generator and output type. Another seed means other
-    embeddings and images of the same sizes. `tolerance` bounds the largest difference of a request in company from itself alone, in float64
-    and in standard deviations of the result; one above 1e-9 needs its `reason`, and so does `shares=False`: requests of this family make no
-    model call together. `doubled` are the arguments that make a request twice as many rows; None where the class has no such argument.
-    `compared_in` is float32 for a model that cannot run in float64; such a family needs a `reason` too.
+    embeddings and images of the same sizes. `tolerance` bounds the largest difference between a request in company and the same request
+    alone. It is in float64 and in standard deviations of the result; above 1e-9 it needs a `reason`. With `shares=False` requests of this
+    family share no model call, which needs a `reason` too. `doubled` are the arguments that give a request twice as many rows; None where
+    the class has no such argument. `compared_in` is float32 for a model that cannot run in float64, also with a `reason`.
     """
 
     name: str
@@ -66,7 +66,7 @@ def randomise_zeros(*modules: torch.nn.Module) -> None:
 
 
 def build_seeded(make: Callable[[], Any]) -> Callable[[], Any]:
-    """A builder that makes the same pipeline each time: random weights from one seed, no parameter all zero, no progress bar."""
+    """Return a builder that makes the same pipeline each time: random weights from one seed, no parameter all zero, no progress bar."""
 
     def build() -> Any:
         with torch.random.fork_rng(devices=[]):
@@ -80,7 +80,7 @@ def build_seeded(make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def with_config(family: Family, **changes: Any) -> Family:
-    """The same family on a transformer with other settings."""
+    """Return the same family on a transformer with other settings."""
 
     def make() -> Any:
         pipeline = family.build()
@@ -92,24 +92,24 @@ def with_config(family: Family, **changes: Any) -> Family:
 
 
 def seeded(seed: int, *shape: int) -> torch.Tensor:
-    """Normal values of a shape, the same for the same seed."""
+    """Return normally distributed values of a shape, the same for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def image(seed: int, width: int = 32, height: int = 32) -> Image.Image:
-    """An image of random colours."""
+    """Return an image of random colours."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def mask(seed: int, width: int = 32, height: int = 32) -> Image.Image:
-    """A mask: white is a rectangle at the left whose width depends on the seed."""
+    """Return a mask: a white rectangle at the left whose width depends on the seed."""
     pixels = np.zeros((height, width), dtype=np.uint8)
     pixels[:, : width // 4 + seed % 3 * width // 4] = 255
     return Image.fromarray(pixels)
 
 
 def tiny_vae(channels: int = 4, levels: int = 2, **config: Any) -> AutoencoderKL:
-    """A VAE of `levels` resolutions: images are 2 ** (levels - 1) times as large as latents."""
+    """Build a VAE of `levels` resolutions: images are 2 ** (levels - 1) times as large as latents."""
     defaults = {
         "block_out_channels": (8,) * levels,
         "down_block_types": ("DownEncoderBlock2D",) * levels,
@@ -122,12 +122,12 @@ def tiny_vae(channels: int = 4, levels: int = 2, **config: Any) -> AutoencoderKL
 
 
 def shifted_vae(channels: int = 4) -> Any:
-    """A tiny VAE whose latents are scaled and shifted."""
+    """Build a tiny VAE whose latents are scaled and shifted."""
     return tiny_vae(channels, scaling_factor=1.5, shift_factor=0.1)
 
 
 def in_float64(value: Any) -> Any:
-    """Arguments with every floating tensor in float64; everything else as it is."""
+    """Return arguments with every floating-point tensor in float64, and everything else unchanged."""
     if isinstance(value, torch.Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, dict):

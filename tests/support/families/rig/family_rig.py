@@ -18,7 +18,7 @@ from support.runner.rig import OneRank, attributes_of, changes_of, runner_with
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of a test. `changes` replace or add arguments; `scheduler` replaces the pipeline's.
+    """A request of a test. `changes` replace or add arguments; `scheduler` replaces the pipeline's scheduler.
 
     `loras` apply to the engine only; a comparison gives the plain pipeline the same.
     """
@@ -40,7 +40,7 @@ JOINING = (0, 1, 2)
 class FamilyRig:
     """A family's tiny pipeline twice: one that only diffusers runs, and one that a model runner serves.
 
-    `parallel` takes the place of the one rank, whose calls are recorded; `config` is the runner's.
+    `parallel` replaces `OneRank`, which records its calls; `config` is the runner's configuration.
     """
 
     def __init__(self, family: Family, dtype: torch.dtype = torch.float32, parallel: Any = None, **config: Any) -> None:
@@ -57,7 +57,7 @@ class FamilyRig:
 
     @cached_property
     def plain(self) -> Any:
-        """The pipeline that only diffusers runs."""
+        """Return the pipeline that only diffusers runs."""
         return self._build()
 
     def alone(self, asked: Asked) -> torch.Tensor:
@@ -82,7 +82,7 @@ class FamilyRig:
         return [results[str(number)] for number in range(len(requests))]
 
     def outcome(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, ErrorReport]]:
-        """Results and errors by the requests' numbers."""
+        """Run requests, and return results and errors by the requests' numbers."""
         self.rank.calls.clear()
         self.rank.failures.clear()
         modules = modules_of(self.pipeline)
@@ -92,7 +92,7 @@ class FamilyRig:
         return found
 
     def finish(self, requests: Sequence[Asked], joining: Sequence[int]) -> tuple[dict[str, torch.Tensor], dict[str, ErrorReport]]:
-        """Do as `outcome` does, but for the look at the modules, which some of the parallel kinds change."""
+        """Run requests as `outcome` does, but without the check of the modules, which some of the parallel kinds change."""
         self.replays.clear()
         results: dict[str, torch.Tensor] = {}
         errors: dict[str, ErrorReport] = {}
@@ -113,7 +113,7 @@ class FamilyRig:
         raise AssertionError(f"after 200 ticks only {sorted(results)} are done")
 
     def denoiser_calls(self) -> list[ModelCall]:
-        """The merged calls of the last `together` that belong to steps."""
+        """Return the merged calls of the last `together` that belong to steps."""
         return [call for call in self.rank.calls if call.denoises]
 
     @torch.inference_mode()
@@ -138,7 +138,7 @@ class FamilyRig:
         def body() -> Any:
             return self.family.call(view, self._arguments(asked))
 
-        # A `PipelineBody` says the same of itself.
+        # A `PipelineBody` has the same attribute.
         vars(body).update(whole=whole, modules=lambda: modules_of(self.pipeline).values())
         return body
 
@@ -150,7 +150,7 @@ class FamilyRig:
 
 
 def _with_scheduler(pipeline: Any, scheduler: Any) -> Any:
-    """The pipeline, or a shallow copy of it with another scheduler."""
+    """Return the pipeline, or a shallow copy of it with another scheduler."""
     if scheduler is None:
         return pipeline
     changed = copy.copy(pipeline)
@@ -159,7 +159,7 @@ def _with_scheduler(pipeline: Any, scheduler: Any) -> Any:
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, in standard deviations of the second (or as it is, where those are below one)."""
+    """Return the largest difference, in standard deviations of the second tensor, or absolute where these are below one."""
     assert one.shape == other.shape, f"{tuple(one.shape)} and {tuple(other.shape)}"
     assert other.isfinite().all(), "the result alone is not finite"
     deviation = float(other.double().std())

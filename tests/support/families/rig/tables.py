@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words in which families are written as tables: values that follow a seed, requests, pipelines and families.
+"""Building blocks of the tables of families: values that follow a seed, requests, pipelines and families.
 
 Real: the classes of diffusers and all that they compute. Not real: weights, prompts and images, which are random.
 """
@@ -27,32 +27,33 @@ SMALL = {
 
 
 def noise(*shape: int, at: int = 0) -> OfSeed:
-    """Normal values of a shape; another `at` is another value for the same seed, here and below."""
+    """Return a maker of normally distributed values of a shape; another `at` gives another value for the same seed, here and below."""
     return lambda seed: seeded(seed + at, *shape)
 
 
 def valid(tokens: int, count: Callable[[int], int] | None = None, dtype: torch.dtype = torch.int64) -> OfSeed:
-    """[1, tokens], a mask of a prompt: all tokens are valid, or the first `count(seed)`."""
+    """Return a maker of a prompt's mask, [1, tokens]: all tokens are valid, or the first `count(seed)`."""
     return lambda seed: (torch.arange(tokens)[None] < (count(seed) if count else tokens)).to(dtype)
 
 
 def pixels(width: int = 32, height: int | None = None, *, at: int = 0) -> OfSeed:
-    """An image, square by default."""
+    """Return a maker of images, square by default."""
     return lambda seed: image(seed + at, width, height or width)
 
 
 def film(frames: int, side: int = 32) -> OfSeed:
-    """A video, as a list of square images."""
+    """Return a maker of videos, each a list of square images."""
     return lambda seed: [image(1000 * seed + frame, side, side) for frame in range(frames)]
 
 
 def painted(side: int = 32) -> OfSeed:
-    """A mask of an image."""
+    """Return a maker of masks of a square image."""
     return lambda seed: mask(seed, side, side)
 
 
 def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[str, OfSeed]:
-    """Embeddings by name and negative ones, whose values are `apart` from them; those of the next name are a `step` away."""
+    """Return makers of embeddings and negative embeddings by name. The seeds of negative ones are `apart` further, those of the next name a
+    `step`."""
     found = {}
     for number, (name, shape) in enumerate(shapes.items()):
         found[name] = noise(*shape, at=number * step)
@@ -61,7 +62,7 @@ def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[
 
 
 def masks(dtype: torch.dtype = torch.int64, **lengths: int) -> dict[str, OfSeed]:
-    """Masks of tokens by name and negative ones, each with its number of tokens; the seed says how many are valid."""
+    """Return makers of masks of tokens and of negative ones by name, each with its number of tokens; the seed says how many are valid."""
 
     def of(length: int, at: int) -> OfSeed:
         return valid(length, lambda seed: length - (seed + at) % 3, dtype)
@@ -70,12 +71,12 @@ def masks(dtype: torch.dtype = torch.int64, **lengths: int) -> dict[str, OfSeed]
 
 
 def halfway(request: Request, **given: Any) -> Request:
-    """The same request from something that is given. Half the schedule is run, so twice the steps are asked for."""
+    """Return the same request starting from something given. Half the schedule is run, so twice the steps are requested."""
     return more(request, times=2, strength=0.5, **given)
 
 
 def asking(side: int | None = None, *, scale: str | None = "guidance_scale", **given: Any) -> Request:
-    """A request for an image of `side` pixels; what is given as a function, also in a list, is called with the seed."""
+    """Return a request for an image of `side` pixels; values that are functions, also inside a list, are called with the seed."""
     size = {} if side is None else {"height": side, "width": side}
 
     def ask(seed: int, steps: int, guidance: float) -> Arguments:
@@ -86,7 +87,7 @@ def asking(side: int | None = None, *, scale: str | None = "guidance_scale", **g
 
 
 def more(request: Request, *, times: int = 1, without: tuple[str, ...] = (), **given: Any) -> Request:
-    """The same request with more arguments, or others; `times` the steps, where a strength runs only a part of the schedule."""
+    """Return the same request with more arguments, or others. `times` multiplies the steps, for a strength that runs only part of them."""
 
     def ask(seed: int, steps: int, guidance: float) -> Arguments:
         arguments = request(seed, times * steps, guidance) | {name: _of_seed(value, seed) for name, value in given.items()}
@@ -102,9 +103,9 @@ def _of_seed(value: Any, seed: int) -> Any:
 
 
 def assemble(kind: Any, **parts: Any) -> Any:
-    """A pipeline of a class, or of diffusers' class of that name; components that it must have and is not given are None.
+    """Build a pipeline of a class, or of diffusers' class of that name; required components that are not given are None.
 
-    A part that is given as a function or a class is made by it, for each pipeline again.
+    A part that is a function or a class is called to make the part, for each pipeline again.
     """
     found = getattr(diffusers, kind) if isinstance(kind, str) else kind
     needed = [name for name, parameter in inspect.signature(found).parameters.items() if parameter.default is parameter.empty]
@@ -113,12 +114,12 @@ def assemble(kind: Any, **parts: Any) -> Any:
 
 
 def part(name: str, **config: Any) -> Callable[..., Any]:
-    """A maker of objects of diffusers' class of that name, which is not imported before; it takes more settings, or others."""
+    """Return a maker of objects of diffusers' class of that name, imported at its first call; the maker takes settings too."""
     return lambda **others: getattr(diffusers, name)(**config | others)
 
 
 def small(name: str, **config: Any) -> Callable[[], Any]:
-    """A maker of transformers: of the sizes in `SMALL` those that the class has, and these."""
+    """Return a maker of transformers with those sizes in `SMALL` that the class has, and with these settings."""
 
     def make() -> Any:
         has = inspect.signature(getattr(diffusers, name)).parameters
@@ -128,14 +129,15 @@ def small(name: str, **config: Any) -> Callable[[], Any]:
 
 
 def on(model: str, *, vae: Callable[[], Any] = shifted_vae, scheduler: Callable[[], Any] = flow, **config: Any) -> partial[Any]:
-    """A builder of pipelines on a transformer of this class, as `small` makes it, a VAE and a scheduler; it takes other parts too."""
+    """Return a builder of pipelines on a transformer of this class, made by `small`, a VAE and a scheduler; the builder takes parts too."""
     return partial(assemble, transformer=small(model, **config), vae=vae, scheduler=scheduler)
 
 
 def of_two_prompts(request: Request, *, images: bool = False) -> Arguments:
-    """Every embedding and mask of a request twice; `images`: those and videos too, where the pipeline takes one for each prompt.
+    """Repeat every embedding and mask of a request; with `images` also images and videos, where the pipeline takes one for each prompt.
 
-    It asks for two results in one call where the pipeline takes them only as two prompts, and repeats no embeddings it is given.
+    The result asks for two results in one call. It is for pipelines that take these only as two prompts, and repeat no embeddings
+    themselves.
     """
     arguments = request(1, 2, 1.0)
     twice = {name: value.repeat(2, *(1,) * (value.dim() - 1)) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
@@ -149,10 +151,10 @@ def _is_image(value: Any) -> bool:
 def entry(
     name: str, family: str, make: Callable[..., Any], request: Request, *, repeats: bool = True, images: bool = False, **others: Any
 ) -> Family:
-    """A family whose results are pixels, made by `make(class)`; a variant is in brackets after the name of the class.
+    """Return a family whose results are pixels, made by `make(class)`; a variant is in brackets after the name of the class.
 
-    `repeats` is False where the number of images repeats no embeddings that are given. With `images`, two results then need two
-    images or videos as well. With only a `reason`, nothing is shared.
+    `repeats` is False where the number of images repeats no given embeddings. With `images`, two results then need two images or videos as
+    well. With only a `reason`, nothing is shared.
     """
     doubled = {"num_images_per_prompt": 2} if repeats else of_two_prompts(request, images=images)
     defaults = {"output_type": "pt", "doubled": doubled, "shares": "tolerance" in others or not others.get("reason")}

@@ -11,7 +11,7 @@ import transformers
 
 
 def letters() -> Any:
-    """A tokenizer with a token for each character."""
+    """Build a tokenizer with a token for each character."""
     characters = ["<pad>", "<s>", "<unk>", "\n", *map(chr, range(32, 127))]
     model = tokenizers.models.WordLevel({character: number for number, character in enumerate(characters)}, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
@@ -20,12 +20,12 @@ def letters() -> Any:
 
 
 def tiny_umt5(width: int) -> Any:
-    """A text encoder of one layer that makes `width` numbers a token."""
+    """Build a UMT5 text encoder of one layer that makes `width` numbers a token."""
     return transformers.UMT5EncoderModel(transformers.UMT5Config(**_t5_sizes(width)))
 
 
 def tiny_mt5(width: int) -> Any:
-    """A text encoder of one layer that makes `width` numbers a token."""
+    """Build an mT5 text encoder of one layer that makes `width` numbers a token."""
     return transformers.MT5EncoderModel(transformers.MT5Config(**_t5_sizes(width)))
 
 

@@ -30,7 +30,7 @@ on_hunyuan = partial(
 
 
 def siglip() -> Any:
-    """An image encoder that makes 4 tokens of an image."""
+    """Build an image encoder that makes 4 tokens of an image."""
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
     return transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes, patch_size=16))
 
@@ -43,7 +43,7 @@ SIGLIP = {
 first_frame = partial(on_hunyuan, TRANSFORMER, guidance_embeds=False)
 concatenated = first_frame(image_condition_type="latent_concat", in_channels=4 + 1 + 4)
 replaced = first_frame(image_condition_type="token_replace")
-# Sections of video, the last first, each seeing what was made before at coarser scales.
+# Sections of video, the last first; each gets the earlier ones at coarser scales.
 on_framepack = on_hunyuan(
     "HunyuanVideoFramepackTransformer3DModel", image_condition_type=None, has_image_proj=True, image_proj_dim=8, has_clean_x_embedder=True
 )
@@ -65,7 +65,7 @@ on_kandinsky = partial(
 
 
 def hunyuan_15(kind: str, **parts: Any) -> Any:
-    """A pipeline of HunyuanVideo 1.5; an image is 4 tokens."""
+    """Build a pipeline of HunyuanVideo 1.5; an image is 4 tokens."""
     built = on_hunyuan_15(kind, **parts)
     built.vision_num_semantic_tokens = 4
     return built
@@ -94,7 +94,7 @@ image_to_video_15 = more(text_to_video_15, image=pixels(), without=("height", "w
 
 
 def lengths(prompts: int) -> Arguments:
-    """Cumulative lengths of so many prompts, and of their negatives."""
+    """Return the cumulative lengths of so many prompts, and of their negative prompts."""
     ends = [TEXT_TOKENS * number for number in range(prompts + 1)]
     return {f"{name}_cu_seqlens": torch.tensor(ends, dtype=torch.int32) for name in ("prompt", "negative_prompt")}
 

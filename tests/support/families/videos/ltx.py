@@ -41,7 +41,7 @@ on_ltx2 = on(
     audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2, audio_attention_head_dim=4, audio_cross_attention_dim=8,
     num_layers=2, rope_type="split",
 )  # fmt: skip
-# They lead from the text encoder to the transformer, with a block each for video and sound.
+# Connectors from the text encoder to the transformer, with one block for video and one for sound.
 CONNECTOR = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
 connectors = partial(
     LTX2TextConnectors, caption_channels=16, text_proj_in_factor=TEXT_LAYERS, connector_rope_base_seq_len=32, rope_type="split",
@@ -56,14 +56,14 @@ ltx2 = partial(on_ltx2, connectors=connectors, audio_vae=audio_vae, vocoder=voco
 
 text_to_video = prompted(**short_prompts(torch.float32), frame_rate=25)
 image_to_video = more(text_to_video, image=pixels())
-# The video shows the image from a frame on, with a strength.
+# The video shows the image from a given frame on, with a strength.
 conditioned_video = more(image_to_video, strength=0.8)
 # Guided by the prompt only, which is two rows of one call.
 text_to_both = prompted(
     tokens=TEXT_TOKENS, width=16 * TEXT_LAYERS, **masks(prompt_attention_mask=TEXT_TOKENS), frame_rate=25.0,
     stg_scale=0.0, audio_stg_scale=0.0, modality_scale=1.0, audio_modality_scale=1.0,
 )  # fmt: skip
-# Guided three ways, as by default: by the prompt, by blocks that are left out, and by each modality alone.
+# Three kinds of guidance, as by default: by the prompt, by skipped blocks, and by each modality alone.
 fully_guided = more(
     text_to_both, stg_scale=1.0, audio_stg_scale=1.0, modality_scale=3.0, audio_modality_scale=3.0, spatio_temporal_guidance_blocks=[1]
 )

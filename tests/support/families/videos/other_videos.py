@@ -77,7 +77,7 @@ on_mochi = on(
 
 
 def mochi(kind: str) -> Any:
-    """A pipeline without torch's warning that there is no autocast to float32 on a CPU; the positions are in float32 anyway."""
+    """Build a pipeline that suppresses torch's warning about autocast to float32 on a CPU; the positions are in float32 anyway."""
     built = on_mochi(kind)
     forward = built.transformer.rope.forward
 
@@ -91,7 +91,7 @@ def mochi(kind: str) -> Any:
 
 
 def clip_vision() -> Any:
-    """An image encoder that sees images of 224 pixels: Stable Video Diffusion makes no others."""
+    """Build an image encoder for images of 224 pixels, the only size that Stable Video Diffusion makes."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "projection_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return transformers.CLIPVisionModelWithProjection(transformers.CLIPVisionConfig(**sizes, image_size=224, patch_size=112))
 
@@ -127,7 +127,7 @@ every_token = valid(TEXT_TOKENS, dtype=torch.float32)
 easyanimate_video = prompted(prompt_attention_mask=every_token, negative_prompt_attention_mask=every_token)
 latte_video = more(prompted(HALVED_SIDE, video_length=2, negative_prompt=None), without=("num_frames",))
 mochi_video = prompted(**short_prompts(torch.bool), num_frames=7)
-# No prompt, but an image and how much it shall move, which depends on the seed.
+# No prompt, but an image and its amount of motion, which depends on the seed.
 MOTION = {"motion_bucket_id": lambda seed: 100 + seed}
 svd_video = asking(HALVED_SIDE, scale="max_guidance_scale", num_frames=2, image=pixels(HALVED_SIDE), **MOTION)
 SVD = {"output_type": "pt", "doubled": {"num_videos_per_prompt": 2}}

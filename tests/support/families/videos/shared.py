@@ -23,17 +23,17 @@ family = partial(entry, repeats=False, output_type="latent")
 
 
 def in_float32(reason: str) -> dict[str, Any]:
-    """Fields of a family that cannot be compared in float64, for this reason."""
+    """Return the fields of a family that cannot be compared in float64, for this reason."""
     return {"compared_in": torch.float32, "tolerance": 1e-4, "reason": reason}
 
 
 def prompted(side: int = SIDE, *, tokens: int = TEXT_TOKENS, width: int = 16, num_frames: int = FRAMES, **given: Any) -> Request:
-    """Text to video: a prompt and a negative one, a size, a number of frames, and what else is given, as in `asking`."""
+    """Return a text-to-video request: a prompt and a negative one, a size, a number of frames, and other values, as in `asking`."""
     return asking(side, num_frames=num_frames, **texts(prompt_embeds=(1, tokens, width)), **given)
 
 
 def short_prompts(dtype: torch.dtype = torch.int64) -> dict[str, OfSeed]:
-    """Masks of a prompt of another length for each seed, and of a negative prompt of one token."""
+    """Return makers of masks: of a prompt whose length depends on the seed, and of a negative prompt of one token."""
     return {
         "prompt_attention_mask": valid(TEXT_TOKENS, lambda seed: 2 + seed % 4, dtype),
         "negative_prompt_attention_mask": valid(TEXT_TOKENS, lambda _: 1, dtype),
@@ -41,6 +41,6 @@ def short_prompts(dtype: torch.dtype = torch.int64) -> dict[str, OfSeed]:
 
 
 def call_with_guider(view: Any, arguments: Arguments) -> Any:
-    """The strength of guidance is the guider's, not an argument of the call."""
+    """Run a pipeline whose strength of guidance belongs to its guider and is no argument of the call."""
     view.guider = view.guider.new(guidance_scale=arguments["guidance_scale"])
     return call_pipeline(view, {name: value for name, value in arguments.items() if name != "guidance_scale"})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Wan pipelines, 2.1 and 2.2, and those built on Wan: ChronoEdit, Lucy Edit, AnyFlow and SkyReels V2.
 
-On Wan's VAE, with transformers of their own: Sana Video, Motif and Cosmos 2, beside which Cosmos 1 has another VAE.
-Not real: as `videos/shared.py` says, and the safety checker of Cosmos, which is `FakeSafetyChecker`.
+Sana Video, Motif and Cosmos 2 use Wan's VAE with transformers of their own. Cosmos 1, beside them, has another VAE. Not real: as
+`videos/shared.py` says, and the safety checker of Cosmos, which is `FakeSafetyChecker`.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from support.families.rig.family import Arguments, dynamic_flow, flow
 from support.families.rig.tables import film, halfway, masks, more, on, part, pixels, small
 from support.families.videos.shared import FRAMES, TEXT_TOKENS, call_with_guider, family, in_float32, prompted, short_prompts
 
-# The transformer takes the first tokens before the last 512 for the image's, so with one the text has to be that long.
+# The transformer takes the tokens before the last 512 for the image's, so with an image the text has to be that long.
 TEXT_TOKENS_WITH_IMAGE = 512
 # Both VAEs divide sides by 8; Wan's keeps every fourth frame, and that of Cosmos 1 every eighth.
 COSMOS_FRAMES = 9
@@ -38,12 +38,13 @@ on_wan = partial(on, vae=tiny_wan_vae, scheduler=flow_unipc, **TRANSFORMER)
 
 
 def two_experts(**shape: Any) -> partial[Any]:
-    """A builder of pipelines with an expert for the late steps."""
+    """Return a builder of pipelines with a second expert, for the late steps."""
     return partial(on_wan(WAN, **shape), transformer_2=small(WAN, **TRANSFORMER | shape), boundary_ratio=0.7)
 
 
 def with_image_tokens(model: str) -> partial[Any]:
-    """A builder of pipelines that see an image as latents and as 5 tokens, which are found by counting 512 text tokens from the end."""
+    """Return a builder of pipelines that get an image as latents and as 5 tokens. The model finds these by counting 512 text tokens from
+    the end."""
 
     def encoder() -> Any:
         sizes = {"hidden_size": 8, "intermediate_size": 16, "projection_dim": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -54,7 +55,7 @@ def with_image_tokens(model: str) -> partial[Any]:
 
 
 class FakeSafetyChecker:
-    """Finds everything safe. The real one needs a package and its weights; diffusers refuses to run without one."""
+    """A safety checker that accepts everything. The real one needs a package and its weights; diffusers refuses to run without one."""
 
     def to(self, device: Any) -> "FakeSafetyChecker":
         return self
@@ -67,7 +68,7 @@ class FakeSafetyChecker:
 
 
 def cosmos(vae: Any, scheduler: Any, **shape: Any) -> partial[Any]:
-    """A builder of pipelines of Cosmos, 1 or 2."""
+    """Return a builder of pipelines of Cosmos, 1 or 2."""
     builder = on(
         "CosmosTransformer3DModel", vae=vae, scheduler=scheduler, num_layers=2, mlp_ratio=2.0, adaln_lora_dim=4, max_size=(4, 8, 8),
         patch_size=(1, 2, 2), concat_padding_mask=True, extra_pos_embed_type=None, **shape,
@@ -117,7 +118,7 @@ image_to_world = more(text_to_world, image=pixels())
 
 
 def distilled(seed: int, steps: int, guidance: float) -> Arguments:
-    """A negative prompt only with guidance: AnyFlow makes rows of it in any case."""
+    """Return arguments that have a negative prompt only with guidance: AnyFlow makes rows of a negative prompt in any case."""
     return text_to_video(seed, steps, guidance) | ({} if guidance > 1 else {"negative_prompt_embeds": None})
 
 
@@ -126,7 +127,7 @@ LUCY_SINGLE = in_float32("the pipeline hands the transformer float32 whatever it
 SANA = {"tolerance": 1e-6, "reason": "its linear attention computes in float32 whatever it is given"}
 MOTIF = {"call": call_with_guider} | in_float32("the transformer computes its times in float32 and cannot take them in float64")
 
-# No `doubled`: VACE cannot prepare two videos, AnyFlow's prompts depend on guidance, and with frame rates diffusers makes one at a time.
+# No `doubled`: VACE cannot prepare two videos, AnyFlow's prompts depend on guidance, and frame rates allow one video at a time.
 FAMILIES = [
     wan_family("WanPipeline", "Wan 2.1", pipeline, text_to_video),
     wan_family("WanImageToVideoPipeline", "Wan 2.1", with_image_tokens(WAN), image_tokens_to_video),
