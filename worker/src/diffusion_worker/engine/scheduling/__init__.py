@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses which requests make the next step together, and runs the steps."""
+"""The choice of the requests for each step, and the loop that runs the steps."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission by adapters: those of all requests on the ranks together must fit in the slots. Pure.
+"""Admission by adapter slots: the adapters of all requests on the ranks must fit in them together. Pure.
 
-A request whose adapters do not fit is passed by others that need no slot more. A request that waited too long reserves slots. From then on
-younger ones join only if their adapters leave it enough, so that it joins once others are done.
+Requests that need no further slot pass a request whose adapters do not fit. A request that waited too long reserves slots. From then on
+younger requests join only if their adapters leave enough slots for it, so it joins once others are done.
 """
 
 from collections import Counter
@@ -25,13 +25,13 @@ class AdapterSlots:
         return len(self._users)
 
     def join(self, request: QueuedRequest) -> None:
-        """A request takes its slots."""
+        """Count the adapters of a request as in use; its reservation, if it had one, is used up."""
         self._users.update(request.adapters)
         if request is self._reserved:
             self._reserved = None
 
     def leave(self, request: QueuedRequest) -> None:
-        """A request that joined gives its slots back, one that waited its reservation."""
+        """Release the slots of a request that joined, and the reservation of a waiting one."""
         if request is self._reserved:
             self._reserved = None
         if request.joined:
@@ -39,11 +39,11 @@ class AdapterSlots:
             self._users = +self._users
 
     def clear(self) -> None:
-        """No request is with the ranks any more."""
+        """Release all slots: no request is with the ranks any more."""
         self._users.clear()
 
     def reserve(self, waiting: Iterable[QueuedRequest]) -> None:
-        """The oldest of these is to have its slots next, unless another one is already."""
+        """Reserve slots for the oldest of these requests, unless another one has a reservation."""
         if self._reserved is None:
             self._reserved = min(waiting, key=lambda request: request.number, default=None)
 
@@ -58,6 +58,6 @@ class AdapterSlots:
         return first is None or request.number <= first.number or request.adapters <= self._kept(first)
 
     def _kept(self, first: QueuedRequest) -> frozenset[int]:
-        """Adapters that may go on being joined while one request waits: its own, and others as far as they leave it its slots."""
+        """Return the adapters that requests may join with while `first` waits: its own, and others as far as they leave its slots free."""
         others = sorted(self._users.keys() - first.adapters)
         return first.adapters | set(others[: self._slots - len(first.adapters)])

@@ -2,22 +2,22 @@
 """Cost of a class's step by batch size, learned from the ranks' reports. Pure.
 
 A larger batch pays while a step is bound by launches or memory, and only delays everybody where it is bound by arithmetic. The border
-depends on the shape, the device and the model, so no constant of theirs is used here.
+depends on the shape, the device and the model, so it is measured.
 """
 
 import statistics
 from collections import deque
 
-# So many reports of a size make a judgement; the newest of them count.
+# Reports of a size that it takes to judge it, and the newest that count.
 ENOUGH = 3
 KEPT = 9
-# A larger batch has to save this much of the time per image, or the smaller one is taken: it answers sooner.
+# A larger batch has to save this share of the time per image; otherwise the smaller one is taken, as it answers sooner.
 WORTH = 0.03
-# If a smaller batch raises the time per image by this much, still smaller ones need no measuring.
+# If a smaller batch raises the time per image by this share, still smaller ones need no measuring.
 CLEARLY_WORSE = 0.10
-# After so many steps a size is measured again: whether it pays may have changed (clocks, other work on the device).
+# Steps after which a size is measured again: device clocks or other work on the device may have changed.
 FORGET_AFTER = 2000
-# After so many steps without a failure a batch that did not fit may be tried again.
+# Steps without a failure after which a batch that did not fit may be tried again.
 RETRY_AFTER = 300
 
 
@@ -52,7 +52,7 @@ class CostCurve:
         return bool(self._levels)
 
     def observe(self, batch: int, seconds: float) -> None:
-        """A step of `batch` requests took `seconds`."""
+        """Record that a step of `batch` requests took `seconds`."""
         self._steps += 1
         level = self._levels.setdefault(_level_of(batch), _Level())
         if self._steps - level.last_step > FORGET_AFTER:
@@ -61,21 +61,21 @@ class CostCurve:
         level.last_step = self._steps
 
     def split(self, batch: int) -> None:
-        """A batch of this size could not be run as one: half of it is the most for a while."""
+        """Record that a batch of this size could not run as one step: half of it is the most, doubled every `RETRY_AFTER` steps."""
         self._fits = max(1, batch // 2)
         self._failed_at = self._steps
 
     def batch(self, demand: int) -> int:
-        """Return the batch for `demand` requests: the fewest that make an image about as cheap as can be.
+        """Return the batch size for `demand` requests: the smallest at which an image is about as cheap as can be.
 
-        A size that was not measured yet is taken, so that it will be.
+        A size without enough measurements is taken first, so that it gets measured.
         """
         demand = min(demand, self._most())
         costs: dict[int, float] = {}
         for level in range(_level_of(demand), -1, -1):
             if not self._is_known(level):
                 if level and _is_flat(list(costs.values())):
-                    continue  # the comparison is then a single image after another
+                    continue  # compare with single images only
                 return min(demand, 1 << level)
             costs[level] = self._levels[level].cost_s
             if costs[level] > min(costs.values()) * (1 + CLEARLY_WORSE):
@@ -89,7 +89,7 @@ class CostCurve:
         wanted = _level_of(batch)
         nearest = min(self._levels, key=lambda level: (abs(level - wanted), level))
         cost_s = self._levels[nearest].cost_s
-        # A batch smaller than all that were measured may take as long as those; one that is larger at most in proportion.
+        # A batch smaller than the nearest measured one may take as long as that. A larger one takes at most proportionally longer.
         return cost_s * (batch if nearest <= wanted else 2**nearest)
 
     def _is_known(self, level: int) -> bool:
@@ -108,5 +108,5 @@ def _is_flat(costs: list[float]) -> bool:
 
 
 def _level_of(batch: int) -> int:
-    """0 for 1, 1 for 2, 2 for 3 and 4, 3 for 5 to 8, …"""
+    """Return the level of a batch size: 0 for 1, 1 for 2, 2 for 3 and 4, 3 for 5 to 8, …"""
     return (batch - 1).bit_length()

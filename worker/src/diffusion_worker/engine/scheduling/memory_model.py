@@ -20,19 +20,19 @@ REMEMBERED = 256
 
 
 class PeakModel(msgspec.Struct):
-    """A straight line through the peaks at the smallest and the largest measured amount of something."""
+    """Peaks of memory by the amount of something, and a straight line through those at the smallest and the largest amount."""
 
     peaks: dict[float, int] = {}
 
     def add(self, amount: float, peak_bytes: int) -> None:
-        """A peak at an amount; of those at the same one the highest counts."""
+        """Record a peak of memory at an amount; the highest of several at one amount counts."""
         self.peaks[amount] = max(peak_bytes, self.peaks.get(amount, 0))
         if len(self.peaks) > REMEMBERED:
             inner = sorted(self.peaks)[1:-1]
             del self.peaks[inner[len(inner) // 2]]
 
     def most(self, free_bytes: int) -> float:
-        """The amount that fits, never less than what did; infinite where the peaks say nothing."""
+        """Return the amount that fits, never less than the largest measured one; infinite while too little was measured."""
         if not free_bytes or len(self.peaks) < 2:
             return math.inf
         low, high = min(self.peaks), max(self.peaks)
@@ -41,7 +41,7 @@ class PeakModel(msgspec.Struct):
 
 
 class MemoryModel:
-    """Memory of one rank's device beside the weights, `free_bytes` of it in all (0: not known, then nothing is refused)."""
+    """Memory of one rank's device beside the weights: `free_bytes` in all. With 0, which is unknown, nothing is refused."""
 
     def __init__(self, free_bytes: int = 0) -> None:
         self.free_bytes = free_bytes
@@ -52,7 +52,7 @@ class MemoryModel:
         self._failed_at_s = 0.0
 
     def observe(self, kind: RequestClass, requests: int, peak_bytes: int) -> None:
-        """A step of so many requests of a class held this much at most."""
+        """Record the peak of memory of a step with so many requests of a class."""
         if peak_bytes <= 0:
             return
         if requests == 1:
@@ -69,7 +69,7 @@ class MemoryModel:
         self._failed_at_s = now_s
 
     def most_load(self, now_s: float) -> float:
-        """The load of one request over which it cannot fit, as far as is known."""
+        """Return the largest load of one request that may fit in memory, as far as is known."""
         most = min(self._alone.most(self.free_bytes), self.free_bytes / LEAST_BYTES_PER_PIXEL if self.free_bytes else math.inf)
         if now_s - self._failed_at_s >= FORGET_S:
             self._failed_load = math.inf

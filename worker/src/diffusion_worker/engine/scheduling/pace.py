@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds that pass while a second of expected work is done, learned from requests that end. Pure.
 
-Costs of steps say nothing of decoding, of the time between ticks, nor of batches that are smaller than they could be. All of that
-is in the ratio of the time that passed to the work that was expected.
+Costs of steps leave out decoding, the time between ticks, and batches that are smaller than they could be. The ratio of the time that
+passed to the work that was expected includes all of that.
 """
 
 # Requests of one batch end together: their work counts for the same time.
 TOGETHER_S = 0.05
-# The weight of all samples before, at each new one.
+# Factor on the weight of all earlier samples at each new one.
 KEPT = 0.97
 LEAST, MOST = 0.8, 50.0
 
 
 class Pace:
-    """The ratio of the newest samples."""
+    """The ratio of time passed to work expected, over the newest samples."""
 
     def __init__(self) -> None:
         self._passed_s = self._work_s = 1e-3
@@ -29,7 +29,7 @@ class Pace:
         self._since_s = now_s
 
     def done(self, work_s: float, now_s: float) -> None:
-        """Note that a request ended, which was expected to be so much work."""
+        """Note that a request ended whose expected work was `work_s`."""
         if self._since_s is None:
             return
         passed_s = now_s - self._since_s

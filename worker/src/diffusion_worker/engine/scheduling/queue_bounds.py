@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bounds of the queue, and the time at which a refused request finds room. Pure: time is a parameter.
 
-A refused request is promised a place behind those that are here and those that were promised one before. The expected cost of
-their steps says when. A promise is kept until that time and a little longer. Meanwhile no other
-request takes a place that a promise needs. Nothing identifies a client that comes back but its request: the same one once more.
+A refused request is promised a place behind the admitted requests and the earlier promises. The expected cost of their steps gives the
+time. A promise is kept until that time and `LATE_S` longer, and meanwhile no other request takes a place that it needs. A client that
+comes back is recognized only by its request, which has to be the same again.
 """
 
 import enum
@@ -17,17 +17,17 @@ import msgspec
 from diffusion_worker.config import QueueLimits
 from diffusion_worker.engine.scheduling.pace import Pace
 
-# Expected times are multiplied by this: to be a little late costs less than to be refused twice.
+# Factor on expected times: coming back a little late costs a client less than being refused twice.
 LEAST_MARGIN, MOST_MARGIN = 1.15, 2.0
-# It grows with each client that came at its time in vain, and shrinks with those that did not.
+# The factor grows with each client that came at its time and found no room, and shrinks with each that found room.
 GROWS, SHRINKS = 1.04, 0.997
-# A client that comes so much earlier than it was promised comes at its time.
+# A client that comes at most so much before its promised time counts as on time.
 EARLY_S = 0.25
 # A promise ends so long after its time.
 LATE_S = 10.0
-# Beyond so many, no place is kept.
+# Promises that are kept at most; beyond them a refused request only gets a time.
 MOST_PROMISES = 1024
-# Estimates of what is left are made again after this.
+# Age at which estimates of the remaining work are made again.
 REFRESH_S = 1.0
 
 
@@ -47,7 +47,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, eq=False):
-    """An admitted request. `estimate` returns the seconds that it still needs; `work_s` is all that it was expected to need."""
+    """An admitted request. `estimate` returns the seconds that it still needs, `left_s` is the last such estimate, `work_s` its work in all."""
 
     demand: Demand
     estimate: Callable[[], float]
@@ -57,7 +57,7 @@ class Place(msgspec.Struct, eq=False):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The bound that a request met, the amount with it and the bound's, and the seconds until there is room."""
+    """The bound that refused a request, the amount found, the most that is allowed, and the seconds until there is room."""
 
     bound: Bound
     found: float
@@ -72,7 +72,7 @@ class _Promise(msgspec.Struct, eq=False):
 
 
 class _Line:
-    """Those that are before a request, in their order, summed up from the first."""
+    """The requests ahead of another one, in order, with the sums of their seconds and bytes from the first on."""
 
     def __init__(self, limits: QueueLimits, running: int, ahead: Iterable[tuple[float, int]]) -> None:
         ahead = list(ahead)
@@ -82,7 +82,7 @@ class _Line:
         self._bytes = [0, *itertools.accumulate(size_bytes for _, size_bytes in ahead)]
 
     def wait_s(self, demand: Demand, length: int) -> float:
-        """Work that has to be done until a request fits behind the first `length` of the line."""
+        """Return the seconds of work to be done until a request fits behind the first `length` of the line."""
         limits, seconds = self._limits, self._seconds
         gone = max(0, length + 1 - self._running - limits.max_queued)
         if (over := self._bytes[length] + demand.size_bytes - limits.max_queued_bytes) > 0:
@@ -91,7 +91,7 @@ class _Line:
         waits_s = seconds[min(length, gone + max(0, self._running - 1))] if gone else 0.0
         over_s = seconds[length] + demand.seconds - limits.max_queued_seconds
         if over_s > 0:
-            # Until the request ends in which that much is done: what is left of one is known less well than its end.
+            # Wait for the end of the request in which that work gets done: a request's end is better known than its progress.
             waits_s = max(waits_s, seconds[min(length, bisect_left(seconds, over_s))])
         return waits_s
 
@@ -127,11 +127,14 @@ class QueueBounds:
 
     @property
     def promised(self) -> int:
-        """Promises that are open."""
+        """Number of open promises."""
         return len(self._promises)
 
     def admit(self, key: Hashable, estimate: Callable[[], float], size_bytes: int, now_s: float, *, cold_s: float = 0.0) -> Place | Refusal:
-        """Return a place, or the reason why there is none. `cold_s` is the time until the first step of any request."""
+        """Return a place for a request, or its refusal with the time to come back.
+
+        `key` recognizes a request that comes again. `estimate` returns its seconds of work, and `cold_s` is the time until any first step.
+        """
         self._forget_late(now_s)
         self._refresh(now_s)
         demand = Demand(estimate(), size_bytes)
@@ -149,7 +152,7 @@ class QueueBounds:
         return self._refused(bound, demand, key, own, now_s, cold_s)
 
     def start(self, place: Place, now_s: float) -> None:
-        """Take note that a request joins its first step; harmless where it did."""
+        """Note that a request joins its first step; harmless if it was noted before."""
         if place in self._places and not place.started:
             place.started = True
             self._running += 1
@@ -157,29 +160,29 @@ class QueueBounds:
                 self._pace.begin(now_s)
 
     def revise(self, place: Place, estimate: Callable[[], float]) -> None:
-        """Take a better estimate of a request that is here."""
+        """Replace the estimate of an admitted request by a better one."""
         place.estimate = estimate
         place.work_s = estimate()
         self._left_s += place.work_s - place.left_s
         place.left_s = place.work_s
 
     def end(self, place: Place, now_s: float, *, done: bool) -> None:
-        """Free a place. `done`: the request was made, so its work was."""
+        """Free a place. With `done` its images were made, so its work counts for the pace."""
         del self._places[place]
         self._running -= place.started
         self._left_s -= place.left_s
         self._size_bytes -= place.demand.size_bytes
         if not self._places:
-            self._left_s = 0.0  # no rest of rounding
+            self._left_s = 0.0  # without rounding errors
         if not self.waiting:
-            self._pace.begin(now_s)  # batches that are not full say nothing of those that would be
+            self._pace.begin(now_s)  # batches that are not full say nothing about full ones
         elif done and place.work_s:
             self._pace.done(place.work_s, now_s)
 
     # --- admission ------------------------------------------------------------------------------------------------------
 
     def _met(self, demand: Demand) -> Bound | None:
-        """Return the bound that a request would be over now. A request that is over by itself has to be alone."""
+        """Return the bound that a request would exceed now, if any. A request that exceeds one by itself is admitted once it is alone."""
         limits = self.limits
         if self.waiting + 1 > limits.max_queued and self._places:
             return Bound.REQUESTS
@@ -190,7 +193,7 @@ class QueueBounds:
         return None
 
     def _broken(self, demand: Demand, own: _Promise | None, now_s: float, cold_s: float) -> Bound | None:
-        """Return a bound where a request would take a place that a promise of another one needs."""
+        """Return a bound if this request would take a place that the promise to another one needs."""
         others = [promise for promise in self._promises if promise is not own]
         line = self._line([demand, *(promise.demand for promise in others)])
         for index, promise in enumerate(others):
@@ -207,7 +210,7 @@ class QueueBounds:
         return place
 
     def _refused(self, bound: Bound, demand: Demand, key: Hashable, own: _Promise | None, now_s: float, cold_s: float) -> Refusal:
-        """Promise a place behind those that were promised before; who comes early keeps the promise that it has."""
+        """Refuse a request and promise it a place behind the earlier promises; a client that comes early keeps its promise."""
         if own is not None and own in self._promises:
             due_s = own.due_s
         else:
@@ -220,7 +223,7 @@ class QueueBounds:
         return Refusal(bound, *self._amounts(bound, demand), retry_after_s=float(max(1, math.ceil(due_s - now_s))))
 
     def _amounts(self, bound: Bound, demand: Demand) -> tuple[float, float]:
-        """Return the amount that a bound is about, of those that are here, and its most."""
+        """Return the amount that was found for a bound, and the most that it allows."""
         if bound is Bound.REQUESTS:
             return self.waiting, self.limits.max_queued
         if bound is Bound.SECONDS:
@@ -236,7 +239,7 @@ class QueueBounds:
             del self._promises[0]
 
     def _refresh(self, now_s: float) -> None:
-        """Ask again how much is left of every request, if the last answers are old."""
+        """Estimate again the work left of every request, if the last estimates are old."""
         if now_s - self._refreshed_s < REFRESH_S:
             return
         self._refreshed_s = now_s

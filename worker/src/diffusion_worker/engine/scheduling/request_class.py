@@ -9,14 +9,14 @@ import msgspec
 
 from diffusion_worker.messages import RequestSpec
 
-# Stands for the pipeline's own size where nobody knows it.
+# Pixels assumed for the pipeline's default size while it is unknown.
 UNKNOWN_PIXELS = 512 * 512
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """The pipeline's values for a request that gives none; None if unknown. Pixels, frames, steps.
+    """The pipeline's pixels, frames and steps for a request that gives none; None if unknown.
 
-    `references`: the images of an edit are seen by the model beside the one it makes.
+    `references` is true if the model sees the images of an edit beside the one it makes.
     """
 
     height: int | None = None
@@ -29,8 +29,8 @@ class Defaults(msgspec.Struct, frozen=True):
 class RequestClass(msgspec.Struct, frozen=True):
     """Properties that requests must have in common to share steps.
 
-    An edit that starts from its image is of one class with images made from words: the calls are the same. `references`
-    are the pixels of images that the model sees beside the one it makes.
+    An edit that starts from its image is of one class with images made from text, as the model calls are the same.
+    `references` are the pixels of images that the model sees beside the one it makes.
     """
 
     height: int | None
@@ -43,7 +43,7 @@ class RequestClass(msgspec.Struct, frozen=True):
 
     @property
     def load(self) -> float:
-        """Pixels of one request's model calls: what their time and memory follow, about."""
+        """Pixels in the model calls of one request, to which their time and memory are about proportional."""
         pixels = self.height * self.width if self.height and self.width else UNKNOWN_PIXELS
         return float((pixels * (self.frames or 1) + self.references) * (2 if self.guided else 1))
 
@@ -58,12 +58,12 @@ class RequestClass(msgspec.Struct, frozen=True):
 
 
 def is_guided(guidance_scale: float | None) -> bool:
-    """Return whether guidance doubles the calls. Without a scale it is assumed: most pipelines have it on."""
+    """Return whether guidance doubles the model calls. Without a scale guidance is assumed, as most pipelines have it on."""
     return guidance_scale is None or guidance_scale > 1
 
 
 def class_of(spec: RequestSpec, defaults: Defaults) -> RequestClass:
-    """The class of a request."""
+    """Return the class of a request; the defaults stand for values that it leaves open."""
     return RequestClass(
         height=spec.height or defaults.height,
         width=spec.width or defaults.width,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of one class in the order they came, and how far each of them is. Pure."""
+"""The requests of one class in order of arrival, and the progress of each. Pure."""
 
 import itertools
 import math
@@ -9,9 +9,9 @@ import msgspec
 from diffusion_worker.engine.scheduling.request_class import RequestClass
 from diffusion_worker.messages import RequestSpec, Task
 
-# Until a pipeline has shown how many steps it takes by itself.
+# Steps assumed until a pipeline has shown its default.
 USUAL_STEPS = 50
-# Clients choose strengths freely; nobody sends so many kinds of requests side by side.
+# Run lengths that are remembered. Clients choose strengths freely, so their combinations are without bound.
 REMEMBERED_COURSES = 1024
 
 
@@ -24,7 +24,7 @@ class RunLengthKey(msgspec.Struct, frozen=True):
 
 
 class RunLengths:
-    """Ticks of requests by their parameters. At first one more than steps; then as it was seen.
+    """Ticks of requests by their parameters: one more than steps at first, then as observed.
 
     Some schedulers call the model twice a step, some pipelines leave steps out, and only the pipeline knows its defaults.
     """
@@ -34,7 +34,7 @@ class RunLengths:
         self._varying: set[RunLengthKey] = set()
 
     def of(self, course: RunLengthKey) -> int:
-        """Ticks that a request takes, decode included."""
+        """Return the ticks that a request takes, the decode included."""
         steps = course.steps or USUAL_STEPS
         return self._seen.get(course, (steps if course.strength is None else math.ceil(steps * course.strength)) + 1)
 
@@ -43,7 +43,7 @@ class RunLengths:
         return course in self._seen and course not in self._varying
 
     def observe(self, course: RunLengthKey, ticks: int) -> None:
-        """A request took so many ticks."""
+        """Record that a request took so many ticks."""
         if self._seen.get(course, ticks) != ticks:
             self._varying.add(course)
         ticks = max(ticks, self._seen.pop(course, 0))
@@ -70,11 +70,11 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     @property
     def left(self) -> int:
-        """Ticks it still has to be put into; one that took longer than expected gets one more at a time."""
+        """Ticks that the request still has to be put into; past its expected length there is one more at a time."""
         return max(self.length - self.sent, 0 if self.sent > self.reported else 1)
 
     def restart(self) -> None:
-        """Back to where it was when it came."""
+        """Set the request back to its state on arrival."""
         self.joined, self.sent, self.reported = False, 0, 0
 
 
@@ -85,7 +85,7 @@ class ClassQueue:
         self.kind = kind
         self.requests: dict[str, QueuedRequest] = {}
         self.credit_s = 0.0
-        # Number of them with the ranks; some may have passed others that wait for slots.
+        # Requests with the ranks; some may have passed others that wait for slots.
         self.joined = 0
 
     @property
@@ -103,5 +103,5 @@ class ClassQueue:
         self.requests[request.spec.request_id] = request
 
     def demand(self, most: int) -> int:
-        """Requests that could take a step now, counted up to `most`."""
+        """Return the number of requests that could take a step now, counted up to `most`."""
         return sum(1 for _ in itertools.islice((1 for request in self.requests.values() if request.left), most))

@@ -7,7 +7,7 @@ small request never waits for all of a large one. Pausing between two steps cost
 multiple of its own time gets a guaranteed share of the device, so nobody starves. Within a class requests are served in order of arrival,
 except those whose adapters do not fit in the slots beside the others' (`AdapterSlots`).
 
-Ticks are decided before the last ones are reported, so the state here is that of what was sent.
+Ticks are decided before earlier ones are reported, so the state here follows the ticks that were sent.
 """
 
 import itertools
@@ -23,22 +23,22 @@ from diffusion_worker.engine.scheduling.request_queue import ClassQueue, QueuedR
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import RequestSpec, Tick, TickDone
 
-# The part of the device that classes get whose requests have waited too long, all of them together.
+# Share of the device for all classes together whose requests have waited too long.
 SHARE = 0.25
-# A request has waited too long after so many times of what it takes alone.
+# A request has waited too long after this multiple of the time that it takes alone.
 PATIENCE = 2.0
 # Requests on the ranks at once, in batches: paused ones keep their latents there.
 RESIDENT_BATCHES = 4
-# Seconds a pixel of a step takes, until the first report; only comparisons between classes use it.
+# Seconds assumed for a pixel of a step until the first report; only comparisons between classes use it.
 GUESSED_PIXEL_S = 1e-7
-# Requests of a class that are looked at behind others whose adapters have no slots.
+# Requests of a class that one choice may pass because their adapters have no slots.
 LOOKAHEAD = 256
 # Classes whose costs are remembered while they have no requests.
 REMEMBERED_CLASSES = 256
 
 
 class SentTick(msgspec.Struct, frozen=True):
-    """A tick on its way: its class and the requests in it, of which `denoising` are expected to call the denoiser."""
+    """A tick without a report yet: its class and its requests, of which `denoising` are expected to call the denoiser."""
 
     number: int
     kind: RequestClass | None
@@ -47,7 +47,10 @@ class SentTick(msgspec.Struct, frozen=True):
 
 
 class TickEstimate(msgspec.Struct, frozen=True):
-    """A tick that the ranks work on. `step_s` is what a step of its size takes as measured, in the `same_class` or scaled from others."""
+    """Estimate of the tick that the ranks work on.
+
+    `step_s` is the measured time of a step of its size, scaled from other classes without `same_class`.
+    """
 
     phase: str
     steps: int
@@ -59,10 +62,13 @@ class StepScheduler:
     """Waiting and running requests of one rank group, and the tick that moves some of them on."""
 
     def __init__(self, max_batch_size: int, *, slots: int = 1, window_s: float = 0.0) -> None:
-        """`slots` are the adapters that requests on the ranks may use at once, `window_s` is how long a first step waits for company."""
+        """Set up the scheduler without requests.
+
+        `slots` is the number of adapters that requests on the ranks may use at once. `window_s` is how long a first step waits for company.
+        """
         self.memory = MemoryModel()
         self._slots = AdapterSlots(slots)
-        # Those that the last choice passed, as their adapters had no slots.
+        # Requests that the last choice passed because their adapters had no slots.
         self._passed: list[QueuedRequest] = []
         self._max_batch_size = max_batch_size
         self._window_s = window_s
@@ -113,7 +119,7 @@ class StepScheduler:
         self._queues.setdefault(kind, ClassQueue(kind)).add(request)
 
     def remove(self, request_id: str) -> None:
-        """A request is not wanted any more: it leaves with the next tick, or never joins."""
+        """Remove a request that is not wanted any more: it leaves the ranks with the next tick, or never joins."""
         request = self._requests.get(request_id)
         if request is not None:
             if request.joined:
@@ -121,7 +127,7 @@ class StepScheduler:
             self._forget(request)
 
     def requeue_running(self) -> list[str]:
-        """The ranks forgot everything: what they had is waiting again, where it was. Returns its ids, oldest first."""
+        """Queue all requests of lost ranks again, at their former places; return their ids, oldest first."""
         running = [request for request in self._requests.values() if request.joined]
         for request in running:
             request.restart()
@@ -133,9 +139,9 @@ class StepScheduler:
         return [request.spec.request_id for request in running]
 
     def replay_whole(self, request_id: str) -> RequestSpec:
-        """The ranks ended a request that needs the model alone: it waits again, where it was, to be made so. Returns it.
+        """Queue a request again that the ranks ended because it needs the model alone; return its new spec.
 
-        All others of its task that wait are made so too: their pipeline is the same.
+        All waiting requests of its task get to run alone too, as their pipeline is the same.
         """
         task = self._requests[request_id].spec.task
         for request in list(self._requests.values()):
@@ -147,7 +153,7 @@ class StepScheduler:
         return self._requests[request_id].spec
 
     def observe(self, done: TickDone, now_s: float) -> None:
-        """The oldest tick on its way is done."""
+        """Take the report of the oldest tick without one: learn its costs, and forget the requests that ended."""
         sent = self._sent.popleft()
         for request in sent.requests:
             request.reported += 1
@@ -160,12 +166,12 @@ class StepScheduler:
                 self._learn_length(request)
             if failed.get(request_id) == ErrorCode.INSUFFICIENT_MEMORY:
                 self.memory.failed(request.kind.load, now_s)
-            # It may have been removed meanwhile, and its id may stand for another one.
+            # The request may have been removed meanwhile, and its id may stand for a later one.
             if (request_id in finished or request_id in failed) and self._requests.get(request_id) is request:
                 self._forget(request)
 
     def next_tick(self, now_s: float) -> Tick | None:
-        """The next step for one class, after the requests that leave; None when nobody can take one now."""
+        """Return the next tick, with a step of one class and the requests that leave; None if there is neither."""
         self._reserve_slots(now_s)
         chosen = self._choose(now_s)
         if not chosen:
@@ -194,12 +200,12 @@ class StepScheduler:
         return Tick(number, [], leave, [])
 
     def held_until_s(self) -> float | None:
-        """When the first of the requests that wait for company stops doing so; None where nobody does."""
+        """Return the time at which the first request stops waiting for company; None if none waits."""
         held = [queue.oldest.arrived_s + self._window_s for queue in self._queues.values() if not queue.started]
         return min(held, default=None) if self._window_s else None
 
     def oldest_wave(self) -> TickEstimate:
-        """Return the ranks' current work: the oldest tick that was not reported."""
+        """Return an estimate of the ranks' current work, the oldest tick without a report."""
         sent = self._sent[0]
         if sent.kind is None:
             return TickEstimate("requests that leave", steps=1, step_s=0.0, same_class=True)
@@ -213,18 +219,18 @@ class StepScheduler:
         )
 
     def expected_s(self, spec: RequestSpec) -> float:
-        """Device time that a request is expected to take in company, before it is queued."""
+        """Return the device seconds that a request is expected to take in company, before it is queued."""
         return self._share_s(class_of(spec, self._defaults)) * self._lengths.of(self._course(spec))
 
     def left_s(self, request_id: str) -> float:
-        """Device time that a queued request still takes; 0 for one that is not here."""
+        """Return the device seconds that a queued request still takes; 0 for an unknown one."""
         request = self._requests.get(request_id)
         return self._share_s(request.kind) * request.left if request is not None else 0.0
 
     # --- choice ---------------------------------------------------------------------------------------------------------
 
     def _choose(self, now_s: float) -> list[QueuedRequest]:
-        """The requests of the next step, and what it costs the classes that have waited too long."""
+        """Choose the requests of the next step, and credit the classes that have waited too long for it."""
         batches = [(queue, batch) for queue in self._queues.values() if (batch := self._batch(queue, now_s))]
         if not batches:
             return []
@@ -239,16 +245,16 @@ class StepScheduler:
             return batch
         queue, batch = min(batches, key=lambda pair: (self._seconds_to_an_image(pair[1]), pair[0].oldest.number))
         spent_s = self._cost_s(batch)
-        # Their guaranteed share of this time is credited to them.
+        # The overdue classes that are not chosen are credited with their guaranteed share of this time.
         for other, _ in overdue:
             if other is not queue:
                 other.credit_s += spent_s * SHARE / (1 - SHARE) / len(overdue)
         return batch
 
     def _batch(self, queue: ClassQueue, now_s: float) -> list[QueuedRequest]:
-        """The requests of a class that would take a step now, oldest first.
+        """Return the requests of a class that would take a step now, oldest first.
 
-        Those that only have to be decoded take no place in the batch.
+        Requests that only have to be decoded take no place in the batch.
         """
         demand = queue.demand(self._max_batch_size)
         size = self._size(queue.kind, demand)
@@ -258,7 +264,7 @@ class StepScheduler:
         return self._filled(queue, size, min(size, room))
 
     def _filled(self, queue: ClassQueue, size: int, joins: int) -> list[QueuedRequest]:
-        """Up to `size` requests that denoise, of which `joins` may join, and those that are only to be decoded."""
+        """Return up to `size` requests that denoise, of which `joins` may join, and all that only have to be decoded."""
         batch: list[QueuedRequest] = []
         joining: set[int] = set()
         here, passed = queue.joined, 0
@@ -281,7 +287,7 @@ class StepScheduler:
         return batch
 
     def _size(self, kind: RequestClass, demand: int) -> int:
-        """The most requests of a class in one step."""
+        """Return the most requests of a class in one step."""
         if demand == 0 or kind.exact:
             return min(demand, 1)
         fitting = self.memory.batch(kind, demand)
@@ -289,7 +295,7 @@ class StepScheduler:
         return curve.batch(fitting) if curve else fitting
 
     def _waits_for_company(self, queue: ClassQueue, demand: int, now_s: float) -> bool:
-        """Only what has not started waits, and only while more of its class would make the step cheaper."""
+        """Return whether a class waits for company: it has not started, and more of its requests would make the step cheaper."""
         if not self._window_s or queue.started or now_s >= queue.oldest.arrived_s + self._window_s:
             return False
         return demand < self._size(queue.kind, self._max_batch_size)
@@ -302,7 +308,7 @@ class StepScheduler:
         return self._has_waited_too_long(queue.oldest, now_s)
 
     def _reserve_slots(self, now_s: float) -> None:
-        """For the first of those that were passed too long."""
+        """Reserve slots for the oldest request that was passed for too long."""
         here = (request for request in self._passed if self._requests.get(request.spec.request_id) is request)
         self._slots.reserve(request for request in here if self._has_waited_too_long(request, now_s))
         self._passed = []
@@ -311,7 +317,7 @@ class StepScheduler:
         return now_s - request.arrived_s > PATIENCE * request.length * self._step_s(request.kind, 1)
 
     def _seconds_to_an_image(self, batch: list[QueuedRequest]) -> float:
-        """Device time for each image, if this batch is run until it is cheapest to stop."""
+        """Return the least device seconds for an image, over all ticks at which this batch could end."""
         step_s = self._cost_s(batch)
         left = sorted(request.left for request in batch)
         return min(ticks * step_s / (position + 1) for position, ticks in enumerate(left))
@@ -319,7 +325,7 @@ class StepScheduler:
     # --- what is known --------------------------------------------------------------------------------------------------
 
     def _cost_s(self, batch: list[QueuedRequest]) -> float:
-        """Estimate the seconds of a step of these. Nothing where all of them are done but for their decoding: that has to be, and soon."""
+        """Estimate the seconds of a step of these requests; 0 if all only have to be decoded, so that they go first."""
         denoising = sum(not self._is_last(request) for request in batch)
         return self._step_s(batch[0].kind, denoising) if denoising else 0.0
 
@@ -329,7 +335,7 @@ class StepScheduler:
         return kind.load * (self._pixel_s or GUESSED_PIXEL_S) * batch if measured is None else measured
 
     def _share_s(self, kind: RequestClass) -> float:
-        """The part of a request in a step of the batch that its class makes when many wait."""
+        """Return the seconds of one request's share in a step, at the batch size that its class has when many wait."""
         batch = max(1, self._size(kind, self._max_batch_size))
         return self._step_s(kind, batch) / batch
 
@@ -337,12 +343,12 @@ class StepScheduler:
         return RunLengthKey(spec.steps or self._defaults.steps, spec.task, spec.strength)
 
     def _learn_costs(self, sent: SentTick, done: TickDone, ended: set[str]) -> None:
-        """Costs from a tick's report. Those that ended in it were decoded, not denoised."""
+        """Learn costs from a tick's report. Requests in `ended` were decoded in it, not denoised."""
         if sent.kind is None:
             return
         self.memory.observe(sent.kind, len(sent.requests), done.peak_bytes)
         batch = sum(request.spec.request_id not in ended for request in sent.requests)
-        # Without a call it only copied adapters, which says nothing of a step.
+        # A tick without a model call only copied adapters, which says nothing about a step.
         if batch == 0 or not done.calls:
             return
         curve = self._curves.pop(sent.kind, None) or CostCurve()
@@ -351,7 +357,7 @@ class StepScheduler:
             del self._curves[next(iter(self._curves))]
         seconds = done.denoise_seconds or done.seconds
         if done.split:
-            # A call that one bad request broke says nothing of the others.
+            # A call that one bad request broke says nothing about the others.
             if all(failure.error.code == ErrorCode.INSUFFICIENT_MEMORY for failure in done.failed):
                 curve.split(sent.denoising)
         elif seconds > 0:

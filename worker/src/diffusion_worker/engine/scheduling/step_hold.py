@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the steps of the ranks, for a caller of `pause` and for a sleep: none runs while one of them wants that."""
+"""The hold on the ranks' steps, by a caller of `pause` and by a sleep: no step runs while either holds."""
 
 import asyncio
 import enum
@@ -17,7 +17,7 @@ class Pauser(enum.Enum):
 
 
 class Pausing:
-    """Callers that stop the steps now. A generation of ranks that is started meanwhile makes none either."""
+    """The callers that hold the steps now. Ranks that are started meanwhile make no step either."""
 
     def __init__(self, steps: StepLoop, call_all: CallAll) -> None:
         self._steps = steps
@@ -30,17 +30,17 @@ class Pausing:
         return Pauser.CALL in self._holders
 
     def begin(self, who: Pauser) -> None:
-        """No step begins from now on; those that run go on."""
+        """Let no step begin from now on; running ones go on."""
         self._holders.add(who)
         self._steps.pause()
 
     async def hold(self, who: Pauser, *, timeout_s: float) -> None:
-        """No step begins; returns when the ranks' work of those that did is over and their results are handed out.
+        """Let no step begin, and return when running ones are over on the ranks and their results are handed out.
 
         A failed hold lets the steps continue.
 
         Raises:
-            RequestError: Timeout, or what a rank says, named. GroupFailed: the ranks are lost; the next ones make no step.
+            RequestError: Timeout, or an error that names the rank. GroupFailed: the ranks are lost; the next ones make no step.
         """
         self.begin(who)
         try:
@@ -60,7 +60,7 @@ class Pausing:
         await self._steps.drain(timeout_s, code, message)
 
     def release(self, who: Pauser) -> None:
-        """The steps go on, unless another one holds them; harmless where they do."""
+        """Let the steps go on, unless another caller holds them; harmless if they go on already."""
         self._holders.discard(who)
         if not self._holders:
             self._steps.resume()

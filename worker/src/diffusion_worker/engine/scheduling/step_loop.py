@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the ranks stepping while there are requests, and hands each request its image or its error."""
+"""The loop that keeps the ranks stepping while there are requests, and hands each request its image or its error."""
 
 import asyncio
 import contextlib
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 # The next tick is with the ranks while the current one runs, so that none of them waits for the server.
 TICKS_AHEAD = 2
 
-# A request that was with the ranks at three losses of them is as likely their cause as their victim.
+# Restarts of a request. After a third loss of the ranks it is as likely the cause as a victim.
 MAX_REPLAYS = 2
 
 # Bytes of images on their way to the ranks.
 InputFrames = Sequence[bytes | memoryview]
 
-# Hears of the steps and previews of a request, in order and never after its outcome. An exception from it ends the request.
+# Listener to the steps and previews of a request, called in order and never after its outcome. An exception from it ends the request.
 OnEvent = Callable[[RequestEvent], None]
 
 
 class FinishedPixels(msgspec.Struct, frozen=True):
-    """A finished image: rows of RGB bytes, and what it took. `queued_s` is the time until it joined."""
+    """A finished image: rows of RGB bytes, and the seconds of its stages. `queued_s` is the time until it joined."""
 
     pixels: bytes | memoryview
     height: int
@@ -46,7 +46,7 @@ class FinishedPixels(msgspec.Struct, frozen=True):
 
 
 class Submission(msgspec.Struct, eq=False):
-    """A request that somebody waits for: image `index` of its caller's. `joined_s` is when it went to the ranks first."""
+    """A submitted request: image `index` of its caller's. `joined_s` is the time at which it first went to the ranks."""
 
     outcome: "asyncio.Future[FinishedPixels]"
     frames: InputFrames
@@ -55,19 +55,19 @@ class Submission(msgspec.Struct, eq=False):
     submitted_s: float
     joined_s: float | None = None
     replays: int = 0
-    # From 1: one more after each loss, and where it needs the model alone.
+    # Counted from 1: one more after each loss of the ranks, and when the request has to run alone.
     attempt: int = 1
     # The number of steps it will take, as last reported.
     steps: int | None = None
     on_join: Callable[[], None] | None = None
 
     def start_over(self) -> None:
-        """It is made once more from its first step."""
+        """Begin another attempt at the request, and report its step 0."""
         self.attempt += 1
         self.tell(StepTaken(self.index, 0, self.steps, self.attempt))
 
     def tell(self, event: RequestEvent) -> None:
-        """Pass an event on, unless the outcome is there or nobody listens."""
+        """Pass an event to the listener, unless there is none or the outcome is known."""
         if self.on_event is None or self.outcome.done():
             return
         try:
@@ -93,7 +93,7 @@ class StepStats(msgspec.Struct):
 
 
 class StepLoop:
-    """The requests of one rank group, from their submission to their outcome. `broken` hears why stepping ended."""
+    """The requests of one rank group, from submission to outcome. `broken` is called with the reason when stepping ends."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class StepLoop:
         self.stats = StepStats()
         # The current outcome of the options that speed up or shrink the model, by their names.
         self.features: dict[str, str] = {}
-        # Tasks whose requests run alone, with what their pipeline was about to do with the shared model.
+        # Tasks whose requests run alone, with the change to the shared model that their pipeline was about to make.
         self.whole: dict[Task, str] = {}
         self._ranks = ranks
         self._tick_timeout_s = tick_timeout_s
@@ -123,7 +123,7 @@ class StepLoop:
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused = False
-        # While it is paused: nothing is on its way to the ranks.
+        # Set while steps are paused and nothing is on its way to the ranks.
         self._quiet = asyncio.Event()
 
     def describe(self, model: ModelInfo) -> None:
@@ -141,11 +141,11 @@ class StepLoop:
         return self._scheduler.memory
 
     def expected_s(self, spec: RequestSpec) -> float:
-        """Device time that a request is expected to take, by what steps took before."""
+        """Return the device seconds that a request is expected to take, from the steps measured so far."""
         return self._scheduler.expected_s(spec)
 
     def left_s(self, request_id: str) -> float:
-        """Device time that a submitted request still takes."""
+        """Return the device seconds that a submitted request still takes."""
         return self._scheduler.left_s(request_id)
 
     @property
@@ -187,7 +187,7 @@ class StepLoop:
         return outcome
 
     def forget(self, request_id: str) -> None:
-        """Nothing of a request stays here, nor on the ranks after their next step."""
+        """Drop a request and cancel its outcome; the ranks drop it with their next tick."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.outcome.cancel()
@@ -197,7 +197,7 @@ class StepLoop:
             self._idle.set()
 
     def end(self, error: Exception, *, only: Callable[[str], bool] = lambda _: True) -> None:
-        """End requests with an error: all, or those whose id is wanted."""
+        """End requests with an error: all, or those whose id satisfies `only`."""
         for request_id, request in self._requests.items():
             if only(request_id) and not request.outcome.done():
                 request.outcome.set_exception(error)
@@ -212,25 +212,25 @@ class StepLoop:
             await self._idle.wait()
 
     def pause(self) -> None:
-        """No step begins from now on. Requests keep their places, and the ranks still remove those that end meanwhile."""
+        """Let no step begin from now on. Requests keep their places, and the ranks still remove those that end meanwhile."""
         self._paused = True
         self._quiet.clear()
         self._work.set()
 
     async def quiet(self) -> None:
-        """While it is paused: returns when the steps that began are reported, with their images handed out."""
+        """Wait, while steps are paused, until those that began are reported and their images handed out."""
         await self._quiet.wait()
 
     def resume(self) -> None:
-        """Step again; harmless where it does."""
+        """Let steps begin again; harmless if they are not paused."""
         self._paused = False
         self._quiet.clear()
         self._work.set()
 
     def lost(self, code: ErrorCode, message: str) -> None:
-        """The ranks forgot all requests: those that ran are made again, before the others and from the same seeds.
+        """Queue the requests of lost ranks again, before the others and with the same seeds.
 
-        A request already restarted `MAX_REPLAYS` times ends with the error. Not while `run` runs.
+        A request already restarted `MAX_REPLAYS` times ends with the error. Must not be called while `run` runs.
         """
         self._keep_prompt_counts()
         for request_id in self._scheduler.requeue_running():
@@ -269,7 +269,7 @@ class StepLoop:
         return self._scheduler.leave_tick() if self._paused else self._scheduler.next_tick(self._clock())
 
     def _broadcast(self, tick: Tick) -> None:
-        """Send a tick, with the frames of those that join: kept until their outcome, as they may have to join again."""
+        """Send a tick with the frames of requests that join. Frames are kept until the outcome, as a request may have to join again."""
         self._quiet.clear()
         joining = [self._requests[spec.request_id] for spec in tick.join]
         for request in joining:
@@ -283,7 +283,7 @@ class StepLoop:
         self._ranks.broadcast_tick(tick, frames)
 
     async def _wait_for_work(self) -> None:
-        """Returns when something was submitted or forgotten, or when nobody is to wait for company any longer."""
+        """Wait until a request is submitted or forgotten, or has waited long enough for company."""
         self._work.clear()
         if self._paused:
             self._quiet.set()
@@ -306,7 +306,7 @@ class StepLoop:
             self._make_alone(replay)
 
     def _make_alone(self, replay: Replay) -> None:
-        """Queue a request once more, to run while no other does, and remember that for all of its task."""
+        """Queue a request again to run alone, and let all requests of its task run alone from now on."""
         request = self._requests.get(replay.request_id)
         if request is None:
             return
@@ -332,12 +332,12 @@ class StepLoop:
             stats.prompt_cache = _added(self._prompts_before, done.prompt_cache)
 
     def _keep_prompt_counts(self) -> None:
-        """The next generation of ranks has an empty cache and counts from 0."""
+        """Keep the counts of the prompt cache, as the next generation of ranks has an empty one and counts from 0."""
         if self.stats.prompt_cache is not None:
             self.stats.prompt_cache = self._prompts_before = msgspec.structs.replace(self.stats.prompt_cache, size=0)
 
     def _tell(self, report: TickReport) -> None:
-        """Events of requests that somebody still waits for."""
+        """Pass on the steps and previews of requests that are still here."""
         for progress in report.done.progress:
             if (request := self._requests.get(progress.request_id)) is not None:
                 request.steps = progress.steps
@@ -360,5 +360,5 @@ class StepLoop:
 
 
 def _added(before: PromptCacheStats, now: PromptCacheStats) -> PromptCacheStats:
-    """The counts of an earlier cache and of the one there is now, and the entries of that one."""
+    """Return the counts of both prompt caches added up, with the entries of the current one."""
     return PromptCacheStats(now.size, now.max_size, before.hits + now.hits, before.misses + now.misses, before.bypassed + now.bypassed)

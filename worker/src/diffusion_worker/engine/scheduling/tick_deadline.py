@@ -7,9 +7,9 @@ the measured time of the whole request, which also covers its decoding. The rest
 
 from diffusion_worker.engine.scheduling.scheduler import TickEstimate
 
-# A device that others use as well, or that is hot, takes so many times longer.
+# Allowance for a device that is hot or that others use as well.
 FACTOR = 3.0
-# Text encoders, compiling again for another batch, a slow disk under a mapped model.
+# Allowance for text encoders, compiling again for another batch, and a slow disk under a mapped model.
 FLOOR_S = 60.0
 # A first step of its shape may compile and tune for minutes; a first step at all has nothing to be compared with.
 FLOOR_OF_NEW_CLASS_S = 600.0
@@ -17,7 +17,7 @@ UNMEASURED_S = 1800.0
 
 
 def wave_limit_s(wave: TickEstimate, override_s: float | None) -> float:
-    """Seconds from the start of a tick to its report; an override holds as it is."""
+    """Return the seconds that a tick may take from its start to its report; an override is returned unchanged."""
     if override_s is not None:
         return override_s
     if wave.step_s is None:
