@@ -271,7 +271,8 @@ def test_a_pipeline_that_cannot_be_served_is_refused_at_load(name: str, says: st
 
 def test_a_model_that_makes_videos_is_refused_by_the_images_api_before_anything_runs() -> None:
     video = describe(BUILDERS["WanPipeline"](), torch.float32, 0)
-    with pytest.raises(RequestError, match=r"model: expected one that makes images, found WanPipeline, which makes a video") as refused:
+    message = r"model: expected a pipeline that makes images, found WanPipeline, which makes a video"
+    with pytest.raises(RequestError, match=message) as refused:
         check(GenerationParams(prompt="a wave kumquatfen"), RequestLimits(), video)
     assert refused.value.code == "InvalidRequest"
     check(GenerationParams(prompt="a wave kumquatfen"), RequestLimits(), msgspec.structs.replace(video, kind="image"))

@@ -20,16 +20,16 @@ from diffusion_worker.engine.state.state_document import AdapterState, EngineSta
 from diffusion_worker.errors import ErrorCode, RequestError, refused
 from diffusion_worker.messages import LoRAUse
 
-# A load of a file that is here already is a matter of seconds.
+# Suggested wait for an adapter: a load of a local file is a matter of seconds.
 RETRY_AFTER_S = 5.0
-# In memory, or so before the model serves again.
+# States of adapters that are in memory, or will be before the model serves again.
 THERE = (AdapterState.LOADED, AdapterState.DEFERRED)
 # Errors of a load that concern the whole server, not its adapter.
 OF_THE_SERVER = (ErrorCode.ASLEEP, ErrorCode.BUSY, ErrorCode.STARTING, ErrorCode.TERMINATING, ErrorCode.ENGINE_FAILED)
 
 
 def chosen(params: GenerationParams, *, served_name: str, most: int) -> list[AdapterChoice]:
-    """The adapters a request names, `model` first, each once.
+    """Return the adapters a request names, `model` first, each once.
 
     Raises:
         RequestError: InvalidRequest: one is named twice, there are too many, or `lora_scale` is for none or for several.
@@ -74,17 +74,17 @@ class AdapterWait:
         self._until_s: float | None = None
 
     def until(self, timeout_s: float) -> float:
-        """When it is over, on the event loop's clock: `timeout_s` from the first call."""
+        """Return the time at which the wait is over, on the event loop's clock: `timeout_s` from the first call."""
         if self._until_s is None:
             self._until_s = asyncio.get_running_loop().time() + timeout_s
         return self._until_s
 
 
 class AdapterSelection:
-    """Hands adapters to requests; those that are not in memory are loaded first, where that is wanted."""
+    """The choice of adapters for requests. Adapters that are not in memory are loaded first, if the options or the adapter allow it."""
 
     def __init__(self, table: AdapterTable, loader: AdapterLoader, config: WorkerConfig, life: EngineLife) -> None:
-        # Requests that wait until their adapters are there.
+        # Number of requests that wait for their adapters.
         self.waiting = 0
         self._table = table
         self._loader = loader
@@ -95,7 +95,7 @@ class AdapterSelection:
         self._numbers = itertools.count()
 
     def resolve(self, name: str) -> Adapter:
-        """The adapter a request asks for, ready or to be waited for.
+        """Return the adapter of a name that a request uses; it may still have to be loaded.
 
         Raises:
             RequestError: NotFound for a name nobody declared, AdapterNotLoaded with the reason for one that is not served.
@@ -114,22 +114,22 @@ class AdapterSelection:
         raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=None if failed else RETRY_AFTER_S, lasting=lasting)
 
     def require_known(self, choices: Sequence[AdapterChoice]) -> None:
-        """Raises RequestError (NotFound, AdapterNotLoaded) for adapters that no wait and no wake will bring."""
+        """Raise RequestError (NotFound, AdapterNotLoaded) for adapters that no wait and no wake will bring."""
         for choice in choices:
             adapter = self._table.get(choice.name)
             if adapter is None or adapter.state is AdapterState.FAILED:
                 self.resolve(choice.name)
 
     def served(self) -> list[Adapter]:
-        """Adapters that a request may name now."""
+        """Return the adapters that a request may name now."""
         return [adapter for name in self._table.names() if (adapter := self._served(name)) is not None]
 
     @asynccontextmanager
     async def taken(self, choices: Sequence[AdapterChoice], request_id: str, wait: AdapterWait) -> AsyncIterator[list[TakenAdapter]]:
-        """Holds a request's adapters, all of them at once; waits for those that are to be loaded for it, no longer than `wait`.
+        """Hold all adapters of a request at once while entered; first wait for those that have to be loaded, no longer than `wait`.
 
         Raises:
-            RequestError: NotFound, AdapterNotLoaded. NoLongerServing: the model stopped to serve while it waited.
+            RequestError: NotFound, AdapterNotLoaded. NoLongerServing: the model stopped serving during the wait.
         """
         self._require_serving()
         adapters = [self.resolve(choice.name) for choice in choices]
@@ -149,7 +149,7 @@ class AdapterSelection:
             self._table.move()
 
     async def _waited_for(self, choices: Sequence[AdapterChoice], wait: AdapterWait) -> list[Adapter]:
-        """All adapters of a request, once they are there together."""
+        """Return all adapters of a request, once they are usable together."""
         number = next(self._numbers)
         self.waiting += 1
         try:
@@ -168,7 +168,7 @@ class AdapterSelection:
             self._want([], number)
 
     def _want(self, adapters: list[Adapter], number: int) -> list[Adapter]:
-        """These, and no others, are waited for by the request of a number."""
+        """Record that the request with a number waits for these adapters and for no others."""
         for other in self._table:
             other.wanted.discard(number)
         for adapter in adapters:
@@ -176,7 +176,7 @@ class AdapterSelection:
         return adapters
 
     async def _bring(self, missing: list[Adapter]) -> None:
-        """Returns when the first of these may be there, or the model stopped to serve; the loads of the others run meanwhile."""
+        """Wait until the first of these may be usable or the model stops serving; begin to load all of them."""
         loads = [self._loader.begin(adapter, self._timeout_s) for adapter in missing if not adapter.going]
         if not loads:
             await self._unless_cold(self._table.moved())
@@ -195,7 +195,7 @@ class AdapterSelection:
                 ) from None
 
     async def _unless_cold(self, moved: Awaitable[None]) -> None:
-        """Awaits something; raises NoLongerServing where the model stops to serve before."""
+        """Await something; raise NoLongerServing if the model stops serving first."""
         waiting, cold = asyncio.ensure_future(moved), asyncio.create_task(self._cold())
         try:
             await asyncio.wait({waiting, cold}, return_when=asyncio.FIRST_COMPLETED)
@@ -211,7 +211,7 @@ class AdapterSelection:
             await self._life.wait_for_change()
 
     def _require_serving(self) -> None:
-        """While the ranks are started again, to serve, one waits on."""
+        """Raise NoLongerServing unless the model serves, or will once its ranks are started again."""
         if self._life.state_after_restart is not EngineState.READY:
             raise NoLongerServing
 

@@ -13,7 +13,7 @@ from diffusion_worker.messages import ModelInfo, Task
 MAX_SEED = 2**63 - 1
 # Largest strength of an adapter in a request, to either side of 0.
 MAX_LORA_SCALE = 4.0
-# Alternatives to suggest if a model serves another task than the requested one.
+# Hints for requests whose task the model does not serve, by that task and one that it serves.
 HINTS = {
     (Task.GENERATE, Task.EDIT): ": it needs an image, send one to /v1/images/edits",
     (Task.GENERATE, Task.INPAINT): ": it needs an image and a mask, send them to /v1/images/edits",
@@ -23,7 +23,7 @@ HINTS = {
 
 
 class InputImage(msgspec.Struct, frozen=True):
-    """An image that a client sent, decoded: rows of `channels` bytes a pixel, 3 for RGB and 1 for a mask (255: made again)."""
+    """A decoded image of a client: rows of `channels` bytes a pixel, 3 for RGB and 1 for a mask (255: to be made again)."""
 
     pixels: bytes
     height: int
@@ -32,7 +32,7 @@ class InputImage(msgspec.Struct, frozen=True):
 
 
 class AdapterChoice(msgspec.Struct, frozen=True):
-    """An adapter that a request asks for by name. Without a scale it is the adapter's own."""
+    """An adapter that a request asks for by name. Without a scale, the adapter's own counts."""
 
     name: str
     scale: float | None = None
@@ -50,11 +50,11 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
     width: int | None = None
     steps: int | None = None
     guidance_scale: float | None = None
-    # Adapters beside the one that `model` may name. `lora_scale` is for the only one that has none of its own.
+    # Adapters beside the one that `model` may name. `lora_scale` is for the only adapter without a scale here.
     loras: list[AdapterChoice] = []
     lora_scale: float | None = None
     exact: bool = False
-    # None: as fast as the worker can, True: by its step cache where it has one, False: every step computed.
+    # None: as fast as the worker can. True: by its step cache, if it has one. False: with every step computed.
     accelerated: bool | None = None
     task: Task = Task.GENERATE
     images: list[InputImage] = []
@@ -66,7 +66,7 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_own_mask(params: GenerationParams, model: ModelInfo) -> GenerationParams:
-    """The request as the model takes it: where it only inpaints, transparency of the image itself says where."""
+    """Return the request as the model takes it: for a model that only inpaints, transparency of the image becomes the mask."""
     if params.task is not Task.EDIT or params.own_mask is None or not only_inpaints(model):
         return params
     return msgspec.structs.replace(params, task=Task.INPAINT, mask=params.own_mask)
@@ -78,9 +78,9 @@ def only_inpaints(model: ModelInfo) -> bool:
 
 
 def with_defaults(params: GenerationParams, defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> GenerationParams:
-    """The request with what it gets where it says nothing: what the worker's options say, or as much as they let the model take.
+    """Return the request with the worker's defaults for values that it leaves open, as far as the limits allow them.
 
-    An edit without a size takes that of its image.
+    An edit without a size takes the size of its image.
     """
     height, width = params.height, params.width
     if height is None and width is None:
@@ -95,32 +95,32 @@ def with_defaults(params: GenerationParams, defaults: RequestDefaults, limits: R
 
 
 def usual_steps(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> int | None:
-    """Steps of a request that does not say; None where only the pipeline knows. Never over the limit: fewer are an image as well."""
+    """Return the steps of a request that names none, at most the limit's; None where only the pipeline knows."""
     if defaults.steps is not None or model.default_steps is None:
         return defaults.steps
     return min(model.default_steps, limits.max_steps)
 
 
 def size_of_edit(image: InputImage, limits: RequestLimits, model: ModelInfo) -> tuple[int, int]:
-    """Height and width of what is made of an image: its own, scaled down to the limit, and down to what the model can make."""
-    # So that any number of such parts is a number of tokens that the ranks can share.
+    """Return an edit's height and width: those of its image, scaled down to the limits and to sizes that the model can make."""
+    # Sides in multiples of this step make a number of tokens that the ranks can share.
     step = math.lcm(model.size_multiple, model.token_pixels * model.tokens_multiple)
     longest = min((model.max_height or image.height) / image.height, (model.max_width or image.width) / image.width)
     scale = min(1.0, longest, math.sqrt(limits.max_pixels / (image.height * image.width)))
     height = max(step, int(image.height * scale) // step * step)
     width = max(step, int(image.width * scale) // step * step)
-    # A strip that had to become wider may be too long now.
+    # A narrow image whose short side grew to one step may exceed the limit now.
     if height > width:
         return min(height, limits.max_pixels // width // step * step), width
     return height, min(width, limits.max_pixels // height // step * step)
 
 
 def check(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
-    """Raises RequestError (InvalidRequest) that names the field, what was expected and what was found."""
+    """Check a request against the limits and the model; raise RequestError (InvalidRequest) with the field, what was expected and found."""
     check_served(params.task, model)
     _check_images(params, model)
     if model.kind != "image":
-        raise refused("model", "one that makes images", f"{model.pipeline}, which makes a {model.kind}")
+        raise refused("model", "a pipeline that makes images", f"{model.pipeline}, which makes a {model.kind}")
     check_form(params, limits)
     check_size(params, limits, model)
 
@@ -155,7 +155,7 @@ def check_defaults(defaults: RequestDefaults, limits: RequestLimits, model: Mode
 
 
 def _check_own_size(limits: RequestLimits, model: ModelInfo) -> None:
-    """Unlike fewer steps, a smaller size is nothing to choose for a model: many make poor images of what they were not trained for."""
+    """Check that the limit allows the model's own size: no smaller one is chosen, as many models make poor images of untrained sizes."""
     width, height = model.default_width or 0, model.default_height or 0
     # An edit takes the size of its image.
     if Task.GENERATE in model.tasks and width * height > limits.max_pixels:
@@ -164,9 +164,9 @@ def _check_own_size(limits: RequestLimits, model: ModelInfo) -> None:
 
 
 def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -> None:
-    """Raises RequestError (InvalidRequest) for an image that would not fit in memory even alone.
+    """Raise RequestError (InvalidRequest) for an image that would not fit in memory even alone.
 
-    `most_load` is the load of a step (`RequestClass.load`) over which that is known; infinite where nothing is.
+    `most_load` is the largest load of a step (`RequestClass.load`) that may fit; infinite while none is known not to.
     """
     width, height = params.width or model.default_width, params.height or model.default_height
     if not width or not height or math.isinf(most_load):
@@ -179,7 +179,7 @@ def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -
 
 
 def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
-    """Raises RequestError (InvalidRequest) for a size that the model cannot make or that is over the limit."""
+    """Raise RequestError (InvalidRequest) for a size that the model cannot make or that is over the limit."""
     if params.width is None or params.height is None:
         return
     size = f"{params.width}x{params.height}"
@@ -199,11 +199,11 @@ def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo
 
 
 def check_served(task: Task, model: ModelInfo) -> None:
-    """Raises RequestError (InvalidRequest) with the reason where the model does no such thing."""
+    """Raise RequestError (InvalidRequest) with the reason if the model does not serve a task."""
     if model.kind == "image" and task not in model.tasks:
         served = " and ".join(model.tasks) or "no route of images"
         hint = next((HINTS[task, other] for other in model.tasks if (task, other) in HINTS), "")
-        raise refused("model", f"one that serves {task}", f"{model.pipeline}, which serves {served}{hint}")
+        raise refused("model", f"a pipeline that serves {task}", f"{model.pipeline}, which serves {served}{hint}")
 
 
 def _check_images(params: GenerationParams, model: ModelInfo) -> None:

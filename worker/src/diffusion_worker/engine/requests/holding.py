@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests for a model that cannot serve them yet: held in order, or refused with a time to come back.
 
-`decide` says what becomes of one, purely. `Holding` lets those that are held wait, tells them of it, and asks for a wake where the policy
-says that a request brings one. The request is identified and validated before it comes here.
+`decide` judges one request, purely. `Holding` lets held requests wait, tells them their place, and asks for a wake if the policy lets a
+request bring one. A request is authenticated and validated before it comes here.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ from diffusion_worker.errors import ErrorCode, RequestError
 
 log = logging.getLogger(__name__)
 
-# To come back after, where a state does not say when it ends: a wake is a matter of seconds.
+# Suggested wait where a state does not say when it ends: a wake is a matter of seconds.
 RETRY_AFTER_S = 5.0
-# Interval of reporting places to waiting requests and of reading the policy: both may change while the state does not.
+# Interval of reporting places to held requests and of reading the policy: both may change while the state does not.
 LOOK_S = 0.5
 TO_SLEEP = (EngineState.DRAINING, EngineState.SLEEPING, EngineState.ASLEEP)
 
 
 class NoLongerServing(Exception):
-    """The model stopped serving while a request was on its way to the ranks: it is held, or refused, like a new one."""
+    """The model stopped serving while a request was on its way to the ranks. The request is then held or refused like a new one."""
 
 
 class HeldOutcome(enum.StrEnum):
-    """The end of a request's wait, or the reason why it may not wait."""
+    """The end of a request's wait, or of one that may not wait."""
 
     SERVED = "served"
     TIMED_OUT = "timed_out"
@@ -47,7 +47,7 @@ class HeldOutcome(enum.StrEnum):
 
 
 class ColdSituation(msgspec.Struct, frozen=True):
-    """Everything that decides on a request. `state_after_restart` is the state the engine returns to after a restart."""
+    """The inputs of a decision on a request. `state_after_restart` is the state the engine returns to after a restart."""
 
     state: EngineState
     state_after_restart: EngineState
@@ -61,9 +61,9 @@ class ColdSituation(msgspec.Struct, frozen=True):
 
     @property
     def cold_state(self) -> EngineState:
-        """The state as a request meets it: a group that is started again to sleep is as good as asleep."""
+        """The state that decides on requests: `ASLEEP` also for a group that starts, or is started again, only to sleep."""
         restarts_to_sleep = self.state is EngineState.RESTARTING and self.state_after_restart in TO_SLEEP
-        # It loads only to sleep.
+        # With policy Asleep the model loads only to sleep.
         loads_to_sleep = self.state is EngineState.STARTING and self.policy is SleepPolicy.ASLEEP
         return EngineState.ASLEEP if restarts_to_sleep or loads_to_sleep else self.state
 
@@ -74,7 +74,7 @@ class ColdSituation(msgspec.Struct, frozen=True):
 
 
 def decide(now: ColdSituation, held: int) -> RequestError | None:
-    """None for a request that may wait, or need not; otherwise the error that it gets, beside `held` that wait already."""
+    """Return the error of a request that may not wait beside `held` others; None if it may wait or need not."""
     if now.serves:
         return None
     if (error := why_gone(now)) is not None:
@@ -88,7 +88,7 @@ def decide(now: ColdSituation, held: int) -> RequestError | None:
 
 
 def why_gone(now: ColdSituation) -> RequestError | None:
-    """The error of requests for which nothing is worth waiting: the worker ends, or somebody wants the model to sleep."""
+    """Return the error of requests that would wait in vain, as the worker ends or the model is to stay asleep; else None."""
     if now.cold_state in ENDING or (now.cold_state in TO_SLEEP and not now.wakes):
         code, why, retry_after_s = REFUSALS[now.cold_state]
         return RequestError(code, f"this request is refused: {why}", retry_after_s=retry_after_s)
@@ -96,7 +96,7 @@ def why_gone(now: ColdSituation) -> RequestError | None:
 
 
 def refusal(now: ColdSituation, what: str) -> RequestError:
-    """The error of a request that could have waited, with the code of the state and a time to come back."""
+    """Return the error of a request that could have waited, with the code of the state and a time to come back."""
     code, why, _ = REFUSALS[now.cold_state]
     return RequestError(code, f"this request {what}: {why}", retry_after_s=_retry_after_s(now))
 
@@ -106,11 +106,11 @@ def _retry_after_s(now: ColdSituation) -> float:
 
 
 class Rules(Protocol):
-    """The current rules of sleep, see `sleep_policy.SleepRules`."""
+    """The current rules of sleep, see `sleep.policy.SleepRules`."""
 
     @property
     def policy(self) -> SleepPolicy:
-        """The policy."""
+        """The sleep policy."""
 
     @property
     def cold_requests(self) -> ColdRequests:
@@ -118,22 +118,22 @@ class Rules(Protocol):
 
 
 class Life(Protocol):
-    """The engine's state, see `life.EngineLife`."""
+    """The engine's state, see `state.lifecycle.EngineLife`."""
 
     @property
     def state(self) -> EngineState:
-        """Return the state as shown."""
+        """The state as shown."""
 
     @property
     def state_after_restart(self) -> EngineState:
-        """Return the state after a restart."""
+        """The state the engine returns to after a restart."""
 
     async def wait_for_change(self) -> None:
-        """Returns when another state is shown."""
+        """Wait until another state is shown."""
 
 
 class HoldBudget:
-    """A request's way to the ranks. It may have to wait more than once; how long it may is for all of it."""
+    """A request's allowance to be held. It may be held more than once, and `held_s` counts all its waits together."""
 
     def __init__(self, on_event: Callable[[RequestEvent], None] | None = None) -> None:
         self.on_event = on_event
@@ -141,7 +141,7 @@ class HoldBudget:
 
 
 class HeldRequest(msgspec.Struct, eq=False):
-    """A held request. `go` is done when it may look whether it is served, or with the error that it ends with."""
+    """A held request. `go` ends with None when it may look whether the model serves, or with the error that ends the request."""
 
     go: "asyncio.Future[Exception | None]"
     on_event: Callable[[RequestEvent], None] | None
@@ -151,7 +151,7 @@ class HeldRequest(msgspec.Struct, eq=False):
     outcome: HeldOutcome = HeldOutcome.REFUSED
 
     def tell(self, event: Held) -> None:
-        """Pass on what changed. An exception from its listener ends the request."""
+        """Notify the listener if the event is a new one. An exception from the listener ends the request."""
         if self.on_event is None or event == self.told or self.go.done():
             return
         self.told = event
@@ -161,7 +161,7 @@ class HeldRequest(msgspec.Struct, eq=False):
             self.end(error, HeldOutcome.REFUSED)
 
     def end(self, error: Exception, outcome: HeldOutcome) -> None:
-        """It is not served."""
+        """End the request with an error, unless it may go already."""
         if not self.go.done():
             self.outcome = outcome
             self.go.set_result(error)
@@ -179,7 +179,7 @@ class Holding:
         on_held: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_held` hears of every request that begins to wait."""
+        """Set up without requests; `on_held` is called for every request that begins to wait."""
         self.outcomes = Counter[HeldOutcome]()
         self.waited = Durations()
         self._life = life
@@ -194,7 +194,7 @@ class Holding:
 
     @property
     def current(self) -> int:
-        """Requests that wait now."""
+        """Number of requests that wait now."""
         return len(self._places)
 
     def document(self) -> HeldDocument:
@@ -203,10 +203,10 @@ class Holding:
         return HeldDocument(self.current, None if first is None else round(self._clock() - first.since_s, 3))
 
     async def admit(self, turn: HoldBudget) -> None:
-        """Returns when the model serves and all that came before have gone; then nothing may be awaited on the way to the ranks.
+        """Wait until the model serves and all earlier requests have gone. The caller may then await nothing before it reaches the ranks.
 
         Raises:
-            RequestError: Overloaded, and the codes of the states. Whatever the request's `on_event` raises.
+            RequestError: Overloaded, and the codes of the states. Any error that the request's `on_event` raises.
         """
         if self._life.state is EngineState.READY and not self._places:
             return
@@ -239,7 +239,7 @@ class Holding:
             self._left()
 
     def _begin(self, place: HeldRequest, ahead: int, now: ColdSituation) -> None:
-        """Start a request's wait: notify it, and wake the model if the policy says so."""
+        """Start a request's wait: notify its listener, and wake the model if the policy says so."""
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         if not now.serves:
@@ -249,7 +249,7 @@ class Holding:
         self._on_held()
 
     def _left(self) -> None:
-        """Remove a request and let the next one go."""
+        """Let the next request go, or stop watching if there is none."""
         if self._places:
             self._release()
         elif self._watching is not None:
@@ -257,7 +257,7 @@ class Holding:
             self._watching = None
 
     async def _turn_of(self, place: HeldRequest) -> None:
-        """The model may sleep again before a released request could run; the request then keeps its place."""
+        """Wait until a request may go while the model serves. It keeps its place if the model sleeps again before."""
         while True:
             if (error := await place.go) is not None:
                 raise error
@@ -266,7 +266,7 @@ class Holding:
             place.go = _future()
 
     async def _watch(self) -> None:
-        """Look again whenever something may have changed. A defect here ends all waiting requests, because nobody else looks after them."""
+        """Look again whenever something may have changed. A defect here ends all held requests, as nothing else does."""
         try:
             while True:
                 self.look()
@@ -280,12 +280,12 @@ class Holding:
                 place.end(error, HeldOutcome.REFUSED)
 
     def _pause_s(self) -> float:
-        """Until the next look, where the state does not change."""
+        """Return the seconds until the next look while the state does not change."""
         first_s = min((place.deadline_s for place in self._places.values()), default=0.0)
         return max(0.0, min(LOOK_S, first_s - self._clock()))
 
     def look(self) -> None:
-        """Decide again on all that wait, and tell them what changed."""
+        """Decide again on all held requests, and notify those whose place or state changed."""
         now = self._situation()
         if now.serves:
             self._release()
@@ -304,7 +304,7 @@ class Holding:
             self._wake()
 
     def _release(self) -> None:
-        """The first one may go, and when it went the next one: so they reach the ranks in their order."""
+        """Let the first request go; the next one follows when it has left, so they reach the ranks in order."""
         first = next(iter(self._places.values()), None)
         if first is not None and not first.go.done() and self._situation().serves:
             first.go.set_result(None)

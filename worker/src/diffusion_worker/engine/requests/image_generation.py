@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images of one admitted request: what the ranks are asked for each of them, and what came of it."""
+"""The images of one admitted request: the specs for the ranks, and the results."""
 
 import asyncio
 import secrets
@@ -16,7 +16,7 @@ from diffusion_worker.messages import ImageInput, LoRAUse, Recipe, RequestSpec
 
 
 class AdmittedRequest(msgspec.Struct, frozen=True):
-    """A request's data beside its parameters. `started_s` is when it was accepted: what it waited since is time in the queue."""
+    """A request's data beside its parameters. `started_s` is the time of its acceptance, from which its time in the queue counts."""
 
     request_id: str
     started_s: float
@@ -27,7 +27,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
 
 async def make_images(steps: StepLoop, params: GenerationParams, work: AdmittedRequest, *, on_event: OnEvent | None) -> list[FinishedImage]:
-    """`n` images with the seeds `seed`, `seed + 1`, …; raises the first of their errors and gives the others up."""
+    """Make `n` images with the seeds `seed`, `seed + 1`, …; raise the first of their errors and cancel the others."""
     first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
     waited_s = time.monotonic() - work.started_s
     specs = [_spec(params, work, index, first_seed + index) for index in range(params.n)]
@@ -44,7 +44,7 @@ async def make_images(steps: StepLoop, params: GenerationParams, work: AdmittedR
 
 
 def _input_images(params: GenerationParams) -> list[InputImage]:
-    """The images of a request in the order of its frames: those it starts from, then its mask."""
+    """Return the images of a request in the order of its frames: those it starts from, then its mask."""
     return [*params.images, *([params.mask] if params.mask else [])]
 
 

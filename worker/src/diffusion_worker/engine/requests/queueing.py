@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bounded queue as requests meet it: a place from their arrival to their end, or Overloaded with a time to come back.
 
-All requests have a place: held ones, those that wait for adapters or for a step, and those that run. The times and the bounds
-are decided by `QueueBounds`.
+All requests have a place: held ones, those that wait for adapters or for a step, and those that run. `QueueBounds` decides on
+the times and the bounds.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from diffusion_worker.engine.state.state_document import EngineState
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ImageInput, RequestSpec
 
-# Until the first step of a model that does not serve, where its state does not say: a wake is a matter of seconds.
+# Seconds until the first step of a model that does not serve, where its state does not say: a wake is a matter of seconds.
 COLD_S = 5.0
 BOUNDS = {
     Bound.REQUESTS: ("--max-queued", "waiting requests"),
@@ -43,16 +43,16 @@ class QueuePlace:
         self._clock = clock
 
     def start(self) -> None:
-        """The first of its images joins a step."""
+        """Note that the first image of the request joins a step."""
         self._bounds.start(self._place, self._clock())
 
     def submitted(self, image_ids: Sequence[str]) -> None:
-        """The images are in the scheduler's queue, which knows what is left of them."""
+        """Note that the request's images are in the scheduler's queue, which from now on estimates the work left of them."""
         self._bounds.revise(self._place, lambda: sum(map(self._steps.left_s, image_ids)))
 
 
 class RequestQueue:
-    """Admits requests of one engine, and counts those that it refuses by the bound that they met."""
+    """Admission of one engine's requests to the bounded queue, with counts of refusals by bound."""
 
     def __init__(self, config: WorkerConfig, life: EngineLife, steps: StepLoop, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.bounds = QueueBounds(config.queue)
@@ -61,12 +61,12 @@ class RequestQueue:
         self._life = life
         self._steps = steps
         self._clock = clock
-        # So that what a client sent can be guessed from no digest.
+        # Keeps anybody from guessing a request by its digest.
         self._salt = secrets.token_bytes(16)
 
     @contextmanager
     def place(self, params: GenerationParams) -> Iterator[QueuePlace]:
-        """Hold a place for a request.
+        """Hold a place for a request while entered.
 
         Raises:
             RequestError: Overloaded, with the bound and the time at which there will be room.
@@ -87,13 +87,13 @@ class RequestQueue:
         return self._steps.expected_s(spec) * images
 
     def _cold_s(self) -> float:
-        """Seconds until the model serves, as far as its state tells."""
+        """Return the seconds until the model serves, as its state suggests; 0 if it serves."""
         if self._life.state is EngineState.READY:
             return 0.0
         return (REFUSALS[self._life.state][2] if self._life.state in REFUSALS else None) or COLD_S
 
     def _digest(self, params: GenerationParams) -> bytes:
-        """Digest of a request, so that it is known when it comes again; images count by their sizes."""
+        """Return a salted digest that recognizes a request when it comes again; its images count by their sizes only."""
         plain = msgspec.structs.replace(params, images=[], mask=None, own_mask=None)
         shapes = [(image.height, image.width) for image in params.images]
         return hashlib.blake2b(msgspec.json.encode((plain, shapes)), digest_size=16, key=self._salt).digest()
@@ -105,7 +105,7 @@ def _image_bytes(params: GenerationParams) -> int:
 
 
 def _as_spec(params: GenerationParams, config: WorkerConfig) -> RequestSpec:
-    """Return an image as the scheduler has to know it to expect its cost."""
+    """Return the request as a spec with just the values that decide its expected cost."""
     defaults = config.defaults
     return RequestSpec(
         request_id="",

@@ -12,7 +12,7 @@ from diffusion_worker.errors import refused
 from diffusion_worker.messages import Recipe
 
 PLAIN = Recipe()
-# The names of a recipe's parts in a request.
+# The request fields that a recipe's parts set.
 FIELDS = {"steps": "num_inference_steps", "guidance_scale": "guidance_scale"}
 
 
@@ -20,7 +20,7 @@ def agreed(recipes: Sequence[tuple[str, Recipe | None]]) -> tuple[Recipe, dict[s
     """Merge several adapters' recipes, and return which adapter each part came from.
 
     Raises:
-        RequestError: InvalidRequest, two of them contradict each other.
+        RequestError: InvalidRequest, two recipes contradict each other.
     """
     parts: dict[str, Any] = {}
     owners: dict[str, str] = {}
@@ -35,10 +35,10 @@ def agreed(recipes: Sequence[tuple[str, Recipe | None]]) -> tuple[Recipe, dict[s
 
 
 def inherit(params: GenerationParams, recipe: Recipe, owners: dict[str, str]) -> GenerationParams:
-    """The request with what the recipe says where it says nothing.
+    """Return the request with the recipe's values for fields that it leaves open.
 
     Raises:
-        RequestError: InvalidRequest that names the field, what the recipe expects, what was found, and the adapter.
+        RequestError: InvalidRequest that names the field, the value of the recipe, the value found, and the adapter.
     """
     inherited = {}
     for part, field in FIELDS.items():
@@ -58,7 +58,7 @@ def _parts(recipe: Recipe) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Numbers as they are written: what was 0.3 in a file is 0.3 in a request."""
+    """Return whether two numbers, or lists of them, are equal but for rounding, so that 0.3 in a file is 0.3 in a request."""
     close: Callable[[Any, Any], bool] = lambda a, b: math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)  # noqa: E731
     if isinstance(one, list):
         return len(one) == len(other) and all(map(close, one, other))

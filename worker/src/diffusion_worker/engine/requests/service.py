@@ -20,7 +20,7 @@ from diffusion_worker.engine.state.lifecycle import EngineLife
 from diffusion_worker.engine.state.request_events import AppliedAdapter, Generation, Provenance
 from diffusion_worker.messages import ModelInfo, Recipe
 
-# The model's revision and digest, as far as they are known.
+# A call for the model's revision and digest, None while unknown.
 Identity = Callable[[], tuple[str | None, str | None]]
 
 
@@ -30,7 +30,7 @@ class RequestService:
     def __init__(
         self, config: WorkerConfig, life: EngineLife, steps: StepLoop, adapters: AdapterSelection, holding: Holding, *, identity: Identity
     ) -> None:
-        # Set when it was loaded.
+        # Set when the model is loaded.
         self.model: ModelInfo | None = None
         self.holding = holding
         self.queue = RequestQueue(config, life, steps)
@@ -41,12 +41,12 @@ class RequestService:
         self._identity = identity
         self._going = 0
         self._last_at_s: float | None = None
-        # Read once: it is in a file, and takes longer to find than all else that the loop does for a request.
+        # Read once, as it comes from a file and takes longer than all else that the loop does for a request.
         self.version = importlib.metadata.version("diffusion-worker")
 
     @property
     def last_at_s(self) -> float | None:
-        """When a valid request came or ended last, on the monotonic clock; None before the first."""
+        """Time at which a valid request last came or ended, on the monotonic clock; None before the first."""
         return self._last_at_s
 
     @property
@@ -57,14 +57,14 @@ class RequestService:
         return 0.0 if self._going else round(time.monotonic() - self._last_at_s, 3)
 
     async def generate(self, params: GenerationParams, *, on_event: OnEvent | None = None) -> Generation:
-        """Make `n` images with the seeds `seed`, `seed + 1`, …; cancelling it frees its place and its rows.
+        """Make `n` images with the seeds `seed`, `seed + 1`, …; a cancelled call frees its place and its rows.
 
-        `on_event` is called on the event loop, in order, each time it is held, and for each step and preview. It must not wait. An image
-        that is restarted after a loss of the ranks reports step 0.
+        `on_event` is called on the event loop, in order, each time the request is held, and for each step and preview. It must not block.
+        An image that is restarted after a loss of the ranks reports step 0.
 
         Raises:
-            RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile. Whatever
-                `on_event` raises.
+            RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile. Any error
+                that `on_event` raises.
         """
         choices = self._checked(params)
         with self.queue.place(params) as place, self._counted() as started_s:
@@ -75,21 +75,21 @@ class RequestService:
                     return await self._made(params, choices, wait, place, started_s, on_event)
 
     def _checked(self, params: GenerationParams) -> list[AdapterChoice]:
-        """All that can be said of a request before it is its turn; raises RequestError where it can never be served."""
+        """Check a request as far as possible before its turn, and return its adapters; raise RequestError if it can never be served."""
         if self.model is None:
             admission.check_form(params, self._config.limits)
         else:
             self._admit(params)
         most = min(self._config.max_loras_per_request, self._config.max_loras)
         choices = chosen(params, served_name=self._config.served_name, most=most)
-        # Before, adapters are still to come.
+        # Until the start is over, adapters may still come.
         if self._life.loaded:
             self._adapters.require_known(choices)
         return choices
 
     @contextmanager
     def _counted(self) -> Iterator[float]:
-        """While it is entered, there is a request; begins with the time it came."""
+        """Count a request as active while entered, and yield the monotonic time of its arrival."""
         self._going += 1
         self._last_at_s = time.monotonic()
         try:
@@ -107,7 +107,7 @@ class RequestService:
         started_s: float,
         on_event: OnEvent | None,
     ) -> Generation:
-        """The images of a request whose turn it is; raises NoLongerServing where the model stopped to serve before it began."""
+        """Make the images of a request whose turn it is; raise NoLongerServing if the model stops serving before it begins."""
         request_id = uuid.uuid4().hex
         async with self._adapters.taken(choices, request_id, wait) as taken:
             recipe, owners = recipes.agreed([(adapter.name, adapter.loaded.recipe if adapter.loaded else None) for adapter, _ in taken])
@@ -118,7 +118,7 @@ class RequestService:
         return Generation(images, self._provenance(params, applied, recipe))
 
     def _admit(self, params: GenerationParams) -> GenerationParams:
-        """The request with the worker's defaults; raises RequestError where it cannot be served."""
+        """Return the request with the worker's defaults; raise RequestError if it cannot be served."""
         assert self.model is not None
         params = admission.with_own_mask(params, self.model)
         params = admission.with_defaults(params, self._config.defaults, self._config.limits, self.model)

@@ -47,7 +47,7 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, eq=False):
-    """An admitted request. `estimate` returns the seconds that it still needs, `left_s` is the last such estimate, `work_s` its work in all."""
+    """An admitted request. `estimate` returns the seconds that it still needs. `left_s` is the last estimate, `work_s` all its work."""
 
     demand: Demand
     estimate: Callable[[], float]

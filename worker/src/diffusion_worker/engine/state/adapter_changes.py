@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names whose adapters changed, in the order of the revisions that published it: for answers that tell differences only, in pages.
+"""The names whose adapters changed, in the order of the revisions that published the changes: for pages of differences.
 
 A name is the unit: a client is sent all adapters of a name that changed, or that the name is gone.
 """
@@ -8,29 +8,29 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Names that are gone are remembered for clients that come back later; one that comes after more of them is sent everything.
+# Removed names that are remembered for clients that ask for differences; a client that missed more of them is sent everything.
 MOST_GONE = 1024
 
 
 class Place(NamedTuple):
-    """The last change of a name: the number of the revision, and its place among all changes."""
+    """The last change of a name: the number of its revision, and its position among all changes."""
 
     number: int
     position: int
 
 
 class AdapterChanges:
-    """Holds the last change of each name."""
+    """The last change of each name."""
 
     def __init__(self) -> None:
         self._known: dict[str, Place] = {}
         self._gone: dict[str, Place] = {}
         self._positions = itertools.count(1)
-        # Changes up to this revision may be forgotten.
+        # Changes up to this revision may be missing.
         self._forgotten = 0
 
     def add(self, name: str, number: int, *, gone: bool) -> None:
-        """Note that a revision published a change of a name's adapters; `gone`: it has none any more."""
+        """Record that a revision published a change of a name's adapters; with `gone` none is left."""
         self._known.pop(name, None)
         self._gone.pop(name, None)
         (self._gone if gone else self._known)[name] = Place(number, next(self._positions))
@@ -43,11 +43,11 @@ class AdapterChanges:
         return number >= self._forgotten
 
     def position_at(self, number: int) -> int:
-        """Return the place that is before all changes of known names after a revision."""
+        """Return the position before all changes of known names after a revision."""
         return next((place.position for place in reversed(self._known.values()) if place.number <= number), 0)
 
     def after(self, position: int) -> Iterator[tuple[str, int]]:
-        """Yield the known names that changed after a place, with their own, in order."""
+        """Yield the known names that changed after a position, each with its own position, in order."""
         later: list[tuple[str, int]] = []
         for name, place in reversed(self._known.items()):
             if place.position <= position:
@@ -56,5 +56,5 @@ class AdapterChanges:
         return reversed(later)
 
     def gone_since(self, number: int) -> list[str]:
-        """Return the names that are gone since a revision."""
+        """Return the names that were removed after a revision."""
         return [name for name, place in self._gone.items() if place.number > number]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one engine: what it does, what comes after a restart, why it failed."""
+"""The state of one engine, the state after its restart, and the reason of its failure."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ class EngineLife:
     """The state of an engine. While its group is started again, `state_after_restart` is the state that follows."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, on_change: Callable[[], None] = lambda: None) -> None:
-        """`on_change` hears of every change of the shown state."""
+        """Begin in state STARTING; `on_change` is called at every change of the shown state."""
         self.loaded = False
         self.stage = LoadStage.STARTING_RANKS
         self.failure: str | None = None
@@ -43,7 +43,7 @@ class EngineLife:
 
     @property
     def state(self) -> EngineState:
-        """The state as it is shown."""
+        """The state as shown: RESTARTING while the group is started again."""
         return EngineState.RESTARTING if self._restarting and self._state_after_restart not in ENDING else self._state_after_restart
 
     @property
@@ -53,7 +53,7 @@ class EngineLife:
 
     @property
     def restarting(self) -> bool:
-        """Return whether the group was lost and its next generation is not there yet."""
+        """Return whether the group was lost and its next generation has not started yet."""
         return self._restarting
 
     @property
@@ -62,17 +62,17 @@ class EngineLife:
         return round(self._clock() - self._since_s, 3)
 
     async def wait_for_change(self) -> None:
-        """Returns when the shown state is another one than at the call."""
+        """Wait until the shown state changes."""
         await self._changed.wait()
 
     def enter(self, state: EngineState) -> None:
-        """The state from now on, unless the engine failed or is ending."""
+        """Set the state, unless the engine failed or is ending."""
         if self._state_after_restart not in ENDING:
             self._state_after_restart = state
             self._show()
 
     def fail(self, reason: str) -> bool:
-        """The engine cannot go on; False if that was known."""
+        """Record that the engine cannot go on, and why; return False if it had failed before."""
         if self._state_after_restart is EngineState.FAILED:
             return False
         self._state_after_restart, self.failure = EngineState.FAILED, reason
@@ -80,23 +80,23 @@ class EngineLife:
         return True
 
     def blame(self, code: ErrorCode) -> None:
-        """The group is about to be lost because of an error of this code, found by the server and not by a rank."""
+        """Set the error code for a coming loss of the group that the server causes, not a rank."""
         self._loss_code = code
 
     def lose_group(self, loss: Loss, generation: int) -> None:
-        """The group is lost and is about to be started again."""
+        """Record the loss of the group, which is about to be started again."""
         self.losses.add(loss, generation, time.monotonic())
         self._restarting = True
         self._state_after_restart = AFTER.get(self._state_after_restart, self._state_after_restart)
         self._show()
 
     def group_is_back(self) -> None:
-        """The next generation is there."""
+        """Record that the next generation of the group has started."""
         self._restarting, self._loss_code = False, ErrorCode.RANK_FAILED
         self._show()
 
     def _show(self) -> None:
-        """Wake everyone who waits for another state."""
+        """Wake all waiters if the shown state changed."""
         if self.state is not self._shown:
             self._shown, self._since_s = self.state, self._clock()
             changed, self._changed = self._changed, asyncio.Event()
@@ -109,7 +109,7 @@ class EngineLife:
         return LoadStage.LOADING_WEIGHTS if starting and bytes_total else self.stage
 
     def problem(self) -> ProblemReport | None:
-        """Return the fault that keeps it from serving, if there is one."""
+        """Return the fault that keeps the engine from serving, if there is one."""
         if self.failure is not None:
             return ProblemReport(ErrorCode.ENGINE_FAILED, self.failure, True)
         if self._restarting and self.losses.last is not None:
@@ -117,7 +117,7 @@ class EngineLife:
         return None
 
     def require_ready(self, what: str, *, restarting_too: bool) -> None:
-        """Raises RequestError with the reason; `restarting_too` is for what can wait until a new group is there."""
+        """Raise RequestError with the reason unless the engine is ready; with `restarting_too` a restart into ready is enough."""
         state = self._state_after_restart if restarting_too else self.state
         if state is not EngineState.READY:
             code, why, retry_after_s = REFUSALS[state]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sleep or wake in progress, known by the id its caller gave it, and how the last ones ended."""
+"""The sleep or wake in progress, known by its caller's id, and the results of the last ones."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from diffusion_worker.messages import SleepLevel, TaskAck
 log = logging.getLogger(__name__)
 
 OPERATION_KINDS = ("sleep", "wake")
-# Ids that are known to be done: a caller repeats one within minutes or never.
+# Ids that are remembered: a caller repeats one within minutes or never.
 REMEMBERED = 64
 
 
@@ -48,10 +48,10 @@ class _Running(msgspec.Struct, frozen=True):
 
 
 class Operations:
-    """At most one operation at a time; a repeated id never starts a second one. `broken` hears of a defect in the work of one."""
+    """At most one operation at a time; a repeated id never starts a second one. `broken` is called with a defect in its work."""
 
     def __init__(self, broken: Callable[[str], None], *, on_end: Callable[[], None] = lambda: None) -> None:
-        """`on_end` hears of the end of each."""
+        """Begin without an operation; `on_end` is called at the end of each."""
         self._broken = broken
         self._on_end = on_end
         self.done = OperationsDone()
@@ -59,11 +59,11 @@ class Operations:
         # The ranks' acknowledgements of the operation that ended last.
         self.last_acks: list[TaskAck] = []
         self._running: _Running | None = None
-        # Results by id; calls that had nothing to do of their own have the id of what went on instead.
+        # Results by id. A call that joined another operation has that operation's id instead.
         self._results: dict[str, OperationResult | str] = {}
 
     def running(self) -> Operation | None:
-        """The operation in progress."""
+        """Return the operation in progress, if there is one."""
         now = self._running
         return None if now is None else Operation(now.operation_id, now.kind, round(time.monotonic() - now.began_s, 3))
 
@@ -76,12 +76,12 @@ class Operations:
         return operation_id in self._results and not self.is_running(operation_id)
 
     def join(self, operation_id: str) -> None:
-        """A call of this id wants what the operation in progress does anyway, or its end."""
+        """Let an id stand for the operation in progress, whose work or end its call wants as well."""
         if self._running is not None:
             self._remember(operation_id, self._running.operation_id)
 
     def require_idle(self, kind: str) -> None:
-        """Raises RequestError (Conflict) that names the operation in progress."""
+        """Raise RequestError (Conflict) that names the operation in progress, if there is one."""
         if self._running is not None:
             operation_id, running = self._running.operation_id, self._running.kind
             raise RequestError(
@@ -97,14 +97,14 @@ class Operations:
         self._running = _Running(operation_id, kind, time.monotonic(), task)
 
     async def over(self, operation_id: str) -> OperationResult | None:
-        """The result of an operation, once it is there; None for one that was never here, or too long ago."""
+        """Wait for an operation and return its result; None for an id that is unknown or forgotten."""
         if self._running is not None and self.is_running(operation_id):
             await asyncio.wait({self._running.task})
         result = self._results.get(self._meant(operation_id))
         return result if isinstance(result, OperationResult) else None
 
     async def end(self) -> None:
-        """Cancel the operation in progress; returns when it is gone."""
+        """Cancel the operation in progress, and wait for its end."""
         if self._running is not None:
             self._running.task.cancel()
             await asyncio.wait({self._running.task})
@@ -145,6 +145,6 @@ class Operations:
             del self._results[next(iter(self._results))]
 
     def _meant(self, operation_id: str) -> str:
-        """The id of the operation that a call of an id stands for."""
+        """Return the id of the operation that a call's id stands for."""
         found = self._results.get(operation_id)
         return found if isinstance(found, str) else operation_id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to all ranks, and one answer out of theirs: an error that names each rank that failed, and true only where all say so."""
+"""Calls to all ranks, and one result from their replies: an error that names each failed rank, and true only if all say true."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,10 +12,10 @@ from diffusion_worker.messages import RpcReply
 
 
 class CallAll(Protocol):
-    """Runs a method on every rank."""
+    """A call of a method on every rank."""
 
     async def __call__(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
-        """The replies; raises one RequestError that names the ranks that failed."""
+        """Return the replies; raise one RequestError that names the ranks that failed."""
 
 
 class RankCalls:
@@ -25,20 +25,20 @@ class RankCalls:
         self._ranks = ranks
 
     async def call_all(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
-        """Run a method on every rank; raises one RequestError that names the ranks that failed."""
+        """Run a method on every rank and return the replies; raise one RequestError that names the ranks that failed."""
         replies = await self._ranks.call(method, timeout_s=timeout_s, output_rank=None, exec_all_ranks=False, **kwargs)
         require_success(method, replies)
         return replies
 
 
 def require_success(method: str, replies: Sequence[RpcReply]) -> None:
-    """Raises one RequestError for all ranks that failed, naming them."""
+    """Raise one RequestError for all ranks that failed, naming them."""
     failed = [(reply.rank, reply.error) for reply in replies if reply.error is not None]
     if not failed:
         return
     codes = {error.code for _, error in failed}
     messages = {error.message for _, error in failed}
-    # The same complaint of every rank is about what was asked; anything else is about the ranks.
+    # The same error on every rank is about the call. Anything else is about the ranks.
     if len(failed) == len(replies) and len(codes) == 1 and len(messages) == 1:
         raise RequestError(ErrorCode(codes.pop()), messages.pop())
     text = "; ".join(f"rank {rank}: {error.message}" for rank, error in failed)
@@ -46,5 +46,5 @@ def require_success(method: str, replies: Sequence[RpcReply]) -> None:
 
 
 def all_true(replies: Sequence[RpcReply]) -> bool:
-    """Return whether every rank that gave a result gave a true one."""
+    """Return whether every result is true; ranks without a result do not count."""
     return all(msgspec.msgpack.decode(reply.result) is True for reply in replies if reply.result is not None)

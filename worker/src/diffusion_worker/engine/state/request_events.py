@@ -9,7 +9,7 @@ from diffusion_worker.messages import Task
 class StepTaken(msgspec.Struct, frozen=True):
     """Image `index` of the request has taken `step` of `steps` steps; `steps` is None where nobody knows.
 
-    `attempt` counts from 1: an image that is begun again, as ranks were lost or it needs the model alone, starts at step 0.
+    `attempt` counts from 1: an image that begins again, after a loss of ranks or to run alone, starts at step 0.
     """
 
     index: int
@@ -30,7 +30,7 @@ class PreviewMade(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """The request waits because the model is in this state (`asleep`, `waking`, …), with so many others before it."""
+    """A request's wait: the state of the model that causes it (`asleep`, `waking`, …), and the number of requests before it."""
 
     state: str
     ahead: int
@@ -51,7 +51,7 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class FinishedImage(msgspec.Struct, frozen=True):
-    """A finished image: rows of RGB bytes, and what it took. `peak_bytes` is 0 where that is not known."""
+    """A finished image: rows of RGB bytes, and its seed and seconds. `peak_bytes` is 0 if unknown."""
 
     pixels: bytes | memoryview
     height: int
@@ -71,7 +71,7 @@ class AppliedAdapter(msgspec.Struct, frozen=True):
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Provenance of a request's images, beside their seeds. `digest` is null until the model's files were hashed.
+    """Provenance of a request's images, beside their seeds. `digest` is null until the model's files are hashed.
 
     `steps` and `guidance_scale` are null if the pipeline decided them without reporting. `sigmas` and `shift` are those of the adapters'
     recipe, null if none has any. `accelerated` tells whether a step cache was allowed to skip work. `engine` is the worker's version.

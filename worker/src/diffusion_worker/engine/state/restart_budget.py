@@ -9,7 +9,7 @@ from diffusion_worker.errors import Fault
 
 WINDOW_S = 600.0
 
-# The requested state: a sleeping group restarts asleep, a waking one is awake by its start, and a draining one continues to drain.
+# States after a restart by states at the loss. A sleeping group restarts asleep, a waking one awake, and a draining one drains on.
 AFTER: dict[EngineState, EngineState] = {
     EngineState.READY: EngineState.READY,
     EngineState.DRAINING: EngineState.DRAINING,
@@ -21,7 +21,7 @@ AFTER: dict[EngineState, EngineState] = {
 
 
 class RestartBudget:
-    """The number of losses within ten minutes after which another start is useless. Times are monotonic seconds."""
+    """The number of losses within ten minutes after which no restart is tried. Times are monotonic seconds."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -49,7 +49,7 @@ class LossRecord(msgspec.Struct):
         self.last, self.last_generation, self.last_at_s = loss, generation, now_s
 
     def document(self, now_s: float) -> LossDocument | None:
-        """The last one for the state document."""
+        """Return the last loss for the state document; None before the first."""
         if self.last is None:
             return None
         return LossDocument(self.last.fault, self.last.reason, self.last_generation, round(now_s - self.last_at_s, 3))

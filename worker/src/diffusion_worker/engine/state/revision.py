@@ -3,7 +3,7 @@
 
 A revision is `bootId.n`, so the same text never stands for two lives of the server. Changes have weights. A change of state, a
 request that begins to be held, and work for one more replica make a new revision at once. Counters alone do so every `COUNTERS_S`.
-Ages never do: the client that receives a document dates it.
+Ages never do: the client dates the document when it receives it.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from diffusion_worker.engine.state.state_document import AdapterDocument, StateD
 from diffusion_worker.errors import ErrorCode, RequestError
 
 COUNTERS_S = 15.0
-# The longest pause between two looks while somebody waits. Adapters and ranks move without a signal.
+# The longest pause between two looks for a waiting client, as adapters and ranks change without a signal.
 LOOK_S = 0.5
 MOST_WATCHERS = 8
 
 
 class Signal:
-    """Something may have changed: all that wait look again."""
+    """A signal that the state may have changed: all waiters look again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake everybody who waits now."""
+        """Wake all current waiters."""
         event, self._event = self._event, asyncio.Event()
         event.set()
 
@@ -51,21 +51,21 @@ class Weight(enum.IntEnum):
 
 
 class Look(NamedTuple):
-    """A state as it is compared: `said` without ages and counters, `wishes` as what only counts where it grows."""
+    """A state in the form that is compared: `said` without ages and counters. An element of `wishes` counts only if it grows."""
 
     said: bytes
     counters: bytes
     wishes: tuple[int, ...] = ()
 
     def weight_after(self, before: "Look | None") -> Weight:
-        """Return how much it differs from an earlier look; all is new after none."""
+        """Return the weight of the difference from an earlier look; all is new after none."""
         if before is None or self.said != before.said or any(now > then for now, then in zip(self.wishes, before.wishes, strict=True)):
             return Weight.PROMPT
         return Weight.COUNTERS if (self.counters, self.wishes) != (before.counters, before.wishes) else Weight.NONE
 
 
 def look_at(document: StateDocument, *, last_request_at_s: float | None, batches: int) -> Look:
-    """Return how a document without its adapters is compared. `batches` is the work, in calls of the largest size."""
+    """Return the comparable form of a document without its adapters. `batches` is the work, in calls of the largest size."""
     said = msgspec.structs.replace(
         document,
         operation=document.operation and msgspec.structs.replace(document.operation, age_seconds=0.0),
@@ -87,23 +87,23 @@ def look_at(document: StateDocument, *, last_request_at_s: float | None, batches
     memory = [one.memory for one in document.ranks]
     counters = (document.in_flight, document.queued, document.held.current, document.load.bytes_done, memory, last_request_at_s)
     drained = document.draining and not (document.in_flight or document.queued or document.held.current)
-    # The first batch is what the replica serves itself. The end of a drain is waited for.
+    # A replica serves the first batch itself, so only further ones count. A client may wait for the end of a drain.
     wishes = (min(1, document.held.current), max(1, batches), int(drained))
     return Look(msgspec.json.encode(said), msgspec.json.encode(counters), wishes)
 
 
 def look_at_adapter(document: AdapterDocument) -> Look:
-    """Return how the record of one adapter is compared."""
+    """Return the comparable form of the record of one adapter."""
     said = msgspec.structs.replace(document, refs=0, requests_total=0, last_request_age_seconds=None, fetched_bytes=None, total_bytes=None)
     return Look(msgspec.json.encode(said), msgspec.json.encode((document.refs, document.requests_total, document.fetched_bytes)))
 
 
 class Revision:
-    """Counts what was published of one engine's state, and lets watchers wait for more.
+    """The count of published changes of one engine's state, for which watchers wait.
 
-    `look` gives the state without its adapters. `touched` gives the adapters that may have changed, each with its record, or None
-    for one that is gone. `settled` takes back those that did not change, or whose change is published. `published` hears of each
-    number with the adapters that it is about.
+    `look` returns the state without its adapters. `touched` returns the adapters that may have changed, each with its record, or None if it
+    is gone. `settled` takes the adapters that did not change, or whose change is published. `published` takes each number with the adapters
+    of its change.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Revision:
         self._ended = False
 
     def current(self, *, counters_too: bool = False) -> str:
-        """Return the revision of the state as it is now; a change of counters alone waits for its time."""
+        """Return the current revision. A change of counters alone is published only with `counters_too`, after `COUNTERS_S`."""
         now, adapters, weight = self._compare()
         due = counters_too and self._clock() - self._published_at_s >= COUNTERS_S
         if weight is Weight.PROMPT or (weight is Weight.COUNTERS and due):
@@ -140,15 +140,15 @@ class Revision:
         return f"{self._boot_id}.{self._number}"
 
     def number_of(self, revision: str) -> int | None:
-        """Return the number of a revision of this life of the server; None for any other."""
+        """Return the number of a revision of this server's life; None for any other."""
         boot_id, _, number = revision.rpartition(".")
         return int(number) if boot_id == self._boot_id and int(number) <= self._number else None
 
     async def wait_for_other(self, after: str, wait_s: float) -> None:
-        """Return when the revision is another one than `after`, when the time is over, or when the server ends.
+        """Wait until the revision differs from `after`, the time is over, or the server ends.
 
         Raises:
-            RequestError: Overloaded, where too many wait already.
+            RequestError: Overloaded, too many clients wait already.
         """
         if self._watchers >= MOST_WATCHERS:
             message = f"expected at most {MOST_WATCHERS} clients that wait for a change of the state, found {self._watchers} already"
@@ -162,7 +162,7 @@ class Revision:
             self._watchers -= 1
 
     def end(self) -> None:
-        """Let nobody wait any more: the server ends."""
+        """End all waits, as the server ends."""
         self._ended = True
         self._signal.notify()
 

@@ -11,7 +11,7 @@ from diffusion_worker.sources.source import Source
 
 
 class EngineState(enum.StrEnum):
-    """The state of the whole server; requests are served in `ready` only, and kept while it is `restarting`."""
+    """The state of the whole server. Requests run in `ready` only, and are kept while it is `restarting`."""
 
     STARTING = "starting"
     READY = "ready"
@@ -36,9 +36,9 @@ class LoadStage(enum.StrEnum):
 
 
 class AdapterState(enum.StrEnum):
-    """An adapter's life; only a `Loaded` one is served. A `Cached` one is known and its file is here, but in no rank's memory.
+    """The state of an adapter; only a `Loaded` one is served. A `Cached` one is known, and its file is local, but no rank has it in memory.
 
-    A `Deferred` one came, or was dropped from memory, while the model slept: it is loaded before the model serves again.
+    A `Deferred` one came, or lost its memory, while the model slept: it is loaded before the model serves again.
     """
 
     FETCHING = "Fetching"
@@ -51,7 +51,7 @@ class AdapterState(enum.StrEnum):
 
 
 class RankState(enum.StrEnum):
-    """A rank process."""
+    """The state of a rank process."""
 
     STARTING = "starting"
     READY = "ready"
@@ -75,14 +75,14 @@ class SleepPolicy(enum.StrEnum):
 
 
 class ColdMode(enum.StrEnum):
-    """Handling of a request for a model that cannot serve it yet: it waits, or is refused with a time to come back."""
+    """Handling of a request for a model that cannot serve it yet: hold it, or refuse it with a time to come back."""
 
     HOLD = "Hold"
     REJECT = "Reject"
 
 
 class Residency(enum.StrEnum):
-    """Time that an adapter stays in memory: always, while there is room, or from its first request on while there is room."""
+    """Residency of an adapter in memory: always, while there is room, or from its first request on while there is room."""
 
     RESIDENT = "Resident"
     CACHED = "Cached"
@@ -106,7 +106,7 @@ class Operation(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class OperationResult(msgspec.Struct, frozen=True, rename="camel"):
-    """The sleep or wake that ended last. `freed_bytes` is what a sleep gave back, over all ranks."""
+    """The sleep or wake that ended last. `freed_bytes` are the bytes that a sleep freed, over all ranks."""
 
     operation_id: str
     kind: str
@@ -124,7 +124,7 @@ class HeldDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class LoadDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """Progress of a load, in bytes: of the model's files while it is fetched, then of weights summed over the ranks."""
+    """Progress of a load, in bytes: of the model's files while they are fetched, then of weights summed over the ranks."""
 
     stage: LoadStage
     bytes_done: int
@@ -132,9 +132,9 @@ class LoadDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """The model; pipeline, dtype and size are null until it is loaded, and the digest until its files were hashed after that.
+    """The model. Pipeline, dtype and size are null until it is loaded, and the digest until its files are hashed after that.
 
-    `revision` is what its source calls the state of it that is served: a commit; null for a folder.
+    `revision` is the source's name for the served content, such as a commit; null for a folder.
     """
 
     served_name: str
@@ -144,7 +144,7 @@ class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
     size_bytes: int | None
     digest: str | None = None
     revision: str | None = None
-    # Tasks whose requests run alone, with what their pipeline was about to do with the shared model.
+    # Tasks whose requests run alone, with the change to the shared model that their pipeline was about to make.
     runs_whole: dict[Task, str] = {}
 
 
@@ -168,10 +168,10 @@ class LossDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """An adapter; `refs` counts the requests that use it, `requests_total` all those since it is known here.
+    """An adapter. `refs` counts the requests that use it, `requests_total` all requests since it became known.
 
-    `fetched_bytes` of `total_bytes` are progress while it is `Fetching`. `verification_failed` tells for ten minutes that a wake found it
-    wrong. `load_seconds` is the time of its last load that succeeded, the fetch included. Null values are not known yet.
+    `fetched_bytes` of `total_bytes` are progress while it is `Fetching`. `verification_failed` is true for ten minutes after a wake found
+    it wrong. `load_seconds` is the time of its last load that succeeded, the fetch included. Null values are not known yet.
     """
 
     name: str
@@ -204,9 +204,10 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class DesiredDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """The mounted files: `reads_shards` says that this worker needs no list in the main one, `problem` why adapters may be missing.
+    """The mounted files. `problem` is the reason for adapters that may be missing.
 
-    `reads_identity` says that a put may name the identity of an adapter.
+    `reads_shards` means that this worker reads shards and needs no list in the main file. `reads_identity` means that a put may name the
+    identity of an adapter.
     """
 
     reads_shards: bool = True
@@ -215,13 +216,13 @@ class DesiredDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """Everything the operator needs, in one cheap document. Ages are seconds on this worker's own clock.
+    """The whole state for the operator, in one cheap document. Ages are seconds on this worker's own clock.
 
-    `adapters_removed` are names that are gone since then. The rest of the list is asked for with `adapters_continue`. `revision` is another
-    one after every change that a watcher is to hear of. `pod_uid` is empty outside of Kubernetes. `generation` counts the lives of the rank
-    group in this server's life. `failure` is the reason why it is not serving, and `last_loss` that of the group's last restart. `policy`
-    is the sleep policy that this worker acts by, `paused` tells that requests are accepted but no step is made. `operator_epoch` is the
-    highest that a leader of the operator had in a call.
+    `adapters_removed` are names removed since `adapters_since`, and `adapters_continue` asks for the rest of the list. `revision` differs
+    after every change that a watcher has to see. `pod_uid` is empty outside of Kubernetes. `generation` counts the lives of the rank group
+    in this server's life. `failure` is the reason why the worker does not serve, and `last_loss` that of the group's last restart.
+    `policy` is the sleep policy in force. `paused` means that requests are accepted but no step begins. `operator_epoch` is the highest epoch in a call
+    of an operator's leader.
     """
 
     boot_id: str
@@ -247,18 +248,18 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     desired: DesiredDocument = DesiredDocument()
     paused: bool = False
     operator_epoch: int = 0
-    # A call asked for the drain before the end. A worker of the first version has neither the call nor this.
+    # True after a call for the drain before the end. A worker of the first version has neither the call nor this field.
     draining: bool = False
     revision: str = ""
     pod_uid: str = ""
-    # With `adapters_since`, the list has only names that changed after that revision, each with all of its adapters.
+    # With `adapters_since`, the list only has names that changed after that revision, each with all of its adapters.
     adapters_since: str | None = None
     adapters_removed: list[str] = []
     adapters_continue: str | None = None
 
 
 class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Base of the control calls. Without `boot_id` the call is for whatever runs."""
+    """Base of the control calls. A call without `boot_id` is for any life of the server."""
 
     operation_id: str
     boot_id: str | None = None
@@ -266,9 +267,9 @@ class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", f
 
 
 class SleepCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Body of a sleep; `deadline_seconds` bounds the drain, after it running requests are ended as by `Abort`.
+    """Body of a sleep. `deadline_seconds` bounds the drain; past it, running requests are ended as by `Abort`.
 
-    With `if_idle_since` it is refused with Busy unless no request came or ran for so many seconds, by this worker's own clock.
+    With `if_idle_since` the call is refused with Busy unless no request came or ran for so many seconds, by this worker's own clock.
     `policy` is the sleep policy from now on; None leaves it.
     """
 
@@ -280,20 +281,20 @@ class SleepCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid
 
 
 class DrainCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Body of a drain before the end: nothing is accepted any more, and what runs past the deadline is ended with an error."""
+    """Body of a drain before the end: no request is accepted any more, and those that run past the deadline end with an error."""
 
     deadline_seconds: float = 300.0
 
 
 class WakeCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Body of a wake, of everything or of some tags; until all are awake nothing is served. `policy` as of a sleep."""
+    """Body of a wake, of everything or of some tags; nothing is served until all are awake. `policy` is as for a sleep."""
 
     tags: list[MemoryTag] | None = None
     policy: SleepPolicy | None = None
 
 
 class PauseCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Body of a pause: no step begins any more; it is answered when the ranks' work of those that did is over."""
+    """Body of a pause: no step begins any more. The answer comes when running steps are over on the ranks."""
 
     deadline_seconds: float = 60.0
 
@@ -303,25 +304,25 @@ class AdapterCall(OperationCall, frozen=True, kw_only=True, rename="camel", forb
 
     source: Source
     digest: str | None = None
-    # The effect that the load must have, unless another converter named it.
+    # Identity that the load must find, unless another converter named it.
     identity: str | None = None
     scale: float = 1.0
-    # Only these components of the file are used; none means all that it has.
+    # Components of the file that are used; none means all that it has.
     components: list[str] = []
     # The file's required format (`peft`, `diffusers`, `kohya`), and its rank; None leaves it open.
     format: str | None = None
     expected_rank: int | None = None
     residency: Residency = Residency.CACHED
-    # Among evictable adapters the lowest goes first, then the least recently used.
+    # Adapters of the lowest priority are evicted first, then the least recently used.
     priority: int = 0
-    # The call needed no token, so its source may name global addresses only.
+    # The call came without a token, so its source may name global addresses only.
     public_only: bool = False
-    # Read the source again, whatever is known of it.
+    # Read the source again, even if its content seems known.
     read_again: bool = False
 
 
 class ProfileCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Body of a profile: begin a trace on every rank, with a prefix for the names of its files, or end it."""
+    """Body of a profile: begin a trace on every rank, with a prefix for its file names, or end it."""
 
     start: bool
     prefix: str = "trace"
@@ -351,7 +352,7 @@ class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class DesiredShard(msgspec.Struct, frozen=True):
-    """A file with adapters beside the desired file, and how many they are."""
+    """A file with adapters beside the desired file, and their number."""
 
     file: str
     sha256: str
@@ -359,8 +360,10 @@ class DesiredShard(msgspec.Struct, frozen=True):
 
 
 class DesiredModel(msgspec.Struct, frozen=True, rename="camel"):
-    """The required version of every replica's model: the state of its source that the first one found. It does not apply to another
-    source."""
+    """The version of the model that every replica must serve: the one that the first replica found at the source.
+
+    It does not apply to another source.
+    """
 
     source: Source
     revision: str | None = None
@@ -368,7 +371,7 @@ class DesiredModel(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class DesiredSleep(msgspec.Struct, frozen=True, rename="camel"):
-    """The sleep part of the desired file; the level is for the sleeps that the worker begins itself."""
+    """The sleep part of the desired file. `level` is for sleeps that the worker begins by itself."""
 
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
     level: SleepLevel = SleepLevel.HOST_MEMORY
@@ -376,7 +379,7 @@ class DesiredSleep(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ColdRequests(msgspec.Struct, frozen=True, rename="camel"):
-    """Handling of requests for a model that loads, sleeps or wakes: at most `max_held` wait, each at most so long."""
+    """Handling of requests for a model that loads, sleeps or wakes: at most `max_held` wait, for at most `hold_timeout_seconds` each."""
 
     mode: ColdMode = ColdMode.HOLD
     max_held: int = 64
@@ -388,7 +391,7 @@ class DesiredState(msgspec.Struct, frozen=True, rename="camel"):
 
     sleep: DesiredSleep = DesiredSleep()
     cold_requests: ColdRequests = ColdRequests()
-    # Shorter than all the shards together where there is no room for more, or no need of it.
+    # Adapters for workers that read no shards; fewer than the shards have if there is no room for more, or no need.
     adapters: list[DesiredAdapter] = []
     shards: list[DesiredShard] = []
     model: DesiredModel | None = None
