@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters a server knows by name, and the requests that use them. Holds no torch: ids stand for what the ranks loaded."""
+"""The adapters a server knows by name, and the requests that use them. Without torch: ids stand for the ranks' loaded adapters."""
 
 import asyncio
 import time
@@ -20,23 +20,23 @@ TELL_WRONG_S = 600.0
 
 
 class Load:
-    """A load in progress, shared by all who wait for it. `deadline_s` is on the event loop's clock."""
+    """A load in progress, shared by all its waiters. `deadline_s` is on the event loop's clock."""
 
     def __init__(self, *, deadline_s: float, asked: bool) -> None:
         self.deadline_s = deadline_s
-        # For a put; else for requests, which may try again when it failed for a reason that passes.
+        # True for a put; otherwise the load is for requests, which may try again after a failure that may pass.
         self.asked = asked
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.done.add_done_callback(lambda done: done.exception())  # it may fail when nobody waits any more
+        self.done.add_done_callback(lambda done: done.exception())  # it may fail without a waiter
         self.task: asyncio.Task[None] | None = None
-        # The ranks have their call already, and their answer must be awaited.
+        # True when the ranks have the call already, so that their answer must be awaited.
         self.registering = False
         self.waits_for_room = False
-        # The error of an adapter that is no longer wanted.
+        # The error for the waiters of a load that is no longer wanted.
         self.superseded: RequestError | None = None
 
     def end(self, error: RequestError | None = None) -> None:
-        """Tell those who wait."""
+        """End the load for its waiters, with an error or without; harmless when repeated."""
         if self.done.done():
             return
         if error is None:
@@ -45,7 +45,7 @@ class Load:
             self.done.set_exception(error)
 
     def give_up(self, reason: RequestError) -> None:
-        """Nobody wants it any more, and nobody waits. Past the point of no return it is undone when it is over."""
+        """End the load because nobody wants it any more. If the ranks have their call already, the load is undone when it is over."""
         if self.superseded is None:
             self.superseded = reason
             self.end(reason)
@@ -61,7 +61,7 @@ class Usage:
         self.last_s: float | None = None
 
     def add(self) -> None:
-        """Count another event at the present time."""
+        """Count another request at the present time."""
         self.requests += 1
         self.last_s = time.monotonic()
 
@@ -71,9 +71,9 @@ def _ignore(adapter: "Adapter") -> None:
 
 
 class Adapter:
-    """A version of an adapter's content under its name. The same name with other bytes is another one; each load has another id.
+    """A version of an adapter's content under its name. Other bytes under the same name are another adapter; each load has another id.
 
-    `on_touched` hears of everything that its record may show, so that nobody need compare the records of all adapters.
+    `on_touched` is called at each change that its record may show, so that the records of all adapters need not be compared.
     """
 
     _on_touched: "Callable[[Adapter], None]"
@@ -85,30 +85,30 @@ class Adapter:
         self.usage = usage
         self.lora_int_id = 0
         self.state = AdapterState.FETCHING
-        # The result of the last load; kept while it is `Cached`.
+        # The result of the last load; kept while the adapter is `Cached`.
         self.loaded: LoadedLoRA | None = None
         # Each rank's report of the adapter, recorded at the load and compared after every wake.
         self.kept: list[str] = []
         # Seconds of the last load that succeeded.
         self.load_s: float | None = None
-        # When a wake last found that to be otherwise.
+        # Time at which a wake last found those reports to differ.
         self.found_wrong_s: float | None = None
         self.fetched: Fetched | None = None
         self.progress: tuple[int, int | None] | None = None
         self.error: ProblemReport | None = None
         self.load: Load | None = None
-        # The ranks hold its weights, or may hold them.
+        # True while the ranks hold its weights, or may hold them.
         self.registered = False
-        # It may be evicted by the load that runs: until that is over nobody may take it.
+        # True while the load that runs may evict it, so that no request may take it.
         self.going = False
-        # Set before the weights leave the ranks: a new generation must not get it.
+        # Set before the weights leave the ranks: a new generation must not load them.
         self.unloading = False
         self.users: set[str] = set()
         self.unused = asyncio.Event()
         self.unused.set()
-        # Numbers of the requests that wait until all of their adapters are there.
+        # Numbers of the requests that wait until all of their adapters are usable.
         self.wanted: set[int] = set()
-        # The order of use and of loads.
+        # The place in the order of uses and loads.
         self.touched = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -133,13 +133,13 @@ class Adapter:
 
     @property
     def identity(self) -> AdapterIdentity:
-        """Effect of a loaded adapter."""
+        """Identity of a loaded adapter: what it does to the model."""
         assert self.loaded is not None, "only loaded adapters are used"
         return self.loaded.identity
 
     @property
     def pinned_identity(self) -> str | None:
-        """The identity that every load of it must find, but for one by another converter."""
+        """The identity that every load of it must find, unless another converter named it."""
         return self.loaded.identity if self.loaded else self.call.identity
 
     @property
@@ -153,7 +153,7 @@ class Adapter:
         return self.call.residency is Residency.RESIDENT
 
     def copy_key(self) -> tuple[object, ...]:
-        """Adapters of one key are one copy on the ranks."""
+        """Return the key of the adapter's copy on the ranks; adapters with one key share a copy."""
         if self.loaded is None:
             return (self.lora_int_id,)
         return (self.loaded.identity,)
@@ -161,7 +161,7 @@ class Adapter:
     def is_content(self, call: AdapterCall) -> bool:
         """Return whether it matches a call, regardless of scale, residency and priority.
 
-        With a digest that decides, and without one the source; but what was in memory once may be others' bytes by now.
+        A digest in the call decides; without one the source does, unless the source of an adapter that left memory may have changed.
         """
         loaded = self.loaded
         if self.state is AdapterState.FAILED or set(call.components) != set(self.call.components):
@@ -175,46 +175,46 @@ class Adapter:
         return call.source == self.call.source and not (loaded and self._may_have_changed())
 
     def may_be_behind(self, call: AdapterCall) -> bool:
-        """Return whether it is what a call asks for, as far as is known without a look at the source, which may have changed."""
+        """Return whether it matches a call as far as is known without the source, which may have changed."""
         loaded = self.state is AdapterState.LOADED and self.fetched is not None
         return loaded and self.is_content(call) and not self.is_exactly(call)
 
     def is_exactly(self, call: AdapterCall) -> bool:
-        """Return whether a call names all of what was loaded, so that nobody need look at the source."""
+        """Return whether a call names all that was loaded, so that the source need not be looked at."""
         loaded = self.loaded
         return loaded is not None and (call.digest, call.identity) == (loaded.digest, loaded.identity)
 
     def _may_have_changed(self) -> bool:
-        """Return whether its file may differ from the loaded one and must be read again; a deferred file stays as fetched."""
+        """Return whether its file may differ from the loaded one and must be read again. A deferred adapter's fetched copy cannot."""
         in_place = self.fetched is None or self.fetched.digest is None
         return self.state is AdapterState.CACHED or (self.state is AdapterState.DEFERRED and in_place)
 
     def describe(self, call: AdapterCall) -> None:
-        """Take over what of a call needs no load."""
+        """Take over the parts of a call that need no load, such as scale, residency and priority."""
         self.call = msgspec.structs.replace(call, digest=call.digest or self.call.digest, identity=call.identity or self.call.identity)
         if self.state is AdapterState.LOADED:
             self.error = None
 
     def hold(self, request_id: str) -> None:
-        """A request uses it from now on."""
+        """Record that a request uses it from now on."""
         self.users.add(request_id)
         self.unused.clear()
         self.usage.add()
         self._on_touched(self)
 
     def let_go(self, request_id: str) -> None:
-        """A request uses it no more."""
+        """Record that a request does not use it any more."""
         self.users.discard(request_id)
         if not self.users:
             self.unused.set()
         self._on_touched(self)
 
     def _digest_on_disk(self) -> str | None:
-        """Return the digest of a file that was inspected and that no rank has read yet."""
+        """Return the digest of a deferred adapter's file, which was inspected but which no rank has read yet."""
         return self.fetched.digest if self.fetched and self.state is AdapterState.DEFERRED else None
 
     def document(self, ranks: int) -> AdapterDocument:
-        """The adapter as the state document shows it."""
+        """Return the adapter as the state document shows it."""
         loaded, last_s = self.loaded, self.usage.last_s
         fetched_bytes, total_bytes = (self.progress if self.progress and self.state is AdapterState.FETCHING else None) or (None, None)
         return AdapterDocument(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives ranks that come back their adapters: after a sleep what changed meanwhile, as a new generation all that there were.
+"""The adapters of ranks that come back: after a sleep the changes meanwhile, in a new generation all adapters.
 
 Sleeping ranks receive no calls about adapters. An adapter put then, or lost by a sleep that discards loaded ones, is `Deferred`. It is
 known and its file is kept here, so nothing is fetched a second time.
@@ -20,18 +20,19 @@ from diffusion_worker.errors import ErrorCode, RequestError
 
 log = logging.getLogger(__name__)
 
-# To load an adapter on a new generation of ranks, or too late for a wake, from a file that is here.
+# Deadline of a load from a local file, on a new generation of ranks or after a wake that it came too late for.
 RELOAD_TIMEOUT_S = 120.0
 # Parts of the wake's remaining time by which fetches of newly desired adapters, and then their loads, must be over. The rest is for the
-# verification: a source that stalls must not cost the wake.
+# verification, so that a source that stalls cannot fail the wake.
 FOLLOW_SHARE = 0.5
 APPLY_SHARE = 0.75
 
 
 class AdapterWaking:
-    """`in_order` is held during calls to the ranks about an adapter; `begin` starts a load as a put does.
+    """The adapter work after a wake and after a restart of the ranks.
 
-    `follow` does what the desired file says by now, within so many seconds.
+    `in_order` is held during calls to the ranks about an adapter; `begin` starts a load as a put does. `follow` does what the desired file
+    asks for now, within so many seconds.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class AdapterWaking:
         self._late: asyncio.Task[None] | None = None
 
     def defer_loaded(self) -> None:
-        """The ranks hold no adapters: those that were loaded are to be again, and those that were leaving are gone."""
+        """Record that the ranks hold no adapters: loaded ones become Deferred, or Cached if on demand, and leaving ones are dropped."""
         for adapter in list(self._table):
             adapter.registered = False
             if adapter.state is AdapterState.LOADED:
@@ -76,7 +77,7 @@ class AdapterWaking:
             self._late = self._in_background(self._when_serving())
 
     async def reload(self) -> None:
-        """Load on a new generation of ranks what was loaded on the last one, under the same ids and with the same bytes.
+        """Load the adapters of the last generation of ranks on a new one, under the same ids and with the same bytes.
 
         An adapter that cannot be loaded any more becomes Failed, and the requests that use it end with AdapterNotLoaded. Deferred adapters
         are loaded as well.
@@ -93,9 +94,9 @@ class AdapterWaking:
         await self._apply_all(RELOAD_TIMEOUT_S)
 
     async def apply_deferred(self, deadline_s: float) -> None:
-        """Follow the desired file, have what left the table leave the ranks, and all that is deferred loaded, the most wanted first.
+        """Follow the desired file, unload adapters that left the table, and load all deferred ones, the most wanted first.
 
-        If there are more than there is room for, the least wanted are `Cached`, as if they had been evicted. An adapter that cannot be
+        If there is no room for all, the least wanted become `Cached`, as if they had been evicted. An adapter that cannot be
         loaded in time is Failed with the reason. A name whose new content fails keeps its old one.
 
         Raises:
@@ -106,12 +107,12 @@ class AdapterWaking:
         await self._apply_all(until_s - asyncio.get_running_loop().time())
 
     async def load_again(self, lora_int_ids: Collection[int], timeout_s: float) -> None:
-        """Have awake ranks forget these, all of them first as some may share a copy, and load from their files what the table has.
+        """Unload adapters from awake ranks by their ids, and load those that the table still has from their files again.
 
-        An adapter that cannot be loaded becomes Failed.
+        All are unloaded first, as some may share a copy. An adapter that cannot be loaded becomes Failed.
 
         Raises:
-            RequestError: the ranks do not forget one. GroupFailed: they are lost.
+            RequestError: the ranks cannot unload an adapter. GroupFailed: the ranks are lost.
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
         async with self._in_order:
@@ -136,7 +137,7 @@ class AdapterWaking:
             await self._tell.undone()
 
     async def _let_go(self) -> None:
-        """First, so that there is room."""
+        """Unload leaving adapters, to make room."""
         for adapter in self._table.leaving():
             try:
                 await self._outcomes.unloaded(adapter)
@@ -162,7 +163,7 @@ class AdapterWaking:
             loaded = await self._tell.add_for(adapter, victims, timeout_s=left_s)
         except RequestError as error:
             log.error("adapter=%s not loaded after the sleep code=%s: %s", adapter.name, error.code, error.message)
-            adapter.loaded = None  # like an adapter that never loaded: it is Failed, whatever the reason
+            adapter.loaded = None  # so that any error makes it Failed, like an adapter that never loaded
             self._outcomes.failed(adapter, load, error)
         except BaseException as error:
             adapter.load, adapter.state = None, AdapterState.DEFERRED

@@ -3,9 +3,9 @@
 
 All are known from then on, and the most wanted ones are loaded: as many as the ranks' memory has room for.
 
-Files and calls do not fight: mounted files lag behind the calls of their writer, and the newer word is right. Files that were read before
-count where they changed, and for names of which no call spoke since. So an adapter that only a call brought stays, and what a call took
-away stays away.
+Files and calls do not fight: mounted files lag behind the calls of their writer, and the newer of both counts. Files that were read
+before count only for adapters that changed in them and that no later call named. So an adapter that only a call brought stays, and one
+that a call removed stays away.
 """
 
 import asyncio
@@ -24,32 +24,32 @@ from diffusion_worker.sources.parsing import parse_source
 
 log = logging.getLogger(__name__)
 
-# Sources that are asked side by side.
+# Sources that are read side by side.
 FETCHES = 4
-# The kubelet brings each file by itself. A shard that is not as the main file names it is waited for so long, and looked at this often.
+# The kubelet brings each file by itself. Seconds to wait for a shard that is not as the main file names it, and between two looks at it.
 FILE_PATIENCE_S = 120.0
 FILE_LOOK_S = 1.0
-# And this often afterwards.
+# Seconds between two looks afterwards.
 FILE_LATER_LOOK_S = 30.0
 
 Call = tuple[str, AdapterCall]
 
 
 class Changes(NamedTuple):
-    """Differences of files from those before them."""
+    """Differences of the files from the files before."""
 
     removed: list[str]
     put: list[DesiredAdapter]
 
 
 def changes(before: Sequence[DesiredAdapter], after: Sequence[DesiredAdapter]) -> Changes:
-    """Return what became of the adapters of the files. Pure."""
+    """Return the names removed between two versions of the files, and the adapters added or changed. Pure."""
     old, new = ({adapter.name: adapter for adapter in adapters} for adapters in (before, after))
     return Changes([name for name in old if name not in new], [adapter for name, adapter in new.items() if old.get(name) != adapter])
 
 
 class DeclaredAdapters:
-    """Keeps a loader's adapters as options and files declare them; `desired` is what the main file says now."""
+    """The adapters of a loader, kept as options and files declare them; `desired` returns the main file as it is now."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class DeclaredAdapters:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        # The reason why some adapters of the files may be missing here.
+        # The reason for adapters of the files that may be missing here.
         self.problem: ProblemReport | None = None
         self._loader = loader
         self._config = config
@@ -67,20 +67,20 @@ class DeclaredAdapters:
         self._clock = clock
         self._files = DesiredFiles(config.desired_path)
         self._followed: dict[str, DesiredAdapter] = {}
-        # When a call last spoke of a name, on the clock of the files' time.
+        # Time of the last call about a name, on the clock of the files' times.
         self._called_at_s: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: asyncio.Task[None] | None = None
 
     def called(self, name: str) -> None:
-        """A call of the control port speaks of a name."""
+        """Record that a call of the control port is about a name."""
         if self._config.desired_path is not None:
             self._called_at_s[name] = self._clock()
 
     async def load_at_start(self, deadline_s: float) -> None:
-        """Try the most wanted adapters once; one that fails is kept as Failed and keeps nothing else from serving.
+        """Try to load the most wanted adapters once. A failed one is kept as Failed and does not stop the model from serving.
 
-        Shards that the kubelet has not brought yet are waited for. A load that is not over at the deadline goes on beside what serves.
+        Shards that the kubelet has not brought yet are waited for. A load that is not over at the deadline goes on while the model serves.
 
         Raises:
             ConfigError: an option's source cannot be read.
@@ -96,28 +96,28 @@ class DeclaredAdapters:
                 log.error("adapters are not all loaded within the %.0f s of the start: they come beside what serves", deadline_s)
 
     async def follow(self, deadline_s: float) -> None:
-        """Do what the files say by now, where they changed; what is new in them is fetched within the deadline."""
+        """Apply the files where they changed; wait for loads of new adapters until the deadline."""
         before = set(self._tasks)
         await self._take_up({})
         if loading := self._tasks - before - {self._waiting}:
             _, late = await asyncio.wait(loading, timeout=deadline_s)
             if late:
-                # Their fetches go on, and what they bring is loaded beside what serves then.
+                # Their fetches go on, and the adapters are loaded while the model serves.
                 log.error("adapters of the desired files are not all here after %.1f s", deadline_s)
 
     def end(self) -> None:
-        """Take nothing up any more."""
+        """Cancel all reading and loading."""
         for task in self._tasks:
             task.cancel()
 
     async def _take_up(self, options: dict[str, AdapterCall]) -> None:
-        """Read the files, remove and know what they say, and begin to load; wait in the background for shards that are not there."""
+        """Apply the files, and begin to load; wait in the background for shards that are missing."""
         missing = await self._follow_files(options)
         if missing and (self._waiting is None or self._waiting.done()):
             self._waiting = self._in_background(self._wait_for_files(missing))
 
     async def _wait_for_files(self, missing: dict[str, str]) -> None:
-        """Follow each shard as it comes. After a while that is a problem, which is over when all are there."""
+        """Apply each missing shard as it comes. After `FILE_PATIENCE_S` report a problem, until all are there."""
         began_s = asyncio.get_running_loop().time()
         while missing:
             waited_s = asyncio.get_running_loop().time() - began_s
@@ -131,9 +131,9 @@ class DeclaredAdapters:
         self.problem = None
 
     async def _follow_files(self, options: dict[str, AdapterCall]) -> dict[str, str]:
-        """Do what changed since the files were read last, and return the files that are not as they are named, with the reason.
+        """Apply the changes since the files were last read; return the files that are not as named, with the reasons.
 
-        The content of such a file is not known, so nothing is removed before all are there.
+        The content of such a file is unknown, so no adapter is removed before all files are there.
         """
         written_s, main = _written_s(self._config.desired_path), self._desired()
         after, missing = self._files.read(main)
@@ -152,11 +152,11 @@ class DeclaredAdapters:
         return missing
 
     def _is_older(self, name: str, written_s: float) -> bool:
-        """Return whether what calls said of a name is older than the files."""
+        """Return whether the last call about a name is older than the files."""
         return self._called_at_s.get(name, -1.0) < written_s
 
     def _known(self, calls: dict[str, AdapterCall]) -> list[Call]:
-        """Have all of these known, and return those to be loaded now, the most wanted first."""
+        """Make all these adapters known, and return those to load now, the most wanted first."""
         changed = [(name, call) for name, call in calls.items() if self._loader.knows(name)]
         new = {name: call for name, call in calls.items() if self._may_be(name) and not self._loader.knows(name)}
         wanted = [(name, new[name]) for name in self._loader.most_wanted(new)]
@@ -175,13 +175,13 @@ class DeclaredAdapters:
                 log.error("adapter=%s not unloaded code=%s: %s", name, error.code, error.message)
 
     async def _put(self, calls: list[Call], written_s: float) -> None:
-        """Load some side by side; whatever fails is logged, and with the adapter in the state document."""
+        """Load adapters, a few side by side; each failure is logged, and kept with its adapter in the state document."""
         turns, declared = iter(calls), {name: self._followed.get(name) for name, _ in calls}
 
         async def load() -> None:
             for name, call in turns:
                 if not self._is_older(name, written_s) or self._followed.get(name) != declared.get(name):
-                    continue  # a call, or files that came later, say otherwise
+                    continue  # a later call or later files ask for something else
                 try:
                     await self._loader.put(name, call)
                 except RequestError as error:
@@ -207,7 +207,7 @@ class DeclaredAdapters:
 
 
 def _written_s(path: str | None) -> float:
-    """Return when the main file became what it is, by the clock of this machine; never, where there is none.
+    """Return when the main file last changed, by this machine's clock; 0 without a file.
 
     The kubelet writes all files of a folder again when one of them changes.
     """

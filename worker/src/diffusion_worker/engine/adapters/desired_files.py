@@ -22,22 +22,22 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 class MountedAdapters(NamedTuple):
-    """The adapters of all files that are as the main one names them."""
+    """The adapters of all files that are as the main file names them."""
 
     named: dict[str, DesiredAdapter]
-    # Reasons why the others are not, by file.
+    # The reasons for files that are not, by file.
     missing: dict[str, str]
 
 
 class DesiredFiles:
-    """Reads the folder of one server. A shard that was read is read again only where the main file names another sha256."""
+    """The reader of one server's mounted folder. A shard is read again only if the main file names another sha256."""
 
     def __init__(self, path: str | None) -> None:
         self._folder = Path(path).parent if path is not None else Path()
         self._read: dict[str, tuple[str, list[DesiredAdapter]]] = {}
 
     def read(self, main: DesiredState) -> MountedAdapters:
-        """Return the adapters of the main file and of its shards, whose order is that of loads that are wanted alike."""
+        """Return the adapters of the main file and its shards, in order: loads that are wanted alike run in this order."""
         named = {adapter.name: adapter for adapter in main.adapters}
         missing: dict[str, str] = {}
         if len(main.adapters) < sum(shard.count for shard in main.shards):
@@ -49,7 +49,7 @@ class DesiredFiles:
         return MountedAdapters(named, missing)
 
     def _shard(self, shard: DesiredShard) -> list[DesiredAdapter]:
-        """Return the adapters of a shard; raises ValueError with what is wrong with its file."""
+        """Return the adapters of a shard; raise ValueError if its file is not as named."""
         sha256, adapters = self._read.get(shard.file, ("", []))
         if sha256 != shard.sha256:
             adapters = self._opened(shard)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of failed adapters that only calls brought: a few of them, for a while. Nobody else would ever take them away."""
+"""Records of failed adapters that only calls brought: a few of them, for a while, as nothing else removes them."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,16 +11,16 @@ KEPT_S = 3600.0
 
 
 class FailedRecords:
-    """Drops the oldest record when there are more than `MOST`, and each after `KEPT_S`."""
+    """The records of failures; the oldest is dropped when there are more than `MOST`, and each after `KEPT_S`."""
 
     def __init__(self, drop: Callable[[Adapter], None], *, keeps: Callable[[str], bool]) -> None:
-        """`keeps` says of which names the record stays: those that options or custom resources want."""
+        """Begin without records. `keeps` returns whether a name's record stays: options or custom resources want the adapter."""
         self._drop = drop
         self._keeps = keeps
         self._timers: dict[Adapter, asyncio.TimerHandle] = {}
 
     def add(self, adapter: Adapter) -> None:
-        """Take note that an adapter has just failed."""
+        """Record that an adapter has just failed."""
         if self._keeps(adapter.name):
             return
         if (earlier := self._timers.pop(adapter, None)) is not None:

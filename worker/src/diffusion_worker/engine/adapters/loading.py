@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads and unloads adapters: on all ranks or on none, beside the ones that run, never in the middle of a step.
+"""Loads and unloads of adapters: on all ranks or on none, beside running requests, never in the middle of a step.
 
 Files are fetched side by side; the ranks load one adapter after the other. All waiters for an adapter share its load. The newest call for a
 name wins: a load that it makes needless ends with Conflict, and leaves nothing behind.
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class AdapterLoader:
-    """Keeps the ranks' adapters as the table says.
+    """The loader that keeps the ranks' adapters as the table has them.
 
-    `settled` returns when no new generation of ranks is being started, and `require_serving` raises where none can load.
-    `follow` does what the desired file says by now.
+    `settled` returns when no new generation of ranks is being started, and `require_serving` raises if the engine can load none.
+    `follow` applies the desired file as it is now.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class AdapterLoader:
         )
 
     async def put(self, name: str, call: AdapterCall) -> AdapterDocument:
-        """Have an adapter under a name, loaded unless it is for the first request that wants it.
+        """Put an adapter under a name, and load it unless its residency is OnDemand.
 
         An adapter with the same content takes over scale, residency and priority. A call that names its digest and identity
-        needs no source; of any other the source is looked at. Other content is loaded beside it and then replaces it. While the
-        model sleeps it is fetched and looked at, and loaded before the model serves: Deferred.
+        needs no source; for any other call the source is looked at. Other content is loaded beside the old one and then replaces it. While
+        the model sleeps an adapter is fetched and checked, and loaded before the model serves: Deferred.
 
         Raises:
             RequestError: InvalidAdapter and the other codes of files and sources, CapacityExceeded, RankFailed, Timeout,
@@ -90,7 +90,7 @@ class AdapterLoader:
         return adapter.document(self._ranks_total)
 
     def knows(self, name: str) -> bool:
-        """Return whether a name has an adapter, in whatever state."""
+        """Return whether a name has an adapter, in any state."""
         return self._table.newest(name) is not None
 
     def most_wanted(self, calls: Mapping[str, AdapterCall]) -> list[str]:
@@ -98,7 +98,7 @@ class AdapterLoader:
         return self._table.most_wanted(calls)
 
     def know(self, name: str, call: AdapterCall) -> None:
-        """Have a new adapter under a name that is loaded by a request or a later call.
+        """Put a new adapter under a name without loading it: a request or a later call does.
 
         Raises:
             RequestError: CapacityExceeded.
@@ -109,7 +109,7 @@ class AdapterLoader:
         self._table.put(adapter)
 
     def begin(self, adapter: Adapter, deadline_s: float, *, asked: bool = False) -> Load:
-        """Begin to load an adapter of the table; the load that runs where one does. The load's `done` raises as `put` does."""
+        """Begin to load an adapter, and return the load, or the one that runs already. The load's `done` raises as `put` does."""
         if adapter.load is not None:
             adapter.load.asked |= asked
             return adapter.load
@@ -129,25 +129,25 @@ class AdapterLoader:
         await self._waking.reload()
 
     def defer_loaded(self) -> None:
-        """The ranks hold no adapters any more, after a sleep that discards or a start asleep."""
+        """Record that the ranks hold no adapters any more, after a sleep that discards or a start asleep."""
         self._waking.defer_loaded()
 
     async def apply_deferred(self, deadline_s: float) -> None:
-        """Have awake ranks hold what they are to before they serve; see `AdapterWaking.apply_deferred`."""
+        """Apply all changes of adapters to awake ranks before they serve; see `AdapterWaking.apply_deferred`."""
         await self._waking.apply_deferred(deadline_s)
 
     async def load_again(self, lora_int_ids: Collection[int], timeout_s: float) -> None:
-        """Have ranks that just woke read these from their files again; see `AdapterWaking.load_again`."""
+        """Load adapters by id again from their files, on ranks that just woke; see `AdapterWaking.load_again`."""
         await self._waking.load_again(lora_int_ids, timeout_s)
 
     def held(self) -> dict[int, list[str]]:
-        """Return each rank's report of each adapter at its load, by id, of those that the ranks should hold."""
+        """Return the ranks' reports of each adapter at its load, by id, for all adapters that the ranks should hold."""
         return {adapter.lora_int_id: adapter.kept for adapter in self._table if adapter.registered and adapter.loaded}
 
     async def delete(self, name: str, *, drain_s: float) -> None:
-        """Make a name unknown at once, then unload what it stood for when nobody uses it or the time is over.
+        """Remove a name at once, then unload its adapter when no request uses it or the time is over.
 
-        Ranks that sleep forget it when they wake, before they serve; that is not waited for.
+        Sleeping ranks unload it when they wake, before they serve; this call does not wait for that.
 
         Raises:
             RequestError: NotFound, RankFailed, Timeout.
@@ -165,7 +165,7 @@ class AdapterLoader:
         log.info("adapter=%s removed", name)
 
     def stop(self, reason: RequestError) -> None:
-        """End all loads, and those who wait for them, with an error."""
+        """End all loads with an error for their waiters."""
         for adapter in self._table:
             if adapter.load is not None:
                 adapter.load.give_up(reason)
@@ -178,10 +178,10 @@ class AdapterLoader:
         return adapter.state is AdapterState.LOADED or (adapter.state is AdapterState.DEFERRED and self._outcomes.deferring)
 
     async def _changed(self, name: str, call: AdapterCall) -> Fetched | None:
-        """Return what the source of a loaded adapter has by now, where it may be something else; None where it is not, or nobody asks.
+        """Return the source's current content if it may differ from a loaded adapter's; None if it does not or need not be looked at.
 
         Raises:
-            RequestError: the source cannot be looked at; Conflict, a newer call came meanwhile.
+            RequestError: the source cannot be read; Conflict, a newer call came meanwhile.
         """
         adapter = self._table.newest(name)
         if adapter is None or call.read_again or not adapter.may_be_behind(call):
@@ -205,7 +205,7 @@ class AdapterLoader:
         return None
 
     def _wanted(self, name: str, call: AdapterCall, changed: Fetched | None) -> Adapter:
-        """The adapter of a call: the newest of its name, the one that has the name, or a new one beside them."""
+        """Return the adapter of a call: the newest of its name, the current one, or a new one beside it."""
         newest, current = self._table.newest(name), self._table.get(name)
         again = changed is not None or call.read_again
         if again or newest is None or not newest.is_content(call):
@@ -233,7 +233,7 @@ class AdapterLoader:
     # --- one load -------------------------------------------------------------------------------------------------------
 
     async def _run(self, adapter: Adapter, load: Load) -> None:
-        """From the source to all ranks, and what becomes of the adapter by it."""
+        """Load an adapter from its source to all ranks, and record the outcome."""
         started = time.monotonic()
         try:
             loaded = await self._brought(adapter, load)
@@ -259,7 +259,7 @@ class AdapterLoader:
         self._table.move()
 
     async def _brought(self, adapter: Adapter, load: Load) -> LoadedLoRA | None:
-        """Fetch, prepare, wait for the turn and for room, tell the ranks; all within the deadline. None where the ranks sleep."""
+        """Fetch, prepare, wait for turn and room, and load on the ranks, all within the deadline; return None while they sleep."""
         prepared: PreparedAdapter | None = None
         try:
             async with asyncio.timeout_at(load.deadline_s) as limit:
@@ -282,7 +282,7 @@ class AdapterLoader:
                                 limit.reschedule(None)  # the call has a deadline of its own
                                 left_s = max(0.001, _left_s(load))
                                 return await self._tell.add_for(adapter, victims, timeout_s=left_s, prepared=prepared)
-                        # Not kept while it waits: who waits takes no memory.
+                        # Release it while waiting, as a load that waits takes no memory.
                         prepared.close()
                     load.waits_for_room = True
                     await self._table.moved()

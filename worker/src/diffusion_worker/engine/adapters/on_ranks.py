@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter calls to the ranks: all of them load an adapter or none does, and the table learns of evictions."""
+"""Adapter calls to the ranks: all load an adapter or none does. Evictions are recorded in the table."""
 
 import asyncio
 import logging
@@ -21,29 +21,29 @@ from diffusion_worker.messages import LoadedLoRA
 
 log = logging.getLogger(__name__)
 
-# Taking an adapter out of memory is quick; past this a rank is stuck, which its step deadline will notice.
+# Unloading is quick; past this time a rank is stuck, which its step deadline detects.
 UNLOAD_TIMEOUT_S = 30.0
 
 
 class AdapterLoads:
-    """Counters of loads since the start: their codes, OK among them, durations of successes, and evictions."""
+    """Counters of loads since the start: codes with OK among them, durations of successes, and evictions."""
 
     def __init__(self) -> None:
         self.codes = Counter[str]()
         self.durations = Durations()
-        # Durations of fetches from elsewhere.
+        # Durations of fetches from remote sources.
         self.fetch_durations = Durations()
         self.fetched_bytes = 0
         self.evictions = 0
 
     def took(self, adapter: Adapter, seconds: float) -> None:
-        """A load of it has succeeded."""
+        """Record the seconds of a load that succeeded."""
         adapter.load_s = seconds
         self.durations.observe(seconds)
 
 
 class AdapterRanks:
-    """The calls to the ranks, and what they mean for the table."""
+    """The adapter calls to the ranks, with their effects on the table."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class AdapterRanks:
         self._undoing: set[asyncio.Task[None]] = set()
 
     async def prepare(self, adapter: Adapter, *, timeout_s: float) -> PreparedAdapter:
-        """Have its files read, checked and laid out, beside the ranks; raises RequestError."""
+        """Have an adapter's files read, checked and laid out, beside the ranks; raise RequestError."""
         return await self._prepare(self._request(adapter), self._options(adapter), timeout_s=timeout_s)
 
     async def add_for(
         self, adapter: Adapter, victims: Sequence[Adapter], *, timeout_s: float, prepared: PreparedAdapter | None = None
     ) -> LoadedLoRA:
-        """Load an adapter; who has to go for it goes once it was found right, or not at all. Raises RequestError, GroupFailed."""
+        """Load an adapter, and evict the victims for it once its file was found right, or none. Raises RequestError, GroupFailed."""
         adapter.registered = True
         for victim in victims:
             victim.going = True
@@ -76,7 +76,7 @@ class AdapterRanks:
             evict = [victim.lora_int_id for victim in victims]
             loaded = await self.add(adapter, evict=evict, timeout_s=timeout_s, prepared=prepared)
         except RequestError:
-            # All ranks or none; where it was not loaded this does nothing. In order behind a load that is late.
+            # Undo the load on all ranks; this does nothing on ranks that did not load, and runs behind a load that is late.
             self.undo(adapter, victims)
             raise
         except GroupFailed:
@@ -90,7 +90,7 @@ class AdapterRanks:
     async def add(
         self, adapter: Adapter, *, evict: Sequence[int] = (), timeout_s: float, prepared: PreparedAdapter | None = None
     ) -> LoadedLoRA:
-        """Commit what was prepared, which is done here where it was not. The ranks say all the same.
+        """Load a prepared adapter on all ranks, and check that they agree; without `prepared` prepare it first.
 
         Raises:
             RequestError. GroupFailed.
@@ -138,7 +138,7 @@ class AdapterRanks:
         undoing.add_done_callback(self._undoing.discard)
 
     async def undone(self) -> None:
-        """Returns when what the ranks hold is what the table says of failed loads."""
+        """Wait until all failed loads are undone on the ranks."""
         if self._undoing:
             await asyncio.wait(self._undoing)
 
@@ -150,13 +150,13 @@ class AdapterRanks:
         except GroupFailed:
             pass  # the ranks that had it are gone
         finally:
-            if adapter.lora_int_id == lora_int_id:  # else it is being loaded again
+            if adapter.lora_int_id == lora_int_id:  # otherwise it is being loaded again
                 adapter.registered = False
             _stay(victims)
             self._table.move()
 
     async def _evict_everywhere(self, victims: Sequence[Adapter]) -> None:
-        """Remove victims everywhere that some rank has let go for a load that failed on another."""
+        """Remove victims from all ranks that some rank evicted for a load that failed on another."""
         replies = await self._call_all("list_loras", timeout_s=UNLOAD_TIMEOUT_S)
         held = [msgspec.msgpack.decode(reply.result or b"", type=list[int]) for reply in replies]
         gone = [victim for victim in victims if not all(victim.lora_int_id in ids for ids in held)]
@@ -166,11 +166,11 @@ class AdapterRanks:
         self._evicted(gone)
 
     async def remove(self, lora_int_id: int) -> None:
-        """Take an adapter out of memory; nothing happens where it is not there. Raises RequestError, GroupFailed."""
+        """Unload an adapter from the ranks; harmless if it is not loaded. Raises RequestError, GroupFailed."""
         await self._call_all("remove_lora", timeout_s=UNLOAD_TIMEOUT_S, lora_int_id=lora_int_id)
 
 
 def _stay(victims: Sequence[Adapter]) -> None:
-    """The load that they might have gone for is over."""
+    """Let requests use these victims again, as the load that might have evicted them is over."""
     for victim in victims:
         victim.going = False

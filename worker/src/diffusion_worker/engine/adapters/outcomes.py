@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outcomes for adapters: a load that succeeded, failed or came too late for sleeping ranks, and a removal."""
+"""Outcomes of loads and removals: a load that succeeded, failed, or has to wait for sleeping ranks."""
 
 import asyncio
 import logging
@@ -17,9 +17,9 @@ from diffusion_worker.sources.fetching import Fetcher
 
 log = logging.getLogger(__name__)
 
-# A replaced adapter's running requests may finish this long.
+# Seconds that running requests of a replaced adapter may take to finish.
 REPLACE_DRAIN_S = 120.0
-# While the ranks are in one of these they take no adapter and let none go.
+# States in which the ranks neither load nor unload adapters.
 DEFERRING = (EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING)
 
 Abort = Callable[[list[str], ErrorCode, str], None]
@@ -27,12 +27,12 @@ InBackground = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 def passes(problem: ProblemReport | RequestError) -> bool:
-    """Return True where a load that failed so may succeed without a change of its file or its call."""
+    """Return whether a load that failed so may succeed without a change of its file or its call."""
     return problem.retryable or problem.code == ErrorCode.CAPACITY_EXCEEDED
 
 
 class AdapterOutcomes:
-    """Ends loads and adapters, and keeps the table right about both."""
+    """The ends of loads and of adapters, with their effects on the table."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class AdapterOutcomes:
     # --- the end of a load ----------------------------------------------------------------------------------------------
 
     def succeeded(self, adapter: Adapter, load: Load, loaded: LoadedLoRA) -> None:
-        """All ranks have it: from now on it is what its name stands for."""
+        """Record that all ranks hold an adapter: its name stands for it from now on."""
         adapter.load = None
         if self._unwanted(adapter, load):
             self._tell.undo(adapter)
@@ -74,7 +74,7 @@ class AdapterOutcomes:
         load.end()
 
     def deferred(self, adapter: Adapter, load: Load) -> None:
-        """Keep an adapter's file while the ranks sleep, and load it before they serve."""
+        """Keep an adapter's file while the ranks sleep; it is loaded before they serve."""
         adapter.load = None
         if not self._unwanted(adapter, load):
             adapter.state = AdapterState.DEFERRED
@@ -83,7 +83,10 @@ class AdapterOutcomes:
             load.end()
 
     def failed(self, adapter: Adapter, load: Load, error: RequestError) -> None:
-        """The name keeps what it had; one that had nothing is Failed, or where the reason passes may be tried by a request."""
+        """Record a failed load. The name keeps its former adapter, if it had one.
+
+        Otherwise the adapter is Failed, or Cached if the reason may pass and requests may try again.
+        """
         adapter.load = None
         load.end(error)
         problem = ProblemReport(error.code, error.message, error.retryable)
@@ -107,13 +110,13 @@ class AdapterOutcomes:
             self.mark_failed(adapter, problem)
 
     def mark_failed(self, adapter: Adapter, problem: ProblemReport) -> None:
-        """It is in no memory, and nobody but a call tries it again."""
+        """Mark an adapter as Failed: it leaves memory, and only a call tries it again."""
         adapter.state, adapter.error, adapter.loaded = AdapterState.FAILED, problem, None
         self.release(adapter)
         self._table.failed.add(adapter)
 
     def _unwanted(self, adapter: Adapter, load: Load) -> bool:
-        """Return whether a newer call made a finished load needless; then nothing of it stays."""
+        """Return whether a newer call made a finished load needless; then end and release it."""
         if load.superseded is None and adapter in self._table:
             return False
         self.release(adapter)
@@ -128,17 +131,17 @@ class AdapterOutcomes:
             return
         previous = self._table.put(adapter)
         if previous is not None:
-            # It may have been evicted, and be on its way back for a request.
+            # A request may be loading it again after an eviction.
             self.give_up(previous, f"adapter {adapter.name!r}: a newer call replaced it")
             self._in_background(self.retired(previous, REPLACE_DRAIN_S))
 
     def give_up(self, adapter: Adapter | None, why: str) -> None:
-        """Nobody wants a load any more; harmless where none runs."""
+        """End an adapter's load, which nobody wants any more; harmless if none runs."""
         if adapter is not None and adapter.load is not None:
             adapter.load.give_up(RequestError(ErrorCode.CONFLICT, why))
 
     def discard(self, adapter: Adapter | None, why: str) -> None:
-        """Nobody wants an adapter that no rank has: its load ends, and its file is given back."""
+        """Drop an adapter that no rank holds: end its load, or release its file."""
         self.give_up(adapter, why)
         if adapter is not None and adapter.load is None:
             self.release(adapter)
@@ -146,7 +149,7 @@ class AdapterOutcomes:
     # --- the end of one -------------------------------------------------------------------------------------------------
 
     async def retired(self, adapter: Adapter, drain_s: float) -> None:
-        """Wait until nobody uses a leaving adapter, end those who still do, unload it; from ranks that sleep at their wake."""
+        """Wait until no request uses a leaving adapter, end requests past the time, and unload it once the ranks are awake."""
         if adapter.state is not AdapterState.DRAINING:
             if adapter.load is None:
                 self.release(adapter)
@@ -161,7 +164,7 @@ class AdapterOutcomes:
         await self.unloaded(adapter)
 
     async def unloaded(self, adapter: Adapter) -> None:
-        """Take a leaving adapter that nobody uses out of the ranks' memory; raises RequestError."""
+        """Unload a leaving adapter that nobody uses from the ranks; raise RequestError."""
         if adapter.unloading or self._life.state_after_restart in ENDING:
             return
         adapter.unloading = True
@@ -173,19 +176,19 @@ class AdapterOutcomes:
             self.forget(adapter)
 
     def forget(self, adapter: Adapter) -> None:
-        """A leaving adapter is on no rank any more."""
+        """Drop a leaving adapter that no rank holds any more."""
         adapter.registered, adapter.unloading = False, True
         self._table.forget(adapter)
         self.release(adapter)
         self._table.move()
 
     async def _awake(self) -> None:
-        """Wait until the ranks accept calls about adapters, or the end is near."""
+        """Wait until the ranks accept calls about adapters, or the engine is ending."""
         while self.deferring:
             await self._life.wait_for_change()
 
     def release(self, adapter: Adapter) -> None:
-        """Nobody reads its file any more."""
+        """Release an adapter's file, which is not read any more."""
         fetched, adapter.fetched = adapter.fetched, None
         if fetched is not None:
             self._fetcher.release(fetched)

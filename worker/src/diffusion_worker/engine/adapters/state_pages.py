@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state document with a part of its adapters: those of one page, and of these only what changed after a revision.
+"""The state document with a part of its adapters: one page of all, or of the changes after a revision.
 
-A token names a place among all changes, and nothing is kept for it here. A name that changes between two pages comes again, in a later
-page or after the revision of the first one. So a client that takes all pages, and then asks for changes after the first page's
+A token names a position among all changes, so no state is kept here for it. A name that changes between two pages comes again, in a
+later page or after the revision of the first one. So a client that takes all pages, and then asks for changes after the first page's
 revision, misses nothing.
 """
 
@@ -15,12 +15,12 @@ from diffusion_worker.engine.state.revision import Revision
 from diffusion_worker.engine.state.state_document import AdapterDocument, StateDocument
 from diffusion_worker.errors import ErrorCode, RequestError
 
-# The adapters of a page take so many bytes at most, so that an answer stays below 1 MiB with all else in it.
+# Most bytes of a page's adapters, so that a whole answer stays below 1 MiB.
 PAGE_BYTES = 640 << 10
 
 
 class StatePages:
-    """Makes the pages of one engine's state; `document` gives it without adapters."""
+    """The pages of one engine's state; `document` returns it without adapters."""
 
     def __init__(self, boot_id: str, table: AdapterTable, revision: Revision, document: Callable[[], StateDocument], *, ranks: int) -> None:
         self._boot_id = boot_id
@@ -34,7 +34,7 @@ class StatePages:
         return self._page(0, limit, self._revision.current())
 
     def since(self, revision: str, limit: int) -> StateDocument:
-        """Return the first page of what changed after a revision; of everything, where that is not known any more."""
+        """Return the first page of the changes after a revision; of all adapters, if those changes are not known any more."""
         current, number = self._revision.current(), self._revision.number_of(revision)
         changes = self._table.changes
         if number is None or not changes.knows_since(number):
@@ -43,14 +43,14 @@ class StatePages:
         return msgspec.structs.replace(page, adapters_since=revision, adapters_removed=changes.gone_since(number))
 
     def continued(self, token: str, limit: int) -> StateDocument:
-        """Return the page that a token names. Raises RequestError (WrongBoot) for one of another life of the server."""
+        """Return the page that a token names; raise RequestError (WrongBoot) for a token of another life of the server."""
         boot_id, _, position = token.rpartition(".")
         if boot_id != self._boot_id:
             raise RequestError(ErrorCode.WRONG_BOOT, f"continue: expected a token of boot {self._boot_id}, found one of {boot_id}")
         return self._page(int(position), limit, self._revision.current())
 
     def _page(self, position: int, limit: int, revision: str) -> StateDocument:
-        """Return the names that changed after a place: so many, or as many as there is room for, and one at least."""
+        """Return the page of names that changed after a position: at most `limit` names and `PAGE_BYTES`, but at least one name."""
         records: list[AdapterDocument] = []
         room, more = PAGE_BYTES, None
         for count, (name, at) in enumerate(self._table.changes.after(position)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All adapters of a server: by name, with what is about to replace or to leave them beside, and who goes for whom.
+"""All adapters of a server: by name, with those about to replace or to leave them, and the choice of evictions.
 
 The ranks hold `capacity` of them in host memory, one copy for all names of the same bytes. They hold one more while a version is loaded
 beside the one it replaces.
@@ -18,22 +18,22 @@ from diffusion_worker.errors import ErrorCode, RequestError
 
 
 class AdapterTable:
-    """Adapters by name. `arriving` ones are loaded beside the one that has the name, `leaving` ones are used up."""
+    """Adapters by name. `arriving` ones are loaded beside the current one of their name; `leaving` ones only finish their requests."""
 
     def __init__(self, *, capacity: int, residents: int, keeps_failed: Callable[[str], bool] = lambda name: False) -> None:
-        """`keeps_failed` says of which names the record of a failure stays."""
+        """Begin empty. `keeps_failed` returns whether a name's failed adapter stays in the table."""
         self.failed = FailedRecords(self._drop_failed, keeps=keeps_failed)
         self._capacity = capacity
         self._residents = residents
         self._ids = itertools.count(1)
         self._touches = itertools.count(1)
         self._named: dict[str, Adapter] = {}
-        # The names that hold a place for resident adapters, so that nobody need look at all names.
+        # The names that hold a place for resident adapters, so that not all names have to be looked at.
         self._holders: set[str] = set()
         self._arriving: dict[str, Adapter] = {}
         self._leaving: list[Adapter] = []
         self._moved = asyncio.Event()
-        # Weakly: where nobody looks, adapters that are gone must not gather here.
+        # Weak references: without a reader, removed adapters must not gather here.
         self._touched: weakref.WeakKeyDictionary[Adapter, None] = weakref.WeakKeyDictionary()
         # The names whose adapters changed, by revision.
         self.changes = AdapterChanges()
@@ -43,36 +43,36 @@ class AdapterTable:
 
     @property
     def registered(self) -> int:
-        """Copies that the ranks hold."""
+        """Number of copies that the ranks hold."""
         return len(self._copies())
 
     def get(self, name: str) -> Adapter | None:
-        """The adapter of a name, in whatever state."""
+        """Return the current adapter of a name, in any state; None if there is none."""
         return self._named.get(name)
 
     def newest(self, name: str) -> Adapter | None:
-        """Return the version last put under a name: the one about to replace its adapter, or that adapter."""
+        """Return the version last put under a name: the arriving one, or else the current one."""
         return self._arriving.get(name) or self._named.get(name)
 
     def names(self) -> list[str]:
-        """All names, in whatever state their adapters are."""
+        """Return all names, sorted, whatever the states of their adapters."""
         return sorted(self._named)
 
     def new(self, name: str, call: AdapterCall) -> Adapter:
-        """An adapter that is about to be loaded, not yet in the table."""
+        """Return a new adapter that is about to be loaded, not yet in the table."""
         known = self._named.get(name)
         return Adapter(name, call, usage=known.usage if known else Usage(), on_touched=self._touch_record)
 
     def next_id(self) -> int:
-        """For a load; never given twice."""
+        """Return a new id for a load; no id is used twice."""
         return next(self._ids)
 
     def touch(self, adapter: Adapter) -> None:
-        """It was used or loaded just now."""
+        """Record that an adapter was used or loaded just now."""
         adapter.touched = next(self._touches)
 
     def require_place(self, name: str, call: AdapterCall) -> None:
-        """Raises RequestError (CapacityExceeded) that names the resident ones where one more would be too many."""
+        """Raise RequestError (CapacityExceeded), naming the resident adapters, if the call's would be one too many."""
         if call.residency is not Residency.RESIDENT:
             return
         if len(self._holders - {name}) >= self._residents:
@@ -84,21 +84,21 @@ class AdapterTable:
             )
 
     def touched_records(self, ranks: int) -> list[tuple[Adapter, AdapterDocument | None]]:
-        """List the adapters whose record may be another one than at the last `settle`, with the record; None for what is gone."""
+        """List the adapters whose record may have changed since the last `settle`, with the record; None for removed ones."""
         return [(adapter, adapter.document(ranks) if self._has(adapter) else None) for adapter in list(self._touched)]
 
     def of_name(self, name: str) -> list[Adapter]:
-        """Return all adapters of a name: the one that has it, the one that is about to, and those that leave."""
+        """Return all adapters of a name: the current, the arriving and the leaving ones."""
         found = [self._named.get(name), self._arriving.get(name)]
         return [adapter for adapter in found if adapter is not None] + [adapter for adapter in self._leaving if adapter.name == name]
 
     def publish(self, number: int, adapters: Iterable[object]) -> None:
-        """Take note that a revision is about these."""
+        """Record that a revision published changes of these adapters."""
         for name in {adapter.name for adapter in adapters if isinstance(adapter, Adapter)}:
             self.changes.add(name, number, gone=not self.of_name(name))
 
     def settle(self, adapters: Iterable[object]) -> None:
-        """Take these records for known. A record that tells something for a time only is looked at again until it ends."""
+        """Take these records as known. A record with a temporary value is looked at again until that ends."""
         for adapter in adapters:
             if isinstance(adapter, Adapter) and (adapter.found_wrong_s is None or not adapter.document(1).verification_failed):
                 self._touched.pop(adapter, None)
@@ -122,7 +122,7 @@ class AdapterTable:
     # --- names ----------------------------------------------------------------------------------------------------------
 
     def put(self, adapter: Adapter) -> Adapter | None:
-        """Make an adapter the one of its name; returns the one it replaces, which is leaving where the ranks hold it."""
+        """Make an adapter the current one of its name; return the one before, which is leaving if it was loaded."""
         previous = self._named.get(adapter.name)
         self._named[adapter.name] = adapter
         if self._arriving.get(adapter.name) is adapter:
@@ -132,43 +132,43 @@ class AdapterTable:
         return previous
 
     def arrive(self, adapter: Adapter) -> None:
-        """An adapter that replaces the one of its name when it is loaded."""
+        """Add an adapter that replaces the current one of its name once it is loaded."""
         self._arriving[adapter.name] = adapter
         self._touch_record(adapter)
 
     def drop_arriving(self, name: str) -> Adapter | None:
-        """Nothing is to replace the adapter of a name any more; returns what was."""
+        """Remove and return the arriving adapter of a name, if there is one."""
         adapter = self._arriving.pop(name, None)
         if adapter is not None:
             self._touch_record(adapter)
         return adapter
 
     def take_out(self, name: str) -> Adapter | None:
-        """Remove a name: from now on it is unknown. Returns its adapter, which is leaving where the ranks hold it."""
+        """Remove a name, and return its current adapter, which is leaving if it was loaded."""
         adapter = self._named.pop(name, None)
         self._leave(adapter)
         return adapter
 
     def leaving(self) -> list[Adapter]:
-        """Return adapters that nobody uses any more, and that no rank was asked to forget yet."""
+        """Return the leaving adapters that no request uses and that are not being unloaded."""
         return [adapter for adapter in self._leaving if not adapter.users and not adapter.unloading]
 
     def deferred(self) -> list[Adapter]:
-        """Those that are to be loaded before the model serves, the most wanted first; what is about to be replaced is not."""
+        """Return the deferred adapters, the most wanted first, without those that a deferred one replaces."""
         arriving = [adapter for adapter in self._arriving.values() if adapter.state is AdapterState.DEFERRED]
         names = {adapter.name for adapter in arriving}
         named = [adapter for adapter in self._named.values() if adapter.state is AdapterState.DEFERRED and adapter.name not in names]
         return sorted([*arriving, *named], key=_wanted, reverse=True)
 
     def most_wanted(self, calls: Mapping[str, AdapterCall]) -> list[str]:
-        """Return the new adapters for which there is room beside the more wanted ones that are in memory or on their way, in order."""
+        """Return the new adapters to load now, in order: those with room beside more wanted adapters in memory or on their way."""
         held = [("", each.call) for each in self if each.registered or each.state in (*LOADING, AdapterState.LOADED, AdapterState.DEFERRED)]
         may_be = [(name, call) for name, call in sorted(calls.items()) if call.residency is not Residency.ON_DEMAND]
         wanted = sorted([*held, *may_be], key=lambda each: _rank(each[1]), reverse=True)
         return [name for name, _ in wanted[: self._capacity] if name]
 
     def forget(self, adapter: Adapter) -> None:
-        """A leaving adapter is gone from the ranks."""
+        """Remove a leaving adapter, which the ranks do not hold any more."""
         self._leaving.remove(adapter)
         self._touch_record(adapter)
 
@@ -184,14 +184,14 @@ class AdapterTable:
     def room_for(self, adapter: Adapter) -> list[Adapter] | None:
         """Return the adapters to evict for another, in order; None if too few may go now.
 
-        Those go that no request uses, of the lowest priority and then least recently used first. An adapter that a request waits for gives
-        way only to an earlier request's. So the first of them always gets all of its adapters.
+        Only adapters that no request uses may go, those of the lowest priority first, then the least recently used. An adapter that a
+        request waits for gives way only to an earlier request's. So the earliest request always gets all of its adapters.
         """
         copies = self._copies(without=adapter)
         digest = adapter.pinned
         held = (each.loaded.digest for group in copies.values() for each in group if each.loaded)
         if digest is not None and digest in held:
-            return []  # most likely the same copy; the ranks have room for one more where its components are others
+            return []  # most likely the same copy; with other components it is one more, for which the ranks have room
         excess = len(copies) + 1 - self._capacity - self._goes_by_itself(adapter, copies)
         if excess <= 0:
             return []
@@ -203,14 +203,14 @@ class AdapterTable:
         return [each for group in may_go[:excess] for each in group]
 
     def _goes_by_itself(self, adapter: Adapter, copies: dict[tuple[object, ...], list[Adapter]]) -> bool:
-        """Return whether a replaced adapter's copy is dropped after the replacement; not if another name shares it."""
+        """Return whether the replaced adapter's copy is dropped after the replacement, as no other name shares it."""
         current = self._named.get(adapter.name)
         if self._arriving.get(adapter.name) is not adapter or current is None or not current.registered:
             return False
         return len(copies[current.copy_key()]) == 1
 
     def holders(self) -> list[str]:
-        """Names of what the ranks hold."""
+        """Return the names of adapters that the ranks hold."""
         return sorted({adapter.name for adapter in self if adapter.registered})
 
     def move(self) -> None:
@@ -219,7 +219,7 @@ class AdapterTable:
         moved.set()
 
     async def moved(self) -> None:
-        """Returns at the next `move`."""
+        """Wait for the next `move`."""
         await self._moved.wait()
 
     def _copies(self, *, without: Adapter | None = None) -> dict[tuple[object, ...], list[Adapter]]:
@@ -244,7 +244,7 @@ def _wanted(adapter: Adapter) -> tuple[bool, int, int]:
 
 
 def _may_go(adapter: Adapter, turn: int | None) -> bool:
-    """Return whether an adapter may be evicted for the request of a turn, or for none."""
+    """Return whether an adapter may be evicted for the request with number `turn`, or for no request."""
     if not adapter.usable or adapter.users or adapter.resident:
         return False
     return not adapter.wanted or (turn is not None and min(adapter.wanted) > turn)

@@ -221,8 +221,8 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     `adapters_removed` are names removed since `adapters_since`, and `adapters_continue` asks for the rest of the list. `revision` differs
     after every change that a watcher has to see. `pod_uid` is empty outside of Kubernetes. `generation` counts the lives of the rank group
     in this server's life. `failure` is the reason why the worker does not serve, and `last_loss` that of the group's last restart.
-    `policy` is the sleep policy in force. `paused` means that requests are accepted but no step begins. `operator_epoch` is the highest epoch in a call
-    of an operator's leader.
+    `policy` is the sleep policy in force. `paused` means that requests are accepted but no step begins. `operator_epoch` is the highest
+    epoch in a call of an operator's leader.
     """
 
     boot_id: str
