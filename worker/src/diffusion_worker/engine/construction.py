@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineParts:
-    """The parts of one engine; made on its event loop. `lost` is set when the engine cannot go on."""
+    """The parts of one engine, made on its event loop. `lost` is set when the engine cannot go on."""
 
     def __init__(self, config: WorkerConfig, ranks: RankGroup, fetcher: Fetcher) -> None:
         self.config = config
@@ -122,23 +122,23 @@ class EngineParts:
         )
 
     async def _settled(self) -> None:
-        """Returns when no generation of ranks is being started, after the first; raises GroupFailed if none comes any more."""
+        """Wait until no generation of ranks is being started again; raise GroupFailed if none comes any more."""
         if self.life.state is not EngineState.STARTING:
             await self.supervisor.settled()
 
     def _require_serving(self, what: str) -> None:
-        """Raises RequestError where the ranks take no adapter now."""
+        """Raise RequestError if the ranks cannot load an adapter now."""
         if self.life.state not in (EngineState.STARTING, EngineState.DRAINING):
             self.life.require_ready(what, restarting_too=False)
 
     def _describe(self, model: ModelInfo) -> None:
-        """Record the model that the ranks loaded, or will load at their first wake; raises ConfigError."""
+        """Record the model that the ranks loaded, or will load at their first wake; raise ConfigError if it excludes an option."""
         self.requests.model = model
         admission.check_defaults(self.config.defaults, self.config.limits, model)
         self.steps.describe(model)
 
     def _idle_s(self) -> float:
-        """Seconds since the last request came or ended, or without one since the model serves."""
+        """Return the seconds since the last request came or ended; without a request, since the current state began."""
         age_s = self.requests.last_age_s
         return self.life.state_age_seconds if age_s is None else age_s
 
@@ -147,7 +147,7 @@ class EngineParts:
         self.steps.end(RequestError(code, message), only=lambda image: image.rpartition("-")[0] in request_ids)
 
     def fail(self, reason: str) -> None:
-        """The engine cannot go on: everybody who waits hears why."""
+        """Fail the engine: all waiting requests and loads end with the reason."""
         if self.life.fail(reason):
             log.error("engine failed: %s", reason)
             self.lost.set()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on a rank group: admits requests, loads adapters, sleeps and wakes, and reports its state.
+"""A model on a rank group: it admits requests, loads adapters, sleeps and wakes, and reports its state.
 
-Runs on the server's event loop and holds no torch. Requests that were admitted are with `StepLoop`, adapters with `AdapterLoader`.
+It runs on the server's event loop, without torch. `StepLoop` has the admitted requests, `AdapterLoader` the adapters.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def model(self) -> ModelInfo | None:
-        """The model, once it was loaded."""
+        """The model; None until it is loaded."""
         return self._parts.requests.model
 
     @property
@@ -99,11 +99,11 @@ class Engine:
 
     @property
     def loaded(self) -> bool:
-        """Return whether the first load is over, and the end has not begun."""
+        """Return whether the first load is over and termination has not begun."""
         return self.life.loaded
 
     async def start(self) -> None:
-        """Load the model and its adapters; returns when requests are served, or when the group is asleep by policy.
+        """Load the model and its adapters; return when requests are served, or when the group is asleep by policy.
 
         Raises:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
@@ -111,13 +111,13 @@ class Engine:
         try:
             await start(self._parts)
         except Exception as error:
-            self._parts.fail(str(error))  # those that are held hear of it
+            self._parts.fail(str(error))  # held requests end with it
             raise
         self.life.loaded = True
         self._parts.digest.begin()
 
     async def run_until_failure(self) -> str:
-        """Returns the reason when the engine cannot go on; every waiting request then has its error."""
+        """Wait until the engine cannot go on, and return the reason; every waiting request then has its error."""
         await self._parts.lost.wait()
         return str(self.life.failure)
 
@@ -137,9 +137,9 @@ class Engine:
         await self._parts.fetcher.close()
 
     def drain(self, call: DrainCall) -> None:
-        """Accept nothing any more, as before the end, and let what runs finish. Held requests are refused at once. Harmless when repeated.
+        """Accept no request from now on, and let running ones finish; held requests are refused. Harmless when repeated.
 
-        Only the end of the process ends it. The first call's deadline counts.
+        Only the end of the process ends a drain. The first call's deadline counts.
 
         Raises:
             RequestError: WrongBoot.
@@ -153,13 +153,13 @@ class Engine:
         self._parts.pausing.release(Pauser.CALL)  # running work may be finished
 
     async def _finish(self, within_s: float) -> None:
-        """Return when no request is left; past the time, end them with an error."""
+        """Wait until no request is left; past the time, end requests with an error."""
         await self._parts.sleep_calls.end()
         if self.state is EngineState.TERMINATING:
             await self._steps.drain(within_s, ErrorCode.TERMINATING, "the server is shutting down")
 
     async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
-        """Make the images of a request; see `Requests.generate`."""
+        """Make the images of a request; see `RequestService.generate`."""
         return await self._parts.requests.generate(params, on_event=on_event)
 
     def accelerates(self, params: GenerationParams) -> bool:
@@ -168,7 +168,7 @@ class Engine:
 
     @property
     def dropped_frames(self) -> tuple[int, int]:
-        """Frames on the wire to the ranks that were no message, at the server's end and at the ranks'."""
+        """Numbers of frames between server and ranks that were no valid message, at the server's end and at the ranks'."""
         return self._parts.ranks.dropped_frames
 
     @property
@@ -183,22 +183,22 @@ class Engine:
 
     @property
     def registered_adapters(self) -> int:
-        """Adapters in the ranks' host memory, for metrics; the same bytes under two names are one."""
+        """Number of adapters in the ranks' host memory, for metrics; the same bytes under two names are one."""
         return self._parts.adapters.registered
 
     @property
     def active_adapters(self) -> int:
-        """Different adapters that images are being made with, for metrics."""
+        """Number of different adapters of the images that are being made, for metrics."""
         return self._steps.active_adapters
 
     @property
     def held(self) -> Holding:
-        """The requests that wait until the model serves, and what became of those that did."""
+        """The requests that wait until the model serves, with counts of the outcomes."""
         return self._parts.requests.holding
 
     @property
     def queue(self) -> RequestQueue:
-        """The bounded queue of all requests, and the count of those that it refused."""
+        """The bounded queue of all requests, with counts of refusals."""
         return self._parts.requests.queue
 
     @property
@@ -212,12 +212,12 @@ class Engine:
         return self._parts.operations.last_acks
 
     def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
-        """Names a request may ask for: the base, then the adapters that are loaded, or would be for it."""
+        """Return the names a request may ask for: the base model, then adapters that are loaded, or would be for the request."""
         adapters = self._parts.adapter_use.served()
         return [(self.config.served_name, None)] + [(adapter.name, adapter.document(self.config.ranks)) for adapter in adapters]
 
     def model_document(self, name: str) -> AdapterDocument | None:
-        """The adapter that a request with a model's name would use; None for the base. Nothing is loaded by it.
+        """Return the adapter that a request with a model's name would use; None for the base model. No load is begun.
 
         Raises:
             RequestError: NotFound, AdapterNotLoaded, as for a request.
@@ -230,15 +230,15 @@ class Engine:
         return adapter.call.source if adapter else None
 
     def state_document(self) -> StateDocument:
-        """Everything the control API shows; cheap, and answers in every state."""
+        """Return the whole state for the control API; cheap, and available in every state."""
         adapters = [adapter.document(self.config.ranks) for adapter in self._parts.adapters]
         return msgspec.structs.replace(self._bare_document(), adapters=adapters, revision=self._revision.current())
 
     async def state_after(self, revision: str, wait_s: float, limit: int) -> StateDocument:
-        """Return a page of what changed after a revision, as soon as there is anything, or when the time is over.
+        """Wait until the state changes after a revision, or the time is over, and return a page of the changes.
 
         Raises:
-            RequestError: Overloaded, where too many wait already.
+            RequestError: Overloaded, too many clients wait already.
         """
         await self._revision.wait_for_other(revision, wait_s)
         return self._pages.since(revision, limit)
@@ -248,11 +248,11 @@ class Engine:
         return self._pages.first(limit)
 
     def state_continued(self, token: str, limit: int) -> StateDocument:
-        """Return the page that comes after another one. Raises RequestError (WrongBoot)."""
+        """Return the page that follows another one; raise RequestError (WrongBoot)."""
         return self._pages.continued(token, limit)
 
     def end_watches(self) -> None:
-        """Answer all that wait for a change of the state, now and from now on: the server is about to close its connections."""
+        """End all waits for a change of the state, now and from now on: the server is about to close its connections."""
         self._revision.end()
 
     def _look(self) -> Look:
@@ -261,7 +261,7 @@ class Engine:
         return look_at(self._bare_document(), last_request_at_s=self._parts.requests.last_at_s, batches=batches)
 
     def _bare_document(self) -> StateDocument:
-        """The state document without adapters and revision."""
+        """Return the state document without adapters and revision."""
         done, total = self._parts.model_fetch.progress if self.life.stage is LoadStage.FETCHING else self._parts.ranks.load_progress()
         model = self.model
         return StateDocument(
@@ -306,10 +306,10 @@ class Engine:
         return self.life.state_after_restart in (EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING)
 
     def sleep(self, call: SleepCall) -> bool:
-        """Start going to sleep; False when nothing is left to do. The outcome is in the state document; see `SleepCalls.sleep`.
+        """Start going to sleep; return False if nothing is left to do. The outcome is in the state document; see `SleepCalls.sleep`.
 
         Raises:
-            RequestError: WrongBoot, InvalidRequest with the option that excludes it, Conflict with a wake, Starting, Busy.
+            RequestError: WrongBoot, InvalidRequest with the option that excludes sleep, Conflict with a wake, Starting, Busy.
         """
         self._check_boot(call.boot_id)
         if option := sleep_blocker(self.config):
@@ -317,7 +317,7 @@ class Engine:
         return self._parts.sleep_calls.sleep(call)
 
     def wake(self, call: WakeCall) -> bool:
-        """Start waking up, or cancel a drain; False when nothing is left to do. See `SleepCalls.wake`.
+        """Start waking up, or cancel a drain; return False if nothing is left to do. See `SleepCalls.wake`.
 
         Raises:
             RequestError: WrongBoot, Conflict with a sleep, Starting, Busy.
@@ -326,20 +326,20 @@ class Engine:
         return self._parts.sleep_calls.wake(call)
 
     def wake_on_demand(self) -> None:
-        """A request waits: with policy OnIdle the model wakes, as soon as what goes on allows it. Returns at once; may be repeated."""
+        """Wake the model for a waiting request, see `SleepCalls.wake_on_demand`."""
         self._parts.sleep_calls.wake_on_demand()
 
     async def operation_over(self, operation_id: str) -> OperationResult | None:
-        """Return a finished operation's result, or that of the one it joined or cancelled; None if it did nothing, or ended long ago."""
+        """Wait for an operation, or the one it joined or cancelled, and return its result; None if it did nothing or ended long ago."""
         return await self._parts.operations.over(operation_id)
 
     async def pause(self, call: PauseCall) -> None:
-        """Make no step until `resume`; returns when the ranks' work of those that were begun is over. Harmless when repeated.
+        """Make no step until `resume`; return when running steps are over on the ranks. Harmless when repeated.
 
         Requests are accepted and queued meanwhile. A failed pause leaves the steps running.
 
         Raises:
-            RequestError: WrongBoot, Starting, Asleep and the like where no steps are made, Timeout, RankFailed.
+            RequestError: WrongBoot, Starting, Asleep and the like if no steps are made, Timeout, RankFailed.
         """
         self._check_boot(call.boot_id)
         self.life.require_ready("pause", restarting_too=True)
@@ -349,22 +349,22 @@ class Engine:
             await self._parts.supervisor.settled()  # the next ranks have made no step
 
     def resume(self, call: OperationCall) -> None:
-        """Make steps again; harmless where they are made. Raises RequestError (WrongBoot)."""
+        """Make steps again; harmless if they are not paused. Raises RequestError (WrongBoot)."""
         self._check_boot(call.boot_id)
         self._parts.pausing.release(Pauser.CALL)
 
     async def probe(self, call: OperationCall) -> list[Fingerprint]:
-        """Return each rank's fingerprint, in their order, taken between two steps.
+        """Return each rank's fingerprint, in rank order, taken between two steps.
 
         Raises:
-            RequestError: WrongBoot, Starting, Asleep and the like where the ranks do not serve, Busy, RankFailed, Timeout.
+            RequestError: WrongBoot, Starting, Asleep and the like if the ranks do not serve, Busy, RankFailed, Timeout.
         """
         self._check_boot(call.boot_id)
         self.life.require_ready("probe", restarting_too=False)
         return await self._parts.verification.take(timeout_s=call.deadline_seconds)
 
     async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
-        """Load an adapter on all ranks or none, at the wake of those that sleep; see `AdapterLoader.put` for its errors."""
+        """Load an adapter on all ranks or none; sleeping ranks load it when they wake. Raises as `AdapterLoader.put` does."""
         self._check_boot(call.boot_id)
         if self.life.state_after_restart not in (EngineState.DRAINING, *DEFERRING):
             self.life.require_ready(f"adapter {name!r}", restarting_too=False)
@@ -384,10 +384,10 @@ class Engine:
         await self._parts.loader.delete(name, drain_s=drain_s)
 
     async def profile(self, call: ProfileCall) -> ProfileDocument:
-        """Begin or end a trace on every rank; nothing happens where profiling is off.
+        """Begin or end a trace on every rank; without effect if profiling is off.
 
         Raises:
-            RequestError: WrongBoot, Busy and the like where the ranks do not serve, RankFailed, Timeout.
+            RequestError: WrongBoot, Busy and the like if the ranks do not serve, RankFailed, Timeout.
         """
         self._check_boot(call.boot_id)
         self.life.require_ready("profile", restarting_too=False)

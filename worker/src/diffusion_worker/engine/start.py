@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From nothing to a model that serves, or to one that sleeps: by its policy, or because it slept when the last server ended here."""
+"""The start of an engine into a model that serves, or that sleeps: by its policy, or because the last server here ended asleep."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from diffusion_worker.engine.state.state_document import EngineState, LoadStage,
 
 
 async def start(parts: EngineParts) -> None:
-    """Load the model and its adapters; returns when requests are served, or when the model sleeps.
+    """Load the model and its adapters; return when requests are served, or when the model sleeps.
 
     Raises:
         ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
@@ -27,7 +27,7 @@ async def start(parts: EngineParts) -> None:
 
 
 def _record(parts: EngineParts) -> SleepRecord | None:
-    """Read the last server's record if nobody wants the model awake; it is void otherwise."""
+    """Return the last server's record if the policy lets the model sleep; else remove it."""
     wanted = parts.rules.policy is not SleepPolicy.ALWAYS_AWAKE and sleep_blocker(parts.config) is None
     record = parts.notes.read() if wanted else None
     if record is None:
@@ -36,7 +36,7 @@ def _record(parts: EngineParts) -> SleepRecord | None:
 
 
 async def _start_asleep(parts: EngineParts, record: SleepRecord, until_s: float) -> None:
-    """Nothing is loaded and nothing allocated before the first wake, which may begin while adapters are still fetched."""
+    """Start the ranks without weights until the first wake, which may begin while adapters are still fetched."""
     parts.verification.recorded = record.fingerprints
     await parts.preparation.begin(await parts.ranks.start(asleep=True), asleep=True)
     parts.life.enter(EngineState.ASLEEP)
@@ -45,7 +45,7 @@ async def _start_asleep(parts: EngineParts, record: SleepRecord, until_s: float)
 
 
 async def _start_awake(parts: EngineParts, until_s: float) -> None:
-    """Load, and where the policy is Asleep sleep then: so what sleeps is known to work."""
+    """Start and load the ranks; under policy Asleep then put them to sleep, so that the sleeping model is known to work."""
     await parts.preparation.begin(await parts.ranks.start(), asleep=False)
     await _load_adapters(parts, until_s)
     parts.life.enter(EngineState.READY)
@@ -57,7 +57,7 @@ async def _start_awake(parts: EngineParts, until_s: float) -> None:
 
 
 async def _load_adapters(parts: EngineParts, until_s: float) -> None:
-    """Load adapters in what is left of the time of the start: a source that stalls must not end it."""
+    """Load adapters in the time left for the start, so that a source that stalls cannot fail it."""
     parts.life.stage = LoadStage.LOADING_ADAPTERS
     await parts.declared.load_at_start(max(0.0, until_s - asyncio.get_running_loop().time()))
     parts.life.stage = LoadStage.DONE

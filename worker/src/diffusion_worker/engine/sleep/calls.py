@@ -16,13 +16,13 @@ from diffusion_worker.messages import MemoryTag, SleepLevel
 
 log = logging.getLogger(__name__)
 
-# Between tries to wake a model that requests wait for, while memory is missing: somebody else has to give it back.
+# Pauses between tries to wake a model for held requests while memory is missing: somebody else has to free it.
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 10.0
 
 
 class SleepCalls:
-    """The door to `Sleeper`. `idle_s` tells for how long nothing was asked of the model, `held` how many requests wait for it."""
+    """The calls to sleep and wake. `idle_s` returns the seconds without a request, `held` the number of requests held for the model."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class SleepCalls:
     def sleep(self, call: SleepCall) -> bool:
         """Sleep; return True while this operation or the one it joined runs, False if nothing is left to do.
 
-        The policy of the call counts whatever becomes of it.
+        The policy of the call takes effect even if the call fails.
 
         Raises:
-            RequestError: Conflict with a wake, Starting, Busy while the group is started again or where it was asked for too lately.
+            RequestError: Conflict with a wake, Starting, Busy while the group is started again or if a request came too recently.
         """
         self._rules.declare(call.policy)
         if (running := self._repeated(call.operation_id)) is not None:
@@ -74,7 +74,7 @@ class SleepCalls:
         """Wake; return True while this operation, or the one it joined or cancelled, runs, False if nothing is left to do.
 
         Raises:
-            RequestError: Conflict with a sleep or with a wake of less, Starting, Busy while the group is started again.
+            RequestError: Conflict with a sleep or with a wake of fewer tags, Starting, Busy while the group is started again.
         """
         self._rules.declare(call.policy)
         if (running := self._repeated(call.operation_id)) is not None:
@@ -94,12 +94,12 @@ class SleepCalls:
         return True
 
     def wake_on_demand(self) -> None:
-        """Requests wait: with policy OnIdle the model is woken as soon as what goes on allows it. Returns at once, may be repeated."""
+        """Wake the model for held requests under policy OnIdle, as soon as possible, in the background; harmless when repeated."""
         if self._on_demand is None or self._on_demand.done():
             self._on_demand = asyncio.create_task(self._wake_for_held())
 
     async def end(self) -> None:
-        """Begin nothing any more, and cancel what goes on."""
+        """Cancel the operation in progress and all wakes for held requests."""
         if self._on_demand is not None:
             self._on_demand.cancel()
             await asyncio.gather(self._on_demand, return_exceptions=True)
@@ -108,7 +108,7 @@ class SleepCalls:
     # --- what goes on ---------------------------------------------------------------------------------------------------
 
     def _repeated(self, operation_id: str) -> bool | None:
-        """Return whether the operation of a known id runs; None for a new id."""
+        """Return whether the operation of a known id is in progress; None for a new id."""
         if self._operations.is_running(operation_id):
             return True
         return False if self._operations.is_done(operation_id) else None
@@ -118,7 +118,7 @@ class SleepCalls:
         return running is not None and running.kind == kind
 
     def _cancel_drain(self) -> bool:
-        """Cancel a sleep that still drains; False where none does."""
+        """Cancel a sleep that still drains; return False if there is none."""
         if not self._is_running("sleep") or self._life.state_after_restart is not EngineState.DRAINING:
             return False
         self._sleeper.cancel_drain()
@@ -143,7 +143,7 @@ class SleepCalls:
     # --- on demand ------------------------------------------------------------------------------------------------------
 
     async def _wake_for_held(self) -> None:
-        """Wake, and again with pauses while memory is all that is missing and requests still wait."""
+        """Wake the model; after pauses try again while only memory is missing and requests still wait."""
         pause_s = FIRST_RETRY_S
         while (result := await self._wake_when_possible()) is not None and result.error is not None:
             if result.error.code != ErrorCode.INSUFFICIENT_MEMORY:
@@ -154,7 +154,7 @@ class SleepCalls:
                 return
 
     async def _wake_when_possible(self) -> OperationResult | None:
-        """Return the result of the wake that began here; None if none is wanted any more."""
+        """Begin a wake as soon as the engine allows it, and return its result; None if none is wanted any more."""
         while self._rules.policy is SleepPolicy.ON_IDLE and self._life.state_after_restart not in (EngineState.READY, *ENDING):
             self._cancel_drain()
             running = self._operations.running()

@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def read_desired(path: str | None) -> DesiredState:
-    """The mounted desired file; without one nothing is desired.
+    """Return the mounted desired file, or an empty one without a path.
 
     Raises:
-        ConfigError: the file is missing or not what it should be.
+        ConfigError: the file is missing or invalid.
     """
     if path is None:
         return DesiredState()
@@ -29,13 +29,13 @@ def read_desired(path: str | None) -> DesiredState:
 
 
 class SleepRules:
-    """The policy and the limits of cold requests, by the file or by a call, whichever spoke last.
+    """The sleep policy and the limits of cold requests; for the policy, the newer of the file and the calls counts.
 
-    A file that changed but says the same policy as before, because an adapter came for instance, does not speak of it again.
+    A file that changed with the same policy, as when an adapter comes, does not override a call.
     """
 
     def __init__(self, path: str | None) -> None:
-        """Raises ConfigError where the file cannot be read."""
+        """Read the file; raise ConfigError if it cannot be read."""
         self._path = path
         self._seen = _stamp(path)
         self._desired = read_desired(path)
@@ -43,34 +43,34 @@ class SleepRules:
 
     @property
     def desired(self) -> DesiredState:
-        """The file as it is now, or as it was last where it cannot be read."""
+        """The file as it is now, or as it last was if it cannot be read."""
         self._look()
         return self._desired
 
     @property
     def policy(self) -> SleepPolicy:
-        """The sleep policy that counts."""
+        """The sleep policy in force."""
         self._look()
         return self._policy
 
     @property
     def sleep(self) -> DesiredSleep:
-        """Level and wake timeout for what the worker begins by itself."""
+        """Level and wake timeout for sleeps and wakes that the worker begins by itself."""
         return self.desired.sleep
 
     @property
     def cold_requests(self) -> ColdRequests:
-        """Return the handling of requests for a model that cannot serve them yet."""
+        """Handling of requests for a model that cannot serve them yet."""
         return self.desired.cold_requests
 
     def declare(self, policy: SleepPolicy | None) -> None:
-        """The policy of a call, newer than the file as it is now; None leaves it."""
+        """Take over the policy of a call, which is newer than the file as it is now; None changes nothing."""
         if policy is not None and policy is not self.policy:
             log.info("sleep policy=%s by a call", policy)
             self._policy = policy
 
     def _look(self) -> None:
-        """Read the file again where it is another one than at the last look."""
+        """Read the file again if it changed since the last look."""
         seen = _stamp(self._path)
         if seen == self._seen:
             return
@@ -87,7 +87,7 @@ class SleepRules:
 
 
 def _stamp(path: str | None) -> tuple[int, int, int] | None:
-    """Return a stamp that changes with the file: a mounted ConfigMap is replaced by a link to another one."""
+    """Return a stamp that changes with the file: for a mounted ConfigMap, its link is pointed to another file."""
     if path is None:
         return None
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sleep or a wake in the ranks' terms, and the meaning of their answers: success on all of them, or failure."""
+"""The tasks of a sleep and a wake for the ranks, and the meaning of their answers: success on all of them, or failure."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from diffusion_worker.messages import MemoryTag, SleepLevel, SleepTask, TaskAck,
 
 # The share of a rank's weights that may stay on its device during a sleep.
 KEPT_SHARE = 0.02
-# The kernel gives memory back within milliseconds, and a driver may take its time.
+# Pause before a second look: the kernel frees memory within milliseconds, but a driver may take longer.
 SECOND_LOOK_S = 1.0
 
 
 class SleepingRanks:
-    """The ranks of one group as a sleep and a wake see them; each call has `call_timeout_s` where nothing else is said."""
+    """The ranks of one group for a sleep and a wake; each call has `call_timeout_s` unless another time is given."""
 
     def __init__(self, ranks: RankGroup, call_all: CallAll, *, call_timeout_s: float) -> None:
         self.call_timeout_s = call_timeout_s
@@ -28,21 +28,21 @@ class SleepingRanks:
 
     @property
     def level(self) -> SleepLevel | None:
-        """Return the level of their sleep; None if they are awake."""
+        """Level of their sleep; None if they are awake."""
         return next((rank.memory.level for rank in self._ranks.documents() if rank.memory.level is not None), None)
 
     @property
     def whole(self) -> bool:
-        """Return whether none lacks anything."""
+        """Return whether all memory of all ranks is there."""
         return not any(rank.memory.asleep for rank in self._ranks.documents())
 
     @property
     def partly_awake(self) -> bool:
-        """Return whether a sleeping rank has something back already."""
+        """Return whether a sleeping rank has some of its memory back already."""
         return any(set(rank.memory.asleep) != set(MemoryTag) for rank in self._ranks.documents())
 
     async def tell(self, task: SleepTask | WakeTask, *, timeout_s: float | None = None) -> list[TaskAck]:
-        """The answers of all ranks; raises one RequestError that names the ranks that failed, GroupFailed."""
+        """Give a task to all ranks and return their answers; raise one RequestError that names the failed ranks, or GroupFailed."""
         kind = "sleep" if isinstance(task, SleepTask) else "wake"
         limit_s = self.call_timeout_s if timeout_s is None else timeout_s
         replies = await self._call_all(f"handle_{kind}_task", timeout_s=limit_s, task=task)
@@ -54,7 +54,7 @@ class SleepingRanks:
         return acks
 
     async def require_released(self) -> None:
-        """Raises RequestError (MemoryNotReleased) that names a rank which keeps its weights, at the second look; GroupFailed."""
+        """Raise RequestError (MemoryNotReleased) with a rank that still keeps its weights after a second look, or GroupFailed."""
         if unreleased(self._ranks.documents()) is None:
             return
         await asyncio.sleep(SECOND_LOOK_S)
@@ -63,19 +63,19 @@ class SleepingRanks:
             raise RequestError(ErrorCode.MEMORY_NOT_RELEASED, problem)
 
     def lose(self, error: RequestError) -> None:
-        """Nothing is known of them any more because of an error: they are lost."""
+        """End the ranks as lost, because their state is unknown after an error."""
         self._ranks.lose(error.message, Fault.STALLED if error.code is ErrorCode.TIMEOUT else Fault.DEFECT)
 
 
 def _code(failed: Sequence[TaskAck]) -> ErrorCode:
-    """Return the code that all failed ranks agree on: a wake is retried only if memory alone is missing."""
+    """Return the code that all failed ranks share, or RankFailed. A wake is retried only if all lack memory."""
     codes = {ack.error_code for ack in failed}
     only = codes.pop() if len(codes) == 1 else None
     return ErrorCode(only) if only in set(ErrorCode) else ErrorCode.RANK_FAILED
 
 
 def unreleased(ranks: Sequence[RankDocument]) -> str | None:
-    """The first rank that keeps more of its weights than it may while it sleeps, with the numbers. Pure."""
+    """Return a message about the first rank that keeps more weights than a sleep allows, with the numbers, or None. Pure."""
     for rank in ranks:
         weights = rank.memory.weights_bytes
         held = rank.memory.weights_resident_bytes + rank.memory.adapter_slots_resident_bytes

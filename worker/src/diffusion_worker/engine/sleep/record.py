@@ -20,7 +20,7 @@ FILE_NAME = "asleep.json"
 
 
 class SleepRecord(msgspec.Struct, frozen=True):
-    """A sleep: how deep, what each rank held before it, and by which options and version."""
+    """A sleep: the key of its options and version, the level, and the fingerprint of each rank before it."""
 
     key: str
     level: SleepLevel
@@ -28,7 +28,7 @@ class SleepRecord(msgspec.Struct, frozen=True):
 
 
 class SleepNotes:
-    """The record of one server's place; nothing happens where there is no folder for it."""
+    """The record file of one server; without a folder nothing is read or written."""
 
     def __init__(self, folder: str | None, *, key: Callable[[], str], fingerprints: Callable[[], list[Fingerprint]]) -> None:
         self._path = Path(folder) / FILE_NAME if folder else None
@@ -36,7 +36,7 @@ class SleepNotes:
         self._fingerprints = fingerprints
 
     def write(self, level: SleepLevel) -> None:
-        """The model sleeps: leave a record, whole or not at all. Without it the next server only loads, so an error is logged."""
+        """Write the record of a sleep, whole or not at all. An error is only logged, as the next server then loads the model."""
         if self._path is None:
             return
         record = SleepRecord(self._key(), level, self._fingerprints())
@@ -49,7 +49,7 @@ class SleepNotes:
             log.error("no record of the sleep at %s: %s", self._path, error)
 
     def remove(self) -> None:
-        """It does not any more; harmless without a record."""
+        """Remove the record, as the model does not sleep any more; harmless without one."""
         if self._path is None:
             return
         try:
@@ -58,7 +58,7 @@ class SleepNotes:
             log.error("the record of the sleep stays at %s: %s", self._path, error)
 
     def read(self) -> SleepRecord | None:
-        """Read the predecessor's record; void if it had other options, another version or another model."""
+        """Return the predecessor's record; None if there is none, or one of other options, another version or another model."""
         if self._path is None:
             return None
         try:
@@ -75,7 +75,7 @@ class SleepNotes:
 
 
 def record_key(config: WorkerConfig, *, version: str, revision: str | None) -> str:
-    """Return the key of a record. A model that is fetched is known by its source and revision: where it is put is new each time."""
+    """Return the key of a record. A fetched model counts by its source and revision, as its path differs each time."""
     model = config.model_source or config.model
     parts = [version, revision, msgspec.structs.replace(config, model=model)]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a rank group to sleep and wakes it; whatever goes wrong, it ends asleep, or awake and proved, or lost and started again.
+"""Sleep and wake of a rank group. After any fault it ends asleep, or awake and verified, or lost and started again.
 
-A loss of the group in the middle is left to the supervisor. It starts the next group into the requested state (see `recovery.AFTER`), and
-the work here continues from there. So a fault that nothing else mends is made a loss.
+The supervisor handles a loss of the group in the middle. It starts the next group into the requested state (see `restart_budget.AFTER`),
+and the work here continues from there. So a fault that cannot be undone otherwise is made a loss.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ ABORTED = "the model went to sleep before the image was finished"
 
 
 class Sleeper:
-    """The work of a sleep and of a wake; who may begin one, and when, is decided in `sleep_calls`."""
+    """The work of a sleep and of a wake; `sleep.calls` decides when one may begin."""
 
     def __init__(
         self,
@@ -46,21 +46,21 @@ class Sleeper:
         self._cancelled = False
 
     def begin_sleep(self) -> None:
-        """A sleep was decided on: from now on nothing is admitted."""
+        """Begin a sleep: from now on no request is admitted."""
         self._cancelled = False
         self._life.enter(EngineState.DRAINING if self._life.state_after_restart is EngineState.READY else EngineState.SLEEPING)
 
     def cancel_drain(self) -> None:
-        """Cancel a draining sleep and let the model serve on; too late once the ranks have their task."""
+        """Cancel a draining sleep and let the model serve on; no effect once the ranks have their task."""
         self._cancelled = True
         if self._quieting is not None:
             self._quieting.cancel()
 
     async def sleep(self, call: SleepCall) -> TaskOutcome:
-        """After `begin_sleep`.
+        """Put the model to sleep, after `begin_sleep`.
 
         Raises:
-            RequestError: Cancelled, or what the ranks said: the model serves on, proved. Timeout and MemoryNotReleased: the
+            RequestError: Cancelled, or an error of the ranks: the model serves on, verified. Timeout and MemoryNotReleased: the
                 group was started again and sleeps. GroupFailed: it is lost for good.
         """
         was_asleep = self._life.state_after_restart is EngineState.SLEEPING
@@ -84,10 +84,10 @@ class Sleeper:
         return TaskOutcome(acks, call.level)
 
     async def wake(self, call: WakeCall) -> TaskOutcome:
-        """In state WAKING. With tags it may end asleep as well: until nothing is missing nothing is served.
+        """Wake the model, in state WAKING. With tags it may end asleep as well: it serves only when all memory is back.
 
         Raises:
-            RequestError: InsufficientMemory: the model sleeps as before. Anything else: the group was started again, and is
+            RequestError: InsufficientMemory: the model sleeps as before. Any other code: the group was started again, and is
                 awake. GroupFailed: it is lost for good.
         """
         level, acks = self.ranks.level, []
@@ -112,7 +112,7 @@ class Sleeper:
     # --- steps of a sleep -----------------------------------------------------------------------------------------------
 
     async def _quiet_down(self, call: SleepCall) -> None:
-        """Requests are done or ended, and no step runs nor begins. Raises RequestError; the model then serves on."""
+        """Finish or end all requests, and stop the steps. Raises RequestError; the model then serves on."""
         self._quieting = asyncio.create_task(self._drain(call))
         try:
             if not self._cancelled:  # before this began
@@ -131,7 +131,7 @@ class Sleeper:
             raise RequestError(ErrorCode.CANCELLED, "sleep: a wake came while the model drained")
 
     async def _drain(self, call: SleepCall) -> None:
-        """A group that is lost meanwhile is started again awake: what it did is done again, or ended."""
+        """Drain the requests and hold the steps; if the group is lost meanwhile, begin again with the next one."""
         abort = call.mode is SleepMode.ABORT
         while True:
             try:
@@ -145,7 +145,7 @@ class Sleeper:
                 await self._supervisor.settled()
 
     async def _wake_again(self, call: SleepCall, error: RequestError) -> None:
-        """Some ranks may sleep: all are awake again and proved, or started again."""
+        """Wake and verify all ranks after a failed sleep, or start the group again."""
         log.error("sleep operation=%s failed and is undone: %s", call.operation_id, error.message)
         self._life.enter(EngineState.WAKING)
         try:
@@ -159,7 +159,7 @@ class Sleeper:
     # --- steps of a wake ------------------------------------------------------------------------------------------------
 
     async def _bring_back(self, task: WakeTask, *, timeout_s: float) -> list[TaskAck]:
-        """The memory of the tags, and where nothing is missing then what belongs to it, verified."""
+        """Bring the memory of the tags back; once all is there, load and verify the rest."""
         until_s = asyncio.get_running_loop().time() + timeout_s
         acks = await self.ranks.tell(task, timeout_s=timeout_s)
         if self.ranks.whole:
@@ -167,7 +167,7 @@ class Sleeper:
         return acks
 
     async def _sleep_again(self, call: WakeCall, level: SleepLevel) -> None:
-        """Some ranks may be awake: all sleep again, or are started again into sleep."""
+        """Put all ranks to sleep again after a failed wake, or start the group again asleep."""
         self._life.enter(EngineState.SLEEPING)
         try:
             await self.ranks.tell(SleepTask(f"{call.operation_id}-undo", level))
@@ -190,7 +190,7 @@ class Sleeper:
         self._pausing.release(Pauser.SLEEP)
 
     async def _restart(self, error: RequestError) -> None:
-        """Nothing is known of these ranks any more: the next ones take over, in the state that was asked for."""
+        """End these ranks, whose state is unknown, and wait for the next ones, in the state that was asked for."""
         self._life.blame(error.code)
         self.ranks.lose(error)
         await self._supervisor.settled()

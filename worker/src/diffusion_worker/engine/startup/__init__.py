@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings ranks to where they serve: fetch, warm-up, verification, and a new start after a loss."""
+"""The way of ranks to where they serve: fetch, warm-up, verification, and a new start after a loss."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digest of a model folder: what the images of a worker were made by, whatever the folder is called.
+"""The digest of a model folder, which identifies the model of a worker's images whatever the folder's name.
 
 A model is large and nobody waits for its digest, so a thread computes it in spare time, after the load.
 """
@@ -16,20 +16,20 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-# Read at once: hashing it holds nobody up, and is some milliseconds, so that the thread ends soon after it was asked to.
+# Size of a read: hashing it takes milliseconds, so the thread ends soon after it is asked to.
 PIECE_BYTES = 4 << 20
 LOWEST_PRIORITY = 19
 
 
 class Stopped(Exception):
-    """Raised where a digest is not wanted any more."""
+    """Raised when a digest is not wanted any more."""
 
 
 def digest_of(folder: Path, stop: threading.Event) -> str:
-    """`sha256:` and the SHA-256 in hex of a text: a line for each file of the folder, sorted by path, with its own digest.
+    """Return `sha256:` and the SHA-256 in hex of a text with one line for each file of the folder, sorted by path.
 
-    A line is the file's SHA-256 in hex, two spaces, its path in the folder with slashes, and a newline: what `sha256sum` says.
-    Files and folders whose names begin with a dot (of git, of download tools) are no part of it; links to files are followed.
+    A line is the file's SHA-256 in hex, two spaces, its path in the folder with slashes, and a newline, as `sha256sum` prints it.
+    Files and folders whose names begin with a dot (of git, of download tools) are left out; links to files are followed.
 
     Raises:
         OSError: a file cannot be read. Stopped: `stop` was set.
@@ -61,7 +61,7 @@ def _digest_of_file(path: Path, piece: memoryview, stop: threading.Event) -> str
 
 
 class ModelDigest:
-    """The digest of one folder, `value` once it is known. `begin` it once; `end` it before the process ends."""
+    """The digest of one folder, in `value` once it is known. Call `begin` once, and `end` before the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.value: str | None = None
@@ -69,7 +69,7 @@ class ModelDigest:
         self._stop = threading.Event()
 
     def begin(self) -> "asyncio.Future[None]":
-        """Compute it from now on; on the event loop. Done when it is known, or cannot be."""
+        """Begin to compute the digest in a thread; the future, of the running loop, is done when it is known or failed."""
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
 
@@ -80,7 +80,7 @@ class ModelDigest:
         def run() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             found = self._compute()
-            # A server that did not wait for this may have closed its loop.
+            # The server may have closed its loop without waiting for this.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(keep, found)
 

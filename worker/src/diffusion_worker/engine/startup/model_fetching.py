@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the model here where it comes from elsewhere: before the ranks start, while the server already answers.
+"""The fetch of a model that is not a local folder: before the ranks start, while the server already answers.
 
 The ranks get a fixed path at the server's start, and the fetched model is linked there.
 """
@@ -20,15 +20,15 @@ from diffusion_worker.sources.source import Source
 
 log = logging.getLogger(__name__)
 
-# Between tries of a fetch that may succeed later: a Secret appears, a network comes back.
+# Pauses between tries of a fetch that may succeed later: a Secret appears, a network comes back.
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 30.0
 
 
 class ModelFetch:
-    """The fetch of one server's model; nothing happens where the model is a folder that is here.
+    """The fetch of one server's model; without effect if the model is a local folder.
 
-    `pinned` is what it has to be by now: a model that another replica found first, and that this one then looks for.
+    `pinned` returns the version that the model must have by now: the one that another replica found first.
     """
 
     def __init__(self, config: WorkerConfig, fetcher: Fetcher, pinned: Callable[[], DesiredModel | None]) -> None:
@@ -46,10 +46,10 @@ class ModelFetch:
         return self._config.model_source is not None
 
     async def run(self) -> None:
-        """Fetch, and try again while that may help and the time for a start lasts.
+        """Fetch the model and link it; try again while that may help and the time for a start lasts.
 
         Raises:
-            ConfigError: the model cannot be had.
+            ConfigError: the model cannot be fetched.
         """
         if self._config.model_source is None:
             return
@@ -60,7 +60,7 @@ class ModelFetch:
                 fetched = await self._fetch(source, ends_at - time.monotonic())
                 break
             except RequestError as error:
-                # A last try that was cut short before anything came tells less than what the one before ended with.
+                # A last try that timed out before any bytes came says less than the error of the try before.
                 if error.code != ErrorCode.TIMEOUT or self.problem is None:
                     self.problem = ProblemReport(error.code, error.message, error.retryable)
                 if not error.retryable or time.monotonic() + wait_s >= ends_at:
@@ -72,7 +72,7 @@ class ModelFetch:
         self._link(fetched.path)
 
     async def _fetch(self, source: Source, deadline_s: float) -> Fetched:
-        """Each try by what is pinned then: it may be pinned, or given up, while this one waits."""
+        """Fetch the version that is pinned at this try, as the pin may appear or go while an earlier try waits."""
         pinned = self._pinned()
         if pinned is None or pinned.source != source:
             return await self._fetcher.fetch_model(source, deadline_s=deadline_s, report=self._report)
@@ -82,7 +82,7 @@ class ModelFetch:
         )
 
     def end(self) -> None:
-        """Remove the link, and make none from now on; harmless where there is none."""
+        """Remove the link, and let none be made from now on; harmless without one."""
         self._ended = True
         if self.needed:
             with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ Features = dict[str, str]
 
 
 class Preparation:
-    """Makes one generation of ranks after the other ready. `describe` hears of each model, `warmed` what became of its options."""
+    """The preparation of each generation of ranks. `describe` is called with each model, `warmed` with the outcome of its options."""
 
     def __init__(
         self,
@@ -50,12 +50,13 @@ class Preparation:
         self._warm = False
 
     async def begin(self, model: ModelInfo, *, asleep: bool) -> None:
-        """A generation was started. An awake generation is warmed up, and its fingerprints become the reference for later ones.
+        """Prepare a generation that has started.
 
-        A generation started asleep holds nothing; all of this is done at its first wake.
+        An awake one is warmed up, and its fingerprints become the reference for later ones. A generation started asleep holds nothing; all
+        of this is done at its first wake.
 
         Raises:
-            ConfigError: a size is none of the model's, or the model makes no image. GroupFailed.
+            ConfigError: the model cannot make a size, or makes no image. GroupFailed.
         """
         self._model, self._warm = model, False
         check_sizes(self._config, model)
@@ -70,21 +71,21 @@ class Preparation:
             message = f"the warm-up before the first request failed: {error.message} (--warmup-steps 0 starts without it)"
             raise ConfigError(message) from None
         if sleep_blocker(self._config) is not None:
-            return  # it never sleeps, and its weights may be in no memory that could be looked at
+            return  # it never sleeps, and its weights may be in memory that cannot be read
         try:
             await self._verification.record(timeout_s=self._config.startup_timeout_s)
         except RequestError as error:
             raise GroupFailed(f"the ranks do not tell what they loaded: {error.message}") from None
 
     def discarded(self) -> None:
-        """The ranks keep nothing in host memory any more: their adapters are to be loaded again at the wake."""
+        """Record that the ranks keep nothing in host memory any more: their adapters are loaded again at the wake."""
         self._loader.defer_loaded()
 
     async def after_wake(self, until_s: float) -> None:
-        """The weights are there again: what is missing beside them is made, then all of it is verified. On the event loop's clock.
+        """Complete a wake whose weights are back: warm up, load adapters, and verify all. `until_s` is on the event loop's clock.
 
         Raises:
-            RequestError: VerificationFailed, Timeout, InsufficientMemory, RankFailed: nothing may be served. GroupFailed.
+            RequestError: VerificationFailed, Timeout, InsufficientMemory, RankFailed: the model must not serve. GroupFailed.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -103,10 +104,10 @@ class Preparation:
 
 
 async def warm_up(call_all: CallAll, config: WorkerConfig, model: ModelInfo) -> Features:
-    """Warm the model up in every size that the options name; returns what became of the options, as `ModelInfo.features`.
+    """Warm the model up in every size of the options; return the outcome of the options, as `ModelInfo.features`.
 
     Raises:
-        RequestError: the model made no image; the message says where and why. GroupFailed: the ranks were lost meanwhile.
+        RequestError: the model made no image; the message names the size and the reason. GroupFailed: the ranks were lost meanwhile.
     """
     if config.warmup_steps == 0:
         return model.features
@@ -117,7 +118,7 @@ async def warm_up(call_all: CallAll, config: WorkerConfig, model: ModelInfo) -> 
 
 
 def check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
-    """Check the sizes to warm up by the rules for requests; raises ConfigError."""
+    """Check the sizes to warm up by the rules for requests; raise ConfigError."""
     for width, height in config.warmup_sizes if config.warmup_steps else []:
         try:
             check_size(GenerationParams(prompt="", width=width, height=height), config.limits, model)
@@ -126,7 +127,7 @@ def check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
 
 
 def _agreed(replies: list[RpcReply]) -> Features:
-    """Take the options as rank 0 has them; where others differ, name the first of them, since one slow rank slows all."""
+    """Return the options as rank 0 has them. If others differ, name the first of them, as one slow rank slows all."""
     found = {reply.rank: msgspec.msgpack.decode(reply.result or b"", type=Features) for reply in replies}
     agreed = dict(found[0])
     for rank, features in found.items():

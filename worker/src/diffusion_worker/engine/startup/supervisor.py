@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """The tasks that step and watch one rank group. `failed` hears the reason when the engine cannot go on."""
+    """The tasks that step and watch one rank group. `failed` is called with the reason when the engine cannot go on."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Supervisor:
         self._failed = failed
         self._stepping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        # Done when the restart that runs, or else the next one, is over.
+        # Done at the end of the current restart, or else of the next one.
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> None:
@@ -54,21 +54,21 @@ class Supervisor:
         self._watching = asyncio.create_task(self._watch())
 
     async def end(self) -> None:
-        """Neither step nor watch any more."""
+        """Stop stepping and watching."""
         for task in (self._watching, self._stepping):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
     async def settled(self) -> None:
-        """Returns when a group is there, after the restart where one runs or is due; raises GroupFailed if none comes."""
+        """Wait until a group is there, after a restart that runs or is due; raise GroupFailed if none comes."""
         while self._life.failure is None and (self._life.restarting or self._ranks.loss is not None):
             await asyncio.shield(self._over)
         if self._life.failure is not None:
             raise GroupFailed(self._life.failure)
 
     def on_stepping_broken(self, reason: str) -> None:
-        """Stepping ended: with its group, which is being watched, or by a defect, after which nothing is known of anything."""
+        """Fail the engine if stepping ended by a defect; an end with the loss of the group is handled by the watch."""
         if self._ranks.loss is None:
             self._failed(reason)
 
@@ -84,7 +84,7 @@ class Supervisor:
             over.set_result(None)
 
     async def _recover(self, loss: Loss) -> None:
-        """Start the group again, and again where the new one is lost too, as often as the budget allows."""
+        """Start the group again, repeatedly if the new one is lost too, as often as the budget allows."""
         started = time.monotonic()
         while True:
             self._life.lose_group(loss, self._ranks.generation)
@@ -107,7 +107,7 @@ class Supervisor:
         self._stepping = asyncio.create_task(self._steps.run())
 
     async def _start_again(self) -> None:
-        """Into the state that was asked for: a group that is to sleep allocates nothing."""
+        """Start the group into the requested state: one that is to sleep allocates nothing."""
         asleep = self._life.state_after_restart is EngineState.ASLEEP
         self._life.stage = LoadStage.STARTING_RANKS
         await self._preparation.begin(await self._ranks.restart(asleep=asleep), asleep=asleep)
@@ -119,7 +119,7 @@ class Supervisor:
         self._life.stage = LoadStage.DONE
 
     async def _stop_stepping(self) -> None:
-        """It ends by itself only where it waits for the group."""
+        """End the stepping task, which ends by itself only while it waits for the group."""
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)

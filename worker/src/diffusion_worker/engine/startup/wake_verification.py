@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification after a wake: the ranks' contents and results are compared with those after the load, never assumed."""
+"""Verification after a wake: the ranks' contents and results are compared with those after the load."""
 
 import asyncio
 import logging
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 class Verification:
     """The fingerprints of the ranks that were loaded last.
 
-    `adapters` maps the id of each expected adapter to the ranks' reports at its load. `load_again` makes the ranks reread some of them from
-    their files, within so many seconds.
+    `adapters` returns the reports of the ranks at each expected adapter's load, by its id. `load_again` makes the ranks reread adapters
+    from their files, by id and within so many seconds.
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class Verification:
         self._load_again = load_again
 
     async def take(self, *, timeout_s: float) -> list[Fingerprint]:
-        """Take the ranks' fingerprints, in their order; raises RequestError that names a rank, GroupFailed."""
+        """Take the ranks' fingerprints, in rank order; raise RequestError that names a rank, or GroupFailed."""
         replies = await self._call_all("fingerprint", timeout_s=timeout_s, probe=True)
         return [msgspec.msgpack.decode(reply.result or b"", type=Fingerprint) for reply in replies]
 
     async def record(self, *, timeout_s: float) -> None:
-        """Ranks that have just loaded are what later ones are compared with; raises as `take` does."""
+        """Take the fingerprints of ranks that have just loaded as the reference; raise as `take` does."""
         self.recorded = await self.take(timeout_s=timeout_s)
 
     async def verify(self, *, timeout_s: float) -> None:
-        """Returns when the ranks are as they were. Adapters that are not are loaded again, once: files are cheaper than a group.
+        """Check that the ranks are as they were. Adapters that are not are loaded again once, as that is cheaper than a restart.
 
         Raises:
-            RequestError: VerificationFailed with the rank and what differs there, or as `take` does. GroupFailed.
+            RequestError: VerificationFailed with the rank and the difference, or as `take` does. GroupFailed.
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
         found = await self.take(timeout_s=timeout_s)
@@ -65,7 +65,7 @@ class Verification:
 
 
 def difference(recorded: Sequence[Fingerprint], found: Sequence[Fingerprint]) -> str | None:
-    """The first rank whose weights are not as they were, and in what; None where all are. Pure."""
+    """Return a message about the first rank whose weights or probe differ, or None. Pure."""
     if len(recorded) != len(found):
         return f"expected the fingerprints of {len(recorded)} ranks, found {len(found)}"
     for rank, (before, now) in enumerate(zip(recorded, found, strict=True)):
