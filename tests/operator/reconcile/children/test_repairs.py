@@ -246,6 +246,28 @@ async def test_t24_a_child_that_another_client_changes_again_and_again_is_put_ba
     assert rig.condition("ChildrenReady") == ("True", "AllApplied"), "the other client has stopped"
 
 
+@pytest.mark.parametrize(
+    ("change", "reached"),
+    [
+        (lambda live: live["spec"].update(selector={"app": "mine"}), False),
+        (lambda live: live["spec"]["ports"][0].update(port=81), False),
+        (lambda live: live["spec"]["ports"].append({"name": "more", "port": 81, "protocol": "TCP"}), True),
+    ],
+    ids=["to other pods", "without its port", "with one more port"],
+)
+async def test_t24_a_contested_service_that_leads_elsewhere_is_put_back_every_minute_and_not_called_ready(
+    change: Callable[[dict[str, Any]], object], reached: bool
+) -> None:
+    rig, repairs = await fought(SERVICE, "d", change, minutes=5)
+    assert (repairs > 3) is not reached
+    edit(rig, SERVICE, "d", change)
+    await rig.run(1)
+    assert rig.condition("ChildrenReady") == ("False", "ChildContested")
+    assert rig.condition("Ready") == (("True", "Serving") if reached else ("False", "NoService"))
+    await rig.run(700)
+    assert rig.condition("Ready") == ("True", "Serving")
+
+
 async def test_t27_an_operator_of_another_release_is_no_contest_and_what_it_wrote_is_put_back_when_it_has_ended() -> None:
     """Here an earlier operator removes `publishNotReadyAddresses` each second, for a minute."""
     rig = await serving(1)

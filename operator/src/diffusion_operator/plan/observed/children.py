@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,7 +29,7 @@ CONTEST_AFTER = 3
 CONTEST_WINDOW = timedelta(minutes=10)
 CONTEST_PACE = timedelta(minutes=10)
 CONTEST_PACE_URGENT = timedelta(minutes=1)
-"""The pace for a NetworkPolicy, and for a child that is missing."""
+"""The pace for a NetworkPolicy, for a child that is missing, and for a Service that leads elsewhere."""
 OPERATORS_PACE = timedelta(seconds=10)
 """The pace for a child that another operator writes, as one of an earlier release does while an upgrade replaces it."""
 PAUSES = {NAME_CONFLICT: timedelta(seconds=60), CONTESTED: timedelta(seconds=1), ANOTHER_OPERATOR: timedelta(seconds=1)}
@@ -39,6 +40,18 @@ TOLD_AFTER = 3
 """Tries, where the error is one that passes."""
 SILENT_FOR = timedelta(seconds=60)
 """An earlier object's child goes with it, usually within seconds."""
+
+
+class Change(NamedTuple):
+    """A difference of the live child from the rendered one."""
+
+    text: str
+    """A sentence for users. Empty where no other client made the change."""
+    misroutes: bool = False
+    """The child is a Service, which leads to other pods or lacks its port."""
+
+
+UNTOLD = Change("")
 
 
 class ChildState(msgspec.Struct, frozen=True):
@@ -57,6 +70,8 @@ class ChildState(msgspec.Struct, frozen=True):
     """It may take this long; no condition is False for it yet."""
     not_before: datetime | None = None
     """The earliest time of the next try, where its reason sets one."""
+    misroutes: bool = False
+    """It is a Service, and another client has made it lead to other pods or taken its port."""
     shard: int | None = None
     """The number of a ConfigMap with adapters, which keeps no pod from starting; None for every other child."""
 
@@ -96,12 +111,15 @@ class Repairs(msgspec.Struct, frozen=True):
     contested: bool = False
     """The last of them was put off, because there had been many."""
 
-    def next_at(self, kind: Kind, now: datetime, *, missing: bool) -> datetime:
-        """Return the time from which the child may be put back: now, or later where others change it often."""
+    def next_at(self, kind: Kind, now: datetime, *, useless: bool) -> datetime:
+        """Return the time from which the child may be put back: now, or later where others change it often.
+
+        `useless`: it is missing, or a Service that leads elsewhere.
+        """
         many = len([when for when in self.times if now - when < CONTEST_WINDOW]) >= CONTEST_AFTER
         if not (many or self._goes_on(now)):
             return now
-        return max(now, self.times[-1] + (CONTEST_PACE_URGENT if missing or kind == NETWORK_POLICY else CONTEST_PACE))
+        return max(now, self.times[-1] + (CONTEST_PACE_URGENT if useless or kind == NETWORK_POLICY else CONTEST_PACE))
 
     def put_off(self) -> "Repairs":
         return Repairs(times=self.times, contested=True)
@@ -115,10 +133,12 @@ class Repairs(msgspec.Struct, frozen=True):
         return self.contested and now - self.times[-1] < CONTEST_PACE + CONTEST_WINDOW
 
 
-def contested(kind: Kind, name: str, what: str, *, ours: bool, not_before: datetime) -> ChildState:
-    """Build the state of a contested child; `what` describes its difference from the spec."""
-    text = f"{what}; another client or an admission webhook changes it each time, so the operator puts it back less often"
-    return ChildState(kind=kind.kind, name=name, ours=ours, reason=CONTESTED, message=text, not_before=not_before)
+def contested(kind: Kind, name: str, change: Change, *, ours: bool, not_before: datetime) -> ChildState:
+    """Build the state of a contested child, which differs from the spec by `change`."""
+    text = f"{change.text}; another client or an admission webhook changes it each time, so the operator puts it back less often"
+    return ChildState(
+        kind=kind.kind, name=name, ours=ours, reason=CONTESTED, message=text, not_before=not_before, misroutes=change.misroutes
+    )
 
 
 def anothers(kind: Kind, name: str, *, not_before: datetime) -> ChildState:
@@ -168,8 +188,8 @@ def pods_wait_for(children: Sequence[ChildState]) -> str:
 
 
 def no_service(children: Sequence[ChildState]) -> str:
-    """Return why no client reaches the replicas: the Service of their address is not ours. Empty where clients do."""
-    return next((one.message for one in children if one.kind == SERVICE.kind and not one.ours), "")
+    """Return why no client reaches the replicas: the Service of their address is not ours, or leads elsewhere. Empty where clients do."""
+    return next((one.message for one in children if one.kind == SERVICE.kind and (not one.ours or one.misroutes)), "")
 
 
 def policy_refusal(children: Sequence[ChildState]) -> str:

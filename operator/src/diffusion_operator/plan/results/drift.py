@@ -20,6 +20,14 @@ def drift(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, ...]
     return (*_differences(live["metadata"], metadata, "metadata"), *_differences(live, content, ""))
 
 
+def leads_elsewhere(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Return whether a live Service leads to other pods than the rendered one, or lacks a port of it."""
+    ports = live["spec"].get("ports", ())
+    return live["spec"].get("selector") != wanted["spec"]["selector"] or not all(
+        any(_same(port, each) for port in ports) for each in wanted["spec"]["ports"]
+    )
+
+
 def _differences(live: Mapping[str, Any], wanted: Mapping[str, Any], path: str) -> Iterator[str]:
     for key, value in wanted.items():
         place = f"{path}.{key}" if path else key

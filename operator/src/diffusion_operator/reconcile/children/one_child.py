@@ -15,12 +15,15 @@ from diffusion_operator.api.names import (
     CONFIG_MAP,
     LABEL_DEPLOYMENT,
     SECRET,
+    SERVICE,
     desired_config_name,
 )
 from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterUnavailable, NamespaceEnds
 from diffusion_operator.plan.observed.children import (
     OPERATORS_PACE,
     PASS_FAILED,
+    UNTOLD,
+    Change,
     ChildState,
     Repairs,
     anothers,
@@ -31,7 +34,7 @@ from diffusion_operator.plan.observed.children import (
     tried,
 )
 from diffusion_operator.plan.observed.ownership import Ownership, is_controlled_by
-from diffusion_operator.plan.results.drift import drift
+from diffusion_operator.plan.results.drift import drift, leads_elsewhere
 from diffusion_operator.reconcile.children.repairs import tell_repaired
 from diffusion_operator.reconcile.children.writes import remove_child, write_child, write_secret
 from diffusion_operator.reconcile.memory import Applied, DeploymentMemory
@@ -82,14 +85,14 @@ async def _kept(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
     if repaired is None:
         return ours
     repairs = memory.repairs.get(key, Repairs())
-    if repaired and await _is_anothers(runtime, deployment, child):
+    if repaired.text and await _is_anothers(runtime, deployment, child):
         again_at = memory.applied[key].at + OPERATORS_PACE
         if again_at > runtime.now():
             return anothers(child.kind, child.name, not_before=again_at)
-        repaired = ""  # no user did it, so no Event says so
-    if repaired and child.manifest is not None:
+        repaired = UNTOLD  # no user did it, so no Event says so
+    if repaired.text and child.manifest is not None:
         there = await _is_there(runtime, deployment, memory, child)
-        again_at = repairs.next_at(child.kind, runtime.now(), missing=not there)
+        again_at = repairs.next_at(child.kind, runtime.now(), useless=not there or repaired.misroutes)
         if again_at > runtime.now():
             memory.repairs[key] = repairs.put_off()
             return contested(child.kind, child.name, repaired, ours=there, not_before=again_at)
@@ -103,23 +106,23 @@ async def _kept(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
         if found is Ownership.STRANGER:
             return stranger(child.kind, child.name)
     memory.applied[key] = Applied(content=child.mark, at=runtime.now())
-    if repaired:
+    if repaired.text:
         repairs = memory.repairs[key] = repairs.and_now(runtime.now())
-        await tell_repaired(runtime, deployment, repaired, about=key)
+        await tell_repaired(runtime, deployment, repaired.text, about=key)
     left = await _changed(runtime, deployment, child, known=True) if child.manifest is not None else None
-    if left:  # an admission webhook changed the write itself
-        again_at = repairs.next_at(child.kind, runtime.now(), missing=False)
+    if left is not None and left.text:  # an admission webhook changed the write itself
+        again_at = repairs.next_at(child.kind, runtime.now(), useless=left.misroutes)
         return contested(child.kind, child.name, left, ours=True, not_before=again_at)
     return ours
 
 
-async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> str | None:
-    """None where nothing is to be done. Empty where it is to be written, and a text where somebody else changed what was written."""
+async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> Change | None:
+    """Return the change to write over: with a text where somebody else made it, without one otherwise. None where nothing is to be done."""
     key, last = child.key, memory.applied.get(child.key)
     doubted = key in memory.doubted and child.kind != SECRET
     memory.doubted.discard(key)
     if last is not None and last.content != child.mark:
-        return ""
+        return UNTOLD
     failing, blind_after = key in memory.tries, timedelta(seconds=BLIND_SHARE * runtime.settings.resync_s)
     if last is not None and not doubted and not failing and runtime.now() - last.at < blind_after:
         return None
@@ -127,23 +130,26 @@ async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: 
     if changed is None:
         memory.applied[key] = Applied(content=child.mark, at=runtime.now())
         return None
-    return changed if last is not None else ""  # a process that has just begun does not know who changed it
+    return changed if last is not None else UNTOLD  # a process that has just begun does not know who changed it
 
 
-async def _changed(runtime: Runtime, deployment: DiffusionDeployment, child: Child, *, known: bool) -> str | None:
-    """None where it is as it was written. Looked for by its label, so one without it counts as deleted."""
+async def _changed(runtime: Runtime, deployment: DiffusionDeployment, child: Child, *, known: bool) -> Change | None:
+    """Return None where it is as it was written. It is looked for by its label, so without that it counts as deleted."""
     metadata = deployment.metadata
     if child.manifest is None:
         found = await runtime.cluster.list(child.kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
-        return "" if any(is_controlled_by(one, metadata.uid) for one in found) else None
+        return UNTOLD if any(is_controlled_by(one, metadata.uid) for one in found) else None
     if child.kind == SECRET:
         written = not known and await _secret_mark(runtime, deployment) == child.written
-        return None if written else ""
+        return None if written else UNTOLD
     live = await runtime.cluster.get(child.kind, metadata.namespace, child.name)
     if live is None or live["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT) != metadata.name:
-        return f"{child.kind.kind} {child.name} was deleted or its labels taken off"
+        return Change(f"{child.kind.kind} {child.name} was deleted or its labels taken off")
     paths = drift(live, child.manifest)
-    return f"{child.kind.kind} {child.name} was changed: {', '.join(paths)}" if paths else None
+    if not paths:
+        return None
+    elsewhere = child.kind == SERVICE and leads_elsewhere(live, child.manifest)
+    return Change(f"{child.kind.kind} {child.name} was changed: {', '.join(paths)}", misroutes=elsewhere)
 
 
 async def _is_there(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> bool:
