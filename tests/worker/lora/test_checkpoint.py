@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an adapter's file and its configuration must be, and what is read of them besides the factors."""
+"""Adapter files and configurations: those that are accepted, and everything that is read of them besides the factors."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ State = dict[str, torch.Tensor]
 
 
 def factors(module: str = "transformer.blocks.0.to_q", *, rank: int = 2, dtype: torch.dtype = torch.float32) -> State:
-    """The two factors of one module of 8 inputs and 6 outputs, in the naming of diffusers."""
+    """Return the two factors of one module of 8 inputs and 6 outputs, in the naming of diffusers."""
     generator = torch.Generator().manual_seed(len(module))
     return {
         f"{module}.lora_A.weight": torch.randn(rank, 8, generator=generator).to(dtype),
@@ -36,13 +36,13 @@ def factors(module: str = "transformer.blocks.0.to_q", *, rank: int = 2, dtype: 
 
 
 def written(folder: Path, state: State, metadata: dict[str, str] | None = None) -> str:
-    """One file of these tensors."""
+    """Write these tensors to one file and return its path."""
     save_file(state, folder / "style.safetensors", metadata)
     return str(folder / "style.safetensors")
 
 
 def refusal(path: str | Path, **options: Any) -> RequestError:
-    """What an adapter is refused with."""
+    """Read an adapter that must be refused, and return the error, which names the adapter."""
     with pytest.raises(RequestError) as refused:
         read_checkpoint(str(path), name="style", options=LoadOptions(**options))
     assert "adapter 'style'" in refused.value.message
@@ -112,7 +112,7 @@ def test_scaling_is_that_of_peft(tmp_path: Path, config: dict[str, Any]) -> None
     assert read.alpha == (None if "alpha_pattern" in config else config.get("lora_alpha", 8))
 
 
-# --- what is found where --------------------------------------------------------------------------------------------------
+# --- places of files ------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_diffusers_and_one_file_are_read_alike(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_digest_that_is_not_the_files_is_refused_with_both() -> None:
     assert "0" * 64 in refused.message
 
 
-# --- what is asked of a load ----------------------------------------------------------------------------------------------
+# --- options of a load ----------------------------------------------------------------------------------------------------
 
 
 def test_only_the_components_that_are_asked_for_are_kept(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_both_denoisers_asked_for_together_are_those_that_the_file_has(tmp_path:
     path = written(tmp_path, factors() | factors("text_encoder.layers.0.q_proj"))
     both = LoadOptions(components=["transformer", "transformer_2"])
     assert {module.partition(".")[0] for module in read_checkpoint(path, options=both).modules} == {"transformer"}
-    only_second = LoadOptions(components=["transformer_2"])  # which files name as the first one
+    only_second = LoadOptions(components=["transformer_2"])  # files give its modules the name of the first one
     assert list(read_checkpoint(path, options=only_second).modules) == ["transformer_2.blocks.0.to_q"]
     (tmp_path / "text").mkdir()
     text = written(tmp_path / "text", factors("text_encoder.layers.0.q_proj"))
@@ -295,7 +295,7 @@ def test_a_recipe_is_read_and_a_wrong_one_is_refused_with_its_field(tmp_path: Pa
 
 
 def header(tmp_path: Path, document: str, data: int = 0, *, length: int | None = None) -> str:
-    """A file with this header, written as it is, and `data` bytes after it."""
+    """Write a file with this header as it is and `data` bytes after it; return its path."""
     text = document.encode()
     path = tmp_path / "made.safetensors"
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of a rank as requests name them: what is shared, who goes for whom, what is refused, and what the server calls."""
+"""The adapters of a rank as requests name them: shared bytes, evictions, refusals, and the calls of the server."""
 
 import inspect
 import json
@@ -41,7 +41,7 @@ class TwoParts(nn.Module):
 
 
 class Rig:
-    """A manager over a small denoiser, and folders of adapters for it."""
+    """A manager over a small denoiser, with folders of adapters for it."""
 
     def __init__(self, folder: Path, *, slots: int = 2, cached: int = 3, max_rank: int = 16) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class Rig:
         )
 
     def request(self, number: int, *, seed: int | None = None, rank: int = 4) -> LoRARequest:
-        """An adapter in a folder of its own; those of one seed have the same bytes."""
+        """Write an adapter to a folder of its own and return its request. The same seed gives the same bytes."""
         path = self.folder / f"adapter-{number}"
         path.mkdir(exist_ok=True)
         write_adapter(path, self.linears, rank=rank, seed=number if seed is None else seed)
@@ -72,7 +72,7 @@ class Rig:
             self.manager.add_adapter(self.request(number))
 
     def made(self, *uses: LoRAUse) -> torch.Tensor:
-        """What the denoiser makes with the same adapters for both rows."""
+        """Return the denoiser's output with the same adapters for both rows."""
         self.manager.activate(uses)
         with torch.inference_mode(), self.manager.set_adapter_mapping("transformer", [list(uses)] * 2):
             made: torch.Tensor = self.denoiser(self.x)
@@ -112,7 +112,7 @@ def test_the_same_bytes_under_two_names_share_one_place_in_memory_and_one_slot(t
     rig.running = [LoRAUse(1, 1.0)]
     one, two = rig.made(LoRAUse(1, 1.0)), rig.made(LoRAUse(2, 1.0))
     assert torch.equal(one, two)
-    # The scales of two names of one adapter add up.
+    # Two names of one adapter are used, and their scales add up.
     assert torch.equal(rig.made(LoRAUse(1, 0.5), LoRAUse(2, 0.5)), one)
     assert rig.manager.remove_adapter(1)
     assert torch.equal(rig.made(LoRAUse(2, 1.0)), one)
@@ -189,7 +189,7 @@ def test_requests_take_slots_in_turn_and_never_that_of_a_running_one(rig: Rig) -
     with pytest.raises(RequestError) as refused:
         rig.manager.activate([LoRAUse(9, 1.0)])
     assert refused.value.code is ErrorCode.ADAPTER_NOT_LOADED
-    # One without strength needs no slot.
+    # An adapter with a scale of 0 needs no slot.
     rig.manager.activate([LoRAUse(3, 0.0)])
     rig.running = [LoRAUse(2, 0.5)]
     rig.manager.activate([LoRAUse(3, 1.0)])
@@ -210,7 +210,7 @@ def test_an_adapter_of_a_larger_rank_leaves_the_active_one_as_it_is(rig: Rig) ->
     rig.manager.add_adapter(rig.request(2, rank=16))
     large = rig.made(LoRAUse(2, 1.0))
     assert torch.equal(rig.made(LoRAUse(1, 1.0)), before)
-    # And a small one leaves nothing of the large one in its slot.
+    # A small adapter leaves nothing of a large one in its slot.
     rig.manager.remove_adapter(1)
     rig.manager.remove_adapter(2)
     rig.add(1)
@@ -281,17 +281,17 @@ def test_an_adapter_is_registered_on_all_ranks_or_on_none_and_nothing_goes_for_o
     assert [each["code"] for each in first] == ["", "InvalidAdapter", "RankFailed", ""]
     assert "missing" in first[1]["said"]
     assert "the ranks read different files" in first[2]["said"]
-    # The same words on both, of the rank that found them.
+    # Both ranks give the message of the rank that found the error.
     assert [{**each, "said": each["said"].split("'")[1:2]} for each in first] == [
         {**each, "said": each["said"].split("'")[1:2]} for each in second
     ]
 
 
-# --- what the server calls ------------------------------------------------------------------------------------------------
+# --- calls of the server --------------------------------------------------------------------------------------------------
 
 
 def worker_around(runner: DiffusionModelRunner) -> DiffusionWorker:
-    """The worker of a rank without a process group of its own."""
+    """Return the worker of a rank around a runner, without a process group."""
     made = object.__new__(DiffusionWorker)
     made.model_runner = runner
     return made

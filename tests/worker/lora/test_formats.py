@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter files of every family in every naming: what is read is what was written, and what diffusers makes of the same file."""
+"""Adapter files of every family in every naming: the written updates are read, and the effect equals that in diffusers."""
 
 import dataclasses
 from pathlib import Path
@@ -23,7 +23,7 @@ from support.lora.files import CASES, Case, MadeFile, Update, flat, make_file, m
 from support.runner.rig import RunnerRig, image_of_diffusers, request
 
 PROBES = 6
-# Of the largest output: sums of three thousand products in float32.
+# A share of the largest output, for sums of three thousand products in float32.
 TOLERANCE = 1e-5
 
 
@@ -31,13 +31,13 @@ FAST = {"SDXL, Kohya", "Flux 2, Kohya", "Wan, original"}
 
 
 def ours(path: Path, pipeline: Any) -> tuple[dict[str, Update], str]:
-    """What is read of a file, as updates, and its format."""
+    """Read a file; return its updates by module, and its format."""
     read = read_checkpoint(str(path), model=model_of(pipeline))
     return {name: Update(part.a.flatten(1), part.b.flatten(1), part.scaling) for name, part in read.modules.items()}, read.format
 
 
 def assert_same(found: dict[str, Update], expected: dict[str, Update]) -> None:
-    """The same modules, each with the same update."""
+    """Check that both have the same modules, each with the same update."""
     assert found.keys() == expected.keys()
     for name, update in expected.items():
         inputs = torch.randn(update.a.shape[1], PROBES, generator=torch.Generator().manual_seed(3))
@@ -87,7 +87,7 @@ def test_what_training_with_diffusers_saves_is_read_as_it_was_trained(options: d
     assert_same(found, trained)
 
 
-# --- what a conversion would drop -----------------------------------------------------------------------------------------
+# --- tensors that a conversion would drop ---------------------------------------------------------------------------------
 
 
 def case_named(name: str) -> Case:
@@ -102,7 +102,7 @@ def refusal(path: Path, pipeline: Any) -> str:
 
 
 def rewritten(made: MadeFile, changes: dict[str, torch.Tensor | None]) -> Path:
-    """The file with other tensors; None takes one away."""
+    """Rewrite the file with other tensors, where None removes one; return its path."""
     tensors = {name: tensor.contiguous() for name, tensor in (made.tensors | changes).items() if tensor is not None}
     save_file(tensors, made.path)
     return made.path
@@ -121,7 +121,7 @@ def test_tensors_of_another_naming_beside_the_first_are_refused(tmp_path: Path) 
     made = make_file(case, pipeline, tmp_path)
     pair = {"lora_unet_x.lora_down.weight": torch.ones(2, 4), "lora_unet_x.lora_up.weight": torch.ones(4, 2)}
     read = read_checkpoint(str(rewritten(made, pair)), model=model_of(pipeline))
-    assert "transformer.lora_unet_x" in read.modules  # which no model has: its layers refuse it by that name
+    assert "transformer.lora_unet_x" in read.modules  # no model has this module: its layers refuse it by that name
 
 
 @pytest.mark.parametrize("part", [".lora_down.weight", ".lora_up.weight"])

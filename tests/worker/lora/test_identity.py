@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of an adapter: two effects never share one, and another converter has another one."""
+"""The identity of an adapter: different effects and different converters have different identities."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ from support.lora.files import CASES, Case, make_file, model_of
 
 DIGEST = "sha256:" + "0" * 64
 CHANGES = [ModuleChange("transformer.a", LOW_RANK, 4, 2.0), ModuleChange("text_encoder.b", LOW_RANK, 2, 1.0)]
-# A hash of each converted file, by the converter's version and the naming of the file. Raise CONVERTER_VERSION where a file is converted to
-# something else, and write a new line: the identities that were pinned before say nothing of it.
+# A hash of each converted file, by the converter's version and the naming of the file. If a file is converted differently, raise
+# CONVERTER_VERSION and add a line: identities pinned before are of the earlier version.
 GOLDEN = {
     (1, "SDXL, Kohya"): "15722ee5c54995e79f891e6c05d4b508",
     (1, "Flux 2, Kohya"): "c8fb05124f7e8761a178ea4419fd76a0",
@@ -31,7 +31,7 @@ GOLDEN = {
 
 
 def folder(path: Path, **settings: Any) -> str:
-    """A peft folder whose weights are the same for all settings."""
+    """Write a peft folder whose weights are the same for all settings; return its path."""
     path.mkdir(exist_ok=True)
     (path / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 8, **settings}))
     tensors = {f"base_model.model.{name}.lora_{part}.weight": torch.ones(2, 2) for name in ("one", "two") for part in "AB"}
@@ -40,7 +40,7 @@ def folder(path: Path, **settings: Any) -> str:
 
 
 def converted(checkpoint: LoRACheckpoint) -> str:
-    """Hash all that was made of a file."""
+    """Return a hash of everything that was converted from a file."""
     found = hashlib.sha256()
     for name, factors in sorted(checkpoint.modules.items()):
         found.update(f"{name} {factors.scaling.hex()} {tuple(factors.a.shape)} {tuple(factors.b.shape)}\n".encode())
@@ -52,7 +52,7 @@ def converted(checkpoint: LoRACheckpoint) -> str:
 def test_the_identity_is_written_with_the_version_of_the_converter() -> None:
     assert identity_of(DIGEST, CHANGES).startswith(f"v{CONVERTER_VERSION}:")
     assert identity_of(DIGEST, CHANGES) == identity_of(DIGEST, CHANGES[::-1])
-    # Operators write it down, so it stays the same for the same converter.
+    # Operators pin the identity, so it stays the same for one version of the converter.
     assert identity_of(DIGEST, CHANGES, converter=1) == "v1:5163fbb0f3443c06cfd24f39ca4726a0e85ed3235ca173e4db2ca59f7c0a3e81"
 
 

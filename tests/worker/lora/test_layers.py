@@ -19,7 +19,7 @@ TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
 
 class Net(nn.Module):
-    """Rows of tokens through a few linear layers, one of which adapters do not always name."""
+    """A few linear layers over rows of tokens; adapters do not always name all of them."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def net() -> Net:
 
 @pytest.fixture
 def without_onednn() -> Iterator[None]:
-    """Its kernels for lower precisions die on machines that hide a part of their processor."""
+    """Switch oneDNN off: its kernels for lower precisions crash on machines that hide some features of their processor."""
     torch._C._set_mkldnn_enabled(False)
     yield
     torch._C._set_mkldnn_enabled(True)
@@ -98,7 +98,7 @@ def test_lower_precisions_stay_within_their_own_rounding(net: Net, dtype: torch.
     load(layers, 0, factors)
     for uses in ([[(0, 1.0)]] * 3, [[(0, 1.0)], [(0, 1.0)], []]):
         made = run(layers, net, x.to(dtype), uses)
-        # Ten roundings of values of about 2, each of half a unit of 2^-8 (2^-11).
+        # Ten roundings of values of about 2, each by half a unit of 2^-8 (2^-11).
         torch.testing.assert_close(made[:2].float(), expected[:2], atol=10 * torch.finfo(dtype).eps, rtol=0.02)
 
 
@@ -185,11 +185,11 @@ def test_what_another_adapter_holds_cannot_reach_a_row_that_does_not_use_it(net:
     assert mine
 
 
-# --- rows that cannot be told apart -----------------------------------------------------------------------------------------
+# --- rows that cannot be separated ----------------------------------------------------------------------------------------
 
 
 class Folding(nn.Module):
-    """Folds the rows of a call into windows for its inner layer, as windowed attention does."""
+    """A module that folds the rows of a call into windows for its inner layer, as windowed attention does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on a rank: equal to peft, per row, refused whole when they do not fit."""
+"""Adapters on a rank: equal to peft for each row, and refused as a whole if they do not fit."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def rig() -> RunnerRig:
 
 
 def with_peft(rig: RunnerRig, folder: Path, scale: float = 1.0) -> Any:
-    """The plain pipeline with an adapter in peft's own layers."""
+    """Return the plain pipeline with an adapter in peft's own layers."""
     pipeline = load_pipeline(rig.config, torch.float32)
     pipeline.transformer = peft.PeftModel.from_pretrained(pipeline.transformer, str(folder)).base_model.model
     for module in pipeline.transformer.modules():
@@ -72,7 +72,7 @@ def test_a_prompt_is_encoded_once_for_all_adapters_for_none_of_them_changes_a_te
     loras = rig.runner.loras
     assert loras is not None
     assert loras.identity_in("text_encoder", [LoRAUse(1, 1.0)]) is None
-    # Where some do change a module, they are told by their digests and their strengths.
+    # The identity in a module is made of the digests and scales of the adapters that change it.
     uses: list[list[LoRAUse]] = [[], [LoRAUse(1, 1.0)], [LoRAUse(1, 0.5)], [LoRAUse(2, 1.0)], [LoRAUse(1, 1.0), LoRAUse(2, 1.0)]]
     assert len({loras.identity_in("transformer", each) for each in uses}) == 5
 
@@ -104,7 +104,7 @@ def test_an_adapter_over_the_capacity_of_the_host_is_refused_and_changes_nothing
     manager = RunnerRig(max_loras=1, max_cached_loras=1).runner.loras
     assert manager is not None
     manager.add_adapter(LoRARequest("stripes", 1, str(STRIPES)))
-    manager.add_adapter(LoRARequest("frame", 2, str(FRAME)), LoadOptions(evict=[]))  # as a new version beside an old one
+    manager.add_adapter(LoRARequest("frame", 2, str(FRAME)), LoadOptions(evict=[]))  # frame is a new version beside an old one
     with pytest.raises(RequestError) as refused:
         manager.add_adapter(LoRARequest("paper", 3, str(PAPER)), LoadOptions(evict=[]))
     assert refused.value.code is ErrorCode.CAPACITY_EXCEEDED
@@ -127,7 +127,7 @@ def wrapped_linears(rig: RunnerRig) -> list[Any]:
     return [part for part in rig.runner.pipeline.transformer.modules() if isinstance(part, LoRALinear)]
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------------
 
 
 def test_an_adapter_for_another_model_is_refused_with_the_modules_that_do_not_match(rig: RunnerRig, tmp_path: Path) -> None:

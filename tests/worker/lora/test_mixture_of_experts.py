@@ -40,19 +40,19 @@ def test_experts_have_the_adapters_of_their_own_request_alone_and_beside_request
         rig.runner.loras.add_adapter(LoRARequest(f"adapter-{number}", number, str(folder)))
     for chosen in ([1], [1, 1], [1, 2], [1, 0], [0, 0]):
         asked = [Asked(seed, STEPS, GUIDANCE, loras=[LoRAUse(number, 1.0)] if number else []) for seed, number in enumerate(chosen)]
-        # A call of rows with other adapters fails, and each of its requests makes it once more for itself.
+        # A call whose rows have different adapters fails, and each of its requests then makes the call alone.
         made, errors = rig.outcome(*asked)
         assert errors == {}
         for seed, number in enumerate(chosen):
             expected = as_tensor(FAMILY.call(with_peft(folders.get(number)), arguments(seed)))
             torch.testing.assert_close(made[str(seed)].double(), expected.double(), atol=1e-9, rtol=1e-9)
-        # Rows of two requests (and both branches of guidance) share the call where they may.
+        # Rows of two requests, with both branches of guidance, share the call if their adapters are the same.
         rows = [call.rows for call in rig.denoiser_calls()]
         assert rows[-1] == (2 * len(chosen) if len(set(chosen)) == 1 else 2), (chosen, rows)
 
 
 def with_peft(folder: Any) -> Any:
-    """Diffusers' own pipeline, with an adapter in peft's layers."""
+    """Return diffusers' own pipeline, with an adapter in peft's layers if a folder is given."""
     pipeline = FAMILY.build()
     if folder is not None:
         tensors = load_file(folder / "adapter_model.safetensors")

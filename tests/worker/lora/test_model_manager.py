@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters registered on the host and active in slots: what each call returns, and who goes for whom."""
+"""Adapters registered on the host and active in slots: the results of each call, and the order of evictions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from diffusion_worker.lora.pipeline_layers import HostAdapter, SlotUse
 
 
 class FakeSlots:
-    """Slots that only remember what is in them, and what was asked of them."""
+    """Slots that only remember their content and the calls."""
 
     max_rank = 4
 

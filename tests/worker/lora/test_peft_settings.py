@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings as peft and diffusers write them, at alpha other than rank: the model's output is what diffusers or peft makes of it."""
+"""Settings as peft and diffusers write them, with alpha other than rank: the model's output equals that of diffusers or peft."""
 
 import copy
 import json
@@ -38,20 +38,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "layers by their name": {"layers_to_transform": [0], "layers_pattern": "transformer_blocks"},
     "targets by a pattern": {"target_modules": r".*\.attn\.to_[qv]"},
 }
-# peft warns at each load that no module was excluded: the file has none of those.
+# peft warns at each load that it excluded no module, because the file has no such modules.
 pytestmark = pytest.mark.filterwarnings("ignore:You have passed exclude_modules")
-# A ten-thousandth of the largest output: the order of sums in float32 is another one.
+# A share of the largest output: sums in float32 are in another order.
 TOLERANCE = 1e-4
 
 
 def config(**options: Any) -> peft.LoraConfig:
-    """Random factors of rank 4 at alpha 10."""
+    """Return the configuration of an adapter with random factors, by default of rank 4 at alpha 10."""
     torch.manual_seed(5)
     return peft.LoraConfig(**{"r": 4, "lora_alpha": 10, "init_lora_weights": False, "target_modules": TARGETS} | options)
 
 
 def output_of(transformer: Any) -> torch.Tensor:
-    """Run the tiny transformer of SD3 on one input."""
+    """Return the output of the tiny SD3 transformer for a fixed input."""
     inputs = {"encoder_hidden_states": seeded(2, 1, 8, 32), "pooled_projections": seeded(3, 1, 32), "timestep": torch.tensor([500.0])}
     with torch.inference_mode():
         result: torch.Tensor = transformer.eval()(hidden_states=seeded(1, 1, 4, 16, 16), **inputs, return_dict=False)[0]
@@ -61,7 +61,7 @@ def output_of(transformer: Any) -> torch.Tensor:
 def ours(
     path: Path, pipeline: Any, run: Callable[[Any], torch.Tensor] = output_of, component: str = "transformer", **options: Any
 ) -> torch.Tensor:
-    """Run a component with an adapter in our layers; the pipeline is changed by it."""
+    """Run a component with an adapter in our layers and return its output; this changes the pipeline."""
     model = model_of(pipeline)
     layers = AdapterLayers(model.components, slots=1, max_rank=8, device=torch.device("cpu"))
     layers.write(0, layers.pack(read_checkpoint(str(path), model=model, options=LoadOptions(**options)), name="style"))
@@ -70,7 +70,7 @@ def ours(
 
 
 def assert_same_output(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> None:
-    """Require equal outputs, and that the adapter changes much."""
+    """Check that the outputs are equal and that the adapter has a large effect."""
     largest = float(expected.abs().max())
     assert float((expected - base).abs().max()) > 0.05 * largest
     assert float((found - expected).abs().max()) <= TOLERANCE * largest
@@ -169,11 +169,11 @@ def test_alphas_beside_the_factors_make_the_output_of_peft_with_those_alphas(tmp
     assert_same_output(ours(tmp_path, SD3()), output_of(trained), output_of(SD3().transformer))
 
 
-# --- settings that are not understood ---------------------------------------------------------------------------------------
+# --- settings that are not supported ----------------------------------------------------------------------------------------
 
 
 def saved(folder: Path, **metadata: Any) -> Path:
-    """A file of `save_lora_adapter` whose settings are changed; None takes all of them away."""
+    """Write a file with `save_lora_adapter`, change its settings and return its path."""
     trained = copy.deepcopy(SD3().transformer)
     trained.add_adapter(config())
     trained.save_lora_adapter(folder)
@@ -184,7 +184,7 @@ def saved(folder: Path, **metadata: Any) -> Path:
 
 
 def refused(path: Path, *says: str) -> ErrorCode:
-    """The code that an adapter is refused with, whose message names it and says all of this."""
+    """Read an adapter that must be refused with these words and its name; return the error's code."""
     with pytest.raises(RequestError) as refusal:
         read_checkpoint(str(path), name="style", model=model_of(SD3()))
     for text in ("adapter 'style'", *says):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only regular files beneath the root of an adapter are opened (E12, E19)."""
+"""Only regular files beneath the root of an adapter are opened (fault 101)."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ STRIPES = DIGITS / "loras" / "stripes"
 
 @pytest.fixture(params=["by the kernel", "by a walk"])
 def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a file, and one beside it; the kernel may lack its call."""
+    """Provide a folder with a file inside and one beside it, with the kernel's call openat2 and without it."""
     if request.param == "by a walk":
         # No kernel has a call of this number.
         monkeypatch.setattr(regular_file, "OPENAT2", 100_000)
@@ -73,7 +73,7 @@ SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
     "a socket": (_socket, "is a socket, expected a regular file"),
     "a folder": (Path.mkdir, "is a folder, expected a regular file"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device, expected a regular file"),
-    # The file of a process's memory is regular, and its first page cannot be read.
+    # The memory of a process is a regular file whose first page cannot be read.
     "a read error": (lambda path: path.symlink_to("/proc/self/mem"), "cannot be read: Input/output error"),
     "a link to nothing": (lambda path: path.symlink_to("nowhere"), "cannot be read: No such file"),
 }
@@ -85,7 +85,7 @@ def test_an_adapter_with_something_else_than_files_is_refused_at_once_by_its_nam
     kind: str, name: str, tmp_path: Path
 ) -> None:
     make, says = SPECIAL[kind]
-    # The path of a socket has a bound.
+    # The path of a socket must be short.
     folder = Path("/tmp") / f"sock-{os.getpid()}" if kind == "a socket" else tmp_path / "a"
     shutil.copytree(STRIPES, folder)
     try:

@@ -98,7 +98,7 @@ def test_layers_of_one_kind_lie_side_by_side_so_that_an_adapter_of_some_kinds_is
     layers = layers_of(blocks, target_modules=["all"])
     names = [f"{block}.{kind}" for block in range(12) for kind in ("q", "mlp")]
     adapter = layers.pack(checkpoint_of(random_factors(blocks, names)), name="some kinds")
-    # In the order k, mlp, q: its A and its B.
+    # The layers lie in the order k, mlp, q; the runs are those of their A and their B.
     assert [run.values.shape[1] for run in adapter.runs] == [24 * 8] * 2
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in the life of requests: with parts for text encoders, in slots for as long as they are used, in mixed calls."""
+"""Adapters in the life of requests: parts for text encoders, slots that are kept while they are used, and mixed calls."""
 
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,14 @@ ENCODER_LAYERS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.fc1")
 
 
 def linears_of(pipeline: Any, component: str) -> dict[str, nn.Linear]:
-    """Some layers of a component, by their names in an adapter."""
+    """Return some layers of a component, by their names in an adapter."""
     found = getattr(pipeline, component).named_modules()
     ends = ENCODER_LAYERS if component.startswith("text") else ("attn.to_q", "ff.net.2")
     return {f"{component}.{name}": part for name, part in found if isinstance(part, nn.Linear) and name.endswith(ends)}
 
 
 def write_parts(path: Path, pipeline: Any, components: list[str], *, seed: int = 5) -> dict[str, torch.Tensor]:
-    """A file in the naming of diffusers for some components; returns what it adds to each weight."""
+    """Write an adapter for some components in the naming of diffusers; return the change of each weight."""
     generator = torch.Generator().manual_seed(seed)
     tensors, added = {}, {}
     for component in components:
@@ -50,7 +50,7 @@ def write_parts(path: Path, pipeline: Any, components: list[str], *, seed: int =
 
 
 def merged_by_hand(rig: RunnerRig, added: dict[str, torch.Tensor], scale: float = 1.0) -> Any:
-    """The plain pipeline with an adapter added to its weights."""
+    """Return the plain pipeline with an adapter added to its weights."""
     pipeline = load_pipeline(rig.config, torch.float32)
     with torch.no_grad():
         for name, delta in added.items():
@@ -60,7 +60,7 @@ def merged_by_hand(rig: RunnerRig, added: dict[str, torch.Tensor], scale: float 
 
 
 class Adapters:
-    """The digits model with four adapters: for one text encoder, for the other and the denoiser, for the denoiser, and stripes."""
+    """The digits model with four adapters: for a text encoder, for the other one and the denoiser, for the denoiser, and stripes."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.rig = RunnerRig(**config)
@@ -77,7 +77,7 @@ class Adapters:
         self.loras.add_adapter(LoRARequest("stripes", 4, str(STRIPES)))
 
     def encoded(self, loras: list[LoRAUse], prompt: str) -> list[str]:
-        """The text encoders that are called for a request of one step."""
+        """Run a request of one step and return the text encoders that it called."""
         self.rig.run(request("asked", prompt=prompt, steps=1, loras=loras))
         return sorted({call.component for call in self.rig.parallel.calls if call.component.startswith("text_encoder")})
 
@@ -136,7 +136,7 @@ def test_two_adapters_of_one_request_add_up_also_where_one_is_for_a_text_encoder
     assert levels_apart(images["both"], image_of_diffusers(merged_by_hand(adapters.rig, added), spec)) <= 1
 
 
-# --- as long as they are used ---------------------------------------------------------------------------------------------
+# --- slots in use ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -236,11 +236,11 @@ def test_an_adapter_stays_with_its_request_while_others_come_and_go(adapters: Ad
     assert not errors and levels_apart(together["long"], alone) <= 1
 
 
-# --- rows that a layer does not see ---------------------------------------------------------------------------------------
+# --- layers that do not see rows ------------------------------------------------------------------------------------------
 
 
 class Folding(nn.Module):
-    """A denoiser whose layer sees the rows of a call as one."""
+    """A denoiser whose layer sees all rows of a call as one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def test_where_a_layer_sees_no_rows_each_set_of_adapters_has_a_call_and_that_is_
     loras.activate([*uses[0], *uses[1]])
 
     def run(*numbers: int) -> dict[str, torch.Tensor]:
-        """Two steps of these requests together."""
+        """Run two steps of these requests together and return their results."""
         states: dict[str, DiffusionRequestState] = {}
 
         def body() -> torch.Tensor:
@@ -289,7 +289,7 @@ def test_where_a_layer_sees_no_rows_each_set_of_adapters_has_a_call_and_that_is_
         alone = {str(number): run(number)[str(number)] for number in range(4)}
         model.calls.clear()
         together = run(0, 1, 2, 3)
-    # All four, which fails, then one adapter's two, the other's and the base; at the second step these at once.
+    # All four rows fail together; then come an adapter's two, the other's and the base. The second step makes these three calls at once.
     assert model.calls == [4, 2, 1, 1, 2, 1, 1]
     for name, made in together.items():
         torch.testing.assert_close(made, alone[name])

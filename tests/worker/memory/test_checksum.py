@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checksum of tensors: the same wherever they are, and another one after any change."""
+"""The checksum of tensors does not depend on their place in memory, and every change of their content changes it."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ BLOCKS = torch.arange(4 * BLOCK_BYTES // 8, dtype=torch.int64)
 
 
 def in_one_slab(sizes: list[int], *, gap: int = 0, padding: int = 0) -> list[torch.Tensor]:
-    """Tensors of these many bytes in one memory, with so many bytes of padding between them."""
+    """Return tensors of these sizes in bytes in one memory, with this padding between them."""
     slab = torch.full((sum(sizes) + gap * len(sizes),), padding, dtype=torch.uint8)
     starts = [sum(sizes[:number]) + gap * number for number in range(len(sizes))]
     tensors = [slab[start : start + size] for start, size in zip(starts, sizes, strict=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Freezing passes by objects that were settled before, and they go once the model is given up."""
+"""Freezing skips objects that were frozen before, and a model that is given up is still freed."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from diffusion_worker.memory.heap import freeze_gc, unfreeze_gc
 
 
 class Loop:
-    """Garbage that only a collection finds."""
+    """A cycle that only a collection finds."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -19,7 +19,7 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def settled_again() -> Iterator[None]:
-    """Let what these tests thaw be settled for those that follow, as the collection of tests left it."""
+    """Freeze the heap after each test, as the collection of tests left it."""
     yield
     gc.freeze()
 

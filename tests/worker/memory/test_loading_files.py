@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights files are checked before they are read and read in parallel; what is wrong with one is an error that names file and tensor."""
+"""Weights files are checked before they are read, in parallel. A fault is an error that names the file and the tensor."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def one_file(folder: Path, **tensors: torch.Tensor) -> Path:
 
 
 def sharded(folder: Path, change: Callable[[dict[str, Any]], None] = lambda index: None) -> Path:
-    """Tensors a and b in the first of two files, c in the second, and an index that `change` may make wrong."""
+    """Write tensors a and b to one file and c to another; return the path of the index, which `change` may spoil."""
     names = [f"{STEM}-0000{number}-of-00002.safetensors" for number in (1, 2)]
     save_file({name: WEIGHTS[name] for name in "ab"}, folder / names[0])
     save_file({"c": WEIGHTS["c"]}, folder / names[1])
@@ -102,7 +102,7 @@ def test_a_file_that_must_not_be_read_is_refused_with_its_name(tmp_path: Path, m
     def forbidden(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "open", forbidden)  # tests may run as root, whom no mode keeps out
+    monkeypatch.setattr(os, "open", forbidden)  # tests may run as root, for whom a file's mode forbids nothing
     with pytest.raises(ConfigError, match=f"{path.name}: cannot be read: Permission denied"):
         WeightFile(path)
 
@@ -200,7 +200,7 @@ def test_many_tensors_are_filled_in_pieces_by_several_threads_in_any_dtype(
 
     def meeting(job: Any) -> int:
         if next(first, None) is not None:
-            together.wait(timeout=30)  # for another thread: one alone would never come on
+            together.wait(timeout=30)  # waits for another thread, so a single thread would never go on
         return run(job)
 
     monkeypatch.setattr(filling, "_run", meeting)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sleep gives back and a wake brings again, on one rank: by level, by tag, with too little memory, and from a start asleep."""
+"""Memory that a sleep gives back and a wake restores, on one rank: by level, by tag, with too little memory, from a start asleep."""
 
 import ctypes
 import gc
@@ -39,7 +39,7 @@ WITH_STRIPES: dict[str, Any] = {"loras": [LoRAUse(1, 1.0)]}
 
 
 class Layer(nn.Module):
-    """Four megabytes that a file holds, and a few bytes that none does."""
+    """A module with four megabytes that a file holds, and a few bytes that no file holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def layer(tmp_path: Path) -> Layer:
-    """The module, with its file beside it and on the disk."""
+    """Provide the module, with its file synced to the disk."""
     torch.manual_seed(0)
     module = Layer()
     save_file(module.state_dict(), tmp_path / "model.safetensors")
@@ -67,7 +67,7 @@ def assert_holds(module: Layer, before: tuple[torch.Tensor, torch.Tensor]) -> No
 
 
 def cached_bytes(path: Path) -> int:
-    """What the system keeps of a file in memory."""
+    """Return the bytes of a file that the system keeps in memory."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     seen = torch.frombuffer(content, dtype=torch.uint8)
@@ -77,7 +77,7 @@ def cached_bytes(path: Path) -> int:
 
 
 def drop_pages(path: Path) -> None:
-    """Have nothing of a file in memory; skips the test where files are nowhere else."""
+    """Drop a file's pages from memory; skip the test if the folder itself is in memory."""
     with path.open("rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if cached_bytes(path) > path.stat().st_size // 10:
@@ -131,7 +131,7 @@ def test_a_sleeping_model_can_be_put_into_a_deeper_sleep(layer: Layer, tmp_path:
     weights.release(SleepLevel.HOST_MEMORY)
     weights.release(SleepLevel.DISCARD)
     assert weights.report().mirror_memory_bytes == layer.computed.nbytes  # type: ignore[operator]
-    weights.release(SleepLevel.HOST_MEMORY)  # what was discarded is not there for that
+    weights.release(SleepLevel.HOST_MEMORY)  # discarded weights are not there for this level
     assert weights.report().mirror_file_bytes == layer.weight.nbytes
     weights.restore()
     assert_holds(layer, before)
@@ -166,7 +166,7 @@ def test_an_accelerator_gives_its_storage_back_and_a_file_that_changed_keeps_it_
     assert storage.nbytes() == weights.report().weights_resident_bytes == 0
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError):
-        weights.restore()  # a file that changed is an error even where nothing is read from it
+        weights.restore()  # a changed file is an error even if nothing is read from it
     assert storage.nbytes() == 0
 
 
@@ -259,7 +259,7 @@ def test_a_start_asleep_reads_no_weights_and_takes_no_memory_for_them(tmp_path: 
     file = next((folder / "transformer").glob("*.safetensors"))
     drop_pages(file)
     runner = DiffusionModelRunner(config, CPU, OneRank())  # type: ignore[arg-type]
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak
     before = status_bytes("VmRSS")
     model = runner.load_model(lambda done, total: None, asleep=True)
     assert status_bytes("VmHWM") - before < 0.3 * model.weights_bytes
@@ -278,14 +278,14 @@ def test_a_start_asleep_reads_no_weights_and_takes_no_memory_for_them(tmp_path: 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[RunnerRig]:
     rig = RunnerRig(max_loras=2)
-    freeze_gc()  # as a rank does, so that a sleep need not look at all of it
+    freeze_gc()  # the heap is frozen as on a rank, so that a sleep need not look at all of it
     yield rig
     gc.unfreeze()
 
 
 @pytest.fixture
 def rig(shared: RunnerRig) -> Iterator[RunnerRig]:
-    """The digits model, awake, with one adapter registered. It is left so."""
+    """Provide the digits model, awake and with one adapter registered; restore this state afterwards."""
     shared.runner.add_lora(STRIPES, LoadOptions())
     yield shared
     shared.runner.restore()
@@ -445,7 +445,7 @@ def test_memory_that_ends_in_the_middle_of_a_wake_leaves_everything_asleep(
 
     def fails(placed: Any) -> None:
         fill_again(placed)
-        raise type(error)(*error.args)  # a fresh one: this stays with the test's parameters, and would keep its frames
+        raise type(error)(*error.args)  # a new error: the parameter itself stays, and would keep its frames
 
     with monkeypatch.context() as patch:
         patch.setattr(weights_module, "fill_again", fails)
@@ -472,7 +472,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     blocks = [bytearray(64 << 10) for _ in range(1600)]
     circle: list[Any] = [blocks[:-1]]
     circle.append(circle)
-    last = blocks.pop()  # above all others, so that the heap cannot shrink from its end
+    last = blocks.pop()  # it is the last on the heap, so the heap cannot shrink from its end
     blocks.clear()
     full = status_bytes("VmRSS")
     del circle
@@ -484,7 +484,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
 @pytest.mark.slow
 def test_a_pipeline_that_is_given_up_goes_though_the_heap_was_settled(rig: RunnerRig) -> None:
     freeze_gc()
-    rig.parallel.calls.clear()  # what it noted of earlier tests has the model in it
+    rig.parallel.calls.clear()  # the recorded calls of earlier tests refer to the model
     before = weakref.ref(rig.runner.pipeline.transformer)
     rig.runner.re_init_pipeline("StableDiffusion3Pipeline")
     assert before() is None

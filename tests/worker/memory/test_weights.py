@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in slabs: memory really goes back to the system, and comes back with the same contents."""
+"""Weights in slabs: memory goes back to the system, and comes back with the same contents."""
 
 import copy
 from pathlib import Path
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Part(nn.Module):
-    """Parameters, a tied one, a persistent buffer and one that no file holds."""
+    """A module with parameters, a tied one, a persistent buffer and one that no file holds."""
 
     def __init__(self, width: int = 1024) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_weights_that_are_left_elsewhere_are_counted_and_refuse_sleep(module: Pa
 
 
 def unread_part(module: Part, folder: Path, unread: Placeholders) -> Part:
-    """The same module with placeholders for all that its file holds."""
+    """Save a module; return the same module with placeholders for every tensor of the file."""
     save(module, folder)
     stored = stored_in(folder)
     empty = Part().requires_grad_(False)
@@ -183,7 +183,7 @@ def test_weights_that_two_modules_share_are_in_one_slab(module: Part, tmp_path: 
     unread, weights = Placeholders(), ModelWeights(CPU)
     empty = unread_part(module, tmp_path, unread)
     sharing = nn.ModuleDict({"inner": empty, "own": nn.Linear(4, 4)}).requires_grad_(False)
-    weights.place(sharing, tmp_path / "none", unread=unread)  # the one that borrows comes first
+    weights.place(sharing, tmp_path / "none", unread=unread)  # the module that borrows weights comes first
     assert weights.place(empty, tmp_path, unread=unread) == 0
     assert len(weights.report().mappings) == 1
     assert_same(empty, before)

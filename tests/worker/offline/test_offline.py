@@ -31,7 +31,7 @@ STRIPES = DIGITS / "loras" / "stripes"
 
 
 class Groups:
-    """The fake groups that engines were given; `settings` are for the next one."""
+    """A factory that keeps the fake groups of engines; `settings` are for the next one."""
 
     def __init__(self) -> None:
         self.made: list[FakeRankGroup] = []
@@ -62,7 +62,7 @@ def engine(groups: Groups) -> Iterator[DiffusionEngine]:
 
 @pytest.fixture
 def loras(tmp_path: Path) -> Path:
-    """A folder of adapters, which the fake ranks do not read."""
+    """Provide a folder with adapters, which the fake ranks do not read."""
     for name in ("style", "one", "two", "broken"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
@@ -74,7 +74,7 @@ def engine_threads() -> list[threading.Thread]:
 
 
 async def nothing_runs(engine: DiffusionEngine) -> None:
-    """Returns when the engine has no request any more."""
+    """Wait until the engine has no request any more."""
     await engine._thread.engine._steps._idle.wait()
 
 
@@ -121,7 +121,7 @@ def test_an_adapter_that_a_call_brings_is_loaded_once_and_used_at_its_strength(
     for _ in range(2):
         (image,) = engine.generate("a red digit seven", seed=5, steps=2, lora_request=style, lora_scale=0.8)
         assert image.provenance.adapters == [AppliedAdapter("style", fake_digest(style.lora_path), 0.8, fake_identity(style.lora_path))]
-    assert groups.made[0].calls.count("add_lora") == 2  # that of the construction, and this one
+    assert groups.made[0].calls.count("add_lora") == 2  # once at the construction, and once for the calls
     (base,) = engine.generate("a red digit seven", seed=5, steps=2)
     assert base.provenance.adapters == [] and base.image.tobytes() != image.image.tobytes()
 
@@ -155,7 +155,7 @@ def test_an_adapter_that_a_call_brings_and_that_cannot_be_loaded_is_an_error_wit
     with pytest.raises(RequestError, match="tensor x has no layer") as raised:
         engine.generate("a red digit seven", lora_request=LoRARequest("broken", 1, path))
     assert raised.value.code is ErrorCode.INVALID_ADAPTER
-    # Mended, the next call has it.
+    # The file is repaired, and the next call loads the adapter.
     del groups.made[0].adapter_errors[path]
     assert len(engine.generate("a red digit seven", steps=1, lora_request=LoRARequest("broken", 1, path))) == 1
 
@@ -315,7 +315,7 @@ def test_calls_of_several_threads_get_their_own_images(engine: DiffusionEngine) 
 
 def test_an_interrupted_call_raises_and_frees_its_places(engine: DiffusionEngine, groups: Groups) -> None:
     groups.made[0].stepping.clear()
-    # Whoever runs the tests in the background of a shell has it ignored.
+    # A shell has SIGINT ignored in the programs that it runs in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 TIMEOUT_S = 200.0
 LORAS = DIGITS / "loras"
 EXAMPLES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# Read from standard input, in a running event loop as in a notebook, and closed by nobody.
+# The script is read from standard input and runs in an event loop, as in a notebook. Nothing closes its engine.
 INTERRUPTED = """
 import asyncio, signal, sys
 from diffusion_worker import DiffusionEngine
@@ -45,14 +45,14 @@ asyncio.new_event_loop().run_until_complete(main())
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder to run scripts in, with the examples of the repository."""
+    """Provide a folder to run scripts in, with the repository's examples."""
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     return tmp_path
 
 
 @contextmanager
 def script_from_standard_input(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python that runs a script in a process group of its own; the whole group is killed at the end."""
+    """Run a script in a process group of its own, and kill the whole group at the end."""
     with (folder / "errors").open("w") as errors:
         script = subprocess.Popen(
             [sys.executable, "-"],
@@ -75,7 +75,7 @@ def script_from_standard_input(text: str, folder: Path) -> Iterator[subprocess.P
 
 
 def edited(worker: WorkerProcess, path: Path, *, prompt: str, **fields: float) -> Image.Image:
-    """What a server makes of an image."""
+    """Return the result of an edit by a server."""
     with path.open("rb") as image:
         answer = worker.openai().images.edit(image=image, prompt=prompt, extra_body=fields)
     assert answer.data is not None
@@ -129,7 +129,7 @@ def test_adapters_of_calls_make_the_images_that_a_server_makes_with_them(tmp_pat
         assert made(stripes, scale=0.5).image.tobytes() == worker.image(**asked, model="stripes", lora_scale=0.5).tobytes()
         both = [{"name": "stripes", "scale": 0.5}, {"name": "frame"}]
         assert made("stripes", frame, scale=[0.5, 1.0]).image.tobytes() == worker.image(**asked, lora=both).tobytes()
-        # The same name and path with other bytes is another adapter.
+        # Other bytes under the same name and path are another adapter.
         before = made(LoRARequest("own", 3, str(own)))
         shutil.copytree(LORAS / "frame", own, dirs_exist_ok=True)
         after = made(LoRARequest("own", 3, str(own)))
@@ -149,7 +149,7 @@ def test_ctrl_c_in_a_script_from_standard_input_ends_it_and_its_ranks(folder: Pa
         ranks = descendants(script.pid)
         assert len(ranks) >= 2
         ends = [os.pidfd_open(pid) for pid in ranks]
-        # As a terminal does it: to all processes of the script at once.
+        # A terminal signals all processes of the script at once.
         os.killpg(script.pid, signal.SIGINT)
         assert script.wait(30) in (-signal.SIGINT, 128 + signal.SIGINT)
         assert (folder / "errors").read_text().rstrip().endswith("KeyboardInterrupt")

@@ -14,7 +14,7 @@ from support.worker.process import DIGITS, DIGITS_MODEL
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the program says to these arguments; it must exit with 1."""
+    """Run the program with these arguments, which it must refuse with exit code 1; return its error."""
     monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", *arguments])
     with pytest.raises(SystemExit) as exit_info:
         cli.main()
@@ -25,7 +25,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> WorkerConfig:
-    """The settings that the program would serve with."""
+    """Return the settings with which the program would serve."""
     started: list[WorkerConfig] = []
     monkeypatch.setattr("diffusion_worker.server.serve.run", lambda config, listen, make_ranks: started.append(config) or 0)
     monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", *arguments])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that do not go together are refused at start, by the names of both; what an offloaded worker cannot do is refused too."""
+"""Options that exclude each other are refused at start, by both names; so are calls that an offloaded worker cannot do."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from support.worker.process import DIGITS_MODEL, REPOSITORY
 from support.worker.server_edge import Edge
 
 MANUAL = REPOSITORY / "docs" / "acceleration.md"
-# How each option of the table is given, and how it is named then.
+# Each option of the table, as it is given and as a message names it.
 GIVEN = {
     "--compile": ("--compile=default", "--compile default"),
     "--exact": ("--exact", "--exact"),
@@ -31,7 +31,7 @@ GIVEN = {
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What the program says to these options; it must exit with 1."""
+    """Run the program with these options, which it must refuse with exit code 1; return its error."""
     monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", f"--model={DIGITS_MODEL}", "--ranks=2", *options])
     with pytest.raises(SystemExit) as exit_info:
         cli.main()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the parallel kinds: what cannot work is refused by the option's name, before torch is imported."""
+"""Sizes of the parallel kinds: impossible ones are refused by the option's name, before torch is imported."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from support.worker.process import DIGITS_MODEL
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    """What the program says to these options; it must exit with 1."""
+    """Run the program with these options, which it must refuse with exit code 1; return its error."""
     monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", f"--model={DIGITS_MODEL}", *options])
     with pytest.raises(SystemExit) as exit_info:
         cli.main()
@@ -78,11 +78,11 @@ def refused_size(size: tuple[int, int], model: ModelInfo) -> RequestError | None
 def test_a_size_whose_tokens_do_not_divide_is_refused_before_it_takes_a_row() -> None:
     model = ModelInfo("FluxPipeline", "float32", 8, 0, token_pixels=16, tokens_multiple=4)
     assert refused_size((64, 64), model) is None
-    # 16 x 16 pixels a token: 2 x 2 of them, and 3 x 3.
+    # A token is 16 x 16 pixels: the sizes have 2 x 2 tokens, and 3 x 3.
     assert refused_size((32, 32), model) is None
     error = refused_size((48, 48), model)
     assert error is not None and error.code is ErrorCode.INVALID_REQUEST
     assert error.message == "size: expected a number of 16x16 tokens that --sequence 4 divides, found 48x48"
-    # A side of 8 pixels more adds no token.
+    # 8 pixels more in a side add no token.
     assert refused_size((72, 64), model) is None
     assert refused_size((48, 48), ModelInfo("FluxPipeline", "float32", 8, 0)) is None

@@ -18,7 +18,7 @@ def catches_sigterm(pid: int) -> bool:
 
 
 def test_a_sigterm_while_it_imports_ends_it_at_once_with_the_code_of_the_signal() -> None:
-    """As the first process of a container it would not hear one that it has no handler for; without one it would die by it here."""
+    """Without a handler the program would ignore the signal as a container's first process, and die by it elsewhere, with another code."""
     command = [sys.executable, "-c", PROGRAM, "serve", "--model=/does-not-matter"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         until = time.monotonic() + DEADLINE_S

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No text of a request is in a log, whatever library writes it, and a log still says where to look."""
+"""No text of a request is in a log, whichever library writes it; a log still says where the error is (fault 103)."""
 
 import io
 import logging
@@ -24,7 +24,7 @@ ENCODERS = ("clip", "t5", "umt5", "mt5", "gemma", "gemma2", "glm", "llama", "mis
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """Collect everything that the loggers of this test write, as in a process that serves."""
+    """Provide all output of this test's loggers, configured as in a process that serves."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     names = ("diffusers.pipelines.flux", "transformers", "py.warnings", "diffusion_worker", "a_custom_class")
@@ -120,7 +120,7 @@ def test_300_words_of_a_prompt_are_in_no_log_of_any_text_encoder_also_where_it_f
     assert len(words.split()) == 300
     written = (outcomes + run.stderr).casefold()
     assert [word for word in words.split() if word in written] == []
-    # The words would have been there: diffusers warns of each truncation, and each failure is logged.
+    # Without the filter the words would be there: diffusers warns of each truncation, and each failure is logged.
     assert written.count("is withheld, as it may quote a request") >= 10, written
     for encoder in ENCODERS:
         assert f"served {encoder}" in written and f"failed {encoder}" in written

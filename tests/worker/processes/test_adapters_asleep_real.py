@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that change while the real model sleeps, and its sleep by the routes of other servers: images before and after."""
+"""Adapters that change while the real model sleeps, and sleep by the routes of other servers: images before and after."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ LEVELS = ["HostMemory", "Discard"]
 
 @pytest.fixture(autouse=True)
 def clean(worker: WorkerProcess) -> Iterator[None]:
-    """Every test leaves the model awake, with the adapters of the start only."""
+    """Restore the state after each test: the model awake, with only the adapters of the start."""
     yield
     worker.wake()
     for adapter in worker.state()["adapters"]:

@@ -31,26 +31,26 @@ def worker() -> Iterator[WorkerProcess]:
 
 @pytest.fixture(scope="module")
 def seven(worker: WorkerProcess) -> Image.Image:
-    """A red seven of the model's own."""
+    """Provide a red seven that the model made."""
     return worker.image(prompt="a red digit seven", seed=1, num_inference_steps=12, guidance_scale=3.0)
 
 
 def png(image: Image.Image) -> bytes:
-    """An image as the file that the SDK sends."""
+    """Return an image as the PNG file that the SDK sends."""
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
 
 
 def left_mask() -> bytes:
-    """Transparent on the left half."""
+    """Return a mask that is transparent on the left half."""
     image = Image.new("RGBA", (64, 64), "black")
     image.paste((0, 0, 0, 0), (0, 0, 32, 64))
     return png(image)
 
 
 def asked(**extra: Any) -> dict[str, Any]:
-    """The arguments of an edit, with more in its extra body."""
+    """Return the arguments of an edit, with more in its extra body."""
     return ASKED | {"extra_body": {**ASKED["extra_body"], **extra}}  # type: ignore[dict-item]
 
 
@@ -59,7 +59,7 @@ def pixels(image: Image.Image) -> Any:
 
 
 def apart(one: Image.Image, other: Image.Image, columns: slice = slice(None)) -> float:
-    """The mean difference in a colour, of 255."""
+    """Return the mean difference of the colours, of 255."""
     return float(np.abs(pixels(one) - pixels(other))[:, columns].mean())
 
 

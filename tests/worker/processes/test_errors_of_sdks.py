@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as clients' SDKs raise them, on a real worker process: class, message, code, and repetitions.
+"""Errors as clients' SDKs raise them, on a real worker process: class, message, code, and repetitions (fault 98).
 
-OpenAI's SDKs for Python, JavaScript and Go, and Vercel's by both of its packages for such a server. A repetition is counted where
-it arrives: the worker logs each image request once.
+The SDKs are OpenAI's for Python, JavaScript and Go, and Vercel's with both of its packages for such a server. A repetition is counted at
+the worker, which logs each image request once.
 """
 
 import json
@@ -22,8 +22,8 @@ from support.worker.process import FAKE_PROGRAM, WorkerProcess
 from tools import client_sdks
 from tools.devcluster.errors import PrerequisiteMissing
 
-# A process, and one for each call of another language; a repetition waits half a second, Vercel's two. The program in Go
-# is built once, which takes minutes on a busy machine.
+# The tests start a worker, and a process for each call of another language. A repetition waits half a second, Vercel's two. The program in
+# Go is built once, which takes minutes on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KEY = "sk-of-the-worker"
 SDKS = Path(__file__).parents[2] / "support" / "sdks"
@@ -44,7 +44,7 @@ Calls = Callable[..., Found]
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """A server with an API key, an adapter whose file is bad, and ranks that take a step in a hundredth of a second."""
+    """Start a server with an API key, an adapter whose file is bad, and ranks that take a step in a hundredth of a second."""
     folder = tmp_path_factory.mktemp("worker")
     key_path = folder / "key"
     key_path.write_text(KEY)
@@ -79,7 +79,7 @@ def by_python(given: Given) -> Found:
 
 
 def by_program(command: list[str], given: Given, **env: str) -> Found:
-    """The one line that a program of `support/sdks` prints."""
+    """Run a program of `support/sdks` and return the line of JSON that it prints."""
     ended = subprocess.run(
         command, input=json.dumps(given), env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
     )
@@ -109,7 +109,7 @@ ALL = {**THAT_STREAM, "vercel": by_vercel, "vercel-compatible": by_vercel_compat
 
 
 def class_of(client: str, status: int, seen: int) -> str:
-    """Return the class that a client raises for an answer of a status that it got so often."""
+    """Return the class of the error that a client raises for this status after the worker has seen this many tries."""
     if client == "go":
         return "openai.Error"
     if client in THAT_STREAM:
@@ -124,7 +124,7 @@ class Client:
         self.name, self._worker = name, worker
 
     def ask(self, *, seen: int = 1, key: str = KEY, cancels: bool = False, origin: str | None = None, **wanted: Any) -> Found:
-        """A call by the SDK, which the worker must see so often: the error that it raised, or the number of images."""
+        """Make a call by the SDK and check how often the worker sees it; return the raised error, or the number of images."""
         request_id = uuid.uuid4().hex
         given = {"baseURL": f"{self._worker.url}/v1", "apiKey": key, "maxRetries": RETRIES, "cancel": request_id if cancels else ""}
         given |= {
@@ -137,14 +137,14 @@ class Client:
             pytest.skip(str(missing))
         print(f"{self.name}: {json.dumps(found)}")
         line = re.compile(rf"image request request_id={request_id} ")
-        # A line is written after its answer was sent.
+        # The worker logs a request after it has sent the answer.
         self._worker.wait_for(lambda: len(line.findall(self._worker.output)) >= seen, what=f"asked {seen} times", timeout_s=20)
         assert len(line.findall(self._worker.output)) == seen
         assert found.get("requestID") in (request_id, None)
         return found
 
     def refused(self, status: int, code: str, of_type: str, *, param: str | None = None, seen: int = 1, **call: Any) -> str:
-        """Ask for an error of these words; its message."""
+        """Make a call that must fail with this status, code and type; return its message."""
         found = self.ask(seen=seen, **call)
         expected = {"raised": class_of(self.name, status, seen), "status": status, "code": code, "type": of_type, "param": param}
         assert {name: found.get(name) for name in expected} == expected, found

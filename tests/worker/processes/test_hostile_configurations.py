@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of the configurations of `make soak`, with a fixed seed: loaded or refused as peft would, at nobody else's cost."""
+"""A sample of the configurations of `make soak`, with a fixed seed: loaded or refused as by peft, at no cost to others (fault 143)."""
 
 import random
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from support.lora.hostile_configurations import BASE, ORDINARY, draw, fits
 from support.soak.configurations import run_configurations
 
-# A busy machine may take minutes to start a worker, beside the time of the sample.
+# A busy machine may take minutes to start a worker, besides the time of the sample.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 

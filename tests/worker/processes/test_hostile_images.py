@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of the hostile images of `make soak`, with a fixed seed: refused or made into images, at nobody else's cost."""
+"""A sample of the hostile images of `make soak`, with a fixed seed: refused or made into images, at no cost to others."""
 
 from pathlib import Path
 from random import Random

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of the hostile sources of `make soak`, with a fixed seed: refused or loaded as they should be, at nobody else's cost."""
+"""A sample of the hostile sources of `make soak`, with a fixed seed: refused or loaded as expected, at no cost to others (fault
+104).
+"""
 
 import random
 from pathlib import Path
@@ -24,7 +26,7 @@ def test_sources_are_the_same_from_the_same_seed_and_have_all_kinds(tmp_path: Pa
     assert kinds == {"address", "rebinding", "redirect", "badly served", "no adapter", "hub", "path", "claim", "swapped", "ordinary"}
 
 
-# A busy machine may take minutes to start a worker, beside the time of the sample.
+# A busy machine may take minutes to start a worker, besides the time of the sample.
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_hostile_sources_are_refused_in_time_and_cost_others_nothing(short_path: Path) -> None:

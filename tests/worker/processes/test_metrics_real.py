@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a real worker with real ranks, before and after it made images."""
+"""The metrics of a real worker with real ranks, before and after it has made images."""
 
 import re
 from pathlib import Path
@@ -12,12 +12,12 @@ from support.worker.process import WorkerProcess
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
-# One rank on 2 cores, with other tests' images before.
+# For one rank on 2 cores, after other tests' images.
 MOST_RESIDENT_BYTES = 120_000_000
 
 
 def metrics(worker: WorkerProcess) -> dict[tuple[str, ...], float]:
-    """Every sample by name, without the prefix, and its labels' values."""
+    """Return every sample by its name without the prefix, and by its labels' values."""
     families = text_string_to_metric_families(worker.get("/metrics").text)
     return {
         (sample.name.removeprefix("diffusion_worker_"), *sample.labels.values()): sample.value
@@ -36,7 +36,7 @@ def test_a_real_worker_shows_what_its_images_took(worker: WorkerProcess) -> None
     assert rise["requests_total", "OK", "generations"] == rise["request_seconds_count", "generations"] == 2
     for phase in ("queue", "encode", "denoise", "decode", "post"):
         assert rise["phase_seconds_count", phase] == 4
-    # The parts are in the whole: two images of a request share its time.
+    # A phase is counted for each image, and two images of a request share the request's time.
     assert 0 < rise["phase_seconds_sum", "denoise"] < 2 * rise["request_seconds_sum", "generations"]
     assert rise["phase_seconds_sum", "decode"] > 0
     assert 0 < rise["step_seconds_sum",] < rise["request_seconds_sum", "generations"]

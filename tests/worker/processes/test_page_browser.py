@@ -19,7 +19,7 @@ from tools.devcluster.errors import PrerequisiteMissing
 pytestmark = pytest.mark.slow
 
 DEADLINE_MS = 30_000
-# What a person sees while an image is made; the page has no such record itself.
+# A record of the text and the previews that a person sees while an image is made. The page itself keeps none.
 WATCH = """() => {
   window.seen = {steps: [], previews: 0};
   const text = document.getElementById("progress-text"), image = document.getElementById("image");
@@ -27,7 +27,7 @@ WATCH = """() => {
   new MutationObserver(() => { window.seen.previews += image.classList.contains("preview"); })
     .observe(image, {attributes: true, attributeFilter: ["src"]});
 }"""
-# The page lets scripts reach its worker alone, so the image is read off the screen.
+# The page's policy lets scripts reach only its worker, so the image is read from the screen.
 PIXELS = """() => {
   const image = document.getElementById("image"), canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
@@ -39,7 +39,7 @@ PIXELS = """() => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One browser for this module, whose tests are all synchronous: it keeps an event loop in their thread."""
+    """Start one browser for this module. All of its tests are synchronous, because it keeps an event loop in their thread."""
     try:
         chromium.program()
     except PrerequisiteMissing as missing:
@@ -50,7 +50,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens the page of a worker. Errors in its console and requests to anybody else fail the test, unless expected."""
+    """Provide a function that opens a worker's page. Unexpected errors in its console and requests to other servers fail the test."""
     problems: list[str] = []
     contexts = []
 
@@ -82,7 +82,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 @pytest.fixture(scope="module")
 def fake_worker() -> Iterator[WorkerProcess]:
-    """The real server over fake ranks, ready."""
+    """Start the real server over fake ranks and wait until it is ready."""
     with WorkerProcess(program=FAKE_PROGRAM) as worker:
         worker.wait_ready()
         yield worker
@@ -102,7 +102,7 @@ def make(page: Page, **fields: str) -> None:
 
 
 def finished(page: Page) -> dict[str, str]:
-    """Wait for the image; what the page says of how it was made."""
+    """Wait for the image; return the page's description of it, by term."""
     expect(page.locator("#progress-text")).to_have_text("Finished.", timeout=DEADLINE_MS)
     expect(page.locator("#caption")).to_be_visible()
     return dict(zip(page.locator("#provenance dt").all_inner_texts(), page.locator("#provenance dd").all_inner_texts(), strict=True))

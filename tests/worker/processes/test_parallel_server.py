@@ -17,7 +17,7 @@ REQUEST = {"prompt": "a red digit seven", "seed": 1, "num_inference_steps": 6, "
 
 @pytest.fixture(scope="module")
 def split_worker() -> Iterator[WorkerProcess]:
-    """Two ranks with the tokens of an image over both."""
+    """Start a worker whose two ranks share the tokens of an image."""
     with WorkerProcess(ranks=2, loras=STRIPES, options=("--sequence=2", "--vae-tiling")) as worker:
         worker.wait_ready()
         yield worker
@@ -25,7 +25,7 @@ def split_worker() -> Iterator[WorkerProcess]:
 
 @pytest.fixture(scope="module")
 def sharded_worker() -> Iterator[WorkerProcess]:
-    """Two ranks with half of the weights each."""
+    """Start a worker of two ranks with half of the weights each."""
     with WorkerProcess(ranks=2, loras=STRIPES, options=("--shard=2",)) as worker:
         worker.wait_ready()
         yield worker
@@ -57,7 +57,7 @@ def test_a_size_that_the_model_cannot_make_is_refused_with_its_bound_before_a_ra
 
 
 def test_a_size_whose_tokens_cannot_be_shared_is_refused_by_name(split_worker: WorkerProcess) -> None:
-    # 8 pixels a token: 5 x 5 of them.
+    # A token is 8 pixels wide and high: 5 x 5 tokens.
     answer = split_worker.request_images(**REQUEST, size="40x40")
     assert answer.status_code == 400
     assert "size: expected a number of 8x8 tokens that --sequence 2 divides, found 40x40" in answer.text

@@ -20,13 +20,13 @@ pytestmark = pytest.mark.slow
 
 
 def fake(behaviour: Mapping[str, Any] | None = None, **options: Any) -> WorkerProcess:
-    """The server over ranks that behave as told."""
+    """Return a server over fake ranks with this behaviour."""
     env = {"FAKE_WORKER": json.dumps(behaviour or {})}
     return WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, env=env, **options)
 
 
 def images_or_nothing(worker: WorkerProcess) -> httpx2.Response | None:
-    """The answer, or None where the connection broke."""
+    """Ask for an image; return the answer, or None if the connection broke."""
     try:
         return worker.request_images(prompt="p kumquatfen", num_inference_steps=200)
     except httpx2.TransportError:
@@ -41,7 +41,7 @@ def test_both_ports_answer_while_the_ranks_load() -> None:
         assert worker.state()["state"] == "starting"
         held = threads.submit(worker.request_images, prompt="p kumquatfen")
         worker.wait_for(lambda: worker.state()["held"]["current"] == 1, what="holding the request")
-        # Half a second on an idle core; the machine of a test is not idle.
+        # An idle core takes half a second; a machine with other tests takes longer.
         assert listening_s < 10
         worker.send_signal(signal.SIGTERM)
         assert (held.result(5).status_code, held.result().json()["error"]["code"]) == (503, "Terminating")
@@ -108,7 +108,7 @@ def test_the_termination_log_is_never_made() -> None:
     with fake({"configError": "no"}) as worker:
         worker.termination_log.unlink(missing_ok=True)
         worker.wait_exit()
-        # Taken away before or after it was written, nobody makes it again.
+        # A log that is deleted, before or after it was written, is not created again.
         assert not worker.termination_log.exists() or worker.termination_log.read_text() == "no"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters on the real model: given at start, put and deleted while it serves, and those that are none."""
+"""LoRA adapters on the real model: given at start, put and deleted while it serves, and files that are no adapters."""
 
 import concurrent.futures
 import hashlib
@@ -27,7 +27,7 @@ def digest_of(folder: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def clean(worker: WorkerProcess) -> Iterator[None]:
-    """Every test leaves the adapters of the start only."""
+    """Remove the adapters that a test has put."""
     yield
     for adapter in worker.state()["adapters"]:
         if adapter["name"] not in ("stripes", "frame", "broken"):
@@ -62,7 +62,7 @@ def test_an_adapter_is_put_used_and_deleted_while_the_worker_serves(worker: Work
 
 
 def test_an_adapter_is_loaded_between_the_steps_of_a_running_image_and_changes_nothing_of_it(worker: WorkerProcess) -> None:
-    """RA20."""
+    """A load waits for the end of a step, because a step must not see an adapter change."""
     long = {**REQUEST, "num_inference_steps": 60, "model": "stripes"}
     alone = worker.image(**long).tobytes()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
@@ -108,7 +108,6 @@ def test_the_scale_of_an_adapter_counts_and_zero_is_the_base(worker: WorkerProce
 def test_a_lora_that_is_none_or_does_not_match_is_refused_and_changes_nothing(
     worker: WorkerProcess, bad_adapters: dict[str, Path], kind: str, code: str, says: str
 ) -> None:
-    """RA6, RA7."""
     before = worker.image(**REQUEST).tobytes(), worker.image(**REQUEST, model="stripes").tobytes()
     answer = worker.put_adapter("bad", bad_adapters[kind])
     status = 404 if code == "SourceNotFound" else 400
@@ -138,7 +137,7 @@ def test_the_openai_sdk_asks_for_several_adapters_each_with_its_strength(worker:
         assert answer.data is not None and answer.data[0].model_extra is not None
         image = decode_image(str(answer.data[0].b64_json))
         found = answer.data[0].model_extra["provenance"]
-        # The same is in the image's file.
+        # The image's file has the same provenance.
         assert json.loads(image.info["provenance"]) == found
         return image.tobytes(), found["adapters"]
 
@@ -212,7 +211,7 @@ def test_a_rank_reads_nothing_of_an_adapter_and_a_pattern_that_takes_for_ever_co
     ranks = [rank["pid"] for rank in worker.state()["ranks"]]
 
     def read_by_ranks() -> list[int]:
-        """Bytes that each has read of files and sockets."""
+        """Return the bytes that each rank has read from files and sockets."""
         return [int(Path(f"/proc/{pid}/io").read_text().split()[1]) for pid in ranks]
 
     large = tmp_path / "large"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real worker with a pipeline class of a user's, from its command line to the image and to the refusals."""
+"""A real worker with a user's own pipeline class, from its command line to images and refusals."""
 
 from pathlib import Path
 

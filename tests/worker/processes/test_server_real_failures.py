@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real workers that are killed, terminated or told nonsense: clear exit codes, reasons, and nothing left behind."""
+"""Real workers that are killed, terminated or given wrong options: clear exit codes, reasons, and nothing left behind."""
 
 import concurrent.futures
 import os
@@ -58,7 +58,7 @@ def test_a_killed_server_takes_its_ranks_and_folders_with_it_even_in_the_middle_
         assert worker.wait_exit(10) == -signal.SIGKILL
         wait_until_gone(worker, pids)
         assert running.result(10) is None
-        # Not what torch keeps for itself there.
+        # Files that torch keeps there for itself do not count.
         assert [path for path in short_path.iterdir() if path.name.startswith(("diffusion-worker", "pymp"))] == []
 
 
@@ -84,7 +84,7 @@ def test_a_worker_terminated_while_its_ranks_start_leaves_no_process() -> None:
 
 
 def broken_model(folder: Path, kind: str) -> Path:
-    """The digits model with something wrong in it that only loading can find."""
+    """Return a copy of the digits model with a fault that only loading can find."""
     model = folder / kind
     shutil.copytree(DIGITS_MODEL, model)
     weights = model / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -98,13 +98,13 @@ def broken_model(folder: Path, kind: str) -> Path:
     return model
 
 
-# What the reason must name beside the model's path.
+# Each reason names the model's path and this.
 BROKEN = {"no-weights": "transformer", "cut-weights": "transformer", "unknown-class": "NoSuchPipeline", "unknown-option": "OtherPipeline"}
 
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, WorkerProcess]]]:
-    """Workers of models that cannot be loaded, all started at once: each imports torch before it can know."""
+    """Start workers of models that cannot be loaded, all at once, because each must import torch to find out."""
     folder = tmp_path_factory.mktemp("broken-models")
     with ExitStack() as stack:
         started = {}

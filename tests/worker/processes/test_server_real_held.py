@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that meet a sleeping model: a real worker, whose rank waits in the middle of a wake for as long as a test wants."""
+"""Requests that meet a sleeping model: a real worker, whose rank waits in the middle of a wake until a test lets it go on."""
 
 import concurrent.futures
 import json
@@ -20,18 +20,18 @@ REQUEST = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4, "
 
 
 class Sleepy:
-    """The worker, its desired file and its gates."""
+    """A worker with its desired file and its gates."""
 
     def __init__(self, folder: Path) -> None:
         self.gates = Gates(folder)
         self.desired = folder / "desired.json"
         self.declare()
-        # One at a time: images end in the order in which they were asked for.
+        # With a batch of one, images end in the order of their requests.
         options = (f"--desired={self.desired}", "--worker-extension=support.worker.extensions:Gated", "--max-batch-size=1")
         self.worker = WorkerProcess(options=options, env={"PYTHONPATH": str(Path(__file__).parents[2]), **self.gates.env})
 
     def declare(self, policy: str = "OnIdle", **cold: Any) -> None:
-        """Another desired file, in place at once."""
+        """Replace the desired file in one step."""
         limits = {"mode": "Hold", "maxHeld": 64, "holdTimeoutSeconds": 300.0, **cold}
         replacement = self.desired.with_suffix(".new")
         replacement.write_text(json.dumps({"sleep": {"policy": policy}, "coldRequests": limits}))
@@ -54,7 +54,7 @@ def of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sleepy]:
 
 @pytest.fixture
 def sleepy(of_all: Sleepy) -> Iterator[Sleepy]:
-    """OnIdle, without held requests; asleep at the start of each test."""
+    """Provide the worker asleep under OnIdle, without held requests."""
     of_all.declare()
     of_all.worker.wait_ready()
     of_all.worker.sleep()
@@ -74,7 +74,7 @@ def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 def test_a_request_while_the_model_loads_is_held_and_served(of_all: Sleepy) -> None:
     worker = of_all.worker
     assert worker.state()["state"] == "starting"
-    # Which sizes the model can make is known when it was loaded; this is known before.
+    # The model's sizes are known only after the load, but the limit of steps is known before.
     wrong = worker.request_images(**{**REQUEST, "num_inference_steps": 100_000})
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "InvalidRequest")
     assert worker.state()["state"] == "starting"
@@ -112,7 +112,7 @@ def test_twenty_requests_are_held_and_served_in_the_order_in_which_they_came(
     images = [one.result(60) for one in asked]
     alone = [sleepy.worker.image(**{**REQUEST, "seed": seed}).tobytes() for seed in range(3)]
     assert images == [alone[number % 3] for number in range(20)]
-    # The clients' threads may note the ends of two that came together the other way round.
+    # Two requests that end together may be noted in either order by the clients' threads.
     assert max(abs(place - number) for place, number in enumerate(ended)) <= 2
 
 

@@ -17,7 +17,7 @@ from support.worker.process import WorkerProcess, decode_image
 # A start of a real worker imports torch for ten seconds.
 pytestmark = pytest.mark.slow
 
-# Rounding of another batch size or another split over the ranks: a level or two of 255 in a few pixels.
+# Another batch size or another split over the ranks rounds otherwise: a level or two of 255 in a few pixels.
 MAX_LEVELS = 3
 
 REQUESTS: list[dict[str, Any]] = [
@@ -30,7 +30,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def levels_apart(one: Image.Image, other: Image.Image) -> int:
-    """The largest difference of any channel of any pixel."""
+    """Return the largest difference of any channel of any pixel."""
     assert one.size == other.size
     return int(np.abs(np.asarray(one, np.int16) - np.asarray(other, np.int16)).max())
 

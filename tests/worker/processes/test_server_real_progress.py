@@ -22,7 +22,7 @@ STAGES = ("queue", "encode", "denoise", "decode", "post")
 
 
 def events(worker: WorkerProcess, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream, in order."""
+    """Ask for a stream and return its events in order."""
     text = worker.request_images(**{"stream": True} | body).text
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
@@ -63,9 +63,9 @@ def test_the_stages_of_an_image_are_told_on_request_and_add_up_to_no_more_than_i
         assert 0 < sum(timings[stage] for stage in STAGES) < timings["total"]
         assert timings["denoise"] > timings["decode"] > 0
         assert timings["post"] > 0
-        assert image["peak_memory_bytes"] is None  # on a CPU nobody knows
+        assert image["peak_memory_bytes"] is None  # a CPU has no such figure
     assert first[0]["timings"]["encode"] > 0
-    assert again[0]["timings"]["encode"] == 0  # remembered
+    assert again[0]["timings"]["encode"] == 0  # the prompt is in the cache
 
 
 def test_what_an_image_says_it_was_made_by_makes_it_again(worker: WorkerProcess) -> None:

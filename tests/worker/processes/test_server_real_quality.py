@@ -33,7 +33,7 @@ def worker() -> Iterator[WorkerProcess]:
 
 
 def ask(worker: WorkerProcess, **fields: Any) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
-    """The image, and the answer without it."""
+    """Return the image of a request, and its answer without the image."""
     answer = worker.request_images(**BODY | fields)
     assert answer.status_code == 200, answer.text
     found = answer.json()
@@ -54,7 +54,7 @@ def test_high_and_low_quality_in_one_worker_are_both_right_and_the_answer_says_w
         asked = {quality: pool.submit(ask, worker, quality=quality) for quality in ("high", "low")}
         answers = {quality: future.result() for quality, future in asked.items()}
     (high, said_high), (low, said_low) = answers["high"], answers["low"]
-    # The two never share a call, so each is as alone.
+    # Requests of different qualities never share a call, so each image is the same as alone.
     np.testing.assert_array_equal(high, plain)
     assert not np.array_equal(low, plain)
     assert judge(Image.fromarray(low)) == (7, "red")

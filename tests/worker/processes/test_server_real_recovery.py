@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real worker whose ranks are killed and stopped at every moment: the same server, the same images, nothing lost."""
+"""A real worker whose ranks are killed and stopped at every moment: the same server goes on, with the same images and no loss."""
 
 import concurrent.futures
 import os
@@ -21,14 +21,14 @@ STRIPES = DIGITS / "loras" / "stripes"
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
-    """Two ranks that may be lost as often as the tests want."""
+    """Start a worker of two ranks that may be lost as often as the tests want."""
     with WorkerProcess(ranks=2, loras={"stripes": STRIPES}, options=("--max-restarts=100",)) as worker:
         worker.wait_ready()
         yield worker
 
 
 def lose(worker: WorkerProcess, rank: int, number: signal.Signals = signal.SIGKILL) -> dict[str, Any]:
-    """Signal a rank and wait for the next generation; nothing of the last one is left, and the server is the same."""
+    """Signal a rank and check that the same server has the next generation soon, with nothing left of the last; return the state."""
     before = worker.state()
     pids = worker.rank_pids()
     os.kill(pids[rank], number)
@@ -59,13 +59,13 @@ def test_a_rank_lost_in_the_middle_of_images_costs_time_and_no_image(worker: Wor
     replayed = worker.get("/metrics").text
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         running = [threads.submit(worker.image, **{**LONG, "seed": seed}) for seed in range(2)]
-        # Together or one after the other, as the scheduler finds it best.
+        # The scheduler decides to run them together or one after the other.
         worker.wait_for(lambda: worker.state()["inFlight"] > 0, what="working")
         lose(worker, rank, number)
-        # In company a sum is rounded in another order.
+        # A shared call rounds a sum in another order.
         for seed, found in enumerate(running):
             assert all(abs(a - b) <= 1 for a, b in zip(found.result(60).tobytes(), alone[seed], strict=True))
-    # One of them may have been done before its rank was lost, or not yet begun.
+    # At least one request was under way when its rank was lost.
     assert count(worker.get("/metrics").text, "images_replayed_total") > count(replayed, "images_replayed_total")
 
 
@@ -78,7 +78,7 @@ def test_a_rank_lost_while_an_adapter_loads_fails_that_load_only(worker: WorkerP
         loading = threads.submit(put)
         lose(worker, 1)
         outcomes.add(loading.result(60))
-    # Over before the kill, in the middle of it, or during the restart.
+    # The put was over before the kill, was under way, or met the restart.
     assert outcomes <= {200, 500, 503}
     assert put() == 200
     assert worker.image(**SHORT, model="frame").tobytes() != worker.image(**SHORT).tobytes()

@@ -17,7 +17,7 @@ from support.worker.real_memory import MemoryCgroup, make_big_model, why_not
 pytestmark = pytest.mark.slow
 
 REQUEST = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0}
-# Pass every weight with one row in one step: more take seconds on the model of a gigabyte.
+# A single row in a single step uses every weight; more would take seconds on the model of a gigabyte.
 BRIEF = REQUEST | {"num_inference_steps": 1, "guidance_scale": 1.0}
 
 
@@ -44,7 +44,7 @@ def test_sleep_frees_the_weights_and_wake_gives_the_same_images(worker_of_two: W
     assert [of["adapterSlotsResidentBytes"] + of["cacheBytes"] for of in memory] == [0, 0]
     if level == "Discard":
         assert [of["adapterHostBytes"] for of in memory] == [0, 0]
-        # What is in no file as it is: the tables of positions, which were computed.
+        # Only computed tensors are in no file as they are: the tables of positions.
         assert all(of["mirrorMemoryBytes"] < 0.02 * of["weightsBytes"] for of in memory), memory
 
     answer = worker.request_images(**REQUEST)
@@ -54,7 +54,7 @@ def test_sleep_frees_the_weights_and_wake_gives_the_same_images(worker_of_two: W
     assert worker.get("/readyz").status_code == 200
 
     document = worker.wake()
-    # Not equal to what it was: whole huge pages may or may not back the ends of a slab.
+    # The sizes need not be equal: the ends of a slab may or may not be in whole huge pages.
     assert all(resident >= size for resident, size in zip(weights_resident(worker, document), weights, strict=True))
     assert before == [worker.image(**REQUEST, model=model).tobytes() for model in ("digits", "stripes")]
     assert worker.image(**REQUEST, model="put").tobytes() not in before
@@ -141,7 +141,7 @@ def test_the_desired_file_names_adapters_and_lets_the_worker_fall_asleep_by_itse
 
 @pytest.fixture(scope="module")
 def cgroup() -> Iterator[MemoryCgroup | None]:
-    """Under which the big worker runs, where there can be one."""
+    """Provide a cgroup for the big worker, or None if the machine allows none."""
     if why_not() is not None:
         yield None
         return
@@ -151,7 +151,7 @@ def cgroup() -> Iterator[MemoryCgroup | None]:
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory, cgroup: MemoryCgroup | None) -> Iterator[WorkerProcess]:
-    """A model of a gigabyte."""
+    """Start a worker with a model of a gigabyte."""
     model = make_big_model(tmp_path_factory.mktemp("big") / "model")
     with WorkerProcess(model, served_name="big", wrapper=cgroup.wrapper if cgroup else ()) as worker:
         worker.wait_ready()
@@ -168,7 +168,7 @@ def test_sleep_frees_a_model_of_a_gigabyte_and_wakes_it_bit_for_bit(big: WorkerP
     document = big.sleep(level=level)
     [asleep] = weights_resident(big, document)
     assert asleep <= 0.02 * awake
-    # Not only where the worker says that its weights are.
+    # The memory is free in the whole process, not only where the worker reports its weights.
     assert anonymous - anonymous_bytes(big.rank_pids()[0]) >= 0.98 * document["model"]["sizeBytes"]
     assert document["lastOperation"]["freedBytes"] >= 0.98 * document["model"]["sizeBytes"]
     big.wake()
@@ -198,6 +198,6 @@ def test_a_wake_without_enough_memory_leaves_the_model_asleep_and_can_be_tried_a
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of a process that no file stands behind."""
+    """Return the bytes of a process's memory that belong to no file."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0]) * 1024

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep and wake of real ranks that die, stop or come across each other in the middle of it; gates hold them there."""
+"""Sleep and wake of real ranks that die, stop or overlap on the way; gates hold them there."""
 
 import concurrent.futures
 import json
@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[2]
 
 
 class Faulty(WorkerProcess):
-    """Two ranks with gates, that may be lost as often as a test wants, OnIdle and with a record of their sleep."""
+    """A worker of two ranks with gates, which may be lost as often as a test wants. It sleeps under OnIdle and records its sleep."""
 
     def __init__(self, folder: Path) -> None:
         self.gates = Gates(folder)
@@ -41,22 +41,22 @@ class Faulty(WorkerProcess):
         self.alone = b""
 
     def begin(self, path: str, **body: Any) -> httpx2.Response:
-        """A sleep or wake that is not waited for."""
+        """Begin a sleep or a wake and do not wait for its end."""
         return self.control("POST", path, json={"operationId": f"{path}-{time.monotonic()}", **body})
 
     def weights_resident(self) -> float:
-        """The part of the weights that the kernel counts in the ranks."""
+        """Return the part of the weights that the kernel counts in the ranks' memory."""
         ranks = self.state()["ranks"]
         resident = sum(resident_bytes(rank["pid"], rank["memory"]["mappings"]) for rank in ranks)
         return float(resident / sum(rank["memory"]["weightsBytes"] for rank in ranks))
 
     def wait_over(self, state: str) -> dict[str, Any]:
-        """The document, once it has that state and no operation runs."""
+        """Wait until no operation runs and the state is this one; return the document."""
         self.wait_for(lambda: self.state()["operation"] is None and self.state()["state"] == state, what=f"{state} for good")
         return self.state()
 
     def check_asleep_then_wake(self) -> None:
-        """Nothing of the weights is there; the images after waking are what they were."""
+        """Check that no weights are in memory, and that a wake restores the images."""
         assert self.weights_resident() < 0.02
         self.wake()
         assert self.image(**REQUEST, model="stripes").tobytes() == self.alone
@@ -72,7 +72,7 @@ def of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
 
 @pytest.fixture
 def faulty(of_all: Faulty) -> Iterator[Faulty]:
-    """Awake before and after each test."""
+    """Provide the worker awake, and wait until it is so again after the test."""
     yield of_all
     for gate in ("sleep", "wake", "adapter"):
         of_all.gates.open(gate)
@@ -124,7 +124,7 @@ def test_weights_that_come_back_spoiled_by_one_bit_are_never_served_from(faulty:
 
 
 def test_an_adapter_that_is_spoiled_in_memory_while_the_model_sleeps_is_never_served_from(faulty: Faulty) -> None:
-    """RA21: the first wake after its load finds it, reads it from its file again, and no rank has to start again."""
+    """The first wake after the load finds the fault and reads the adapter from its file again; no rank has to restart."""
     restarts = faulty.sleep()["restarts"]
     faulty.gates.close("spoil-adapters")
     assert faulty.image(**REQUEST, model="stripes").tobytes() == faulty.alone
@@ -191,7 +191,7 @@ def test_images_asked_for_while_the_model_sleeps_again_and_again_are_what_they_a
                 faulty.begin("/v1/sleep", level=level)
         images = [one.result(90).tobytes() for one in asked]
     for number, image in enumerate(images):
-        # In company a sum is rounded in another order.
+        # A shared call rounds a sum in another order.
         assert all(abs(a - b) <= 1 for a, b in zip(image, alone[number % 4].tobytes(), strict=True))
     faulty.wait_for(lambda: faulty.state()["operation"] is None, what="done")
     faulty.wake()
@@ -207,10 +207,10 @@ def test_a_server_killed_while_asleep_comes_back_asleep_and_holds_nothing(faulty
     seen = set[str]()
     faulty.wait_for(lambda: seen.add(faulty.state()["state"]) or "asleep" in seen, what="asleep")
     assert seen <= {"starting", "asleep"}
-    faulty.wait_ready()  # its adapters are looked for while it is asleep already
+    faulty.wait_ready()  # the worker looks for the adapter's file while the model is still asleep
     assert all(rank["memory"]["weightsResidentBytes"] == 0 for rank in faulty.state()["ranks"])
     assert faulty.weights_resident() == 0
-    # A request wakes it, with no operator about.
+    # The request wakes the model, without an operator.
     assert faulty.image(**REQUEST, model="stripes").tobytes() == faulty.alone
 
 
@@ -233,7 +233,7 @@ def test_a_worker_terminated_while_it_sleeps_ends_with_0(of_all: Faulty) -> None
 
 
 def check_end(worker: WorkerProcess) -> None:
-    """SIGTERM: exit code 0 within the grace, and no process stays."""
+    """Check that SIGTERM ends the worker with exit code 0 in time, and that no process stays."""
     pids, begun = [*worker.rank_pids(), *descendants(worker.pid)], time.monotonic()
     assert worker.terminate() == 0
     assert time.monotonic() - begun < 10

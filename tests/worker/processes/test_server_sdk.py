@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI SDK on a real worker process over a real socket: every call of its images and models that the worker has."""
+"""The OpenAI SDK on a real worker process over a real socket: every call of its images and models that the worker supports."""
 
 import base64
 import io
@@ -17,7 +17,7 @@ from diffusion_worker.messages import RequestSpec
 from support.worker.fake_rank_group import fake_pixels
 from support.worker.process import FAKE_PROGRAM, WorkerProcess
 
-# A process and the SDK's import take longer than all of these tests.
+# Starting a process and importing the SDK take longer than all of these tests.
 pytestmark = pytest.mark.slow
 KEY = "sk-of-the-worker"
 STREAMED = ("image_generation.partial_image", "image_generation.completed")
@@ -25,7 +25,7 @@ STREAMED = ("image_generation.partial_image", "image_generation.completed")
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """A server process with an API key, over ranks that take a step in a hundredth of a second."""
+    """Start a server with an API key over ranks that take a step in a hundredth of a second."""
     key_path = tmp_path_factory.mktemp("key") / "key"
     key_path.write_text(KEY)
     env = {"FAKE_WORKER": json.dumps({"stepSeconds": 0.01})}
@@ -159,7 +159,7 @@ def test_a_raw_answer_can_be_a_file(client: OpenAI, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sleepy_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """A server whose model a request wakes, in half a second."""
+    """Start a server whose sleeping model wakes for a request, in half a second."""
     desired = tmp_path_factory.mktemp("desired") / "desired.json"
     desired.write_text(json.dumps({"sleep": {"policy": "OnIdle"}}))
     env = {"FAKE_WORKER": json.dumps({"wakeSeconds": 0.5})}

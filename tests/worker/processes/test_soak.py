@@ -70,7 +70,7 @@ def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_reque
     assert outcome.wrong == []
     assert outcome.done == 8
     assert outcome.images > 40 and outcome.states["ready"] > 3
-    # Named by kind and level, and by the code where they failed.
+    # An operation is named by its kind and level, and by its code if it failed.
     assert "sleep" in {operation.partition(" ")[0] for operation in outcome.operations}
 
 
@@ -98,7 +98,7 @@ def test_a_name_may_be_what_it_was_or_became_while_its_image_was_made(tmp_path: 
 
 
 def _soak_of_two(folder: Path) -> tuple[AdapterSoak, list[str]]:
-    """A soak without a worker: `style-0` stands for content 0, whose image is all 10; that of content 1 is all 200."""
+    """Return a soak without a worker, and its digests. `style-0` stands for content 0, whose image is all 10; content 1 gives all 200."""
     contents = [folder / str(number) for number in range(2)]
     for number, content in enumerate(contents):
         content.mkdir()
@@ -141,7 +141,7 @@ def test_a_wrong_request_of_the_soak_of_sleep_is_refused_at_once_or_that_is_wron
 
 
 def _judge_of_sleep() -> tuple[Callable[[Asked, Times], str | None], Times]:
-    """`style-0` stands for content 0, whose image of body 0 is all 10."""
+    """Return a judge and its times; `style-0` stands for content 0, whose image of body 0 is all 10."""
     references = References(None, [], (), Outcome(1, counts="worst_difference"))
     references.alone[0, (0,)] = np.full((8, 8, 3), 10)
     references.digests["sha256:0"], references.spells["style-0"] = 0, [Spell(0, 0.0)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each load is a process, which costs nobody but its own put whatever becomes of it (E5, E17)."""
+"""Each load is a process, and its end costs nobody but its own put (faults 118 and 120)."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from diffusion_worker.lora.request import LoadOptions
 from diffusion_worker.ranks.load_processes import LoadProcesses
 from support.lora.loads import blocks, manager_of, request, write_file
 
-# The fork server imports torch for seconds.
+# The fork server takes seconds to import torch.
 pytestmark = pytest.mark.slow
 
 
@@ -30,7 +30,7 @@ def _metadata(**settings: Any) -> dict[str, str]:
 
 
 def _costly(folder: Path, pattern: str = r"(\w|\w\w)+\d!") -> Path:
-    """An adapter whose pattern takes for ever on the name of its module."""
+    """Write an adapter whose pattern takes for ever to match the name of its module; return its file."""
     folder.parent.mkdir(exist_ok=True)
     return write_file(folder, nn.ModuleDict({"a" * 60: nn.Linear(8, 8)}), metadata=_metadata(**{"transformer.alpha_pattern": {pattern: 3}}))
 
@@ -41,7 +41,7 @@ def _fields(pid: int | str) -> list[str]:
 
 
 def _loads() -> dict[int, int]:
-    """The processes of the loads of this process, and how nice each is: they are children of its fork server."""
+    """Return the nice value of each load's process, by its id. These are the children of this process's fork server."""
     found = {}
     for entry in Path("/proc").iterdir():
         with suppress(OSError, IndexError, ValueError):
@@ -53,7 +53,7 @@ def _loads() -> dict[int, int]:
 
 
 async def _running() -> int:
-    """The load that runs, as soon as one does."""
+    """Return the process of a load, as soon as one runs."""
     async with asyncio.timeout(60):
         while not (found := _loads()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished images are copied, made bytes and sent beside the next step: nothing waits for them but what comes after them."""
+"""Finished images are copied, encoded and sent beside the next step; only later messages wait for them."""
 
 import threading
 from collections.abc import Callable
@@ -24,7 +24,7 @@ DEADLINE_S = 10.0
 
 
 class SlowImage(RawImage):
-    """An image that is there when `ready` says so: one that never is would end the test by its deadline."""
+    """An image that is not there before `ready` is set. If it never is, the test fails at its deadline."""
 
     def __init__(self, ready: threading.Event, error: BaseException | None = None) -> None:
         super().__init__(np.ones((1, 4, 6, 3)))
@@ -39,7 +39,7 @@ class SlowImage(RawImage):
 
 
 class FakeWorker:
-    """A worker whose ticks are what a test says."""
+    """A worker whose ticks a test defines."""
 
     def __init__(self, ticks: dict[int, Callable[[], StepOutput]]) -> None:
         self._ticks = ticks
@@ -56,7 +56,7 @@ class FakeWorker:
 
 
 class Wire:
-    """Keeps what is sent, in order, with the thread that sent it; `receive` gives the messages one by one."""
+    """A wire that keeps the sent messages in order, with the thread of each; `receive` gives the messages one by one."""
 
     def __init__(self, *messages: Any) -> None:
         self._messages = list(messages)

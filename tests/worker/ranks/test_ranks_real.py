@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real rank processes behind `RankExecutor`, in this process and without a server: calls, faults, ends, and what is left.
+"""Real rank processes behind `RankExecutor`, in this process and without a server: calls, faults, ends, and cleanup.
 
 The first start imports torch in the fork server; later ones take a second, so all share it.
 """
@@ -46,7 +46,7 @@ async def test_a_call_reaches_every_rank_or_the_one_that_is_asked_and_errors_nam
         with pytest.raises(RequestError, match=r"nap: no answer of rank \[1\] within 0.2 s") as late:
             await executor.call("nap", timeout_s=0.2, seconds=1.0, only_rank=1)
         assert late.value.code is ErrorCode.TIMEOUT
-        # The late answer is nobody's; the next call has its own.
+        # Nobody gets the late answer; the next call gets its own.
         assert results(await executor.call("greet", **greet)) == [f"hello you from rank {rank}" for rank in (0, 1)]
 
 
@@ -220,7 +220,7 @@ async def test_an_extension_that_cannot_be_imported_is_a_configuration_error() -
 
 
 async def test_ranks_meet_where_they_are_told_to() -> None:
-    """On an address that is not the loopback's own name, and on a port that is asked for, again and again."""
+    """The address is not the usual one of loopback, the port is given, and both are used again after a restart."""
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
     async with ranks(rendezvous_host="127.0.0.2", rendezvous_port=port) as executor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does with the messages of the broadcast, and the server with those of its ranks, in one process."""
+"""Messages of the broadcast at a rank, and those of the ranks at the server, in one process."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ from diffusion_worker.runner.stepping.stepper import StepOutput
 
 
 class FakeWorker:
-    """A worker without a device: its adapters are numbers, its faults are what a test says."""
+    """A worker without a device: its adapters are numbers, and a test sets its faults."""
 
     def __init__(self) -> None:
         self.raises: BaseException | None = None
@@ -71,7 +71,7 @@ class FakeWorker:
 
 
 class FakeWire:
-    """A wire that has these messages for the rank, and keeps its answers."""
+    """A wire that gives these messages to the rank and keeps the rank's answers."""
 
     def __init__(self, *messages: Any) -> None:
         self.messages = list(messages)
@@ -93,7 +93,7 @@ def worker_of(of: WorkerProc) -> Any:
     return of.worker
 
 
-# Which ranks run a call, and which answer with a result
+# Ranks that run a call, and those that answer with a result
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_methods_of_an_extension_take_any_plain_data() -> None:
     assert msgspec.msgpack.decode(reply.result) == {"name": "a", "values": [1, 2.5, None]}
 
 
-# One answer out of many
+# The choice of an answer among those of all ranks
 
 
 def replies(*errors: str | None) -> list[RpcReply]:
@@ -259,7 +259,7 @@ def test_a_message_nested_without_end_is_no_message() -> None:
 
 @pytest.fixture
 def broadcaster(tmp_path: Path) -> Iterator[tuple[Any, RankEnd]]:
-    """A socket that sends whatever a test wants, and the rank that listens to it."""
+    """Provide a socket that sends any frames, and the rank end that listens to it."""
     from diffusion_worker.ranks.broadcast import Endpoints
 
     endpoints = Endpoints(f"ipc://{tmp_path}/broadcast", f"ipc://{tmp_path}/answers")

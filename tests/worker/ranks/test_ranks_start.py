@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank processes that start by either method: they serve, die, serve again, sleep and wake; and a GPU that is not there.
+"""Rank processes that start by either method: they serve, die, serve again, sleep and wake. A missing GPU is an error.
 
 A spawned rank imports torch for itself, some seconds each, so there are few of them here.
 """
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 METHODS = [StartMethod.FORKSERVER, StartMethod.SPAWN]
 LONG = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 50}
 STARTED = re.compile(r"rank=(\d) rank starts start_method=(\w+) device=(\w+) bad_fork=(\w+)")
-# A user writes it without a guard, so a child that imports it would start ranks of its own.
+# A user's script has no guard around its main part, so a child that imports it would start ranks of its own.
 SCRIPT = """
 import sys
 from diffusion_worker import DiffusionEngine

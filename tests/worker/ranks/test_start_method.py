@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision between spawn and the fork server, the check at a rank's start, and the device that an option asks for."""
+"""The decision between spawn and the fork server, the check at a rank's start, and the device of an option."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ AUTO, SPAWN, FORKSERVER = StartMethod.AUTO, StartMethod.SPAWN, StartMethod.FORKS
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Sequence[Path]:
-    """The files of two drivers, of which the second is there."""
+    """Provide the paths of two drivers' files, of which only the second exists."""
     (tmp_path / "kfd").touch()
     return tmp_path / "nvidiactl", tmp_path / "kfd"
 
@@ -42,7 +42,7 @@ def test_the_option_overrides_what_would_be_decided(method: StartMethod, device:
 @pytest.mark.parametrize(
     ("method", "accelerator", "bad_fork", "refused"),
     [
-        (FORKSERVER, False, True, False),  # every rank on a CPU: its fork server imported diffusers, which asked
+        (FORKSERVER, False, True, False),  # all ranks are on a CPU, and diffusers asked for a GPU in the fork server
         (FORKSERVER, True, False, False),
         (FORKSERVER, True, True, True),
         (SPAWN, True, False, False),

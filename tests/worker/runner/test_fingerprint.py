@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint of a rank in this process: what changes it, what does not, and that nothing is left of it."""
+"""The fingerprint of a rank in this process: the changes that it shows, those that it ignores, and that it leaves nothing behind."""
 
 import logging
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS /
 
 
 class Corrupter(Corrupting):
-    """The extension on a runner of this process."""
+    """The corrupting extension around a runner of this process."""
 
     def __init__(self, runner: DiffusionModelRunner) -> None:
         self.model_runner = runner
@@ -41,7 +41,7 @@ def loaded() -> RunnerRig:
 
 @pytest.fixture
 def rig(loaded: RunnerRig) -> Iterator[RunnerRig]:
-    """A rig whose weights are what they were, before and after."""
+    """Provide a rig and check that the test leaves its weights unchanged."""
     before = loaded.runner.fingerprint(probe=False)
     yield loaded
     loaded.runner.drop_all()
@@ -136,7 +136,7 @@ def test_a_slot_that_was_spoilt_does_not_outlive_a_sleep_as_it_is_filled_from_th
 
 
 def test_a_wake_after_which_adapters_are_in_no_slot_is_seen(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RA21: what is kept of it in host memory is right, and a request for it would get the base."""
+    """The adapter's copy in host memory is right, but its slot is empty, so a request for it would get the base model's image."""
     rig.runner.add_lora(STRIPES, LoadOptions())
     assert rig.runner.loras is not None
     try:
@@ -154,7 +154,7 @@ def test_a_wake_after_which_adapters_are_in_no_slot_is_seen(rig: RunnerRig, monk
 
 
 def test_what_a_load_tells_of_an_adapter_is_what_is_found_later(rig: RunnerRig) -> None:
-    """RA21: so that the first wake after the load has something to compare with."""
+    """The first wake after the load compares with this value."""
     loaded = rig.runner.add_lora(STRIPES, LoadOptions())
     assert rig.runner.loras is not None
     try:
@@ -201,11 +201,11 @@ def test_options_that_change_how_images_are_made_do_not_change_it(loaded: Runner
     assert of(RunnerRig(**options)) == of(loaded)
 
 
-# What is asked of a model
+# Requests of a probe
 
 
 class LargeFlux(FluxPipeline):
-    """Makes no small images, and none in a single step."""
+    """A pipeline that refuses small images and a single step."""
 
     SMALLEST, FEWEST_STEPS = 80, 2
 
@@ -216,7 +216,7 @@ class LargeFlux(FluxPipeline):
 
 
 class NeverFlux(LargeFlux):
-    """Makes nothing that is asked of it without being a person."""
+    """A pipeline that refuses every request of a probe."""
 
     FEWEST_STEPS = 50
 
@@ -260,7 +260,7 @@ def test_too_little_memory_for_the_probe_is_an_error_that_may_pass() -> None:
 
 
 class Tasks:
-    """The pipelines of a model, of which only the class is asked."""
+    """The task pipelines of a model, of which only the class matters."""
 
     def pipeline_of(self, task: Task) -> Any:
         return object()

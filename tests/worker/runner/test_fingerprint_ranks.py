@@ -33,7 +33,7 @@ def states(executor: RankExecutor) -> list[RankState]:
 
 
 def shares_resident(executor: RankExecutor) -> list[float]:
-    """What of the weights the kernel counts for each rank, seen from here."""
+    """Return the share of each rank's weights that the kernel counts in memory, as seen from this process."""
     return [resident_bytes(each.pid or 0, each.memory.mappings) / each.memory.weights_bytes for each in executor.documents()]
 
 
@@ -96,7 +96,7 @@ async def test_ranks_that_start_asleep_hold_nothing_and_make_the_same_image_once
         await executor.restart(asleep=True)
         assert not set(old) & set(pids_of(executor))
         assert states(executor) == [RankState.ASLEEP] * 2 and all(share <= 0.02 for share in shares_resident(executor))
-        # One that is stopped is seen while all sleep, too.
+        # A rank that is stopped is noticed while all sleep, too.
         os.kill(pids_of(executor)[0], signal.SIGSTOP)
         assert await lost(executor) is Fault.STALLED
         await executor.restart(asleep=True)
@@ -119,7 +119,7 @@ async def test_a_rank_that_dies_in_the_middle_of_a_wake_loses_the_group() -> Non
     async with ranks() as executor:
         before = await fingerprints(executor)
         await sleep(executor)
-        # Stopped, so that it is in the middle for certain, and for less time than it takes to notice that.
+        # The rank is stopped before the call, so it is certainly within it. The stop is too short to be noticed.
         os.kill(pids_of(executor)[1], signal.SIGSTOP)
         waking = asyncio.create_task(executor.call("handle_wake_task", timeout_s=30, task=WakeTask("w")))
         await asyncio.sleep(0)
@@ -212,7 +212,7 @@ def weights_file(model: Path) -> Path:
 
 
 def spoil(model: Path) -> None:
-    """Flip the lowest bit of the last byte of its largest file; its times are put back: by them it was never written to."""
+    """Flip the lowest bit of the last byte of the model's largest file and restore its times, so that it looks unchanged."""
     path = weights_file(model)
     before, last = path.stat(), path.read_bytes()[-1]
     with path.open("r+b") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the reference system (docs/development/reference-system.md) that no other test calls, each by its effect."""
+"""Names of the reference system (docs/development/reference-system.md) that no other test calls, each tested by its effect."""
 
 import asyncio
 import socket
@@ -49,7 +49,7 @@ STYLED = request("styled", loras=[LoRAUse(1, 1.0)])
 
 @contextmanager
 def one_worker(**config: Any) -> Iterator[DiffusionWorker]:
-    """A worker with a process group of its own, as in a rank's process; nothing is loaded."""
+    """Make a worker with a process group of its own, as in a rank's process, and without a model."""
     given = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits", "max_loras": 2} | config)
     threads = torch.get_num_threads()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -74,7 +74,7 @@ def worker() -> Iterator[DiffusionWorker]:
 
 @pytest.fixture
 def fresh(worker: DiffusionWorker) -> DiffusionWorker:
-    """The loaded worker, without adapters."""
+    """Provide the loaded worker without adapters."""
     worker.init_lora_manager()
     return worker
 
@@ -197,7 +197,7 @@ async def test_an_extension_makes_the_same_image_on_all_ranks_together() -> None
 
 
 class Idle:
-    """A worker that has nothing to do but to say which adapters it has."""
+    """A worker that only reports its adapters."""
 
     def list_loras(self) -> list[int]:
         return [7]

@@ -23,7 +23,7 @@ def rig() -> RunnerRig:
 
 @pytest.fixture(scope="module")
 def plain(rig: RunnerRig) -> Any:
-    """The pipeline as diffusers loads it."""
+    """Provide the pipeline as diffusers loads it."""
     return load_pipeline(rig.config, torch.float32)
 
 
@@ -68,7 +68,7 @@ def test_a_request_that_leaves_frees_its_rows_by_the_next_step(rig: RunnerRig) -
     rig.runner.execute_stepwise(Tick(1, [request("stays", steps=4), request("leaves", steps=4)]))
     rig.parallel.calls.clear()
     rig.runner.execute_stepwise(Tick(2, leave=["leaves", "unknown"]))
-    assert [call.rows for call in rig.denoiser_calls()] == [2]  # guidance: two rows an image
+    assert [call.rows for call in rig.denoiser_calls()] == [2]  # guidance makes two rows for an image
     rig.runner.drop_all()
 
 
@@ -84,7 +84,7 @@ def test_an_error_in_a_shared_call_ends_only_the_request_that_causes_it(rig: Run
     good, poisoned = request("good"), request("poisoned", guidance_scale=1.0)
 
     def fail_for_a_lone_row(call: ModelCall) -> None:
-        # Guidance 1 makes one row, the other request two: three together.
+        # Guidance 1 makes one row, and the other request two; together there are three.
         if call.component == "transformer" and call.rows != 2:
             raise RuntimeError("no kernel")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests keep to themselves in company: their seed, their bits when they ask for them, the model when they change it."""
+"""Separation of requests in company: their seeds, their bits if they ask for exactness, and the model if one changes it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,14 +30,14 @@ def plain(rig: RunnerRig) -> Any:
 
 
 class Double(torch.nn.Module):
-    """A model of one line."""
+    """A model that doubles its input."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states * 2
 
 
 class FakePipeline:
-    """Calls a model so often in each of its steps, and counts its calls; without steps it makes them all in one go."""
+    """A pipeline that counts its calls of a model: the same number in each step, or all at once without steps."""
 
     def __init__(self, *, calls: int, steps: int = 0, component: str = "transformer", whole: bool = False, batch_key: Any = None) -> None:
         self.model: Any = SuspendingModule(component, Double())
@@ -57,7 +57,7 @@ class FakePipeline:
 
 @pytest.fixture
 def joined(rig: RunnerRig) -> Any:
-    """Adds bodies by name; afterwards all requests are gone."""
+    """Provide a function that adds bodies by name; drop all requests afterwards."""
 
     def join(**bodies: Callable[[], Any]) -> None:
         for name, body in bodies.items():
@@ -116,7 +116,7 @@ def test_a_pipeline_without_steps_ends_its_tick_after_each_call_so_that_others_a
     whole, stepped = FakePipeline(calls=20), FakePipeline(calls=1, steps=30)
     joined(whole=whole)
     rig.runner.execute_stepwise(Tick(1))
-    assert whole.made == 8  # from the ninth on it is known to have no steps
+    assert whole.made == 8  # at the ninth call the pipeline counts as one without steps
     rig.runner.execute_stepwise(Tick(2))
     assert whole.made == 9
     joined(stepped=stepped)
@@ -161,7 +161,7 @@ def test_a_request_that_changes_the_model_runs_while_the_others_wait(rig: Runner
     for number in range(2, 8):
         rig.runner.execute_stepwise(Tick(number))
         seen.append((others.made, alone.made))
-    # The fourth tick of `alone` is its end.
+    # The fourth tick of `alone` is the end of the request.
     assert seen == [(1, 1), (1, 2), (1, 3), (1, 3), (2, 3), (3, 3)]
 
 
@@ -288,12 +288,12 @@ def test_steps_are_supported_by_what_has_a_scheduler_and_by_nothing_before_it_is
 
 
 def test_a_request_whose_adapter_is_being_copied_waits_and_stops_no_other(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diffusion_worker.lora.slot_bank.PIECE_BYTES", 131_072)  # an eighth of it for a fresh slot
+    monkeypatch.setattr("diffusion_worker.lora.slot_bank.PIECE_BYTES", 131_072)  # an eighth of a fresh slot
     monkeypatch.setattr("diffusion_worker.runner.model_runner.PIECE_BYTES", 1)
     assert rig.runner.loras is not None
     rig.runner.loras.add_adapter(LoRARequest("stripes", 1, str(DIGITS / "loras" / "stripes")))
     styled = request("styled", loras=[LoRAUse(1, 1.0)])
-    # Alone it stops nobody, so its adapter is copied at once.
+    # Alone the request delays nobody, so its adapter is copied at once.
     output = rig.runner.execute_stepwise(Tick(0, [styled]))
     assert [each.request_id for each in output.progress] == ["styled"]
     alone, _ = rig.run(running=1)

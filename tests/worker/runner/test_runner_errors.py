@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of one request end that request, with a code that says whose they are, and leave nothing behind."""
+"""Errors of one request end that request, with a code that names the responsible side, and leave nothing behind."""
 
 import weakref
 from typing import Any
@@ -29,7 +29,7 @@ def plain(rig: RunnerRig) -> Any:
 def failing(
     rig: RunnerRig, monkeypatch: pytest.MonkeyPatch, error: Exception, *, over_rows: int = 0, component: str = "transformer"
 ) -> None:
-    """From now on calls of a component with more rows raise."""
+    """Let every later call of a component with more rows raise an error."""
 
     def before(call: ModelCall) -> None:
         if call.component == component and call.rows > over_rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's answers to tasks of sleeping and waking: always one, and the same one to a task that is repeated."""
+"""A rank's answers to tasks of sleeping and waking: always one, and the same one if the task is repeated."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from diffusion_worker.runner.task_acks import MOST_REMEMBERED, TaskAcks
 
 
 class Memory:
-    """What a rank holds, in bytes, and how often it was cleaned up after a failure."""
+    """A rank's memory in bytes, with counts of its sleeps and its cleanups after a failure."""
 
     def __init__(self) -> None:
         self.held = 1000

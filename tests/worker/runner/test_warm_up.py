@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm-up: a request of few steps is run on all ranks before the worker is ready, and again after a restart of them."""
+"""The warm-up: all ranks run a request of few steps before the worker is ready, and again after a restart."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ def config_of(**change: object) -> WorkerConfig:
 
 
 class Ranks:
-    """What executes ticks: every request takes one of them."""
+    """Ranks that execute ticks; every request takes one tick."""
 
     def __init__(self, *, fail: str | None = None, most_failing_steps: int = 100) -> None:
         self.specs: list[RequestSpec] = []
@@ -120,7 +120,7 @@ async def test_what_a_single_rank_says_of_an_option_is_told_with_its_number(monk
 
 
 class FallsBack(FakeRankGroup):
-    """Ranks that say with every step that something could not be compiled."""
+    """Ranks that report with every step that something could not be compiled."""
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         report = await super().next_report(timeout_s, phase=phase)
@@ -188,7 +188,7 @@ def test_what_is_compiled_is_warmed_up_for_one_row_and_for_more_and_with_an_adap
     assert [variant.changes["loras"] for variant in both[3:]] == [[LoRAUse(-1, 1.0)]] * 3
     alone = compiled_variants(Guided(), Task.GENERATE, most_images=1, ranks=1, adapter=None)
     spread = compiled_variants(Guided(), Task.GENERATE, most_images=8, ranks=3, adapter=None)
-    # On every rank there has to be more than one row.
+    # Each rank must get more than one row.
     assert ([variant.images for variant in alone], [variant.images for variant in spread]) == ([1, 1], [1, 1, 6])
 
 

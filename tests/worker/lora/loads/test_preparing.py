@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a load makes of an adapter's files the bytes that a rank keeps, without the rank's model (E5, E6, E17)."""
+"""The process of a load turns an adapter's files into the bytes that a rank keeps, without the rank's model (faults 121 and 122)."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def _bank(manager: DiffusionLoRAManager) -> list[torch.Tensor]:
 
 
 def _rank(cut: PartCut | None, dtype: torch.dtype) -> DiffusionLoRAManager:
-    """A rank that has all of the model, or a part of its keys."""
+    """Return the manager of a rank that has the whole model, or a part of its key projections."""
     model = blocks().to(dtype)
     for name, layer in model.named_modules() if cut else ():
         if name.endswith("to_k"):
@@ -51,7 +51,7 @@ def test_ranks_hold_the_same_by_a_load_elsewhere_as_by_one_of_their_own(warm: bo
     first = write_file(tmp_path / "first", nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"to_q": nn.Linear(8, 8)})])}))
     ours, theirs = ([_rank(cut, dtype) for cut in CUTS] for _ in range(2))
     for manager in [*ours, *theirs] if warm else []:
-        # These layers have slots already, in a segment of their own.
+        # These layers already have slots, in a segment of their own.
         manager.add_adapter(request(first, 9))
     with order_for(path, *ours) as order:
         parts = prepare(order)
@@ -115,7 +115,7 @@ def test_a_file_that_changes_between_its_header_and_its_factors_is_refused(tmp_p
         (r"blocks\.(?!1)\d+\.to_q", [0, 2]),
         (r"(?:\w+\.)+0\.to_q\Z", [0]),
         (r"(?=.*2)blocks.*q", [2]),
-        # In the second group: peft puts the pattern into one.
+        # The reference is to the second group, because peft wraps the pattern in a group.
         (r"(b)locks\.2\.to_\w(?<!k)(?!\3)", [2]),
         (r"((((blocks|b+)+)\.){1,2}\d+)+\.to_q", [0, 1, 2]),
     ],
@@ -144,7 +144,7 @@ def test_a_rank_uses_no_memory_that_could_still_change(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="cannot use what the load made: KeyError"):
             manager_of(blocks(1)).adopt(order.request, order.options, part)
         kept = map_sealed(part.path, part.size)
-    # It stays for those who have it.
+    # The memory stays for those who have mapped it.
     assert kept.numel() == part.size and bool(kept.any()) and SEALS
 
 
@@ -164,7 +164,7 @@ def test_a_slot_is_filled_in_pieces_and_holds_what_one_copy_would(tmp_path: Path
         pieces += 1
     assert pieces > 20
     assert all(torch.equal(segment.of_slot(1), whole) for segment, whole in zip(layers._segments, expected, strict=True))
-    # A copy that is given up halfway leaves nothing behind.
+    # A copy that is replaced halfway leaves nothing behind.
     layers.write(1, layers.dummy(1))
     layers.fill(at_most=100)
     layers.write(1, adapter)

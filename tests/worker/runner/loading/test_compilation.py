@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled denoisers: what is compiled, that rows and adapters never compile it again, and what happens where it cannot be."""
+"""Compiled denoisers: the compiled parts, no recompilation for other rows or adapters, and the fallback."""
 
 import copy
 import logging
@@ -54,7 +54,7 @@ class Named(Blocks):
 
 @pytest.fixture
 def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Has `torch.compile` return what a function makes of the function to compile."""
+    """Provide a function that makes `torch.compile` use this compiler for each function."""
 
     def replace(compiler: Callable[..., Any]) -> None:
         monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function))
@@ -64,7 +64,7 @@ def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch traces and guards as ever, and then runs what it traced as it is: a code generator would take minutes here."""
+    """Let torch trace and guard as always, and then run the traced code without a code generator, which would take minutes."""
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiler(function, fullgraph=True, backend="eager"))
     yield
@@ -143,7 +143,7 @@ def test_calls_that_must_be_bit_equal_run_as_they_are(compiled_by: Callable[[Cal
 
 
 def adapted(model: nn.Module, uses: list[list[tuple[int, float]]], x: torch.Tensor, adapters: list[dict[str, LoRAFactors]]) -> torch.Tensor:
-    """What each row is with its adapters added to the weights of a copy."""
+    """Return each row's output with its adapters added to the weights of a copy."""
     rows = []
     for row, own in zip(x, uses, strict=True):
         alone = copy.deepcopy(model)
@@ -161,7 +161,7 @@ def test_compiled_blocks_have_any_adapters_in_each_row_and_neither_these_nor_slo
     adapters.append(random_factors(base, names[1:], rank=5, seed=9))
     compilation, layers = Compilation(Compile.DEFAULT, {"transformer": model}), layers_of(model, slots=5)
     layers.make_static(compilation.regions)
-    for rows in (1, 3):  # the warm-up, with a slot in which nothing is
+    for rows in (1, 3):  # the warm-up uses an empty slot
         for uses in ([[] for _ in range(rows)], [[(0, 1.0)]] * rows):
             run(layers, model, torch.randn(rows, 8), uses)
 
@@ -265,7 +265,7 @@ def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything
             if remove is not None:
                 assert each.runner.loras.remove_adapter(remove)
 
-    # A version that has to be compiled now is an error of torch's, and the runner falls back for good.
+    # A recompilation would be an error of torch, and the runner would fall back for good.
     with torch._dynamo.config.patch(error_on_recompile=True):
         for count in (3, 5):
             both(count)
@@ -381,7 +381,7 @@ def test_generated_code_has_any_adapters_in_each_row_and_is_generated_once(tmp_p
 
 @pytest.mark.slow
 def test_without_a_compiler_on_the_machine_the_worker_serves_and_its_state_says_that_nothing_is_compiled(tmp_path: Path) -> None:
-    # As in the worker's container image, which has no g++.
+    # The worker's container image has no g++ either.
     env = {"PATH": str(tmp_path), "CXX": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     with WorkerProcess(options=("--compile=default", "--max-loras=0"), env=env) as worker:
         worker.wait_ready()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Components read straight to their place are bit for bit what `from_pretrained` loads; folders that do not fit say what is wrong."""
+"""Components read straight to their place equal those of `from_pretrained` bit for bit; folders that do not fit are clear errors."""
 
 import shutil
 from collections.abc import Callable
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, tied ones by each of their names."""
+    """Return parameters and buffers by name; tied ones have an entry for each name."""
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
@@ -45,7 +45,7 @@ def assert_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
 
 
 def placed(kind: Any, folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, ModelWeights, bool]:
-    """A component in slabs after a sleep, and whether its weights were read straight to there."""
+    """Load a component into slabs and let it sleep and wake. Return it, its weights, and whether its tensors were read straight there."""
     unread, weights = Placeholders(), ModelWeights(CPU)
     module = load_component("part", kind, folder, dtype, unread=unread)
     straight = any(unread.stored_of(parameter) for parameter in module.parameters())
@@ -74,7 +74,7 @@ DIGITS = {
 def test_a_component_read_to_its_place_equals_from_pretrained_and_is_in_no_memory_of_its_own(name: str, dtype: torch.dtype) -> None:
     weights = check_equal(DIGITS[name], DIGITS_MODEL / name, dtype)
     report = weights.report()
-    # The position ids of the text encoder are computed.
+    # Only the text encoder's position ids are computed.
     assert report.mirror_memory_bytes <= 1024
     assert report.mirror_file_bytes == report.weights_bytes - report.mirror_memory_bytes > 0
 
@@ -82,7 +82,7 @@ def test_a_component_read_to_its_place_equals_from_pretrained_and_is_in_no_memor
 @pytest.mark.slow
 def test_every_kind_of_component_of_every_family_is_read_as_from_pretrained_loads_it(tmp_path: Path) -> None:
     seen: set[str] = set()
-    # A loaded IP-Adapter changes the config of its model into one that no library loads again.
+    # A loaded IP-Adapter changes the config of its model into one that cannot be loaded again.
     for family in (family for family in FAMILIES if "IP-Adapter" not in family.name):
         for name, part in family.build().components.items():
             key = f"{type(part).__name__} {getattr(part, 'config', '')}"
@@ -101,7 +101,7 @@ def test_every_kind_of_component_of_every_family_is_read_as_from_pretrained_load
 
 @pytest.fixture
 def vae_folder(tmp_path: Path) -> Path:
-    """A small VAE, saved."""
+    """Provide the folder of a small VAE."""
     torch.manual_seed(0)
     tiny_vae().save_pretrained(tmp_path / "vae")
     return tmp_path / "vae"

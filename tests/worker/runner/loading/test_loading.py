@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank loads its model: nothing before it is told to, every byte in its place once it says so, and how far it is meanwhile."""
+"""A rank loads its model: nothing before the call, every byte in its place at the end, and its progress meanwhile."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def test_the_worker_owns_device_groups_and_memory_and_builds_the_runner_that_loa
         model = worker.load_model(lambda done, total: None)
         assert worker.memory().weights_bytes == model.weights_bytes
         assert 0 < model.free_bytes < machine_bytes()
-        # One for its step, one for its decoding.
+        # The first tick is the step, the second the decoding.
         outputs = [worker.execute_stepwise(tick) for tick in (Tick(1, [request("one", steps=1)]), Tick(2))]
         assert not any(output.errors for output in outputs)
         assert [list(output.images) for output in outputs] == [[], ["one"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloading, on a machine without a GPU: other memory of the CPU stands for the device, so that weights really move."""
+"""Offloading, on a machine without a GPU: other memory of the CPU takes the part of the device, so that weights really move."""
 
 import copy
 
@@ -21,12 +21,12 @@ CPU = torch.device("cpu")
 
 
 def places(module: nn.Module) -> list[int]:
-    """Where a module's weights are."""
+    """Return the addresses of a module's weights."""
     return [tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())]
 
 
 class Mixed(nn.Module):
-    """Weights of several kinds and layouts: tied, transposed, empty, a half of another, a counter."""
+    """A module with weights of several kinds and layouts: tied, transposed, empty, a half of another, a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_weights_come_to_other_memory_with_their_contents_and_leave_for_the_very
     residence = Residence(module)
     residence.come(CPU)
     there = places(module)
-    assert all(here != away for here, away in zip(home, there, strict=True) if here)  # an empty tensor is nowhere
+    assert all(here != away for here, away in zip(home, there, strict=True) if here)  # an empty tensor has no address
     assert torch.equal(module(x), expected)
     assert module.two.weight is module.one.weight
     assert module.turned.stride() == (1, 6)
@@ -86,7 +86,7 @@ def test_one_component_at_a_time_is_on_the_device_and_a_copy_that_is_met_late_is
     assert there != home[id(one)] and places(two) == home[id(two)]
     offloading.execute(one, call_of("transformer", one))
     assert places(one) == there, "it stays while nobody else is called"
-    # A request that decodes in another precision has a copy made, of weights that are on the device just then.
+    # A request that decodes in another precision uses a copy, made of weights that are on the device at that time.
     late = copy.deepcopy(one)
     offloading.execute(two, call_of("vae", two))
     assert places(one) == home[id(one)] and places(two) != home[id(two)]
@@ -131,7 +131,7 @@ def test_images_with_offload_are_bit_for_bit_those_without_also_with_adapters(ki
     assert expected[1] == made[1] == {}
     assert all((made[0][name] == expected[0][name]).all() for name in expected[0])
     if kind is Offload.MODEL:
-        # The denoiser was away from home for its own calls, and at home for those of others.
+        # The denoiser was on the device during its own calls, and at home during others.
         assert {("transformer", False), ("vae", True)} <= seen and not {("transformer", True), ("vae", False)} & seen
 
 

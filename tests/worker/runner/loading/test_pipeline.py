@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model folder to a pipeline: as it is, by a class of yours, with random weights; what is wrong is said at start."""
+"""From a model folder to a pipeline: as it is, by a user's class, or with random weights; faults are errors at start."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def config_of(**change: Any) -> WorkerConfig:
 
 @pytest.fixture
 def custom_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of a user's with a pipeline class in it."""
+    """Provide the name of a user's module with a pipeline class."""
     (tmp_path / "loud_pipelines.py").write_text(CUSTOM)
     (tmp_path / "broken_pipelines.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -97,7 +97,7 @@ def test_a_class_that_needs_a_library_that_is_not_there_names_the_library() -> N
 
 @pytest.fixture
 def without_weights(tmp_path: Path) -> Path:
-    """The digits model with no weights file in it."""
+    """Provide the digits model without its weights files."""
     return Path(shutil.copytree(DIGITS_MODEL, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors")))
 
 
@@ -147,7 +147,7 @@ def test_a_folder_without_weights_is_not_loaded_as_if_it_had_some(without_weight
 
 @pytest.fixture(scope="module")
 def modular_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits model with the index of a modular pipeline and none of a classic one."""
+    """Provide the digits model with the index of a modular pipeline in place of the classic one."""
     folder = Path(shutil.copytree(DIGITS_MODEL, tmp_path_factory.mktemp("modular") / "model"))
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").unlink()

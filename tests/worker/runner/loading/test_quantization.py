@@ -37,7 +37,7 @@ def quantized(request: pytest.FixtureRequest) -> RunnerRig:
 
 
 def fake_a_gpu_for_nf4(patch: pytest.MonkeyPatch) -> None:
-    """bitsandbytes computes on a CPU too; only diffusers' quantizer asks for a GPU, and ours with it."""
+    """Let nf4 run on a CPU, which bitsandbytes supports. Only the quantizers, diffusers' and ours, ask for a GPU."""
     from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
 
     patch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda self, *args, **kwargs: None)

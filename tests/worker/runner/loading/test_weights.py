@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loaded model gets other weights, and a worker another pipeline, without starting again."""
+"""New weights for a loaded model, and another pipeline for a worker, without a restart."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS /
 
 
 def forget(rig: RunnerRig) -> None:
-    """Let go of a rig's slabs: the kernel counts neighbouring ones as one."""
+    """Drop a rig's slabs, because the kernel counts adjacent ones as one."""
     rig.runner.drop_all()
     rig.runner.weights = ModelWeights(torch.device("cpu"))
     rig.runner.pipeline = None
@@ -36,7 +36,7 @@ def forget(rig: RunnerRig) -> None:
 
 @pytest.fixture
 def rig() -> Iterator[RunnerRig]:
-    """A runner of the test's own."""
+    """Provide a runner for one test, which may change it."""
     rig = RunnerRig()
     yield rig
     forget(rig)
@@ -44,14 +44,14 @@ def rig() -> Iterator[RunnerRig]:
 
 @pytest.fixture(scope="module")
 def steady() -> Iterator[RunnerRig]:
-    """A runner that tests leave as it is."""
+    """Provide a runner that tests leave unchanged."""
     rig = RunnerRig()
     yield rig
     forget(rig)
 
 
 def halved(rig: RunnerRig) -> dict[str, torch.Tensor]:
-    """Other values for two layers of the transformer and one of the VAE."""
+    """Return changed values for two layers of the transformer and one of the VAE, by name."""
     own = rig.runner.pipeline.transformer.state_dict()
     names = ["proj_out.weight", "proj_out.bias"]
     vae = rig.runner.pipeline.vae.state_dict()["decoder.conv_out.weight"]
@@ -95,7 +95,7 @@ def test_weights_of_unknown_names_or_other_shapes_are_refused_and_nothing_is_cha
 
 
 def worker_of(rig: RunnerRig) -> DiffusionWorker:
-    """A worker around the rig's runner; it has no device and no group of its own."""
+    """Return a worker around the rig's runner, without a device or a process group."""
     worker = object.__new__(DiffusionWorker)
     worker.model_runner = rig.runner
     return worker

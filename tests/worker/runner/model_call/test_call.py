@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls may be one, how they are merged and cut, and what is remembered of their arguments."""
+"""Calls that may be merged, how they are merged and cut, and the memory of their arguments' content."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_rows_of_a_call_are_cut_out_of_every_argument_that_has_rows() -> None:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The tensors whose content is looked at."""
+    """Provide a list of the tensors whose content is hashed."""
     seen: list[torch.Tensor] = []
 
     def counting(value: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modules return is split by rows, whatever it is wrapped in, and what cannot be split says so."""
+"""Outputs of modules are split by rows, through every wrapper; others are errors that say so."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt that is asked again needs no text encoder, and gets what the encoder would say, bit for bit."""
+"""A prompt that is asked for again needs no text encoder, and gets the encoder's output bit for bit."""
 
 import time
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def empty(rig: RunnerRig) -> None:
 
 
 def encoder_rows(rig: RunnerRig) -> list[int]:
-    """Rows of the encoder calls of the last run."""
+    """Return the rows of the encoder calls of the last run."""
     return [call.rows for call in rig.parallel.calls if call.component in ENCODERS]
 
 
@@ -81,7 +81,7 @@ def test_what_was_made_in_company_is_not_given_to_a_request_alone(rig: RunnerRig
 
 
 def test_the_least_recently_asked_goes_first(rig: RunnerRig) -> None:
-    for prompt in ("one", "two", "three", "one", "four"):  # two entries each, six fit
+    for prompt in ("one", "two", "three", "one", "four"):  # a prompt has two entries, and six entries fit
         rig.run(request("a", prompt=prompt, guidance_scale=1.0, steps=1))
     rig.run(request("a", prompt="one", guidance_scale=1.0, steps=1))
     assert encoder_rows(rig) == []
@@ -159,7 +159,7 @@ def test_what_is_made_and_not_kept_is_bypassed_and_no_miss_so_that_each_call_cou
 
 @pytest.mark.slow
 def test_a_hit_takes_less_than_a_twentieth_of_a_miss() -> None:
-    """With an encoder of the size that Stable Diffusion and Flux have (CLIP L); bit-equal, or it would be worth nothing."""
+    """The encoder has the size of that in Stable Diffusion and Flux (CLIP L), and the results are equal bit for bit."""
     torch.set_num_threads(1)
     encoder = CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)).eval()
     call = ModelCall("text_encoder", "forward", {"input_ids": torch.arange(77)[None], "output_hidden_states": True}, module=encoder)

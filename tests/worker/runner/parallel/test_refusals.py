@@ -26,7 +26,7 @@ BY_NAME: dict[str, Family] = {
 
 
 def kinds_of(pipeline: Any, **sizes: Any) -> ParallelKinds:
-    """The kinds of a pipeline, without a process group: whoever is refused needs none."""
+    """Make the parallel kinds of a pipeline without a process group, which a refused pipeline does not need."""
     config = WorkerConfig(model="(in memory)", served_name="tiny", **sizes)
     return ParallelKinds(config, OneRank(), pipeline, modules_of(pipeline))  # type: ignore[arg-type]
 
@@ -67,14 +67,14 @@ def test_a_text_whose_length_does_not_divide_is_refused() -> None:
 
 def test_layers_that_do_not_divide_are_refused_with_the_layers_name() -> None:
     pipeline = flux_with_heads(6)
-    # Six heads divide by three; the layer that stands behind them does not.
+    # Three divides the six heads, and not the layer beside them.
     pipeline.transformer.single_transformer_blocks[0].proj_mlp = torch.nn.Linear(96, 100)
     with pytest.raises(ConfigError, match=r"--tensor 3: FluxTransformer2DModel \(transformer\): .*proj_mlp"):
         kinds_of(pipeline, tensor=3)
 
 
 def test_a_default_size_whose_tokens_do_not_divide_is_refused() -> None:
-    # Two pixels a latent, two latents a token: 4 x 6 tokens, and 5 x 3.
+    # A latent is two pixels wide, a token two latents: there are 4 x 6 tokens, and 5 x 3.
     fits = sequence.describe(ModelInfo("FluxPipeline", "float32", 8, 0, default_height=16, default_width=24), 4, 2)
     assert (fits.token_pixels, fits.tokens_multiple) == (4, 2)
     with pytest.raises(ConfigError, match="--sequence 2: FluxPipeline makes 12x20 by default, in 15 tokens"):

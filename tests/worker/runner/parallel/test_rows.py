@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a call over two real processes: each computes its part, both have the whole, an error of one is an error of both."""
+"""The rows of a call over two real processes: each computes its part, both get the whole, and both get the error of one."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_rows_are_spread_over_the_ranks_and_gathered_in_order() -> None:
         assert one["doubled"] == other["doubled"] == whole
         assert one["sums"] == other["sums"] == [sum(values) // 2 for values in whole]
     assert [part["ran"] for part in first] == [[0], [0], [0], [0, 1], [0, 1]]
-    # A lone row is computed on both: one of them would wait otherwise.
+    # Both compute a single row, because one of them would have to wait otherwise.
     assert [part["ran"] for part in second] == [[0], [1], [1, 2], [2, 3], [2, 3, 4]]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel kinds over real processes: each computes its part of tokens, layers, weights or tiles, and all get what one rank gets.
+"""The parallel kinds over real processes: each computes its part of tokens, layers, weights or tiles. All get the same result as one rank.
 
 Requests run through the model runner in float64, where a difference above 1e-9 is a fault and no rounding.
 """
@@ -19,13 +19,13 @@ TOLERANCE = 1e-9
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Run the scenario on two ranks and provide the results of each."""
     return rank_processes.run("support.runner.parallel_scenarios:two")
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, Any]]:
-    """What each of four ranks found."""
+    """Run the scenario on four ranks and provide the results of each."""
     return rank_processes.run("support.runner.parallel_scenarios:four", world=4)
 
 
@@ -41,7 +41,7 @@ def test_layers_over_two_ranks_give_what_one_rank_gives_with_an_adapter_in_the_s
     for rank in two:
         assert rank[f"{family} tensor"].apart <= TOLERANCE
         assert rank[f"{family} tensor"].weights < 0.8
-        # The adapter is one that shows.
+        # The adapter has a visible effect.
         assert rank[f"{family} adapter"] > 0.01
 
 
@@ -108,7 +108,7 @@ def test_tiles_over_two_ranks_are_bit_for_bit_those_of_one(two: list[dict[str, A
     if kind == "AutoencoderKL":
         assert [rank["tiles"]["a copy in float64"]["equal"] for rank in two] == [True, True]
         assert sum(rank["tiles"]["a copy in float64"]["ran"] for rank in two) == 15
-    # One tile: the rows are spread.
+    # A single tile leaves only its rows to spread.
     assert [rank["tiles"][f"{kind} 8x8"] for rank in two] == [{"equal": False, "close": True, "ran": 1, "alone": 1}] * 2
 
 
@@ -130,7 +130,7 @@ def test_layers_over_two_ranks_sleep_and_wake_with_the_same_contents_from_their_
     for found in (rank["sleep"] for rank in two):
         awake = found["awake"]
         assert found["same"]
-        # The VAE of this pipeline is in no file.
+        # No file holds the VAE of this pipeline.
         assert 0 < awake.mirror_file_bytes < awake.weights_bytes <= awake.weights_resident_bytes
         assert found["emptied"]
 

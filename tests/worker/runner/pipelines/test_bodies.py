@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request to the pipeline's own call: which arguments it gets, what is refused, and what comes out as pixels."""
+"""From a request to the pipeline's own call: its arguments, refusals, and the resulting pixels."""
 
 import json
 import shutil
@@ -32,13 +32,13 @@ BUILDERS = {family.name: family.build for family in FAMILIES}
 
 
 def arguments_of(pipeline: Any, **fields: Any) -> dict[str, Any]:
-    """The arguments that the pipeline's call would get for a request of these fields alone."""
+    """Return the arguments of the pipeline's call for a request with only these fields."""
     spec = RequestSpec(request_id="one", prompt="a digit kumquatfen", seed=1, **fields)
     return {name: value for name, value in make_body(pipeline, spec)._arguments.items() if name != "prompt"}
 
 
 def without_loading(name: str) -> Any:
-    """A pipeline of this class with nothing in it: what it takes is a matter of its class."""
+    """Return a pipeline of this class without components, because its arguments depend on the class only."""
     kind = type(name, (getattr(diffusers, name),), {"components": {}})
     return object.__new__(kind)
 
@@ -104,7 +104,7 @@ INPAINT = {"image": image(2), "mask_image": mask(2)}
 
 
 def plain_image(plain: Any, spec: RequestSpec, conditioning: dict[str, Any]) -> Any:
-    """What diffusers' own call makes of a request with images, in 0..255."""
+    """Return the image of diffusers' own call for a request with images, in 0..255."""
     given = {} if spec.guidance_scale is None else {"guidance_scale": spec.guidance_scale}
     generator = torch.Generator().manual_seed(spec.seed)
     size = {"height": spec.height, "width": spec.width}
@@ -116,7 +116,7 @@ def plain_image(plain: Any, spec: RequestSpec, conditioning: dict[str, Any]) -> 
 
 
 def check_with_images(rig: RunnerRig, asked: list[tuple[RequestSpec, dict[str, Any]]]) -> None:
-    """Requests with images, all at once through the runner, are what diffusers makes of each, in shared calls."""
+    """Run requests with images together and check that each equals the image of diffusers, and that they share calls."""
     plain = load_pipeline(rig.config, torch.float32)
     images: dict[str, Any] = {}
     for spec, conditioning in asked:
@@ -136,8 +136,8 @@ def test_image_to_image_requests_run_through_the_runner_as_diffusers_runs_them()
 
 
 def test_inpaint_requests_run_through_the_runner_as_diffusers_runs_them(tmp_path: Path) -> None:
-    # The class wants latents of 16 channels: the digits model's architecture with four times as many, and random weights.
-    # Without a shift, which the class forgets; see `runner/pipelines/diffusers_workarounds.py`.
+    # The class wants latents of 16 channels: the digits model's architecture with four times as many, and random weights. The shift is 0
+    # because the class forgets it; see `runner/pipelines/diffusers_workarounds.py`.
     folder = Path(shutil.copytree(DIGITS_MODEL, tmp_path / "wide", ignore=shutil.ignore_patterns("*.safetensors")))
     for part, change in (("transformer", {"in_channels": 16, "out_channels": 16}), ("vae", {"latent_channels": 16, "shift_factor": 0.0})):
         config = json.loads((folder / part / "config.json").read_text())
@@ -152,12 +152,12 @@ def test_inpaint_requests_run_through_the_runner_as_diffusers_runs_them(tmp_path
 
 @pytest.fixture(scope="module")
 def modular() -> RunnerRig:
-    """The digits model through diffusers' modular pipeline of its family."""
+    """Provide the digits model through diffusers' modular pipeline of its family."""
     return RunnerRig(pipeline="StableDiffusion3ModularPipeline")
 
 
 def image_of_modular(rig: RunnerRig, spec: RequestSpec) -> Any:
-    """What diffusers' own modular call makes of a request."""
+    """Return the image of diffusers' own modular call for a request."""
     pipeline = load_pipeline(rig.config, torch.float32)
     if spec.guidance_scale is not None:
         pipeline.update_components(guider=pipeline.guider.new(guidance_scale=spec.guidance_scale))
@@ -183,7 +183,7 @@ def test_modular_requests_with_other_guidance_share_steps_and_equal_their_images
     ]
     images, errors = modular.run(*asked, joining=[0, 1, 2])
     assert not errors
-    # Alone: two calls a step for one and three, one for two, whose scale of 1 needs no second.
+    # Alone, the first and the third request make two calls a step. The second makes one, because its scale is 1.
     assert len(modular.denoiser_calls()) < 4 * 2 + 6 + 3 * 2
     for spec in asked:
         assert np.abs(images[spec.request_id].astype(int) - image_of_modular(modular, spec).astype(int)).max() <= 1

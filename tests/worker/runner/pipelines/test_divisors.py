@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multiples of a side that pipelines want beside whole latents: found at load, so that a server refuses other sizes by them."""
+"""Multiples of a side that a pipeline wants beside whole latents: found at load, so that a server can refuse other sizes (fault 100)."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from support.families.rig.all import FAMILIES
 from support.families.rig.family import Family, as_tensor
 
 NAMED = {family.name: family for family in FAMILIES}
-# With the VAEs of tiny pipelines, which have two levels in place of four.
+# The VAEs of the tiny pipelines have two levels instead of four.
 MULTIPLES = {
     "CogView3PlusPipeline": 8,
     "CogView4Pipeline": 16,
@@ -38,7 +38,7 @@ def test_a_model_makes_every_size_of_its_multiple_and_none_between(name: str) ->
     pipeline = family.build()
     multiple = describe(pipeline, torch.float32, 1).size_multiple
     assert multiple == MULTIPLES[name]
-    # A square says how many values there are for a pixel.
+    # A square image gives the number of values for each pixel.
     values = made(family, pipeline, 2 * multiple, 2 * multiple).numel() / (2 * multiple) ** 2
     for height, width in ((multiple, 3 * multiple), (3 * multiple, 2 * multiple)):
         found = made(family, pipeline, height, width)
@@ -48,7 +48,7 @@ def test_a_model_makes_every_size_of_its_multiple_and_none_between(name: str) ->
         between = made(family, pipeline, height, width).numel()
     except (ValueError, RuntimeError):
         return
-    # QwenImage21 rounds it down.
+    # QwenImage21 rounds the size down.
     assert between != values * height * width
 
 

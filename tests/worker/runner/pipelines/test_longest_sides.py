@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The longest sides that a model has positions for: found at load, right to the pixel, and refused by the server beyond them."""
+"""The longest sides that a model has positions for: found at load, exact to the pixel; the server refuses longer ones."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from support.families.rig.all import FAMILIES
 from support.families.rig.family import Family, as_tensor
 
 BOUNDED = ModelInfo(pipeline="P", dtype="float32", size_multiple=8, weights_bytes=1, max_height=64, max_width=128)
-# Those of the families that read positions from a table, and their longest height and width in pixels.
+# The families that read positions from a table, with their longest height and width in pixels.
 TABLES = {
     "AuraFlowPipeline": (64, 64),
     "CogView3PlusPipeline": (64, 64),
@@ -43,7 +43,7 @@ def test_a_model_with_a_table_of_positions_makes_its_longest_sides_and_nothing_l
     for size in ({"height": model.max_height, "width": side}, {"height": side, "width": model.max_width}):
         assert made(family, pipeline, **size).isfinite().all()
     with pytest.raises((ValueError, RuntimeError, IndexError)):
-        # AuraFlow wraps around where only the width is too long, and makes a wrong image.
+        # Only the height is too long: with too long a width AuraFlow wraps around and makes a wrong image without an error.
         made(family, pipeline, height=TABLES[name][0] + model.size_multiple, width=side)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/models.md lists every pipeline that the installed diffusers exports, as the script makes it."""
+"""docs/models.md lists every pipeline that the installed diffusers exports, as the script writes it."""
 
 import inspect
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline class may say of its requests, and classes that need the model for themselves while they run."""
+"""Hints of a pipeline class about its requests, and classes that need the model for themselves while they run."""
 
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Combined(DiffusionPipeline):
 
 @pytest.fixture
 def rig_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A rig of the digits model and one of the classes above."""
+    """Provide a function that makes a rig of the digits model and one of the classes above."""
     (tmp_path / "saying_pipelines.py").write_text(SAYING)
     monkeypatch.syspath_prepend(str(tmp_path))
     return lambda name: RunnerRig(load_format=LoadFormat.CUSTOM_PIPELINE, pipeline=f"saying_pipelines:{name}")
@@ -96,7 +96,7 @@ def test_a_request_that_its_pipeline_calls_whole_runs_by_itself_and_is_never_mix
     assert {call.rows for call in rig.denoiser_calls() if call.whole} == {2}
     own = [number for number, call in enumerate(rig.denoiser_calls()) if call.whole]
     assert own == list(range(own[0], own[0] + 2))
-    # The other two share what is left of theirs.
+    # The other two requests share the rest of their calls.
     assert max(call.rows for call in rig.denoiser_calls()) == 4
     np.testing.assert_array_equal(images["whole"], plain(rig, whole))
 
@@ -160,7 +160,7 @@ def test_a_cancelled_request_leaves_no_attention_processor_of_its_own_on_the_mod
 
 @pytest.fixture
 def hooking() -> RunnerRig:
-    """The digits model with a guider that puts hooks on the transformer for a part of each step."""
+    """Provide the digits model with a guider that puts hooks on the transformer during a part of each step."""
     rig = RunnerRig(pipeline="StableDiffusion3ModularPipeline")
     skipping = {"scale": 2.0, "start": 0.0, "stop": 1.0}
     layers = LayerSkipConfig(indices=[1], fqn="transformer_blocks", skip_attention=False)
@@ -186,7 +186,7 @@ def test_a_request_that_fails_inside_a_hook_leaves_none_on_the_model(hooking: Ru
     def fail(call: Any) -> None:
         nonlocal made
         made += call.component == "transformer"
-        # Two calls in the first step; from the second on there are three, the last of which skips a layer.
+        # The first step makes two calls, and each later one three, the last of which skips a layer.
         if made == 5 and call.component == "transformer":
             assert hooks_on(hooking.runner.pipeline.transformer)
             raise RuntimeError("no kernel")
@@ -226,7 +226,7 @@ def test_the_guidance_of_a_request_reaches_every_guider_of_its_view_and_no_other
 
 
 class Stepless(DiffusionPipeline):
-    """A pipeline with a model and nothing that steps."""
+    """A pipeline with a model and without steps."""
 
     def __init__(self, transformer: Any) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ def rig() -> RunnerRig:
 
 
 def by_diffusers(rig: RunnerRig, spec: RequestSpec) -> Any:
-    """The image of the plain pipeline, with the schedule that somebody would give it by hand."""
+    """Return the image of the plain pipeline with the same schedule, set by hand."""
     pipeline = load_pipeline(rig.config, torch.float32)
     if spec.shift is not None:
         pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, shift=spec.shift)
@@ -55,7 +55,7 @@ def test_requests_of_different_schedules_share_calls_and_leave_the_pipeline_as_i
     together, _ = rig.run(*specs)
     assert [call.rows for call in rig.denoiser_calls()] == [10, 10, 10]
     assert all(levels_apart(image, alone[name]) <= 1 for name, image in together.items())
-    # Three schedules and the plain one; sigmas come out the same with and without their number.
+    # There are three schedules and the plain one; sigmas give the same image with and without their number.
     assert levels_apart(alone["recipe 0"], alone["recipe 1"]) == 0
     different = [alone[name] for name in ("plain", "recipe 0", "recipe 2", "recipe 3")]
     assert min(levels_apart(one, other) for n, one in enumerate(different) for other in different[:n]) > 3
@@ -78,7 +78,7 @@ def test_an_edit_takes_as_many_steps_as_there_are_sigmas(rig: RunnerRig) -> None
 
 
 def bare(kind: Any, scheduler: Any) -> Any:
-    """A pipeline class with a scheduler and nothing else, enough to say what it takes."""
+    """Return a pipeline of this class with only a scheduler, which is enough to find its options."""
     names = [name for name in kind._get_signature_keys(kind)[0] if name != "scheduler"]
     made = kind.__new__(kind)
     diffusers.DiffusionPipeline.__init__(made)
@@ -118,5 +118,5 @@ def test_the_shift_of_every_kind_of_flow_scheduler_is_set_and_a_dynamic_one_is_t
     untouched.set_timesteps(4)
     assert (own.config.flow_shift, untouched.config.flow_shift, solver.config.flow_shift) == (SHIFT, 3.0, 3.0)
     assert not torch.allclose(own.sigmas, untouched.sigmas)
-    # One that has none is copied as it is.
+    # A scheduler without a shift is copied as it is.
     assert own_scheduler(diffusers.DDIMScheduler(), SHIFT).config == diffusers.DDIMScheduler().config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tasks a model's components allow, and edits and inpaintings on the digits model through the runner."""
+"""Tasks that a model's components allow, and edits and inpaintings on the digits model through the runner."""
 
 from typing import Any
 
@@ -31,12 +31,12 @@ LEFT = np.repeat(np.array([[255] * (SIDE // 2) + [0] * (SIDE // 2)], np.uint8), 
 
 
 def without_modules(name: str) -> Any:
-    """A pipeline of this class with nothing in it: what it takes is a matter of its class."""
+    """Return a pipeline of this class without components, because its tasks depend on the class only."""
     return object.__new__(type(name, (getattr(diffusers, name),), {"components": {}}))
 
 
 def worded(name: str) -> Any:
-    """A tiny pipeline that reads words; how many, its tokenizers say as those of real models do."""
+    """Return a tiny pipeline whose tokenizers limit the number of tokens, as those of real models do."""
     pipeline = BUILDERS[name]()
     for part in pipeline.components.values():
         if hasattr(part, "model_max_length"):
@@ -51,24 +51,24 @@ def rig() -> RunnerRig:
 
 @pytest.fixture(scope="module")
 def seven(rig: RunnerRig) -> Any:
-    """A red seven of the model's own."""
+    """Provide a red seven that the model made."""
     images, _ = rig.run(request("seven", height=SIDE, width=SIDE, steps=12, guidance_scale=3.0))
     return images["seven"]
 
 
 def edit(name: str, **fields: Any) -> RequestSpec:
-    """An edit of one image of the model's size."""
+    """Return an edit of one image in the model's size."""
     usual = {"prompt": "a green digit three", "height": SIDE, "width": SIDE, "guidance_scale": 3.0, "steps": 10}
     return request(name, **usual | {"task": Task.EDIT, "images": [ImageInput(0, (SIDE, SIDE, 3))]} | fields)
 
 
 def inpaint(name: str, **fields: Any) -> RequestSpec:
-    """An edit with a mask."""
+    """Return an edit with a mask."""
     return edit(name, **{"task": Task.INPAINT, "mask": ImageInput(1, (SIDE, SIDE, 1)), "strength": 1.0} | fields)
 
 
 def made(rig: RunnerRig, seven: Any, *specs: RequestSpec) -> Images:
-    """Images of requests that start from the seven, those to inpaint on its left side."""
+    """Run requests that start from the seven, with its left half as the mask of inpaintings; return their images."""
     frames = {spec.request_id: [seven.tobytes(), LEFT.tobytes()][: len(spec.images) + (spec.mask is not None)] for spec in specs}
     images, errors = rig.run(*specs, frames=frames)
     assert not errors, errors
@@ -76,7 +76,7 @@ def made(rig: RunnerRig, seven: Any, *specs: RequestSpec) -> Images:
 
 
 def apart(one: Any, other: Any) -> float:
-    """The mean difference of two images in a colour, of 255."""
+    """Return the mean difference of the colours of two images, of 255."""
     return float(np.abs(one.astype(int) - other.astype(int)).mean())
 
 
@@ -111,7 +111,7 @@ def test_an_edit_alone_is_bit_equal_to_diffusers(rig: RunnerRig, seven: Any) -> 
 def test_an_inpainting_alone_has_the_latents_of_diffusers_decoded_with_the_vaes_shift(rig: RunnerRig, seven: Any) -> None:
     plain = diffusers.StableDiffusion3InpaintPipeline(**load_pipeline(rig.config, torch.float32).components)
     plain.set_progress_bar_config(disable=True)
-    # Its class knows a model without a mask among its inputs by this number.
+    # The class recognises by this number that the model takes no mask.
     plain.transformer._internal_dict = FrozenDict({**plain.transformer.config, "in_channels": 16})
     latents = plain(
         "a green digit three", image=Image.fromarray(seven), mask_image=Image.fromarray(LEFT), strength=1.0, num_inference_steps=10,
@@ -127,7 +127,7 @@ def test_an_inpainting_alone_has_the_latents_of_diffusers_decoded_with_the_vaes_
 @pytest.mark.slow
 def test_an_inpainted_image_keeps_what_the_mask_keeps_and_changes_the_rest(rig: RunnerRig, seven: Any) -> None:
     found = made(rig, seven, inpaint("one"))["one"]
-    # The right side is what the VAE makes of the seven, but for what it sees of its neighbour.
+    # The right side is the seven after the VAE, which also sees the changed side at the border.
     assert apart(found[:, 40:], seven[:, 40:]) < 3
     assert apart(found[:, :32], seven[:, :32]) > 10
 
@@ -303,7 +303,7 @@ def test_a_companion_alone_is_bit_equal_to_its_class_of_diffusers(name: str, tas
         output = runner.execute_stepwise(Tick(number))
     assert not output.errors, output.errors
     plain = getattr(diffusers, kind)(**worded(name).components)
-    guidance = {"guidance_scale": 3.5} if name.startswith("Flux") else {}  # as with words; of itself the class takes another
+    guidance = {"guidance_scale": 3.5} if name.startswith("Flux") else {}  # the value for prompts alone; the class has another default
     plain.set_progress_bar_config(disable=True)
     [expected] = plain(
         "two", image=source, strength=0.7, num_inference_steps=4, height=32, width=32, output_type="np",
@@ -315,5 +315,5 @@ def test_a_companion_alone_is_bit_equal_to_its_class_of_diffusers(name: str, tas
 def test_what_an_edit_leaves_open_is_as_with_the_loaded_class() -> None:
     spec = request("one", steps=None, task=Task.EDIT, images=[ImageInput(0, (32, 32, 3))])
     given = TaskPipelines(BUILDERS["FluxPipeline (words)"]()).body(spec, [bytes(32 * 32 * 3)])._arguments
-    # Of itself the companion would take 7.0.
+    # The class of edits has another default, 7.0.
     assert (given["num_inference_steps"], given["guidance_scale"]) == (28, 3.5)

@@ -20,7 +20,7 @@ from support.runner.rig import RunnerRig, request
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> RunnerRig:
-    """A runner that loaded a tiny Wan with its text encoder from a folder."""
+    """Provide a runner that loaded a tiny Wan with its text encoder from a folder."""
     folder = tmp_path_factory.mktemp("wan")
     parts = {"text_encoder": lambda: tiny_umt5(wan.TRANSFORMER["text_dim"]), "tokenizer": letters}
     pipeline = build_seeded(lambda: wan.pipeline("WanPipeline", **{name: make() for name, make in parts.items()}))()
@@ -30,7 +30,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> RunnerRig:
 
 @pytest.fixture(scope="module")
 def plain(rig: RunnerRig) -> Any:
-    """The pipeline as diffusers loads it."""
+    """Provide the pipeline as diffusers loads it."""
     return load_pipeline(rig.config, torch.float32)
 
 
@@ -78,7 +78,7 @@ def test_a_single_frame_is_a_video_of_one_frame(rig: RunnerRig) -> None:
 
 
 def test_a_pipeline_that_returns_its_frames_bare_gives_all_of_them() -> None:
-    # Asked for no output object, Stable Video Diffusion returns no tuple either.
+    # Without an output object, Stable Video Diffusion returns its frames bare and no tuple.
     family = other_videos.FAMILIES[-1]
     rig = FamilyRig(family)
     arguments = family.request(1, 2, 3.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caches on the digits model: each request skips by what it remembers itself, in whatever company it is."""
+"""Step caches on the digits model: each request skips steps by its own memory, in any company."""
 
 import gc
 import weakref
@@ -30,7 +30,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 
 class CachedRig(RunnerRig):
-    """A runner whose worker has a step cache; counts rows and those that were skipped."""
+    """A runner with a step cache that counts rows and skipped rows."""
 
     def __init__(self, kind: StepCache) -> None:
         super().__init__(step_cache=kind, prompt_cache_size=0)
@@ -45,7 +45,7 @@ class CachedRig(RunnerRig):
         return output
 
     def images(self, *requests: RequestSpec, joining: list[int] | None = None) -> Images:
-        """The images; from now on the counts are those of this run."""
+        """Run requests and return their images; the counts begin again with this run."""
         self.rows = self.skipped = 0
         images, errors = self.run(*requests, joining=joining)
         assert not errors, errors
@@ -53,7 +53,7 @@ class CachedRig(RunnerRig):
 
 
 class Rigs(dict[StepCache, CachedRig]):
-    """Each made when it is first asked for."""
+    """Rigs by kind, each made at its first use."""
 
     def __missing__(self, kind: StepCache) -> CachedRig:
         self[kind] = CachedRig(kind)
@@ -62,7 +62,7 @@ class Rigs(dict[StepCache, CachedRig]):
 
 @pytest.fixture(scope="module")
 def rigs() -> Iterator[dict[StepCache, CachedRig]]:
-    """With a threshold that skips about half of so few steps."""
+    """Provide rigs whose threshold skips about half of these few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_block, "THRESHOLD", 0.3)
         yield Rigs()
@@ -73,7 +73,7 @@ def plain() -> RunnerRig:
     return RunnerRig(prompt_cache_size=0)
 
 
-# Half of them are enough to see, and half the time.
+# Half of the digits are enough, and take half the time.
 DIGITS = list(enumerate(DIGIT_WORDS))[::2]
 every_kind = pytest.mark.parametrize("kind", [StepCache.FIRST_BLOCK, pytest.param(StepCache.TAYLOR_SEER, marks=pytest.mark.slow)])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caches on the families: alone bit for bit what diffusers' own hook gives, in company the same up to rounding."""
+"""Step caches on the families: alone bit for bit equal to diffusers' own hook, in company equal up to rounding."""
 
 import functools
 from typing import Any
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.slow
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-# A denoiser with a first and a last block.
+# The denoiser gets a first and a last block.
 BY_NAME["CogVideoXPipeline"] = with_config(BY_NAME["CogVideoXPipeline"], num_layers=2)
 TRIO = tuple(Asked(*asked, accelerated=True) for asked in ((1, 8, 5.0), (2, 10, 3.0), (3, 7, 7.0)))
-# So that some of the few steps of random models are skipped, and not all.
+# This threshold skips some of the few steps of random models, and not all.
 THRESHOLD = 0.3
 
-# One family of each class of denoiser that is supported, and ways to use them: two calls a step, two denoisers.
+# A family of each class of denoiser that is supported, and variants with two calls a step or two denoisers.
 FIRST_BLOCK = (
     *("CogVideoXPipeline", "CogView4Pipeline", "DiTPipeline", "FluxPipeline", "FluxPipeline (true guidance)", "HunyuanImagePipeline"),
     "HunyuanVideoPipeline",
@@ -63,7 +63,7 @@ CASES = [
 
 
 class CachedFamily(FamilyRig):
-    """A family's pipeline with a step cache, also under the hook of diffusers that does the same."""
+    """A family's pipeline with a step cache, and the same with diffusers' hook."""
 
     def __init__(self, kind: StepCache, name: str) -> None:
         super().__init__(BY_NAME[name], BY_NAME[name].compared_in)
@@ -73,11 +73,11 @@ class CachedFamily(FamilyRig):
         self.kind = kind
 
     def with_diffusers_hook(self, asked: Asked) -> torch.Tensor:
-        """What diffusers' pipeline gives with its own cache on; one that names no context calls its model once a step."""
+        """Return the result of diffusers' pipeline with its own cache. A pipeline without contexts calls its model once a step."""
         for module in modules_of(self.plain).values():
             if type(module).__name__ in SUPPORTED[self.kind]:
                 self._apply(module, asked.steps)
-                # Made when the pipeline ran without the hooks.
+                # The registry was made when the pipeline ran without hooks.
                 HookRegistry.check_if_exists_or_initialize(module).invalidate_child_registries_cache()
                 module.forward = functools.wraps(module.forward)(functools.partial(_in_context, module, module.forward))
         return self.alone(asked)
@@ -119,7 +119,7 @@ def test_alone_it_is_what_diffusers_gives_with_its_own_hook_and_in_company_the_s
     effect, most = max((apart(one, rig.alone(asked)), number) for number, (one, asked) in enumerate(zip(alone, TRIO, strict=True)))
     assert effect > 1e-6, "what is skipped shows"
     if kind is StepCache.FIRST_BLOCK and name == "StableDiffusion3Pipeline":
-        # Its last block returns no text, which diffusers' own hook does not expect. When this fails, compare as for the others.
+        # The last block returns no text, which diffusers' own hook does not expect. When this fails, compare as for the others.
         with pytest.raises(TypeError, match="NoneType"):
             rig.with_diffusers_hook(TRIO[most])
     else:

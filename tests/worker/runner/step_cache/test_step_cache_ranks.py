@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caches over two real processes: what a request remembers is on every rank, wherever its rows are computed next."""
+"""Step caches over two real processes: a request's memory is on every rank, wherever its rows are computed next."""
 
 import pytest
 

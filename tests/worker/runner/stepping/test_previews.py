@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress and previews on the ranks: what a request shows of its way, and that its image and its company know nothing of it."""
+"""Progress and previews on the ranks: the steps that a request shows, without an effect on its image or on others."""
 
 import logging
 from collections import Counter
@@ -31,7 +31,7 @@ from support.families.rig.family_rig import Asked, FamilyRig, as_tensor
 from support.runner.rig import RunnerRig, request
 
 BY_NAME = {family.name: family for family in FAMILIES}
-# One of each kind of loop: flow, epsilon, a pair of schedulers, of blocks, an edit, a mask, keys and values that are cleared.
+# Each kind of loop: flow, epsilon, a pair of schedulers, of blocks, an edit, a mask, keys and values that are cleared.
 LOOPS = (
     "FluxPipeline",
     "StableDiffusionPipeline",
@@ -49,7 +49,7 @@ def rig() -> RunnerRig:
 
 
 def outputs(rig: RunnerRig, *requests: RequestSpec) -> list[StepOutput]:
-    """What the ticks brought until all these were done, without an error."""
+    """Run requests to their end without an error; return the output of each tick."""
     rig.parallel.calls.clear()
     found = [rig.runner.execute_stepwise(Tick(0, list(requests)))]
     while sum(len(output.images) for output in found) < len(requests):
@@ -85,7 +85,7 @@ def test_previews_come_ever_closer_to_the_image_which_is_bit_for_bit_the_one_wit
     off = [float(np.abs(preview.astype(int) - image).mean()) for _, preview in previews]
     assert off[0] > off[1] > off[2]
     assert off[0] < float(np.abs(image.astype(int) - image.mean()).mean())
-    # A decode for each, and nothing else: no words are encoded and nothing is denoised for them.
+    # Each preview costs a decode and nothing else: no prompt is encoded and nothing is denoised for it.
     assert Counter(call.component for call in rig.parallel.calls) == asked + Counter(vae=3)
     assert [index + 1 for index, output in enumerate(shown) if output.previews] == [1, 3, 4] == preview_steps(6, 3)
 
@@ -187,7 +187,7 @@ def test_a_scheduler_that_does_not_tell_shows_the_latents_as_they_are(scheduler:
 
 
 class Shown:
-    """A family's request as the worker runs it: on a view of its own each time, to the end."""
+    """A family's request as the worker runs it: each time on a view of its own, to the end."""
 
     whole = False
 
@@ -223,7 +223,7 @@ def test_pipelines_of_every_kind_show_their_way_tell_their_steps_and_make_the_sa
 
 
 class OddScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-    """A scheduler whose result nobody can read."""
+    """A scheduler whose result has an unknown form."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         class Result:

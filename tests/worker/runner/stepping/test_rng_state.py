@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers drawn without a generator depend on the request's seed alone, not on who else runs in the process."""
+"""Numbers drawn without a generator depend on the request's seed alone, not on other requests in the process."""
 
 import torch
 

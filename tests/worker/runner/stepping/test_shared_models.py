@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests cannot touch each other's model: one that would change it is made once more by itself."""
+"""Requests cannot change each other's model: a request that would do so is run once more by itself."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +106,7 @@ def plain(rig: RunnerRig, spec: RequestSpec) -> Any:
 
 
 def of_the_plain_class(rig: RunnerRig, spec: RequestSpec) -> None:
-    """Join a request for the class that the custom one extends, on the same modules."""
+    """Join a request for the class that the custom class extends, on the same modules."""
     from diffusers import StableDiffusion3Pipeline
 
     from diffusion_worker.runner.pipelines.body import make_body

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline meets in place of a shared module: the module in all it looks at, a suspended call in what it runs."""
+"""The stand-in for a shared module: its attributes are those of the module, and each call of it suspends the request."""
 
 import inspect
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def rig() -> RunnerRig:
 
 
 def asked_by(body: Callable[[], Any]) -> ModelCall:
-    """The first call that a body makes."""
+    """Return the first call that a body makes."""
     event = DiffusionRequestState(request("a"), body).resume()
     assert isinstance(event, ModelCall), event
     return event
