@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in requests for images, over a fake rank group: every form of the reference's object, and every wrong one."""
+"""Adapters in requests for images, over a fake rank group: every form of the reference's object, and every invalid one."""
 
 import asyncio
 import json
@@ -29,14 +29,14 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 def pixels(*adapters: tuple[str, float]) -> bytes:
-    """What the fake ranks make of the request with adapters from these paths at these scales."""
+    """Return the image that the fake ranks make with adapters from these paths at these scales."""
     uses = [LoRAUse(index, scale) for index, (_, scale) in enumerate(adapters)]
     spec = RequestSpec(request_id="", prompt="p kumquatfen", seed=7, loras=uses)
     return fake_pixels(spec, " + ".join(path for path, _ in adapters) or None)
 
 
 async def image(edge: Edge, **body: Any) -> tuple[bytes, list[dict[str, Any]]]:
-    """The pixels of one image, and the adapters that its provenance names."""
+    """Return the pixels of an image, and the adapters that its provenance names."""
     answer = await edge.request_images(**{**REQUEST, **body})
     assert answer.status_code == 200, answer.text
     (item,) = answer.json()["data"]
@@ -164,11 +164,11 @@ async def test_an_adapter_that_failed_to_load_is_not_loaded_never_the_base(edge:
         assert refusal(answer)[:2] == (422, "AdapterNotLoaded")
 
 
-# An adapter that went from memory, or is loaded when it is first asked for
+# An adapter that was evicted, or is loaded on demand
 
 
 async def evicted(edge: Edge, **body: Any) -> None:
-    """Leave `old` known and on disk, but in no rank's memory."""
+    """Put adapters until `old` is on the disk only, in no rank's memory."""
     await edge.put_adapter("old", "/loras/old", **body)
     for name in ("newer", "newest"):
         await edge.put_adapter(name, f"/loras/{name}")
@@ -232,7 +232,7 @@ async def test_a_failed_load_ends_the_request_that_waits_for_it_with_the_reason(
     assert "layer x has no such tensor" in answer.json()["error"]["message"]
 
 
-# What is said of them
+# Cards and provenance of adapters
 
 
 async def test_a_card_of_an_adapter_says_its_state_its_strength_its_rank_and_its_content(edge: Edge) -> None:
@@ -268,7 +268,7 @@ async def test_a_recipe_is_what_a_request_gets_and_what_its_image_says(edge: Edg
         "sigmas": [1.0, 0.7, 0.3],
         "shift": 3.0,
     }
-    # The same is in the file.
+    # The image's file has the same provenance.
     assert json.loads(decode_image(made["b64_json"]).info["provenance"]) == made["provenance"]
 
 

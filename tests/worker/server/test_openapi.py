@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAPI documents of both ports say what the ports do."""
+"""The OpenAPI documents of both ports agree with the ports."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's files and the state that it shows, at the edge; what a person sees of them is in test_page_browser.py."""
+"""The page's files and the state that it shows, at the edge; a browser's view of them is in test_page_browser.py."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ def test_every_state_and_code_has_words_for_people() -> None:
     states = set(re.findall(r"^  (\w+): \[\"(?:good|wait|rest|bad)\"", script, re.MULTILINE))
     assert states == {state.value for state in ui.EngineState}
     advice = script.partition("const ADVICE = {")[2].partition("};")[0]
-    # What only the control port answers with is left out: a request that waits for a load gets one code for all its errors.
+    # Codes of the control port only are left out. A request that waits for a load gets one code for all its errors.
     control = {"Conflict", "WrongBoot", "StaleEpoch", "Managed", "VerificationFailed", "MemoryNotReleased", *LOAD_CODES}
     assert set(re.findall(r"^  (\w+):", advice, re.MULTILINE)) - {"Unreachable"} == {code.value for code in ui.ErrorCode} - control
 

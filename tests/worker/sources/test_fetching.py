@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches by real processes from a real server on loopback: that misbehaves, goes away, or is asked by two at once."""
+"""Fetches by real processes from a real server on loopback, which misbehaves, goes away, or is asked by two at once."""
 
 import asyncio
 import gzip
@@ -42,17 +42,17 @@ def rig(tmp_path: Path) -> SourceRig:
 
 
 def content(fetched: Fetched) -> bytes:
-    """The bytes of a fetched file."""
+    """Return the bytes of a fetched file."""
     return Path(fetched.path).read_bytes()
 
 
 def is_here(fetched: Fetched) -> bool:
-    """Whether the cache still has it."""
+    """Return whether the cache still has a fetched file."""
     return Path(fetched.path).exists()
 
 
 def serve(server: SourceServer, served: Served) -> Source:
-    """Serve it; returns the source with the digest of its bytes."""
+    """Let the server serve this; return its source with the digest of its bytes."""
     server.files[PATH] = served
     return http_source(server.url, served)
 
@@ -152,7 +152,7 @@ async def test_an_address_that_may_not_be_asked_is_refused(rig: SourceRig, url: 
     ],
 )
 async def test_an_address_out_of_reach_is_refused_before_it_is_called(tmp_path: Path, address: str, public_only: bool, says: str) -> None:
-    # An option that allows loopback allows none to a call without the token.
+    # Even the option that allows loopback does not allow it to a call without the token.
     fetcher = SourceRig(tmp_path, allow_http_sources=public_only).fetcher
     for source in (Source(http=HttpSource(address, "0" * 64)), Source(s3=S3Source("s3://bucket/a.safetensors", endpoint=address[:-2]))):
         with pytest.raises(RequestError, match=re.escape(says)):
@@ -183,7 +183,7 @@ async def test_a_download_that_breaks_goes_on_where_it_broke(server: SourceServe
 
 
 def bring(server: SourceServer, folder: Path, *, etag: str | None = None) -> bytes:
-    """Download a file of which no digest is known, as those of a bucket, in this process."""
+    """Download a file without a known digest, such as a bucket's, in this process."""
     cache = FileCache(folder)
     url = f"{server.url}{PATH}"
     with checked_client(allow_http=True, reach=Reach.LOOPBACK, read_timeout_s=5.0) as client:
@@ -194,10 +194,10 @@ def bring(server: SourceServer, folder: Path, *, etag: str | None = None) -> byt
 
 
 def test_the_last_bytes_before_a_source_stalls_are_told() -> None:
-    """RA22."""
+    """The last report is written at the end of its pause, even if no byte follows."""
     told: queue.Queue[tuple[int, int | None]] = queue.Queue()
     with Totals(lambda done, total: told.put((done, total)), {"a": 10, "b": 20}) as totals:
-        # Faster than they are told, and then nothing more.
+        # These bytes come faster than reports are written, and nothing follows them.
         for done in (1, 2, 3):
             totals.set("b", done, 20)
         while told.get(timeout=30) != (3, 30):
@@ -210,7 +210,7 @@ def test_a_file_that_changes_between_two_reads_is_read_anew_and_never_mixed(serv
     new = Served(adapter_bytes(400_000, fill=2), if_range=if_range)
     server.files[PATH] = Served(LARGE, break_after=150_000, then=new)
     assert bring(server, tmp_path) == new.content
-    # A server that is told what was read sends all of the new one at once.
+    # A server that gets the validator of the bytes already read sends the whole new file at once.
     assert server.ranges == [None, "bytes=150000-"] + ([] if if_range else [None])
 
 
@@ -266,7 +266,6 @@ async def test_a_fetch_that_is_cancelled_leaves_no_process(server: SourceServer,
 
 
 async def test_a_fetch_ends_at_its_deadline_and_leaves_no_process(server: SourceServer, rig: SourceRig) -> None:
-    """RA22."""
     error = await rig.refusal(serve(server, Served(LARGE, gate_after=1000)), deadline_s=0.5)
     assert (error.code, "within 0.5 s" in error.message) == (ErrorCode.TIMEOUT, True)
     assert fetch_processes() == []
@@ -300,7 +299,7 @@ except RequestError as error:
 
 
 def start_alone(folder: Path, source: Source) -> "subprocess.Popen[str]":
-    """Another server's process that fetches into the same cache, says where it is, and keeps it until its input ends."""
+    """Start another server's process that fetches into the same cache, prints the path, and keeps it until its input ends."""
     assert source.http is not None
     command = [sys.executable, "-c", FETCH_ALONE, str(folder), f"{source.http.url}#sha256={source.http.sha256}"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -360,7 +359,6 @@ async def test_a_private_cache_goes_with_its_fetcher(server: SourceServer, tmp_p
 
 @pytest.mark.slow
 async def test_what_nobody_uses_is_evicted_the_longest_unused_first(server: SourceServer, tmp_path: Path) -> None:
-    """RA23."""
     rig = SourceRig(tmp_path, cache_size_bytes=1_000_000)
     fetched = {}
     for number in range(2):
@@ -371,7 +369,7 @@ async def test_what_nobody_uses_is_evicted_the_longest_unused_first(server: Sour
     assert (full.code, "nothing left to evict" in full.message) == (ErrorCode.CACHE_FULL, True)
     rig.fetcher.release(fetched[0])
     rig.fetcher.release(fetched[1])
-    # Used again, so the other one is now the longest unused.
+    # The first one is used again, so the second has been unused for the longest time.
     rig.fetcher.release(await rig.adapter(http_source(server.url, server.files["/0"], "/0")))
     await rig.adapter(http_source(server.url, third, "/2"))
     assert is_here(fetched[0])
@@ -381,7 +379,6 @@ async def test_what_nobody_uses_is_evicted_the_longest_unused_first(server: Sour
 
 @pytest.mark.slow
 async def test_a_file_that_does_not_fit_on_the_disk_is_refused_before_it_is_read(server: SourceServer, tmp_path: Path) -> None:
-    """RA23."""
     rig = SourceRig(tmp_path, limits=FetchLimits(adapter_bytes=1 << 60))
     error = await rig.refusal(serve(server, Served(LARGE, length=1 << 59)))
     assert (error.code, error.retryable, "of room in the cache" in error.message) == (ErrorCode.CACHE_FULL, True, True)

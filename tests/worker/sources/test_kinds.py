@@ -32,7 +32,7 @@ def digest_of(content: bytes) -> str:
 
 
 def content(fetched: Fetched) -> dict[str, bytes]:
-    """The files at a path by their names below it, the file itself by an empty one."""
+    """Return the files at a path by their names below it; a single file has an empty name."""
     top = Path(fetched.path)
     if top.is_file():
         return {"": top.read_bytes()}
@@ -55,14 +55,14 @@ def rig(tmp_path: Path) -> SourceRig:
 
 
 class Shelf:
-    """Puts files where a kind of source has them."""
+    """A place for files, according to the kind of source."""
 
     def __init__(self, kind: str, rig: SourceRig, hub: SourceServer, s3: Callable[[], S3Server]) -> None:
         self.kind, self._rig, self._hub, self._s3 = kind, rig, hub, s3
         self._bucket = f"bucket-{hashlib.sha256(str(rig.cache).encode()).hexdigest()[:20]}"
 
     def put(self, files: dict[str, bytes], *, file: str | None = None) -> Source:
-        """A source of the folder `x` with these files, or of one file in it."""
+        """Put these files into the folder `x`; return the source of the folder, or of one file in it."""
         if self.kind == "hub":
             self._hub.push("org/x", {f"x/{name}": file for name, file in files.items()})
             return Source(hugging_face=HuggingFaceSource("org/x", subfolder="x", file=file))
@@ -81,7 +81,7 @@ class Shelf:
         return Source(path=str(folder / (file or "")))
 
     def remove(self, files: dict[str, bytes]) -> None:
-        """The source is gone."""
+        """Remove the source."""
         self._hub.delete("org/x")
         self._hub.files = {}
         if self.kind == "s3":
@@ -133,7 +133,6 @@ async def test_a_source_of_any_kind_that_is_not_there_is_told(rig: SourceRig, sh
 @pytest.mark.slow
 @pytest.mark.parametrize("shelf", REMOTE, indirect=True)
 async def test_a_pinned_adapter_whose_source_is_gone_comes_from_the_cache(rig: SourceRig, shelf: Shelf) -> None:
-    """RA3."""
     files = {"a.safetensors": adapter_bytes()} if shelf.kind == "http" else PEFT
     source = shelf.put(files, file="a.safetensors" if shelf.kind == "http" else None)
     first = await rig.adapter(source)
@@ -155,7 +154,6 @@ async def test_a_pinned_file_that_came_from_another_source_needs_no_network(rig:
 @pytest.mark.slow
 @pytest.mark.parametrize("shelf", REMOTE, indirect=True)
 async def test_another_digest_than_the_pinned_one_is_refused_and_the_file_does_not_stay(rig: SourceRig, shelf: Shelf) -> None:
-    """RA5."""
     files = {"a.safetensors": adapter_bytes()}
     error = await rig.refusal(shelf.put(files, file="a.safetensors"), digest=f"sha256:{'0' * 64}")
     assert error.code is ErrorCode.DIGEST_MISMATCH
@@ -167,7 +165,7 @@ async def test_another_digest_than_the_pinned_one_is_refused_and_the_file_does_n
 @pytest.mark.slow
 @pytest.mark.parametrize("shelf", FOLDERS, indirect=True)
 async def test_pickled_weights_of_any_kind_are_refused(rig: SourceRig, shelf: Shelf) -> None:
-    """RA6."""
+    """A pickle runs its author's code when it is read."""
     assert (await rig.refusal(shelf.put({"adapter_model.bin": b"x", "adapter_config.json": PEFT_CONFIG}))).code is (
         ErrorCode.UNSUPPORTED_FORMAT
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that another replica found first: what is fetched then, when its branch has moved, its bucket changed, or its source is gone."""
+"""A model that another replica found first: fetched at its pin after its branch moved, its bucket changed, or its source went."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +54,7 @@ async def test_a_branch_that_moved_is_fetched_as_it_was_pinned(hub: SourceServer
 
 
 async def test_a_pinned_commit_that_is_in_the_cache_needs_no_source(hub: SourceServer, rig: SourceRig) -> None:
-    """RF12: it was fetched by its branch, as the first replica does."""
+    """The cache has the commit because the first replica fetched it by its branch."""
     pinned = hub.push("org/x", model(1))
     first = await rig.model(SOURCE)
     hub.push("org/x", model(2))
@@ -64,7 +64,7 @@ async def test_a_pinned_commit_that_is_in_the_cache_needs_no_source(hub: SourceS
 
 
 async def test_a_pinned_commit_is_not_replaced_by_what_was_fetched_last(hub: SourceServer, rig: SourceRig) -> None:
-    """RF12: without the commit in the cache a source that is gone is said to be gone."""
+    """A source that is gone, with a pinned commit that the cache does not have, is SourceNotFound."""
     hub.push("org/x", model(2))
     await rig.model(SOURCE)
     hub.delete("org/x")
@@ -95,7 +95,7 @@ async def test_a_bucket_that_changed_is_the_pinned_model_only_with_the_same_byte
 
 
 async def fetched_revision(rig: SourceRig, tmp_path: Path, pinned: DesiredModel | None) -> str | None:
-    """What a server finds whose desired file has this part."""
+    """Fetch the model as a server does whose desired file has this pin; return the revision that it found."""
     config = msgspec.structs.replace(rig.config, model=str(tmp_path / "link"), model_source="hf://org/x")
     fetch = ModelFetch(config, rig.fetcher, lambda: DesiredState(model=pinned).model)
     await fetch.run()

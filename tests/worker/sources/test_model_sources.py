@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker whose model comes from a hub: what it answers while it fetches, and that it serves what it would from a folder."""
+"""A worker whose model comes from a hub: its answers while it fetches, and the same service as with a folder."""
 
 import asyncio
 import contextlib
@@ -28,13 +28,13 @@ SMALL = {"model_index.json": b'{"_class_name": "X"}', "unet/x.safetensors": adap
 
 
 def names_in(folder: str) -> set[str] | None:
-    """What is in a folder; None where there is none."""
+    """Return the names in a folder, or None if there is no folder."""
     return {path.name for path in Path(folder).iterdir()} if Path(folder).exists() else None
 
 
 @asynccontextmanager
 async def starting(tmp_path: Path, model: str, **options: object) -> AsyncIterator[tuple[Engine, "asyncio.Task[None]", WorkerConfig]]:
-    """An engine over ranks that need no weights, as it starts."""
+    """Start an engine over ranks that need no weights; provide it with its start's task and its settings."""
     rig = SourceRig(tmp_path, **options)
     place = locate_model(model, rig.config.claims_dir)
     config = msgspec.structs.replace(rig.config, model=place.folder, model_source=place.source)

@@ -28,7 +28,7 @@ def server() -> Iterator[SourceServer]:
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, address: str) -> list[str]:
-    """Have every name lead to an address; returns the names that were asked for."""
+    """Let every name resolve to this address; return a list of the names that were resolved."""
     asked: list[str] = []
 
     def resolve(host: str, port: int, *_: object, **__: object) -> object:
@@ -53,7 +53,7 @@ def test_a_listing_goes_to_the_address_that_was_checked(server: SourceServer, mo
     asked = resolve(monkeypatch, "127.0.0.1")
     with relay(Reach.LOOPBACK, allow_http=True) as proxy:
         assert listed(f"http://store.example:{server.server_port}", proxy) == 0
-    # Asked for once; the second is the number that came of it.
+    # The name is resolved once; the second entry is the number from that.
     assert asked == ["store.example", "127.0.0.1"] and server.asked["/styles"] == 1
 
 
@@ -64,7 +64,7 @@ def test_a_listing_goes_to_the_address_that_was_checked(server: SourceServer, mo
 def test_a_name_that_leads_to_a_refused_address_is_connected_to_by_nobody(
     server: SourceServer, monkeypatch: pytest.MonkeyPatch, scheme: str, address: str, reach: Reach
 ) -> None:
-    # The relay's own address is checked by nobody; it is a number.
+    # The relay's own address is a number, which nothing checks.
     resolve(monkeypatch, address)
     with relay(reach, allow_http=True) as proxy, pytest.raises(BaseError):
         listed(f"{scheme}://rebinding.example:{server.server_port}", proxy)

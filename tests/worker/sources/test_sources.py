@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a source is written as, which files of it are taken, and where none may be."""
+"""Forms of a source, the files that are taken from it, and addresses where none may be."""
 
 import ipaddress
 import os
@@ -144,7 +144,7 @@ EMBEDDINGS: dict[str, Callable[[int], int]] = {
 @pytest.mark.parametrize("form", EMBEDDINGS)
 @given(inner=st.sampled_from(["0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4", "10.0.0.0/8"]).flatmap(addresses_of))
 def test_an_address_of_ipv6_is_refused_at_least_as_the_one_that_it_stands_for(form: str, inner: ipaddress.IPv4Address) -> None:
-    # :: and ::1 are addresses of their own. A prefix of one's own may be longer, which a first byte of zero shows.
+    # :: and ::1 are special addresses. An operator's own prefix may be longer, which a first byte of zero shows.
     assume(int(inner) > 1 and (form != "NAT64 of one's own" or inner.packed[0]))
     outer = ipaddress.IPv6Address(EMBEDDINGS[form](int(inner)))
     for reach in Reach:
@@ -161,7 +161,7 @@ def test_a_host_that_is_a_refused_address_in_other_words_is_refused(host: str) -
 
 
 def resolving_to(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
-    """A resolver that answers for names with these addresses in turn; returns the names that it is asked for."""
+    """Let names resolve to these addresses in turn; return a list of the names that were resolved."""
     asked: list[str] = []
     real = socket.getaddrinfo
 

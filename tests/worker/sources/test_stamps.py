@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter that lies on a disk: each write of its weights or its configuration is seen without reading them."""
+"""An adapter on a disk: each write of its weights or its configuration is seen without reading the files."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ async def look(path: Path) -> Fetched:
 
 
 def replaced(path: Path) -> None:
-    """Put another file in the place of one, with the same bytes and times."""
+    """Replace a file by another one with the same bytes and times."""
     other, times = path.with_suffix(".new"), path.stat()
     other.write_bytes(path.read_bytes())
     os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -26,7 +26,7 @@ def replaced(path: Path) -> None:
 
 
 def rewritten(path: Path) -> None:
-    """Write other bytes of the same length, and put the time of the last change back."""
+    """Write other bytes of the same length into a file, and restore the time of its last change."""
     times = path.stat()
     path.write_bytes(path.read_bytes()[::-1])
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))

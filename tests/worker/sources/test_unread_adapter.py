@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of an adapter's file before any rank reads it."""
+"""Facts about an adapter's file that are known before any rank reads it."""
 
 import hashlib
 import shutil

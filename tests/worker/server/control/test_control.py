@@ -50,7 +50,7 @@ def token_path(tmp_path: Path) -> Path:
 
 
 def replace(path: Path, content: str) -> None:
-    """Another file under the same name, at once, as when Kubernetes updates a mounted Secret."""
+    """Replace a file in one step, as Kubernetes does with a mounted Secret."""
     replacement = path.with_name("new")
     replacement.write_text(content)
     replacement.rename(path)
@@ -60,7 +60,7 @@ def take_away(path: Path) -> None:
     path.unlink()
 
 
-# Its token
+# The control token
 
 
 @pytest.mark.parametrize(("method", "path"), ALL_ROUTES)
@@ -472,7 +472,6 @@ async def test_a_deleted_adapter_is_unknown_from_then_on(edge: Edge) -> None:
 
 
 async def test_a_delete_lets_running_requests_finish_and_refuses_new_ones(edge: Edge) -> None:
-    """RA15."""
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.stepping.clear()
     running = asyncio.create_task(edge.request_images(prompt="p kumquatfen", model="style"))
@@ -490,7 +489,6 @@ async def test_a_delete_lets_running_requests_finish_and_refuses_new_ones(edge: 
 
 
 async def test_a_delete_ends_requests_that_outlast_the_drain(edge: Edge) -> None:
-    """RA15."""
     await edge.put_adapter("style", "/loras/style")
     edge.ranks.stepping.clear()
     running = asyncio.create_task(edge.request_images(prompt="p kumquatfen", model="style"))
@@ -514,7 +512,7 @@ async def test_an_adapter_with_the_models_own_name_is_refused(edge: Edge) -> Non
 @pytest.mark.parametrize("name", ["A", "-a", "a-", "a%20b", "a" * 64, "..", "%00", "ä"])
 async def test_a_name_that_no_adapter_can_have_is_refused(edge: Edge, name: str) -> None:
     answer = await edge.put_adapter(name, "/loras/style")
-    assert answer.status_code in (400, 404)  # `..` is resolved by the client
+    assert answer.status_code in (400, 404)  # the client resolves `..` itself
     assert edge.ranks.calls == []
 
 

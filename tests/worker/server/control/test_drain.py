@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/drain`: nothing is accepted any more, what runs is answered, what is held is refused at once."""
+"""`POST /v1/drain`: new requests are refused, running ones are answered, and held ones are refused at once."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 async def asked(edge: Edge) -> "asyncio.Task[httpx2.Response]":
-    """A request whose first step runs until `edge.ranks.stepping` is set."""
+    """Send a request whose first step runs until `edge.ranks.stepping` is set; return its task."""
     edge.ranks.stepping.clear()
     task = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
     await edge.wait_state(inFlight=1)

@@ -21,7 +21,7 @@ def token_path(tmp_path: Path) -> Path:
 
 
 def replace(path: Path, content: str) -> None:
-    """Another file under the same name, as when Kubernetes updates a mounted Secret."""
+    """Replace a file in one step, as Kubernetes does with a mounted Secret."""
     replacement = path.with_name("new")
     replacement.write_text(content)
     replacement.rename(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's routes for adapters on the control port, and all that a put can say of one, over a fake rank group."""
+"""vLLM's routes for adapters on the control port, and all fields of a put, over a fake rank group."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -97,7 +97,7 @@ async def test_where_the_operator_says_which_adapters_there_are_both_routes_are_
         assert (await edge.put_adapter("stripes", STRIPES)).status_code == 200
 
 
-# All that a put can say
+# All fields of a put
 
 SOURCES: list[dict[str, Any]] = [
     {"path": STRIPES},
@@ -140,5 +140,5 @@ def test_everything_that_a_put_says_reaches_the_engine() -> None:
     }
     call = AdapterBody.model_validate(told).call()
     assert call == msgspec.convert(told, AdapterCall) and call.residency is Residency.RESIDENT
-    # The routes set the last ones: by the token of the call, and for `load_inplace`.
+    # The last two are set by the routes: by the call's token, and for `load_inplace`.
     assert set(told) | {"publicOnly", "readAgain"} == {field.encode_name for field in msgspec.structs.fields(AdapterCall)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sleep of clients that know vLLM's routes or vLLM-Omni's, over a fake rank group: answered when it is over."""
+"""Sleep for clients that know the routes of vLLM or vLLM-Omni, over a fake rank group: answered at the end of the operation."""
 
 import asyncio
 from collections.abc import AsyncIterator

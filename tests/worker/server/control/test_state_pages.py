@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /v1/state` with `limit`, `continue` and `after`: its pages, and answers that tell only what changed."""
+"""`GET /v1/state` with `limit`, `continue` and `after`: its pages, and answers with changes only (fault 49)."""
 
 import random
 from collections.abc import AsyncIterator
@@ -117,7 +117,7 @@ async def test_a_token_of_another_life_and_a_page_of_two_kinds_are_refused(edge:
 
 
 class Follower:
-    """A client that takes pages of differences, as the operator does."""
+    """A client that takes pages of changes, as the operator does."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -125,7 +125,7 @@ class Follower:
         self.adapters: Adapters = {}
 
     async def look(self, between: Any) -> None:
-        """`between` happens between two pages."""
+        """Fetch the changes page by page, and call `between` before each page but the first."""
         query: dict[str, Any] = {"after": self.revision} if self.revision else {}
         first = page = await ask(self._edge, limit=2, **query)
         if first["adaptersSince"] is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /v1/state?after=…&wait=…`: when it answers, and when it goes on waiting."""
+"""`GET /v1/state?after=…&wait=…`: the changes at which it answers, and those at which it waits on."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ async def answered(watching: asyncio.Task[Any]) -> dict[str, Any]:
 
 
 async def still_waits(edge: Edge, watching: asyncio.Task[Any]) -> bool:
-    """Return whether it waits on after everybody who waits has looked again."""
+    """Return whether a watch still waits after every waiting client has looked again."""
     for _ in range(3):
         edge.engine._parts.signal.notify()
         for _ in range(20):
@@ -153,7 +153,7 @@ async def test_eight_may_wait_and_the_ninth_is_refused(edge: Edge) -> None:
     refused = await watch(edge, now)
     assert (refused.status_code, refused.json()["code"], refused.json()["retryable"]) == (429, "Overloaded", True)
     assert "at most 8 clients" in refused.json()["message"]
-    assert (await edge.state())["revision"] == now  # a look that does not wait needs no place
+    assert (await edge.state())["revision"] == now  # a request that does not wait takes no place
     edge.engine.end_watches()
     assert [(await answered(one))["revision"] for one in waiting] == [now] * MOST_WATCHERS
 

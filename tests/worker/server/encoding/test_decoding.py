@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of clients in processes of their own: confined, and ended alone at their limits; a busy machine is another error."""
+"""Files of clients, decoded in confined processes that end alone at their limits; a busy machine is another error (faults 106 to 110)."""
 
 import asyncio
 import io
@@ -26,7 +26,7 @@ CONFINED = "from diffusion_worker.server.encoding.sandbox import *; limit(cpu_s=
 
 
 def jpeg(width: int, height: int, *, scans: int = 0, mode: str = "L", **saved: object) -> bytes:
-    """Return a progressive JPEG; its last scan is repeated until there are so many."""
+    """Return a progressive JPEG whose last scan is repeated up to this number of scans."""
     out = io.BytesIO()
     Image.new(mode, (width, height), "grey").save(out, "JPEG", progressive=True, **saved)
     return many_scans(out.getvalue(), scans)
@@ -46,7 +46,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def children(decoders: Decoders) -> list[str]:
-    """Return the processes that decode a file."""
+    """Return the ids of the processes that decode a file."""
     assert decoders._process is not None
     pid = decoders._process._process.pid
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as files: the same pixels, what made them, fast; and threads that neither pile up nor delay a step."""
+"""Images as files: the same pixels, metadata and fast encoding, with threads that neither pile up nor delay a step."""
 
 import asyncio
 import io
@@ -44,7 +44,7 @@ ROWS_OF_A_BAND = BAND_BYTES // (3 * 64)
 
 
 def pixels_of(height: int, width: int) -> bytes:
-    """A few octaves of noise, each half as strong as the one that is twice as coarse: what images are like."""
+    """Return octaves of noise, each half as strong as the next coarser one, which resembles real images."""
     image = Image.new("L", (width * 3, height), 128)
     for octave in range(7):
         scale = 2 ** (6 - octave)
@@ -60,7 +60,7 @@ def opened(file: bytes) -> Image.Image:
 
 
 def png_chunks(file: bytes) -> list[tuple[bytes, bytes]]:
-    """Kinds and contents; every checksum is right."""
+    """Return the kind and content of each chunk, and check the checksums."""
     assert file[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, at = [], 8
     while at < len(file):
@@ -73,7 +73,7 @@ def png_chunks(file: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def read_png(file: bytes) -> bytes:
-    """The pixels of a PNG of Up rows, by the standard library alone."""
+    """Return the pixels of a PNG whose rows have the filter Up, read with the standard library alone."""
     chunks = png_chunks(file)
     width = struct.unpack(">II", chunks[0][1][:8])[0]
     data = zlib.decompress(b"".join(content for kind, content in chunks if kind == b"IDAT"))
@@ -95,7 +95,7 @@ def test_a_png_has_the_same_pixels(height: int, width: int) -> None:
     image = opened(file)
     assert (image.format, image.mode, image.size) == ("PNG", "RGB", (width, height))
     assert image.tobytes() == pixels
-    # By another reader too, which takes its time.
+    # The second reader is slow, so it reads small images only.
     if len(pixels) < 10_000:
         assert read_png(file) == pixels
 
@@ -124,13 +124,13 @@ def test_a_png_is_many_times_as_fast_as_pillows_and_hardly_larger() -> None:
 
     slow_s, slow = fastest(by_pillow, rounds=2)
     fast_s, fast = fastest(lambda: encode(pixels, size, size, output_format=OutputFormat.PNG), rounds=5)
-    # The bench says how many (P10); here a machine that is busy and an image that is small.
+    # The benchmark P10 has the full factor; here the machine may be busy, and the image is small.
     assert slow_s / fast_s > 5
     assert len(fast) / len(slow) < 1.15
 
 
 def fastest(work: Callable[[], bytes], *, rounds: int) -> tuple[float, bytes]:
-    """CPU seconds of the fastest round, and what it made."""
+    """Return the CPU seconds of the fastest round, and the result."""
     made, seconds = b"", []
     for _ in range(rounds):
         started = time.thread_time()
@@ -274,7 +274,7 @@ async def test_an_error_in_a_thread_is_that_of_whoever_waits() -> None:
 
 
 class SlowEncoder:
-    """Encodes nothing until it is let go."""
+    """An encoder that waits until a test lets it go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()
@@ -293,7 +293,7 @@ async def test_a_slow_encoder_delays_no_step(monkeypatch: pytest.MonkeyPatch) ->
         first = asyncio.create_task(edge.request_images(prompt="one kumquatfen"))
         await edge.wait_for(lambda: reached(encoder.begun == 1))
         others = [asyncio.create_task(edge.request_images(prompt=str(number), num_inference_steps=20)) for number in range(8)]
-        # All others are made from the first step to the last while not one file is written.
+        # All steps of the other requests run while not a single file is written.
         await edge.wait_for(lambda: reached(edge.engine.stats.images == 9))
         assert not any(task.done() for task in (first, *others))
         encoder.gate.set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API key of the data port: where it is wanted, how it is changed, and what stays open."""
+"""The API key of the data port: the routes that need it, its replacement, and the routes that stay open."""
 
 from pathlib import Path
 
@@ -79,7 +79,7 @@ async def test_the_apis_description_says_that_it_wants_a_key_where_it_does(key_p
 
 @pytest.fixture(params=[None, "", " \n"])
 def keyless_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A file that is not there, or has no key in it."""
+    """Provide the path of a file that does not exist or has no key in it."""
     path = tmp_path / "keyless"
     if request.param is not None:
         path.write_text(request.param)

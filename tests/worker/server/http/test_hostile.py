@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that mean no good: slow heads, slow bodies, broken ones, and those that leave at any stage."""
+"""Hostile clients: slow heads, slow bodies, broken ones, and clients that leave at any stage."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 @asynccontextmanager
 async def listening(application: ASGIApp, protocol: type[BoundedConnection] = ImpatientConnection) -> AsyncIterator[int]:
-    """The port of a real socket in front of an application, in this loop."""
+    """Serve an application on a real socket in this event loop, and provide the port."""
     config = uvicorn.Config(application, lifespan="off", ws="none", log_config=None)
     config.load()
     state = uvicorn.server.ServerState()
@@ -53,7 +53,7 @@ async def listening(application: ASGIApp, protocol: type[BoundedConnection] = Im
 
 
 async def read_all(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the server closes the connection, be it while more is sent to it."""
+    """Return all bytes until the server closes the connection, even by a reset."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
         async with asyncio.timeout(DEADLINE_S):
@@ -92,7 +92,7 @@ async def test_an_answer_may_take_longer_than_a_head_and_the_next_head_has_its_o
         request = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
         writer.write(request)
         await edge.wait_state(inFlight=1)
-        # Twice the time of a head, in which an image is made.
+        # An image takes twice the time of a head here.
         waiting = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
         done, _ = await asyncio.wait({waiting}, timeout=2 * ImpatientConnection.head_timeout_s)
         assert not done
@@ -184,7 +184,7 @@ async def test_a_body_that_stops_is_refused_after_its_time() -> None:
 
 
 async def test_a_body_that_goes_on_has_more_time() -> None:
-    """What was received buys a second for each `SLOWEST_BYTES_PER_S`: here a tenth of a second more than the grace."""
+    """Received bytes add a second for each `SLOWEST_BYTES_PER_S`: here a tenth of a second more than the grace."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     await _answers_to_slow_body([b"x" * (SLOWEST_BYTES_PER_S // 10)], grace_s=0.05)
@@ -192,7 +192,7 @@ async def test_a_body_that_goes_on_has_more_time() -> None:
 
 
 async def _answers_to_slow_body(parts: list[bytes], *, grace_s: float) -> list[dict[str, Any]]:
-    """What is sent to a client whose body stops after these parts."""
+    """Send a body that stops after these parts, and return the messages of the answer."""
     application = server_app.data_app(Edge(FakeRankGroup()).engine)
     for middleware in application.user_middleware:
         if middleware.cls is BodyLimit:

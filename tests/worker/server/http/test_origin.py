@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of other origins change nothing on either port, and no name that leads to loopback reaches a worker without a key."""
+"""Pages of other origins change nothing on either port, and no name that resolves to loopback reaches a worker without a key."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ REBOUND = "attacker.example:8000"
 
 
 async def ask(edge: Edge, method: str, path: str, **headers: str) -> httpx2.Response:
-    """The answer of the data port; `-` in the name of a header is `_` here."""
+    """Return the data port's answer; a header's name has `_` here in place of `-`."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     body: dict[str, Any] = {"json": {"prompt": "p kumquatfen", "num_inference_steps": 1}} if method == "POST" else {}
     return await edge.data.request(method, path, headers=names, **body)
@@ -34,7 +34,7 @@ async def test_another_origin_changes_nothing_on_the_data_port(origin: str) -> N
         assert code(answer) == (403, "Forbidden")
         assert "--cors-origin" in answer.json()["error"]["message"] and answer.headers["x-should-retry"] == "false"
         assert code(await ask(edge, "DELETE", "/v1/requests/one", Origin=origin)) == (403, "Forbidden")
-        # A page may read nothing of an answer without CORS headers, so a get needs no refusal.
+        # A page cannot read an answer without CORS headers, so a GET needs no refusal.
         answer = await ask(edge, "GET", "/v1/models", Origin=origin)
         assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
 

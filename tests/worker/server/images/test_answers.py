@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How images are answered: formats, files, quality, timings, provenance, and OpenAI's fields that mean nothing here."""
+"""Answers with images: formats, files, quality, timings, provenance, and fields of OpenAI that have no effect here."""
 
 import asyncio
 import base64
@@ -31,7 +31,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 def stored_provenance(image: Image.Image) -> dict[str, Any]:
-    """What an image's own metadata says of how it was made."""
+    """Return the provenance in an image's own metadata."""
     text = image.info["provenance"] if image.format == "PNG" else image.getexif()[0x010E]
     found: dict[str, Any] = json.loads(text)
     return found

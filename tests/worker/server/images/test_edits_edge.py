@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/images/edits` over a fake rank group: what the OpenAI SDK sends, what reaches the ranks, and what is refused by name."""
+"""`/v1/images/edits` over a fake rank group: requests of the OpenAI SDK, the inputs of the ranks, and refusals by name."""
 
 import asyncio
 import base64
@@ -33,7 +33,7 @@ EVERY_TASK = [Task.GENERATE, Task.EDIT, Task.INPAINT]
 
 
 def model(*tasks: Task, **fields: Any) -> ModelInfo:
-    """A model of the fake ranks that serves these tasks, or all."""
+    """Return a model of the fake ranks that serves these tasks, or all."""
     told: dict[str, Any] = {"pipeline": "FakePipeline", "dtype": "float32", "size_multiple": 8, "weights_bytes": 1}
     return ModelInfo(**told | {"tasks": list(tasks) or EVERY_TASK, "max_input_images": 3} | fields)
 
@@ -45,31 +45,31 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 def red(width: int = 48, height: int = 32, form: str = "PNG", mode: str = "RGB", **saved: Any) -> bytes:
-    """A red image as a file."""
+    """Return a red image as a file."""
     return file_of(Image.new(mode, (width, height), "red"), form, **saved)
 
 
 def file_of(image: Image.Image, form: str = "PNG", **saved: Any) -> bytes:
-    """An image as a file."""
+    """Return an image as a file."""
     out = io.BytesIO()
     image.save(out, form, **saved)
     return out.getvalue()
 
 
 def half_mask(width: int = 48, height: int = 32) -> bytes:
-    """A mask as OpenAI has it: the left half is fully transparent."""
+    """Return a mask in OpenAI's form: the left half is fully transparent."""
     image = Image.new("RGBA", (width, height), (0, 0, 0, 255))
     image.paste((9, 9, 9, 0), (0, 0, width // 2, height))
     return file_of(image)
 
 
 def huge_png(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that claims a size."""
+    """Return a PNG of a few bytes that claims this size."""
     return png_of(width, height, zlib.compress(b""))
 
 
 async def edit(edge: Edge, files: Any = None, **fields: Any) -> httpx2.Response:
-    """The answer to an edit, of a red image unless other files are given."""
+    """Edit a red image, or other files, and return the answer."""
     sent = files if files is not None else {"image": ("red.png", red(), "image/png")}
     texts = {name: str(value) for name, value in ({"prompt": "p kumquatfen", "seed": 1} | fields).items() if value is not None}
     return await edge.data.post("/v1/images/edits", data=texts, files=sent)
@@ -81,7 +81,7 @@ def image_of(answer: httpx2.Response) -> Image.Image:
 
 
 def refusal(answer: httpx2.Response, field: str) -> str:
-    """The message of a refusal that names this field."""
+    """Check that an answer refuses this field by name, and return its message."""
     assert answer.status_code == 400, answer.text
     problem = answer.json()["error"]
     assert (problem["code"], problem["param"]) == ("InvalidRequest", field)
@@ -92,7 +92,7 @@ def refusal(answer: httpx2.Response, field: str) -> str:
 
 @asynccontextmanager
 async def sdk(edge: Edge) -> AsyncIterator[openai.AsyncOpenAI]:
-    """The OpenAI SDK on the edge's application."""
+    """Provide the OpenAI SDK as a client of the edge's application."""
     client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=edge.data_application))
     async with openai.AsyncOpenAI(base_url="http://worker/v1", api_key="none", http_client=client, max_retries=0) as found:
         yield found
@@ -253,7 +253,7 @@ async def test_an_image_can_be_a_data_url_and_nothing_is_fetched_from_elsewhere(
 
 
 def padded_png(size: int) -> bytes:
-    """A red PNG of so many bytes, most of them in a chunk that no reader needs."""
+    """Return a red PNG of this many bytes, most of them in a chunk that no reader needs."""
     image, kind = red(), b"prVt"
     padding = bytes(size - len(image) - 12)
     return image[:-12] + struct.pack(">I", len(padding)) + kind + padding + struct.pack(">I", zlib.crc32(kind + padding)) + image[-12:]
@@ -311,7 +311,7 @@ async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(ed
     started = time.monotonic()
     assert says in refusal(await edit(edge, {"image": content}), "image")
     assert says in refusal(await edit(edge, {"mask": content, "image": red()}), "mask")
-    # Half a second on an idle core; a decoder that reads on takes minutes.
+    # An idle core takes half a second; a decoder that reads on takes minutes.
     assert time.monotonic() - started < 5
     several = await edit(edge, [("image[]", red()), ("image[]", content)])
     assert says in refusal(several, "image[1]")

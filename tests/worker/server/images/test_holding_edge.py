@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held requests at the HTTP edge: what their clients see while the model loads, restarts, sleeps and wakes."""
+"""Held requests at the HTTP edge: their clients' view while the model loads, restarts, sleeps and wakes."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ KILLED = "rank 0 was ended by SIGKILL"
 
 @contextlib.asynccontextmanager
 async def loading_model(**settings: Any) -> AsyncIterator[Edge]:
-    """An edge whose model loads until `edge.ranks.loading` is set."""
+    """Start an edge whose model loads until `edge.ranks.loading` is set."""
     edge = Edge(FakeRankGroup(), **settings)
     edge.ranks.loading.clear()
     starting = asyncio.create_task(edge.engine.start())
@@ -43,14 +43,14 @@ async def loading_model(**settings: Any) -> AsyncIterator[Edge]:
 
 
 def half_transparent() -> bytes:
-    """An image whose left half is to be made again."""
+    """Return an image whose transparent left half is to be made again."""
     image, out = Image.new("RGBA", (16, 16), (200, 0, 0, 255)), io.BytesIO()
     image.paste((0, 0, 0, 0), (0, 0, 8, 16))
     image.save(out, "PNG")
     return out.getvalue()
 
 
-# What is wrong is said at once
+# Invalid requests are refused at once
 
 
 WRONG = {"prompt": "p kumquatfen", "size": "65x65"}, {"prompt": "p kumquatfen", "num_inference_steps": 1000}, {"prompt": ""}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of held requests: they begin at once, and tell what is waited for until the image is made."""
+"""Streams of held requests: they begin at once, and report the reason of the wait until the image is made."""
 
 import asyncio
 from pathlib import Path

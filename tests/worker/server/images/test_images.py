@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data port over a fake rank group: images, refusals, and what is never said."""
+"""The data port over a fake rank group: images, refusals, and details that stay out of answers and logs."""
 
 import asyncio
 import re

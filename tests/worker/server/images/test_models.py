@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker says of itself on the data port while it starts, serves, sleeps and dies; and what its models can."""
+"""The data port's reports of a worker that starts, serves, sleeps and dies, and of its models' abilities."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,14 +30,14 @@ async def card(edge: Edge, name: str = "digits") -> dict[str, Any]:
 
 
 async def states(edge: Edge) -> list[str]:
-    """The states that `/metrics` says the worker is in."""
+    """Return the states that `/metrics` shows as the worker's."""
     text = (await edge.data.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return [sample.labels["state"] for sample in samples if sample.name == "diffusion_worker_state" and sample.value == 1]
 
 
 async def told(edge: Edge) -> tuple[int, int, list[str], str]:
-    """Liveness, readiness, which has vLLM's name too, the state in metrics, the state in the model's card."""
+    """Return liveness, readiness, the state in metrics, and the state on the model's card. vLLM's `/health` must equal readiness."""
     alive, ready, health = [(await edge.data.get(path)).status_code for path in ("/healthz", "/readyz", "/health")]
     assert health == ready
     return alive, ready, await states(edge), (await card(edge))["state"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are cancelled by their id, refused for want of memory, and a control port that never waits for a step."""
+"""Requests that are cancelled by their id or refused for lack of memory, and a control port that never waits for a step."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 def ask(edge: Edge, request_id: str, **body: object) -> "asyncio.Task[httpx2.Response]":
-    """A request under way, with an id of the client's."""
+    """Send a request with an id of the client's, and return its task."""
     sending = edge.data.post("/v1/images/generations", json={"prompt": "p kumquatfen", **body}, headers={"x-request-id": request_id})
     return asyncio.create_task(sending)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics: what Prometheus reads in every state of a worker, with labels from closed lists, as their page describes them."""
+"""The metrics that Prometheus reads in every state of a worker, with labels from closed lists, as their page describes them."""
 
 import asyncio
 import re
@@ -37,7 +37,7 @@ async def families(edge: Edge) -> list[Metric]:
 
 
 async def metrics(edge: Edge) -> dict[tuple[str, ...], float]:
-    """Every sample by name and its labels' values, without the prefix that all of them have."""
+    """Return every sample by its name without the prefix, and by its labels' values."""
     return {
         (sample.name.removeprefix("diffusion_worker_"), *sample.labels.values()): sample.value
         for family in await families(edge)
@@ -46,7 +46,7 @@ async def metrics(edge: Edge) -> dict[tuple[str, ...], float]:
 
 
 async def traffic(edge: Edge) -> None:
-    """Something of everything: images, refusals, an adapter that loads and one that does not, a sleep, a restart."""
+    """Cause some of everything: images, refusals, an adapter that loads and a broken one, a sleep, a restart."""
     await edge.put_adapter("stripes", "/loras/stripes")
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
     await edge.put_adapter("broken", "/loras/broken")
@@ -181,7 +181,7 @@ async def test_adapters_are_counted_by_state_use_and_the_codes_of_their_loads(ed
     await traffic(edge)
     found = await metrics(edge)
     assert (found["adapters", "Loaded"], found["adapters", "Failed"]) == (1, 1)
-    # Once by hand, once again after the restart.
+    # The first load is by the call, the second after the restart.
     assert (found["adapter_loads_total", "OK"], found["adapter_loads_total", "InvalidAdapter"]) == (2, 1)
     assert found["adapter_load_seconds_count",] == 2
     assert found["adapter_images_total",] == 1
@@ -298,14 +298,14 @@ async def test_held_requests_are_counted_by_what_became_of_them(tmp_path: Path) 
 
 
 async def states(edge: Edge) -> set[str]:
-    """States whose gauge is 1; the others are 0."""
+    """Return the states whose gauge is 1; the others are 0."""
     found = {key[1]: value for key, value in (await metrics(edge)).items() if key[0] == "state"}
     assert set(found) == set(EngineState)
     return {state for state, value in found.items() if value == 1}
 
 
 async def answers(edge: Edge) -> tuple[int, int, int]:
-    """Statuses of the three routes that say how the worker is."""
+    """Return the statuses of the liveness route, the readiness route and the models' route."""
     return tuple([(await edge.data.get(path)).status_code for path in ("/healthz", "/readyz", "/v1/models")])
 
 
@@ -359,13 +359,13 @@ async def test_no_label_comes_from_a_client(edge: Edge) -> None:
     await edge.data.post("/v1/images/generations", json=body, headers={"x-request-id": "a-made-up-name"})
     await edge.data.get("/a-made-up-name")
     assert "a-made-up-name" not in (await edge.data.get("/metrics")).text
-    # All series are there from the start: traffic of any kind adds none.
+    # All series exist from the start: no traffic adds any.
     await traffic(edge)
     assert set(await metrics(edge)) == before
 
 
 def documented() -> dict[str, tuple[str, set[str]]]:
-    """Type and labels of every metric of the page."""
+    """Return the type and the labels of every metric on the page."""
     rows = {name: (kind, set(re.findall(r"`([a-z]+)`", labels))) for name, kind, labels in ROW.findall(PAGE.read_text())}
     assert rows, "the page has no rows of metrics"
     return rows
@@ -379,5 +379,5 @@ async def test_the_page_of_metrics_has_every_metric_and_no_other(edge: Edge) -> 
             name = family.name.removeprefix("diffusion_worker_") + "_total" * (family.type == "counter")
             live[name] = (family.type, {label for sample in family.samples for label in sample.labels} - {"le"})
         assert documented() == live
-        # Again after traffic.
+        # The second round comes after traffic.
         await traffic(edge)

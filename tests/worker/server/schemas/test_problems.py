@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the data port: OpenAI's form, a status that is right by itself, `x-should-retry` on each; the control port's stay flat."""
+"""Errors of the data port: OpenAI's form, the right status, and `x-should-retry` on each; errors of the control port stay flat."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +12,7 @@ from diffusion_worker.errors import STATUS, ErrorCode, RequestError
 from diffusion_worker.server.schemas.problems import REQUEST_ID, error_answer
 from support.worker.server_edge import Edge, serving_edge
 
-# Statuses of 400 and more that OpenAI's SDKs and Vercel's repeat by themselves.
+# Error statuses that the SDKs of OpenAI and Vercel retry by themselves.
 REPEATED = {408, 409, 429, *range(500, 600)}
 
 
@@ -38,7 +38,7 @@ async def test_clients_repeat_an_error_by_its_status_exactly_where_it_may_pass(e
 
 
 def the_error(answer: httpx2.Response) -> dict[str, Any]:
-    """The error of an answer, which has OpenAI's form."""
+    """Return the error of an answer, and check that it has OpenAI's form."""
     assert list(answer.json()) == ["error"]
     error: dict[str, Any] = answer.json()["error"]
     assert list(error) == ["message", "type", "param", "code", "retryable", "retry_after_seconds", "details"]
