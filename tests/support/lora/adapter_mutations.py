@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong adapter files, made from good ones by seeds: one thing is wrong with each, and it says with which tensor.
+"""Faulty adapter files, made from good ones by seeds: each has one fault, and names the tensors concerned.
 
-Real: the good files, in float32, that `make_file` wrote. Files are put together by hand here, so that a header can say what no
+Real: the good files, in float32, that `make_file` wrote. Files are assembled byte by byte here, so that a header can contain what no
 library would write.
 """
 
@@ -18,7 +18,7 @@ ITEM_BYTES = {"I32": 4, "I64": 8, "BOOL": 1, "U8": 1, "F8_E4M3": 1}
 
 @dataclass
 class RawFile:
-    """A safetensors file in its parts; entries may be anything, and there may be two of a name."""
+    """The parts of a safetensors file; entries may be anything, and a name may occur twice."""
 
     entries: list[tuple[str, Any]]
     data: bytearray
@@ -29,14 +29,14 @@ class RawFile:
 
     @classmethod
     def parse(cls, content: bytes, config: bytes | None = None) -> "RawFile":
-        """Take a good file apart."""
+        """Split a good file into its parts."""
         end = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:end])
         metadata = header.pop("__metadata__", None)
         return cls(list(header.items()), bytearray(content[end:]), metadata, config)
 
     def content(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         parts = [] if self.metadata is None else [f'"__metadata__": {json.dumps(self.metadata)}']
         parts += [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in self.entries]
         header = ("{" + ", ".join(parts) + "}").encode()
@@ -44,7 +44,7 @@ class RawFile:
         return length.to_bytes(8, "little") + header + bytes(self.data)
 
     def set_tensor(self, entry: Entry, dtype: str, shape: list[int], data: bytes) -> None:
-        """Another tensor in the place of one; the ranges after it move."""
+        """Replace a tensor; the ranges after it move."""
         begin, end = entry["data_offsets"]
         for _, other in self.entries:
             if other["data_offsets"][0] >= end and other is not entry:
@@ -55,7 +55,7 @@ class RawFile:
 
 @dataclass
 class Mutation:
-    """A file, what was done to it, and names of which a refusal has to tell one; none where the whole file is wrong."""
+    """A faulty file, its kind of fault, and names of which a refusal must mention one; no names where the whole file is wrong."""
 
     kind: str
     file: RawFile
@@ -65,7 +65,7 @@ class Mutation:
 
 
 def mutation(rng: random.Random, good: RawFile, other: RawFile) -> Mutation:
-    """Make a wrong file out of a good one; `other` is a good one for another model."""
+    """Make a faulty file from a good one; `other` is a good file for another model."""
     kind = rng.choice(sorted(KINDS - {"config"}) + (["config"] * 3 if good.config else []))
     mutator = Mutator(rng, RawFile.parse(good.content(), good.config), other)
     getattr(mutator, kind)()
@@ -75,7 +75,7 @@ def mutation(rng: random.Random, good: RawFile, other: RawFile) -> Mutation:
 
 
 class Mutator:
-    """Each public method is a kind of fault: it changes `file`, or gives `content` in its place; a refusal may tell any of `names`."""
+    """Kinds of faults, a public method each: it changes `file`, or sets `content` instead. A refusal may mention any of `names`."""
 
     def __init__(self, rng: random.Random, file: RawFile, other: RawFile) -> None:
         self.rng, self.file, self.other = rng, file, other
@@ -89,14 +89,14 @@ class Mutator:
         self.file.data[at : at + 4] = self.rng.choice((0x7FC00000, 0x7F800000, 0xFF800000)).to_bytes(4, "little")
 
     def other_shape(self) -> None:
-        """The same bytes in another shape."""
+        """Give a tensor another shape over the same bytes."""
         _, entry = self._tensor()
         rows, columns = entry["shape"][0], int(np.prod(entry["shape"][1:]))
         shapes = [[columns * rows], [rows * columns, 1], [1, rows * columns], [1, rows, columns], [columns, rows, 1, 1, 1]]
         entry["shape"] = self.rng.choice(shapes)
 
     def other_width(self) -> None:
-        """Give the factor as many rows, of another length."""
+        """Give a factor as many rows, but of another length."""
         index, entry = self._tensor()
         shape = [*entry["shape"]]
         axis = 0 if _is(B, self.file.entries[index][0]) else 1
@@ -138,7 +138,7 @@ class Mutator:
         self.file.entries.insert(self.rng.randrange(len(self.file.entries)), self.file.entries[index])
 
     def offsets(self) -> None:
-        """Ranges that overlap, lie, or leave holes: a refusal may tell either of two neighbours."""
+        """Give a tensor a range that overlaps, is invalid, or leaves holes: a refusal may mention either of two neighbours."""
         _, entry = self._tensor(dimensions=0)
         begin, end = entry["data_offsets"]
         size, all_bytes = end - begin, len(self.file.data)
@@ -155,7 +155,7 @@ class Mutator:
         self.file.entries[index] = (self.file.entries[index][0], self.rng.choice(wrong))
 
     def _tensor(self, *, dimensions: int = 2) -> tuple[int, Entry]:
-        """Choose a tensor of so many dimensions or more, by its place."""
+        """Choose a tensor of so many dimensions or more; return its index and entry."""
         index = self.rng.choice([index for index, (_, entry) in enumerate(self.file.entries) if len(entry["shape"]) >= dimensions])
         name, entry = self.file.entries[index]
         self.names.add(name)
@@ -167,7 +167,7 @@ class Mutator:
         self.file.set_tensor(entry, "F32", shape, values.tobytes())
 
     def huge_rank(self) -> None:
-        """A rank that is there, or one that is only claimed."""
+        """Give a module a rank above the limit, or claim such a rank without its bytes."""
         name, entry = next((name, entry) for name, entry in self.file.entries if _is(A, name))
         self.names.add(name)
         if self.rng.random() < 0.5:
@@ -197,7 +197,7 @@ class Mutator:
         self.file.length_off_by = self.rng.choice([1, -1, 8, -9, 1000, -1000, 1 << 20, 1 << 40, (1 << 63)])
 
     def metadata(self) -> None:
-        """Good metadata of no meaning, settings and recipes that are none, and no table of strings at all."""
+        """Replace the metadata: by unknown keys, by invalid settings and recipes, or by something that is no table of strings."""
         garbage = self.rng.choice(
             ["", "{", "[]", "3", "null", "[" * 5000, '{"steps": -1}', '{"transformer.r": "x"}', '{"transformer.lora_alpha": 1e999}',
              '{"transformer.use_dora": true}', '{"unet.r": 99}', '{"sigmas": [0, 0]}', '{"shift": NaN}']
@@ -232,7 +232,7 @@ class Mutator:
         self.content = self.rng.choice(beginnings) + self.rng.randbytes(self.rng.choice([0, 10, 5000]))
 
     def bomb(self) -> None:
-        """JSON that is deep, long, or of one enormous number."""
+        """Write JSON that is deep or long, or that contains one enormous number."""
         header = self.rng.choice(
             [b'{"a":' * 20000, b"[" * 100000, b'{"a":' + b"9" * 100000 + b"}", b'{"' + b"a" * 1000000 + b'": 1}',
              b"{" + b",".join(b'"%d":{}' % number for number in range(30000)) + b"}"]
@@ -243,7 +243,7 @@ class Mutator:
         self.file = self.other
 
     def config(self) -> None:
-        """Another value in a field, or no configuration at all."""
+        """Change a field of the configuration, or replace the configuration by bytes that are none."""
         config = self.file.config or b"{}"
         if self.rng.random() < 0.2:
             broken = (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 99999, b'{"peft_type": "LORA"}', config[: len(config) // 2])
@@ -260,7 +260,7 @@ class Mutator:
 
 
 KINDS = {name for name in vars(Mutator) if not name.startswith("_")}
-# Mutations that may be harmless: such a file must be as good as before.
+# Mutations that may be harmless: a file that loads must be as good as before.
 MAYBE_GOOD = {"bits", "config", "header_bytes", "metadata", "other_shape"}
 # The names of the two factors: as peft has them, and the part of Kohya's that follows "lora".
 A, B = ("lora_A", "down"), ("lora_B", "up")

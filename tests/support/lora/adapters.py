@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters with random factors for a module, applied by our layers, by peft and by merging; folders of peft, good ones and bad ones.
 
-Real: both kinds of layers, and all files. Not real: the factors, which are random. A bad folder is no adapter, or none for the model.
+Real: both kinds of layers, and all files. Not real: the factors, which are random. A bad folder holds no adapter, or an adapter for another
+model.
 """
 
 import copy
@@ -24,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def factors_of(layer: Any, *, rank: int, scaling: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float32) -> LoRAFactors:
-    """Factors whose effect is of the size of the layer's own."""
+    """Return random factors whose effect on a layer is of the same size as the layer's output."""
     generator = torch.Generator().manual_seed(seed)
     inputs, points = tuple(layer.weight.shape[1:]), (1,) * (layer.weight.dim() - 2)
     a = torch.randn(rank, *inputs, generator=generator) / torch.Size(inputs).numel() ** 0.5
@@ -33,18 +34,18 @@ def factors_of(layer: Any, *, rank: int, scaling: float = 1.0, seed: int = 0, dt
 
 
 def random_factors(model: nn.Module, names: Sequence[str], *, rank: int = 4, scaling: float = 1.0, seed: int = 0) -> dict[str, LoRAFactors]:
-    """Factors for the layers of these names."""
+    """Return random factors for the layers of these names."""
     numbered = enumerate(names, seed * 100)
     return {name: factors_of(model.get_submodule(name), rank=rank, scaling=scaling, seed=number) for number, name in numbered}
 
 
 def checkpoint_of(factors: Factors) -> LoRACheckpoint:
-    """A checkpoint as it is read from the file of an adapter of a transformer."""
+    """Return the checkpoint that would be read from the file of a transformer's adapter."""
     return LoRACheckpoint(digest="sha256:0", size_bytes=0, modules={f"transformer.{name}": each for name, each in factors.items()})
 
 
 def layers_of(model: nn.Module, **options: Any) -> AdapterLayers:
-    """The layers of a model that is a pipeline's transformer."""
+    """Return the adapter layers of a model that is a pipeline's transformer."""
     torch.set_num_threads(1)
     return AdapterLayers({"transformer": model}, **{"slots": 4, "max_rank": 16, "device": torch.device("cpu")} | options)
 
@@ -63,8 +64,8 @@ def run(layers: AdapterLayers, model: nn.Module, x: torch.Tensor, uses: Sequence
 
 
 def with_peft(model: nn.Module, factors: Factors, scale: float = 1.0) -> nn.Module:
-    """The model with an adapter in peft's own layers, unmerged. The model is changed."""
-    import peft  # in a second, which most users of this file save
+    """Put an adapter into the model as peft's own layers, unmerged, and return it. The model is changed."""
+    import peft  # takes a second, which most users of this file save
 
     ranks = {name: each.a.shape[0] for name, each in factors.items()}
     made = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=list(factors), r=1, rank_pattern=ranks), model)
@@ -77,7 +78,7 @@ def with_peft(model: nn.Module, factors: Factors, scale: float = 1.0) -> nn.Modu
 
 
 def merged(model: nn.Module, factors: Factors, scale: float = 1.0) -> nn.Module:
-    """The model with an adapter added to its weights. The model is changed."""
+    """Add an adapter to the model's weights, and return the model. The model is changed."""
     for name, each in factors.items():
         layer: Any = model.get_submodule(name)
         delta = each.b.float().flatten(1) @ each.a.float().flatten(1)
@@ -88,7 +89,7 @@ def merged(model: nn.Module, factors: Factors, scale: float = 1.0) -> nn.Module:
 def require_rows_as_merged(
     made: torch.Tensor, x: torch.Tensor, uses: Sequence[Sequence[tuple[int, float]]], *, base: nn.Module, adapters: Sequence[Factors]
 ) -> None:
-    """Each row is what the base makes of it alone with that row's own adapters added to its weights."""
+    """Check each row against the base model run on that row alone with the row's adapters added to its weights."""
     for row, own in enumerate(uses):
         alone = copy.deepcopy(base)
         for number, scale in own:
@@ -97,7 +98,7 @@ def require_rows_as_merged(
 
 
 def write_adapter(folder: str | Path, linears: dict[str, nn.Linear], *, rank: int = 4, seed: int = 3) -> None:
-    """A folder that is the same for the same layers and seed; its effect is of the size of the layers' own."""
+    """Write a peft folder, the same for the same layers and seed; its effect is of the same size as the layers' output."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, linear in linears.items():
@@ -109,7 +110,7 @@ def write_adapter(folder: str | Path, linears: dict[str, nn.Linear], *, rank: in
 
 
 def make_bad_adapters(folder: Path, *, like: Path) -> dict[str, Path]:
-    """Make a folder for each fault that an adapter can have; return them by the fault's name."""
+    """Write a folder for each fault that an adapter can have; return them by the fault's name."""
 
     def of_rank_128(tensors: Tensors) -> Tensors:
         return {key: value.new_zeros((128, value.shape[1]) if "lora_A" in key else (len(value), 128)) for key, value in tensors.items()}
@@ -132,7 +133,7 @@ def make_bad_adapters(folder: Path, *, like: Path) -> dict[str, Path]:
 
 
 def changed_adapter(folder: Path, like: Path, *, config: dict[str, Any] | None = None, tensors: Callable[[Any], Any] = dict) -> Path:
-    """A copy of a peft folder in `folder`, with other settings, and with what `tensors` makes of its torch tensors."""
+    """Write a copy of a peft folder with changed settings, and with its tensors changed by `tensors`."""
     settings = json.loads((like / CONFIG_FILE).read_text()) | (config or {})
     (folder / CONFIG_FILE).write_text(json.dumps(settings))
     _write(folder, like, tensors)

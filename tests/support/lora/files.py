@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter files for tiny pipelines of every family, in every naming, with the update of each module known.
+"""Adapter files for tiny pipelines of every family, in every naming; the update of each module is known.
 
 Real: the pipelines' classes, the namings and the files. Not real: all weights and factors, which are random.
 """
@@ -26,7 +26,7 @@ from support.lora.namings import SWAPPED, Table, both, clip, flat, old_attention
 
 
 class Style(NamedTuple):
-    """The end of a naming: the names of the two factors, and the presence of alphas."""
+    """The suffixes of a naming: the names of the two factors, and the presence of alphas."""
 
     a: str
     b: str
@@ -46,8 +46,8 @@ XLABS = Style(".down.weight", ".up.weight")
 class Case:
     """A naming of a family, and diffusers 0.42.1's result for it.
 
-    `lost` are modules that it silently drops. With `one_alpha` it mixes up alphas that differ between modules, by their names.
-    `diffusers_refuses` is the reason why it loads nothing.
+    `lost` selects the modules that diffusers silently drops. With `one_alpha` diffusers mixes up alphas that differ between modules, by
+    their names. `diffusers_refuses` is the reason why diffusers loads nothing.
     """
 
     family: str
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the test's name."""
+        """Return the case's name for the test's id."""
         return f"{self.family}, {self.naming}"
 
 
@@ -75,13 +75,13 @@ class Update:
     scaling: float
 
     def of(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The update applied to columns of inputs."""
+        """Apply the update to columns of inputs."""
         return self.scaling * (self.b @ (self.a @ inputs))
 
 
 @dataclass
 class MadeFile:
-    """A written adapter: its path, what it changes by `component.path`, and the tensors as written."""
+    """A written adapter: its path, its updates by `component.path`, and the tensors as written."""
 
     path: Path
     updates: dict[str, Update]
@@ -89,7 +89,7 @@ class MadeFile:
 
 
 def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = False, rank: int = 2) -> MadeFile:
-    """Write random factors for every module of the naming's table; alphas differ from module to module unless one is asked for."""
+    """Write random factors for every module of the naming's table; alphas differ between modules unless `one_alpha` is set."""
     generator = torch.Generator().manual_seed(1)
     made = MadeFile(folder / "adapter.safetensors", {})
     for number, (written, targets) in enumerate(case.table(pipeline).items()):
@@ -111,13 +111,13 @@ def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = Fals
 
 
 def model_of(pipeline: Any) -> AdaptedModel:
-    """Return what a runner knows of its pipeline when it reads an adapter."""
+    """Return the model as a runner describes it to the reader of an adapter."""
     components = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module) and name != "vae"}
     return AdaptedModel(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
 
 
 def of_diffusers(pipeline: Any) -> dict[str, Update]:
-    """The updates that diffusers loaded, by `component.path`."""
+    """Return the updates that diffusers loaded, by `component.path`."""
     found = {}
     for component, module in pipeline.components.items():
         for path, layer in module.named_modules() if isinstance(module, nn.Module) else ():
@@ -129,7 +129,7 @@ def of_diffusers(pipeline: Any) -> dict[str, Update]:
 
 
 def tiny_clip(*, projection: bool = False) -> Any:
-    """A CLIP text encoder of two layers, 32 wide."""
+    """Build a CLIP text encoder of two layers, 32 wide."""
     config = transformers.CLIPTextConfig(
         vocab_size=99, bos_token_id=1, eos_token_id=2, pad_token_id=0, hidden_size=32, intermediate_size=48,
         num_hidden_layers=2, num_attention_heads=4, projection_dim=32, max_position_embeddings=16,
@@ -138,14 +138,14 @@ def tiny_clip(*, projection: bool = False) -> Any:
 
 
 def with_clips(pipeline: Any, *projections: bool) -> Any:
-    """The pipeline with CLIP text encoders, with or without projections."""
+    """Return the pipeline with CLIP text encoders, with or without projections."""
     names = zip(("text_encoder", "text_encoder_2"), projections, strict=False)
     pipeline.register_modules(**{name: tiny_clip(projection=each) for name, each in names})
     return pipeline
 
 
 def sd35() -> Any:
-    """Stable Diffusion 3.5: its first block has a second attention."""
+    """Build Stable Diffusion 3.5, whose first block has a second attention."""
     pipeline = stable_diffusion_3._pipeline(diffusers.StableDiffusion3Pipeline)
     shape = stable_diffusion_3.SIZES | {"num_layers": 2, "dual_attention_layers": (0,)}
     pipeline.register_modules(transformer=diffusers.SD3Transformer2DModel(**shape))
@@ -153,10 +153,10 @@ def sd35() -> Any:
 
 
 def flux_of_real_width() -> Any:
-    """Flux with one block of each kind, as wide as it is (diffusers' conversion knows that number), and whatever weights."""
+    """Build Flux with one block of each kind and uninitialised weights, in real width, which diffusers' conversion assumes."""
     with torch.device("meta"):
         transformer = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
-    # Memory that nobody touches is no memory.
+    # Memory that is never touched is not allocated.
     transformer.to_empty(device="cpu")
     parts = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(), "text_encoder": tiny_clip()}
     return assemble("FluxPipeline", transformer=transformer, **parts)
@@ -193,7 +193,7 @@ CASES = [
     Case("Flux", "diffusers with alphas", FLUX, own("transformer"), PEFT_ALPHA, "diffusers", one_alpha=True),
     Case("Flux", "peft", FLUX, IN_PEFT, PEFT, "peft", diffusers_refuses="other names"),
     Case("Flux", "Kohya", FLUX, both(original("lora_unet_", namings.FLUX, namings.FLUX_OTHERS), XL_CLIPS[0]), KOHYA, "kohya",
-         # Diffusers does not find what its conversion names without a component.
+         # Diffusers' conversion names these without a component, so diffusers does not find them.
          lost=lambda module: module.startswith("transformer.") and "_blocks." not in module),
     Case("Flux", "original", FLUX, original("diffusion_model.", namings.FLUX), KOHYA, "kohya"),
     Case("Flux", "XLabs", FLUX, original("", namings.XLABS_BLOCKS), XLABS, "kohya"),

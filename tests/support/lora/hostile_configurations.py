@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of a peft adapter, drawn from a seed: ordinary patterns, hostile ones, and what is no configuration at all.
+"""Configurations of a peft adapter, drawn from a seed: ordinary patterns, hostile ones, and bytes that are no configuration.
 
-peft itself says which of them fit the file, with a bound on the time of its patterns. Those that take it longer must be refused.
+peft itself decides which of them fit the file, with a bound on the time of its patterns. A configuration that takes longer must be refused.
 In between, either may happen.
 """
 
@@ -23,15 +23,15 @@ from support.sources.hostile import Hostile
 from support.worker.process import DIGITS
 
 STRIPES = DIGITS / "loras" / "stripes"
-# A deadline may come first where patterns take their second on a busy machine.
+# On a busy machine the deadline may come before the limit on the patterns' time.
 CODES = frozenset({"InvalidAdapter", "UnsupportedFormat", "RankTooLarge", "Timeout"})
 DEADLINE_S = 90.0
 RANK = 8
-# Seconds of the processor. A pattern that peft needs less for fits, one that it needs more for is refused.
+# Seconds of CPU that peft takes: a pattern below the first may fit, and a pattern above the second must be refused.
 SURELY_FAST_S, SURELY_SLOW_S = 0.2, 3.0
 LEAVES = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 ALL = "|".join(re.escape(leaf) for leaf in LEAVES)
-# Trainers and peft's own examples write such ones. The second and the last do not fit all modules of the file.
+# Trainers and peft's own examples write such patterns. The second and the last do not fit all modules of the file.
 ORDINARY = [
     rf".*\.({ALL})", r".*attn\.to_(q|k|v)", rf"^(?!.*context_embedder).*\.({ALL})$", rf"transformer_blocks\.\d+\.attn\.(?:{ALL})\Z",
     rf"(?=transformer_blocks)[\w.]+(?<!norm)\.({ALL})", r"(.*)\.(to_|add_)\w+(\.0)?", rf"(?i).*\.ATTN\.({ALL})",
@@ -43,7 +43,7 @@ HOSTILE = [
     r"^(?:(?:.*)+)+!$", "(.+)+(.+)+(.+)+!", r"(?:(\w|\d|_|\.)+)+$!",
     "(" * 3000 + ")" * 3000, "(", "[", "*a", "a{1,65535}{1,65535}", "(?P<a>.)(?P<a>.)", r"\8", "a{99999999999}", "(?<=.*)a", "\ud800", "",
 ]  # fmt: skip
-# Fields that are no patterns.
+# Invalid values of fields that are no patterns.
 NONSENSE: list[dict[str, Any]] = [
     {"r": 0}, {"r": -8}, {"r": 1 << 80}, {"r": "8"}, {"r": 4}, {"lora_alpha": 1e400}, {"lora_alpha": "8"}, {"lora_alpha": 1 << 2000},
     {"lora_alpha": None}, {"target_modules": 7}, {"target_modules": [None]}, {"rank_pattern": ["to_q"]}, {"rank_pattern": {"to_q": "8"}},
@@ -53,7 +53,7 @@ DOCUMENTS = [b"", b"[]", b"null", b"{", b"[" * 100_000, b'{"a":' * 50_000, b"\xf
 
 
 def modules() -> list[str]:
-    """Names of the file's modules, as peft knows them."""
+    """Return the names of the file's modules as peft knows them."""
     with safe_open(STRIPES / "adapter_model.safetensors", "numpy") as file:
         names = list(file.keys())
     return sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names})
@@ -64,7 +64,7 @@ BASE = json.loads((STRIPES / "adapter_config.json").read_text())
 
 
 def draw(rng: random.Random, folder: Path) -> Hostile:
-    """Write the next one beside the weights, in a folder of its own."""
+    """Write the next configuration beside the weights, in a folder of its own."""
     kind = rng.choice(list(KINDS))
     folder.mkdir()
     (folder / "adapter_model.safetensors").hardlink_to(STRIPES / "adapter_model.safetensors")
@@ -84,14 +84,14 @@ def _targets(rng: random.Random) -> dict[str, Any]:
 
 
 def _patterns(rng: random.Random) -> dict[str, Any]:
-    """Ranks and alphas by pattern; a rank that is another than the file's does not fit."""
+    """Return ranks and alphas by pattern; a rank other than the file's does not fit."""
     keys = [rng.choice((*LEAVES, r"attn\.to_[qk]", r"transformer_blocks\.[0-3]\..*", r".*_proj", r"(?!to_q)\w+")) for _ in range(3)]
     ranks = {key: RANK if rng.random() < 0.8 else 4 for key in keys}
     return {"rank_pattern": ranks, "alpha_pattern": {rng.choice(keys): rng.choice((1, 4, 16.5))}}
 
 
 def _thousands(rng: random.Random) -> dict[str, Any]:
-    """Plain names and patterns in numbers that a large model has of them."""
+    """Return as many plain names or patterns as a large model has."""
     names = [f"transformer_blocks.{number}.attn.other" for number in range(rng.choice((300, 1000, 4000)))]
     field = rng.choice(("target_modules", "alpha_pattern", "rank_pattern"))
     return {field: [*names, *LEAVES] if field == "target_modules" else {re.escape(name): RANK for name in names}}
@@ -114,7 +114,7 @@ KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 
 
 def fits(config: dict[str, Any]) -> bool | None:
-    """Return whether peft finds the configuration to fit the file, in time; None where that is close."""
+    """Return whether peft finds in time that the configuration fits the file; None where the time is close to the limit."""
     began = time.process_time()
     try:
         found = _in_time(lambda: all(_fits(config, module) for module in MODULES))
@@ -131,7 +131,7 @@ def _fits(config: dict[str, Any], module: str) -> bool:
 
 
 def _in_time(work: Callable[[], bool]) -> bool:
-    """Do it in the main thread, where a signal ends a pattern that takes too long."""
+    """Run `work` in the main thread, where a signal ends a pattern that takes too long."""
 
     def over(*_: object) -> None:
         raise TimeoutError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of a few layers, an adapter for it, and the order to load that for ranks that have this model."""
+"""A model of a few layers, an adapter for it, and orders to load the adapter on ranks with this model."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from diffusion_worker.lora.request import LoadOptions, LoRARequest
 
 
 def blocks(count: int = 3, width: int = 8) -> nn.Module:
-    """Blocks of an attention and a convolution."""
+    """Build blocks of an attention and a convolution."""
     torch.manual_seed(0)
 
     def block() -> nn.Module:
@@ -30,13 +30,13 @@ def blocks(count: int = 3, width: int = 8) -> nn.Module:
 
 
 def manager_of(model: nn.Module, *, part_of: Any = lambda name: None, **options: Any) -> DiffusionLoRAManager:
-    """The adapters of one rank."""
+    """Return the manager of adapters on one rank."""
     settings: dict[str, Any] = {"slots": 2, "cached": 4, "max_rank": 8, "device": torch.device("cpu"), "part_of": part_of} | options
     return DiffusionLoRAManager({"transformer": model}, denoiser="transformer", **settings)
 
 
 def write_file(folder: Path, model: nn.Module, *, rank: int = 2, metadata: dict[str, str] | None = None, seed: int = 1) -> Path:
-    """An adapter of all layers of a model."""
+    """Write an adapter for all layers of a model, and return its folder."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, layer in model.named_modules():
@@ -50,13 +50,13 @@ def write_file(folder: Path, model: nn.Module, *, rank: int = 2, metadata: dict[
 
 
 def request(path: Path, number: int = 1) -> LoRARequest:
-    """Name an adapter for its folder."""
+    """Return a request for an adapter that is named for its folder."""
     return LoRARequest(path.name, number, str(path))
 
 
 @contextmanager
 def order_for(path: Path, *managers: DiffusionLoRAManager, **options: Any) -> Iterator[LoadOrder]:
-    """Load an adapter for ranks that are all of other kinds, into memory of this process."""
+    """Provide the order to load an adapter, into memory of this process, for ranks that all differ in kind."""
     memories = [os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for _ in managers]
     try:
         yield LoadOrder(
@@ -73,5 +73,5 @@ def order_for(path: Path, *managers: DiffusionLoRAManager, **options: Any) -> It
 
 
 def linear_part(cut: Any) -> LinearPart:
-    """A part of a layer whose sums are nobody else's."""
+    """Return a part of a layer whose sums need no other rank."""
     return LinearPart(cut, add_up=lambda low: low)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of modules in adapter files, as tables to the modules of diffusers that they change.
+"""The namings of modules in adapter files, as tables to the modules of diffusers.
 
-Real: the namings, which are those of the tools that write them. A fused projection of an original model is several modules of
-diffusers, whose rows of B follow each other.
+Real: the namings, which are those of the tools that write them. A fused projection of an original model is several modules of diffusers,
+whose rows of B follow each other.
 """
 
 import itertools
@@ -13,19 +13,19 @@ from typing import Any
 from torch import nn
 
 Table = dict[str, tuple[str, ...]]
-# Two halves of the rows are the other way round in diffusers.
+# Diffusers has the two halves of the rows in the other order.
 SWAPPED = "~"
 
 
 def layers(module: nn.Module) -> list[str]:
-    """The paths of all layers that an adapter may change."""
+    """List the paths of all layers that an adapter may change."""
     return [path for path, part in module.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
 
 
 def own(
     *components: str, prefix: str = "{}.", picks: Callable[[str], bool] = bool, rename: Callable[[str], str] = str
 ) -> Callable[[Any], Table]:
-    """Diffusers' own names of all layers of these components that are picked, in the way that `rename` writes them."""
+    """Return the naming of diffusers for the layers of these components that `picks` selects, with paths changed by `rename`."""
 
     def table(pipeline: Any) -> Table:
         paths = [(name, path) for name in components for path in layers(pipeline.components[name]) if picks(path)]
@@ -35,29 +35,29 @@ def own(
 
 
 def flat(component: str, prefix: str, *, picks: Callable[[str], bool] = bool, drops: str = "") -> Callable[[Any], Table]:
-    """Diffusers' own names with every dot an underscore, without what they may begin with."""
+    """Return the naming of diffusers with underscores for dots, and without the prefix `drops` of each path."""
     return own(component, prefix=prefix, picks=picks, rename=lambda path: path.removeprefix(drops).replace(".", "_"))
 
 
 def both(*tables: Callable[[Any], Table]) -> Callable[[Any], Table]:
-    """Several components in one file."""
+    """Return the naming of a file with several components."""
     return lambda pipeline: {written: targets for table in tables for written, targets in table(pipeline).items()}
 
 
 def clip(component: str, prefix: str) -> Callable[[Any], Table]:
-    """A CLIP text encoder as Kohya names it: always with the inner module that newer ones of transformers lack."""
+    """Return Kohya's naming of a CLIP text encoder: always with the inner module that newer versions of transformers lack."""
     return flat(component, f"{prefix}text_model_", picks=lambda path: "layers" in path, drops="text_model.")
 
 
 def old_attention(component: str) -> Callable[[Any], Table]:
-    """The first naming of diffusers: the projections of attention only, as parts of a processor."""
+    """Return the first naming of diffusers: the projections of attention only, as parts of a processor."""
     return own(component, picks=lambda path: ".attn" in path, rename=lambda path: re.sub(r"\.(to_\w+)(\.0)?", r".processor.\1", path))
 
 
 def original(prefix: str, blocks: dict[str, list[str]], others: Iterable[str] = ()) -> Callable[[Any], Table]:
-    """Names of an original model's transformer, as `theirs=ours` pairs; a prefix with an underscore at its end has them for dots.
+    """Return the naming of an original model's transformer, from `theirs=ours` pairs. A prefix that ends with an underscore replaces dots.
 
-    The keys of `blocks` are pairs too, of lists of blocks whose modules are then given.
+    The keys of `blocks` are such pairs of lists of blocks, and the values are pairs of modules in each block.
     """
     separator = "_" if prefix.endswith("_") else "."
 
@@ -79,13 +79,13 @@ def original(prefix: str, blocks: dict[str, list[str]], others: Iterable[str] = 
 
 
 def _table(pairs: Iterable[str], theirs: str = "", ours: str = "") -> Table:
-    """The pairs as a table; a plus is between the targets of a fused module."""
+    """Return the pairs as a table; a plus separates the targets of a fused module."""
     split = [each.split("=") for pair in pairs for each in _expanded(pair)]
     return {theirs + written: tuple(ours + target for target in targets.split("+")) for written, targets in split}
 
 
 def _expanded(pair: str) -> list[str]:
-    """List the pairs that one with alternatives is: `a.{q,k}=b.{0,1}` is `a.q=b.0` and `a.k=b.1`."""
+    """List the pairs that one with alternatives stands for: `a.{q,k}=b.{0,1}` is `a.q=b.0` and `a.k=b.1`."""
     alternatives = [group.split(",") for group in re.findall("{(.*?)}", pair)]
     return [re.sub("{.*?}", "{}", pair).format(*chosen) for chosen in zip(*alternatives, strict=True)] or [pair]
 
@@ -130,7 +130,7 @@ SD3_BLOCKS = {
     ]
 }  # fmt: skip
 SD3_OTHERS = [
-    # In the last block the context is only scaled and shifted, and the original has these the other way round.
+    # In the last block the context is only scaled and shifted, and the original has these two in the other order.
     f"joint_blocks.1.context_block.adaLN_modulation.1=transformer_blocks.1.norm1_context.linear{SWAPPED}",
     f"final_layer.adaLN_modulation.1=norm_out.linear{SWAPPED}",
     "x_embedder.proj=pos_embed.proj", "context_embedder=context_embedder", "final_layer.linear=proj_out",
@@ -151,7 +151,7 @@ WAN_OTHERS = [
 
 
 def sgm(pipeline: Any) -> Table:
-    """The U-Net of SDXL as the original model numbers its blocks through."""
+    """Return the naming of SDXL's U-Net in the original model, which numbers its blocks consecutively."""
     unet = pipeline.unet
     each = unet.config.layers_per_block + 1
     parts = {
