@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Render charts/diffusion-operator with the helm that tools/devcluster provides, and give the documents as plain dicts.
+"""Rendering of charts/diffusion-operator with the helm that tools/devcluster provides; documents are plain dicts.
 
 Real: helm and the chart. Not real: there is no cluster that takes the documents.
 """
@@ -16,7 +16,7 @@ Document = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[3]
 CHART = ROOT / "charts" / "diffusion-operator"
 NAMESPACE = "release-namespace"
-# A helm that was built by `go install` takes 1.20 for its own.
+# A helm that was built by `go install` assumes Kubernetes 1.20.
 KUBERNETES = "1.36.0"
 # libyaml where it is there: the documents with the CRDs are long.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -24,7 +24,7 @@ VALUE_SETS = sorted(path.name for path in (CHART / "ci").glob("*-values.yaml"))
 
 
 class RenderError(Exception):
-    """helm refused; its text is the message."""
+    """A refusal by helm, with helm's message."""
 
 
 class Chart:
@@ -73,7 +73,7 @@ def role_of_objects(documents: list[Document]) -> Document:
 
 
 def pod_specs(documents: list[Document]) -> Iterator[tuple[str, Document]]:
-    """Every pod that the chart makes, by the name of the object it comes from."""
+    """Yield the spec of every pod that the chart makes, with the name of the object it comes from."""
     for document in documents:
         if document["kind"] == "Pod":
             yield document["metadata"]["name"], document["spec"]
@@ -82,7 +82,7 @@ def pod_specs(documents: list[Document]) -> Iterator[tuple[str, Document]]:
 
 
 def leaves(value: object, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the ends of a values file; an empty map or a list is an end."""
+    """Yield the dotted names of the leaves of a values file; an empty map or a list is a leaf."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from leaves(inner, f"{prefix}.{key}" if prefix else str(key))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reasons that the operator's conditions can have, read from the source of everything that calls `verdict`.
 
-An expression that is a reason is followed through conditional expressions, assignments, loops over tables and tuples that functions return.
-An expression that cannot be followed is an error with its place, unless the test gives its values. So no reason is missed.
+A reason's expression is followed through conditional expressions, assignments, loops over tables and tuples that functions return. An
+expression that cannot be followed is an error with its place, unless the test gives its values. So no reason is missed.
 """
 
 import ast
@@ -20,20 +20,20 @@ from support.syntax import parse
 
 Found = dict[str, set[str]]
 
-# Stands for the value of a group's problem.
+# The value of a group's problem.
 PROBLEM = "<problem>"
 ADAPTER_MODULE = "adapters.conditions"
 
 
 class Reasons(NamedTuple):
-    """Reasons by condition, for each kind."""
+    """The reasons by condition, for each kind."""
 
     deployment: Found
     adapter: Found
 
 
 class _Source:
-    """A module: its tree, and the function around each expression."""
+    """The tree of a module, and the function around each expression."""
 
     def __init__(self, module: ModuleType, known: Mapping[str, Collection[str]]) -> None:
         self.module = module
@@ -81,7 +81,7 @@ class _Source:
         return found
 
     def _taken(self, name: str, target: ast.expr, value: ast.expr, function: ast.FunctionDef) -> set[str]:
-        """Return the values that an assignment gives a name."""
+        """Return the values that an assignment gives to a name."""
         names = [ast.unparse(one) for one in target.elts] if isinstance(target, ast.Tuple) else []
         match target, value:
             case ast.Name(id=taken), _ if taken == name:
@@ -95,8 +95,7 @@ class _Source:
 
 
 def reasons_of(known: Mapping[str, Collection[str]]) -> Reasons:
-    """Collect the reasons in all modules of the plan. `known` tells what expressions stand for that cannot be followed, as they are
-    written."""
+    """Collect the reasons in all modules of the plan. `known` has the values of expressions that cannot be followed, by source text."""
     reasons = Reasons(defaultdict(set), defaultdict(set))
     for info in pkgutil.walk_packages(plan.__path__, "diffusion_operator.plan."):
         source = _Source(importlib.import_module(info.name), known)
@@ -109,14 +108,14 @@ def reasons_of(known: Mapping[str, Collection[str]]) -> Reasons:
 
 
 def returned(module: ModuleType) -> set[str]:
-    """The first texts of the tuples that the functions of a module return."""
+    """Return the first strings of the tuples that the functions of a module return."""
     tuples = [node.value for node in ast.walk(parse(inspect.getsource(module))) if isinstance(node, ast.Return)]
     firsts = [node.elts[0] for node in tuples if isinstance(node, ast.Tuple)]
     return {node.value for node in firsts if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def problems() -> set[str]:
-    """The problems of a group that a condition may name itself: those that the conditions speak of, but as what they put in words."""
+    """Return the problems of a replica group that may be a condition's reason: those in the conditions' module, but for keys of tables."""
     tree = parse(inspect.getsource(importlib.import_module("diffusion_operator.plan.status.conditions")))
     keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
     named = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Problem"]

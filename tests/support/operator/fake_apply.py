@@ -20,7 +20,7 @@ _SERVERS = ("name", "namespace", "uid", "resourceVersion", "generation", "creati
 
 
 def entry(manifest: Manifest, operation: str, *, manager: str = FIELD_MANAGER) -> Manifest:
-    """An entry of managedFields for all that a manifest says."""
+    """Return an entry of managedFields for everything in a manifest."""
     metadata = {name: value for name, value in manifest["metadata"].items() if name not in _SERVERS}
     content = {name: value for name, value in manifest.items() if name not in ("apiVersion", "kind", "status")}
     fields = _fields(content | {"metadata": metadata})
@@ -28,7 +28,7 @@ def entry(manifest: Manifest, operation: str, *, manager: str = FIELD_MANAGER) -
 
 
 def applied(live: Manifest, manifest: Manifest) -> Manifest:
-    """Return the object after an apply by force."""
+    """Return the object after a forced apply."""
     _check_bound(live, manifest["metadata"])
     result, fresh = copy.deepcopy(live), entry(manifest, "Apply")
     entries = result["metadata"].get("managedFields", [])
@@ -64,7 +64,7 @@ def patched(live: Manifest, operations: Sequence[Mapping[str, Any]]) -> Manifest
 
 
 def check_ports(manifest: Manifest) -> None:
-    """Refuse two ports of one name, which the API server does."""
+    """Refuse two ports of one name, as the API server does."""
     names = [port["name"] for port in manifest.get("spec", {}).get("ports", ())] if manifest["kind"] == "Service" else []
     if len(set(names)) < len(names):
         raise ClusterRefused(f"Service {manifest['metadata']['name']}: Duplicate value: {names[0]!r}", status=422, reason="Invalid")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Cluster in memory that behaves: UIDs, versions, label selectors, preconditions, managed fields, owner references, and a kubelet by
-hand. Assert on what is in it, not on what was called.
+"""A cluster in memory that behaves like one: UIDs, versions, label selectors, preconditions, managed fields, owner references. The test
+acts as the kubelet. Assert on the objects in it, not on the calls.
 
-Real: nothing. An API server's rules are as far in it as the operator relies on them; no scheduler, kubelet or controller runs.
+Real: nothing. It has the rules of an API server on which the operator relies; no scheduler, kubelet or controller runs.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class FakeCluster:
         self._objects: dict[tuple[str, str, str], Manifest] = {}
         self._numbers = itertools.count(1)
         self.on_change: Callable[[str, Manifest], None] = lambda change, manifest: None
-        """Called with ADDED, MODIFIED or DELETED, as a watch would."""
+        """The listener to changes: called with ADDED, MODIFIED or DELETED, as by a watch."""
         self.refuse: Callable[[str, Manifest], ClusterError | None] = lambda verb, manifest: None
-        """Asked before a create, its dry run, an apply or a patch, as an admission policy is; a patch shows the object before it."""
+        """An admission policy, called before a create, its dry run, an apply or a patch; it gets the unpatched object."""
         self.broken: ClusterError | None = None
-        """Every call raises it, as with the API server down."""
+        """An error that every call raises, as if the API server were down."""
         self.dry_runs: list[str] = []
-        """Names of the pods that were tried."""
+        """Names of the pods that were tried by a dry run."""
         self.graceful = False
-        """A deleted pod stays, on its way out, until `ended` says that its containers have ended."""
+        """True: a deleted pod stays, terminating, until `ended` is called for it."""
         self.status_writes = 0
 
     # the port ---------------------------------------------------------------------------------------------------------
@@ -117,10 +117,10 @@ class FakeCluster:
         else:
             self.remove(kind, name, namespace=namespace)
 
-    # by hand ----------------------------------------------------------------------------------------------------------
+    # the test's own changes -------------------------------------------------------------------------------------------
 
     def put(self, manifest: Manifest) -> Manifest:
-        """Make or change an object as a user would; a changed spec raises the generation."""
+        """Create or change an object as a user does; a changed spec raises the generation."""
         existing = self._objects.get(self._key(manifest))
         if existing is None:
             return self._store(manifest)
@@ -136,7 +136,7 @@ class FakeCluster:
         self.put(manifest)
 
     def remove(self, kind: Kind, name: str, *, namespace: str = "default") -> None:
-        """Deleted and collected at once, with what it owns."""
+        """Delete an object and, as the garbage collector does, everything that it owns."""
         manifest = self._objects.pop((kind.kind, namespace, name))
         self.on_change("DELETED", manifest)
         for (child, its_namespace, its_name), found in list(self._objects.items()):
@@ -144,7 +144,7 @@ class FakeCluster:
                 self.remove(KINDS[child], its_name, namespace=its_namespace)
 
     def remove_alone(self, kind: Kind, name: str) -> None:
-        """Deleted as with `--cascade=orphan`: what it owns stays, and nobody owns it."""
+        """Delete an object as with `--cascade=orphan`: what it owned stays, without an owner."""
         manifest = self._objects.pop((kind.kind, "default", name))
         self.on_change("DELETED", manifest)
         for found in list(self._objects.values()):
@@ -162,17 +162,17 @@ class FakeCluster:
         return sorted(name for found, _, name in self._objects if found == kind.kind)
 
     def events(self) -> list[str]:
-        """Reasons, in the order of writing."""
+        """Return the reasons of all Events, in the order of writing."""
         return [manifest["reason"] for manifest in self._objects.values() if manifest["kind"] == "Event"]
 
     def notes(self, reason: str) -> list[str]:
         """Return the messages of the Events with a reason."""
         return [manifest["message"] for manifest in self._objects.values() if manifest["kind"] == "Event" and manifest["reason"] == reason]
 
-    # the kubelet, by hand ---------------------------------------------------------------------------------------------
+    # the kubelet's part -----------------------------------------------------------------------------------------------
 
     def pod_status(self, name: str, **changes: Any) -> None:
-        """Merge into a pod's status."""
+        """Set fields of a pod's status."""
         pod = self._objects[POD.kind, "default", name]
         pod["status"] = pod.get("status", {}) | changes
         self.on_change("MODIFIED", pod)
@@ -182,7 +182,7 @@ class FakeCluster:
         self.pod_status(name, phase="Pending", conditions=[condition])
 
     def waiting(self, name: str, reason: str, message: str = "") -> None:
-        """Scheduled, and the container waits."""
+        """Report a pod as scheduled, with its container waiting."""
         self._objects[POD.kind, "default", name]["spec"]["nodeName"] = "node"
         self.pod_status(name, phase="Pending", containerStatuses=[_container({"waiting": {"reason": reason, "message": message}})])
 
@@ -192,7 +192,7 @@ class FakeCluster:
         self.pod_status(name, phase="Running", podIP=ip, conditions=[{"type": "Ready", "status": str(ready)}], containerStatuses=status)
 
     def tell_to_go(self, name: str, *, evicted: bool = False) -> None:
-        """Ask a pod to leave, as a deletion does, or an eviction through the API."""
+        """Mark a pod as terminating, as a deletion does, or as an eviction through the API does."""
         manifest = self._objects[POD.kind, "default", name]
         manifest["metadata"].setdefault("deletionTimestamp", self._stamp())
         if evicted:
@@ -202,14 +202,14 @@ class FakeCluster:
             self.on_change("MODIFIED", manifest)
 
     def ended(self, name: str, *, code: int = 143) -> None:
-        """The containers of a pod that is on its way out have ended, and the kubelet says so before it is gone."""
+        """Report that the containers of a terminating pod have ended, while the pod still exists."""
         conditions = [one for one in self._objects[POD.kind, "default", name]["status"]["conditions"] if one["type"] == "DisruptionTarget"]
         conditions.append({"type": "Ready", "status": "False"})
         status = [_container({"terminated": terminated(code)})]
         self.pod_status(name, phase="Failed" if code else "Succeeded", conditions=conditions, containerStatuses=status)
 
     def crashed(self, name: str, *, code: int, message: str, restarts: int = 1) -> None:
-        """In CrashLoopBackOff after the container ended."""
+        """Report a pod in CrashLoopBackOff after its container ended."""
         waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
         status = [_container(waiting, restartCount=restarts, lastState={"terminated": terminated(code, message)})]
         self.pod_status(name, conditions=[{"type": "Ready", "status": "False"}], containerStatuses=status)
@@ -223,7 +223,7 @@ class FakeCluster:
         return stored
 
     def _replace(self, existing: Manifest, updated: Manifest) -> Manifest:
-        """Return the object after an update; one that changes nothing is none."""
+        """Store an updated object and return it; an update without a change does nothing."""
         if updated == existing:
             return existing
         self._objects[self._key(updated)] = updated
@@ -253,5 +253,5 @@ def _container(state: Manifest, **more: Any) -> Manifest:
 
 
 def terminated(code: int, message: str = "") -> Manifest:
-    """Say of a container that it ended, as a kubelet does."""
+    """Return the terminated state of a container, as a kubelet reports it."""
     return {"exitCode": code, "reason": "Error" if code else "Completed", "message": message, "finishedAt": "2026-01-01T00:00:00Z"}

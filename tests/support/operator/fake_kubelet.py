@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake of all that a real API server alone lacks: a scheduler, a kubelet, and two controllers. The containers are scripted workers that
-answer over HTTP on addresses of 127.0.0.0/8. It looks at all namespaces several times a second.
+"""A fake of everything that a lone API server lacks: a scheduler, a kubelet, and two controllers. It looks at all namespaces several times
+a second. The containers are scripted workers that answer over HTTP on addresses of 127.0.0.0/8.
 
 Real: the API server that it writes to, and the HTTP of the operator's calls. Not real: the containers.
 """
@@ -59,17 +59,17 @@ class Container:
     server: TestServer
     restarts: int = 0
     token: str = ""
-    """The token that it asks callers for, and proves to have; empty: it takes any, and proves nothing."""
+    """The token that callers must send, and that the worker proves to have; empty: any caller is accepted, and nothing is proved."""
     epoch: int = 0
-    """The highest of a leader that called it, as a worker's server keeps it."""
+    """The highest epoch of a leader that called it, as a worker's server keeps it."""
     cut_off: bool = False
-    """It takes connections and answers nothing, as where packets are dropped."""
+    """True: it accepts connections and answers nothing, as when packets are dropped."""
     said: WorkerState | None = None
     number: int = 0
-    """The number in its revision."""
+    """The number in the present revision."""
 
     def state(self) -> WorkerState:
-        """Return the state document with its revision, another one after each change that is no age."""
+        """Return the state document with its revision, a new one after each change other than of ages."""
         state = msgspec.structs.replace(self.worker.state(), operator_epoch=self.epoch)
         said = self.said
         if said is None or (without_ages(state), state.adapters) != (without_ages(said), said.adapters):
@@ -77,27 +77,27 @@ class Container:
         return msgspec.structs.replace(state, revision=f"{state.boot_id}.{self.number}")
 
     async def state_after(self, revision: str, wait_s: float) -> WorkerState:
-        """Return the next one, or the same one after the time."""
+        """Return the state document once its revision differs, or the same one after the time."""
         ends = time.monotonic() + wait_s
         while (state := self.state()).revision == revision and time.monotonic() < ends:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
         return state
 
     def identity(self, nonce: str) -> dict[str, str]:
-        """Prove as a worker does whose pod says no UID."""
+        """Return a proof of identity, as a worker makes it that does not know its pod's UID."""
         message = f"{CONTEXT}\n{nonce}\n{self.ip}\n"
         return {"podUid": "", "proof": hmac.new(self.token.encode(), message.encode(), hashlib.sha256).hexdigest()}
 
 
 class FakeKubelet:
-    """An async context manager: while it lasts, pods run."""
+    """A kubelet that runs pods while the block lasts; an async context manager."""
 
     def __init__(self, client: RestClient, rng: random.Random) -> None:
         self._client = client
         self.controllers = FakeControllers(client)
         self._rng = rng
         self._numbers = itertools.count(1)
-        # A part of 127.0.0.0/8 of its own, because several of these may run on a machine.
+        # A separate part of 127.0.0.0/8, because several of these may run on a machine.
         self._net = f"127.{rng.randrange(16, 250)}"
         self.port = unused_port()
         self._workers = ScriptedWorkers()
@@ -105,15 +105,15 @@ class FakeKubelet:
         """Containers by UID of the pod."""
         self.wrong: list[str] = []
         self.pods_made: Counter[str] = Counter()
-        """Pods by the deployment's UID and the pod's name; more than one only if somebody deleted a pod that nobody had seen."""
+        """Counts of pods by the deployment's UID and the pod's name; above one only if a pod was deleted before it was seen."""
         self.refused = 0
-        """Calls with another token than the container's."""
+        """The number of calls with another token than the container's."""
         self.stale: list[str] = []
-        """Calls of leaders that were replaced."""
+        """Calls by leaders that had been replaced."""
         self.proofs = 0
-        """Those that were asked for."""
+        """The number of proofs that were requested."""
         self.rejecting: set[str] = set()
-        """Namespaces whose new pods their node rejects."""
+        """Namespaces whose new pods the node rejects."""
         self._task: asyncio.Task[None] | None = None
         self._seen: set[str] = set()
 
@@ -145,7 +145,7 @@ class FakeKubelet:
 
     async def _look(self) -> None:
         found = (await self._client.send("GET", "/api/v1/pods"))[1]["items"]
-        # Known by their container: labels may be changed by anybody.
+        # Pods are recognised by their container, since any client may change labels.
         pods = [pod for pod in found if names.CONTAINER in [one["name"] for one in pod["spec"]["containers"]]]
         there = {pod["metadata"]["uid"]: pod for pod in pods}
         for uid in self.containers.keys() - there.keys():
@@ -157,7 +157,7 @@ class FakeKubelet:
         await asyncio.gather(*(self._tend(pod) for pod in pods))
 
     def _watch_for_twins(self, living: list[Any]) -> None:
-        """Without surge no replica ever has two pods, one of them terminating perhaps; and no name is made twice."""
+        """Record as wrong any replica with two pods at once, terminating ones included; without surge there must be none."""
         drain = {uid for uid, container in self.containers.items() if container.worker.drains}
         owned = [one for one in living if "ownerReferences" in one and one["uid"] not in drain]  # nobody owns an orphan
         replicas = Counter((one["ownerReferences"][0]["uid"], one["name"].split("-")[1]) for one in owned)
@@ -178,7 +178,7 @@ class FakeKubelet:
             await self._client.send("POST", f"{path_of(POD, namespace)}/{name}/binding", binding)
 
     async def _reject(self, pod: Any) -> None:
-        """The node refuses a pod that was bound to it."""
+        """Bind a pod to the node, and have the node refuse it."""
         await self._bind(pod)
         status = {"phase": "Failed", "reason": self._rng.choice((*NODE_FAULTS, "OutOfmemory")), "message": "the node rejects all pods"}
         await self._client.patch(POD, pod["metadata"]["namespace"], pod["metadata"]["name"], {"status": status}, subresource="/status")
@@ -206,7 +206,7 @@ class FakeKubelet:
             await self._begin(pod, container)
 
     async def _begin(self, pod: Any, container: Container) -> None:
-        """It tries the mounted adapters, and runs."""
+        """Load the mounted adapters into a container's worker, and report the pod as running."""
         namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
         maps = {one["metadata"]["name"]: one for one in await self._client.list(CONFIG_MAP, namespace)}
         container.worker.load_mounted(mounted_desired(maps.get, name.rsplit("-", 2)[0])["adapters"])

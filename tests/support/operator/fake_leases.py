@@ -20,10 +20,10 @@ class FakeLeases:
         self.manifest: Manifest | None = None
         self._numbers = itertools.count(1)
         self.writes: list[str] = []
-        """Holders, in the order of writing."""
+        """The holders that were written, in order."""
 
     def client(self) -> "FakeClient":
-        """Return a connection of its own."""
+        """Return a new connection to these Leases."""
         return FakeClient(self)
 
     def write(self, manifest: Manifest) -> Manifest:
@@ -35,7 +35,7 @@ class FakeLeases:
 
 
 class FakeClient:
-    """Implements `Leases`."""
+    """A connection that implements `Leases`."""
 
     def __init__(self, server: FakeLeases) -> None:
         self._server = server

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places where the operator may die: before and after everything it does to the cluster or to a worker.
+"""Places where the operator may die: before and after each of its actions on the cluster or on a worker.
 
-They are found by wrapping the two ports, so that whatever the operator learns to do is a place, too. Looks are none: nothing
-changes by them. Real: the ports and what they do. Not real: the death in virtual time, which is an exception.
+The two ports are wrapped, so new actions of the operator become places too. Reads are no places: they change nothing. Real: the ports and
+what they do. Not real: the death in virtual time, which is an exception.
 """
 
 import functools
@@ -14,24 +14,24 @@ LOOKS = frozenset({"get", "look_up", "list", "pages", "watch", "adapter_versions
 
 
 class OperatorDied(BaseException):
-    """The process ended here. No part of the operator may catch it, so it is no Exception."""
+    """The death of the process. No part of the operator may catch it, so it is no Exception."""
 
 
 class FaultPoints:
-    """Counts the places that are passed, and dies at one of them; after that nothing is done any more."""
+    """A counter of the places that are passed, which dies at one of them; no action happens after that."""
 
     def __init__(self, die: Callable[[str], None], *, at: int | None = None) -> None:
-        """`at` counts from 1; None: never. `die` is called with the place."""
+        """Count from 1 up to the place `at`, and call `die` with that place; None: never die."""
         self._die = die
         self._at = at
         self.passed: list[str] = []
 
     def wrap(self, port: Any) -> Any:
-        """The same port, with places around its actions."""
+        """Return the port with places around its actions."""
         return Wrapped(port, self._act, unwrapped=LOOKS)
 
     def reach(self, place: str) -> None:
-        """At a place: die here if it is the one, and stay dead."""
+        """Pass a place: die here if its turn has come, and stay dead."""
         if self._at is not None and len(self.passed) >= self._at:
             raise OperatorDied(self.passed[-1])
         self.passed.append(place)
@@ -47,7 +47,7 @@ class FaultPoints:
 
 
 class Wrapped:
-    """A port whose actions are done by `act`, which is given the name, the action and its arguments."""
+    """A port whose actions go through `act`, which gets the name, the action and its arguments."""
 
     def __init__(self, port: Any, act: Action, *, unwrapped: Collection[str] = ()) -> None:
         self._port = port
@@ -62,7 +62,7 @@ class Wrapped:
 
 
 def _about(given: tuple[Any, ...]) -> str:
-    """Return an action's subject, for people."""
+    """Describe the subject of an action for people."""
     first = given[0] if given else None
     if isinstance(first, dict):
         return f"{first['kind']} {first['metadata']['name']}"

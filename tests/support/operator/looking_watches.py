@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake of the watches of workers for virtual time: it looks at each worker when `look` is called.
+"""A fake of the watches of workers for virtual time: it polls each worker when `look` is called.
 
 Real: the records that it fills, and what counts as news. Not real: the tasks, the connections and the waiting.
 """
@@ -15,7 +15,7 @@ from diffusion_operator.reconcile.workers.watches import hear
 
 
 class LookingWatches:
-    """In place of `WorkerWatches`."""
+    """A stand-in for `WorkerWatches`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -28,7 +28,7 @@ class LookingWatches:
         self._followed.pop((namespace, deployment), None)
 
     async def look(self) -> None:
-        """Look at every worker that is followed, and wake the deployments that have news."""
+        """Poll every worker that is followed, and wake the deployments that have news."""
         for place, (memory, pods) in list(self._followed.items()):
             if any([await self._news(memory, pod) for pod in pods]):
                 self._runtime.wake(deployment_key(*place))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the metrics that the chart's expressions look at, and tell which of them, or of their labels, there are not.
+"""Search for the metrics that the chart's expressions read, and for those metrics and labels that do not exist.
 
-Real: the operator's registry and the page of the worker's metrics, which other tests hold to the worker.
+Real: the operator's registry and the page of the worker's metrics, which other tests compare with the worker.
 """
 
 import re
@@ -24,23 +24,23 @@ class Selector(NamedTuple):
 
 
 def selectors(expression: str) -> list[Selector]:
-    """Find what an expression of PromQL looks at. Promtool tells whether it is one."""
+    """Return the metrics and labels that a PromQL expression selects. Promtool checks its syntax."""
     found = re.findall(r"\b(diffusion_\w+_\w+)\b(?:\{([^}]*)\})?", re.sub(r"by \([^)]*\)", "", expression))
     return [Selector(metric, dict(re.findall(r'(\w+)\s*=~?\s*"([^"]*)"', labels))) for metric, labels in found]
 
 
 def grouped(expression: str) -> set[str]:
-    """Find the labels that its aggregations keep."""
+    """Return the labels that an expression's aggregations keep."""
     return {label for labels in re.findall(r"by \(([^)]*)\)", expression) for label in re.findall(r"\w+", labels)}
 
 
 def series(name: str, kind: str) -> list[str]:
-    """The names under which a metric of a kind is stored."""
+    """Return the names under which a metric of a kind is stored."""
     return [f"{name}_{end}" for end in ("bucket", "sum", "count")] if kind == "histogram" else [name]
 
 
 def of_workers() -> dict[str, set[str]]:
-    """Labels by series, from the page that tests of the worker hold to what it shows."""
+    """Return the labels of each series of workers, from the page that tests of the worker compare with its metrics."""
     rows = re.findall(r"^\| `([a-z_]+)` \| (counter|gauge|histogram) \|([^|]*)\|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
     return {
         f"diffusion_worker_{one}": set(re.findall(r"`(\w+)`", labels)) | ({"le"} if kind == "histogram" else set())
@@ -50,7 +50,7 @@ def of_workers() -> dict[str, set[str]]:
 
 
 def of_the_operator() -> dict[str, set[str]]:
-    """Labels by series, from its registry and from what is registered when it begins."""
+    """Return the labels of each series of the operator, from its registry and from what its process registers at the start."""
     found: dict[str, set[str]] = {}
     runtime: Any = SimpleNamespace(ready_reasons={}, statuses={}, memories={})
     queue: Any = SimpleNamespace(waiting=0, oldest_s=0.0)
@@ -70,7 +70,7 @@ KNOWN = of_workers() | of_the_operator()
 
 
 def wrong_names(expression: str) -> list[str]:
-    """Return each metric of an expression that there is not, and each label that none of its metrics has."""
+    """List each metric of an expression that does not exist, and each label that none of its metrics has."""
     looked_at = selectors(expression)
     assert looked_at, expression
     unknown = [one.metric for one in looked_at if one.metric not in KNOWN]

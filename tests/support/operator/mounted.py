@@ -13,12 +13,12 @@ from typing import Any
 from diffusion_operator.api.names import DESIRED_KEY, SHARDS, desired_config_name, shard_config_name, shard_file
 
 Find = Callable[[str], Mapping[str, Any] | None]
-"""Gives a ConfigMap by its name."""
+"""A function that returns a ConfigMap by its name."""
 
 
 def mounted_files(find: Find, deployment: str) -> dict[str, bytes]:
     """Return the files of the folder by name."""
-    # It may be an object of somebody else, without that file.
+    # It may be another owner's object, without that file.
     main = (find(desired_config_name(deployment)) or {}).get("data", {}).get(DESIRED_KEY)
     files = {DESIRED_KEY: main.encode()} if main is not None else {}
     for number in range(SHARDS):
@@ -28,7 +28,7 @@ def mounted_files(find: Find, deployment: str) -> dict[str, bytes]:
 
 
 def mounted_desired(find: Find, deployment: str) -> dict[str, Any]:
-    """Return what a worker makes of the folder: the main file, with the adapters of the shards that it names."""
+    """Return the main file as a worker reads it, with the adapters of the shards that it names."""
     files = mounted_files(find, deployment)
     desired: dict[str, Any] = json.loads(files.get(DESIRED_KEY, b'{"adapters": []}'))
     named = {one["name"]: one for one in desired["adapters"]}

@@ -46,9 +46,10 @@ def pod(index: int = 0, incarnation: int = 0, **facts: Any) -> Pod:
 def planned(
     *pods: Pod, states: dict[int, WorkerState] | None = None, status: dict[str, Any] | None = None, stale: tuple[int, ...] = (), **spec: Any
 ) -> DeploymentPlan:
-    """Every pod's worker is ready unless `states` says otherwise, by index; of those in `stale` the last poll failed.
+    """Return the plan for these pods. Every worker is ready unless `states` has another state for its index; `stale` are those whose last
+    poll failed.
 
-    A changed template was tried and found fine.
+    A changed template counts as tried and valid.
     """
     polls = {one.uid: Poll(state=(states or {}).get(one.index, READY), failures=one.index in stale) for one in pods}
     deployment = made(status, **spec)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program `diffusion-operator` with commanded deaths and counted actions.
 
-Real: the program, all but its two ports, which are wrapped where the process makes them. `OPERATOR_UNDER_TEST` in the environment is a JSON
-object. `dieAt` is the number of the place to die at. `diedAt` is a file of the kinds of places where it died before. It dies at each that
-is not in it and lives again, always as a process of its own. `controlPort` is the port of workers, and `settings` are other values of them.
-After `strangersS` seconds an object of others is looked at again, in place of a minute. The metrics include the number of each kind of
-action begun, the number of kept objects, and the most passes of an object.
+Real: the program, except its two ports, which are wrapped where the process makes them. `OPERATOR_UNDER_TEST` in the environment is a JSON
+object with these fields. `dieAt` is the number of the place to die at. `diedAt` is a file of the kinds of places where it died before. It
+dies once at each other kind, and starts again as a new process. `controlPort` is the workers' port, and `settings` are values for the
+operator's settings. After `strangersS` seconds, instead of a minute, it looks again at another owner's object. The metrics include the
+number of each kind of action begun, the number of kept objects, and the most passes of an object.
 """
 
 import json
@@ -35,9 +35,10 @@ def _die(place: str) -> None:
 
 
 class DyingOnce(FaultPoints):
-    """At each kind of place, over all lives: before or after, what is done, and to which kind of object or by which call.
+    """An operator that dies once at each kind of place, over all its lives. The kind is: before or after, the action, and its object or
+    call.
 
-    After a life's death the next one begins without the imports, which take most of a start's time.
+    The next life begins without the imports, which take most of a start's time.
     """
 
     def __init__(self, died_at: Path) -> None:
@@ -45,12 +46,12 @@ class DyingOnce(FaultPoints):
         self._died_at = died_at
 
     def live(self) -> None:
-        """Returns in each life."""
+        """Return in each new life, which is forked from this process after the one before has ended."""
         while life := os.fork():
             os.waitpid(life, 0)
 
     def reach(self, place: str) -> None:
-        """The file is written before the end, so that the next life gets further."""
+        """Die at a place of a new kind. The kind is written to the file first, so that the next life gets further."""
         super().reach(place)
         kind = " ".join(place.split()[:3])
         if kind not in self._died_at.read_text().splitlines():
@@ -63,7 +64,7 @@ POINTS = DyingOnce(Path(TOLD["diedAt"])) if "diedAt" in TOLD else FaultPoints(_d
 
 
 class CountingProcess(handlers.Process, Collector):
-    """The real one, and the passes of each object that is there."""
+    """The real process, with a count of the passes of each object that exists."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kubelet whose containers are programs: each pod's image names one, which runs with the pod's own arguments, variables and volumes.
+"""A kubelet whose containers are programs: each pod's image names one, which gets the pod's own arguments, variables and volumes.
 
-Real: the API server that it writes to, and the workers' server processes on addresses of 127.0.0.0/8. Not real: the scheduler, the
-kubelet and the garbage collector, which are FakeKubelet's; containers are processes of this machine, and the ranks are fake.
+Real: the API server that it writes to, and the workers' server processes on addresses of 127.0.0.0/8. Not real: the scheduler, the kubelet
+and the garbage collector, which are FakeKubelet's. Containers are processes of this machine, and the ranks are fake.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ STOP_S = 30.0
 
 @dataclass(frozen=True)
 class Image:
-    """A program in place of a container image."""
+    """A program that stands for a container image."""
 
     module: str
     sources: Sequence[Path]
-    """They come before this environment's own."""
+    """Folders that come before this environment's on the path."""
 
 
 @dataclass
 class Server:
-    """A container."""
+    """The server process of a container."""
 
     ip: str
     folder: Path
-    """The root: every mount is below it."""
+    """The container's root: every mount is below it."""
     process: subprocess.Popen[bytes]
     ready: bool | None = None
     stopping: bool = False
@@ -56,7 +56,7 @@ class Server:
 
 
 class ProcessKubelet(FakeKubelet):
-    """An async context manager: while it lasts, pods run."""
+    """A kubelet that runs pods while the block lasts; an async context manager."""
 
     def __init__(self, client: RestClient, folder: Path, images: Mapping[str, Image]) -> None:
         super().__init__(client, random.Random())
@@ -98,14 +98,14 @@ class ProcessKubelet(FakeKubelet):
         image = self._images[container["image"]]
         own = {"--host": ip, "--port": str(self.data_port), "--control-port": str(self.port)}
         arguments = [self._argument(one, own, container["volumeMounts"], folder) for one in container["args"]]
-        said = {one["name"]: one.get("value", pod["metadata"]["uid"]) for one in container["env"]}  # the only one that is referred to
+        said = {one["name"]: one.get("value", pod["metadata"]["uid"]) for one in container["env"]}  # the only field referred to
         environment = os.environ | said | {"PYTHONPATH": os.pathsep.join(map(str, image.sources)), "HOME": str(folder)}
         command = [sys.executable, "-m", image.module, *arguments]
         with (folder / "output").open("ab") as output:
             return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=folder, start_new_session=True)
 
     def _argument(self, argument: str, own: Mapping[str, str], mounts: Sequence[Any], folder: Path) -> str:
-        """Listen on the pod's own address, and find the pod's folders below the container's root."""
+        """Return an argument of the pod for the process: with the pod's own address and ports, and folders below the container's root."""
         name, equals, value = argument.partition("=")
         if name in own:
             return f"{name}={own[name]}"
@@ -113,7 +113,7 @@ class ProcessKubelet(FakeKubelet):
         return f"{name}{equals}{folder}{value}" if inside else argument
 
     async def _mount(self, pod: Any, folder: Path, mounted: dict[str, bytes]) -> None:
-        """Write what changed, each file at once as a kubelet's links do."""
+        """Write the files that changed, each atomically, as a kubelet's links do."""
         places = {one["name"]: one["mountPath"] for one in pod["spec"]["containers"][0]["volumeMounts"]}
         for volume in pod["spec"]["volumes"]:
             place = folder / places[volume["name"]].lstrip("/")
@@ -125,7 +125,7 @@ class ProcessKubelet(FakeKubelet):
                     (place / f"{name}.new").rename(place / name)
 
     async def _content(self, namespace: str, volume: Any) -> dict[str, bytes]:
-        """The files of a volume; a claim or an emptyDir has none."""
+        """Return the files of a volume; a claim or an emptyDir has none."""
         found: dict[str, bytes] = {}
         for source in (volume, *volume.get("projected", {}).get("sources", ())):
             for kind, field_name in ((SECRET, "secret"), (CONFIG_MAP, "configMap")):
@@ -144,7 +144,7 @@ class ProcessKubelet(FakeKubelet):
         return {key: base64.b64decode(value) for key, value in encoded.items()} | {key: value.encode() for key, value in plain.items()}
 
     async def _look_at(self, pod: Any, server: Server) -> None:
-        """Probe it, and report a change."""
+        """Probe a server, and report a change of its readiness."""
         if server.process.poll() is not None:
             self.wrong.append(f"{pod['metadata']['name']} ended with {server.process.returncode}: {server.output[-2000:]}")
             return
@@ -168,7 +168,7 @@ class ProcessKubelet(FakeKubelet):
         await self.client.patch(POD, metadata["namespace"], metadata["name"], {"status": status}, subresource="/status")
 
     async def _stop(self, pod: Any, server: Server) -> None:
-        """SIGTERM once, and the pod is there until the process ended."""
+        """Send SIGTERM once, and delete the pod when the process has ended."""
         if not server.stopping:
             server.stopping = True
             server.process.send_signal(signal.SIGTERM)  # does nothing where it has ended already

@@ -41,7 +41,7 @@ class Story:
         self._restarts = 0
 
     def adopt_worker(self) -> None:
-        """The pod runs, and the operator reaches its worker, which listens on ports of its own choice."""
+        """Report the pod as running, and let the operator reach its worker, which listens on ports of its own choice."""
         client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(self.worker.control_url.rpartition(":")[2]))
         self._closing.push_async_callback(client.close)
         self.rig.workers = self.rig.runtime.workers = client  # also for an operator that is restarted
@@ -49,7 +49,7 @@ class Story:
         self.rig.cluster.running(POD_NAME, "127.0.0.1", ready=True, restarts=self._restarts, last=ended)
 
     def kill_worker(self) -> None:
-        """SIGKILL to the server, and what the kubelet does then: the same container again."""
+        """Kill the server and start the same container again, as the kubelet does."""
         self.worker.send_signal(signal.SIGKILL)
         self.worker.wait_exit()
         self.worker.start()
@@ -57,12 +57,12 @@ class Story:
         self.adopt_worker()
 
     async def until(self, type_: str, *expected: str, name: str) -> str:
-        """Runs until a condition of an adapter has this status and reason; its message."""
+        """Run until a condition of an adapter has this status and reason; return its message."""
         await self.wait(lambda: self.rig.adapter_condition(type_, name) == expected, lambda: self.rig.adapter_status(name))
         return self.rig.adapter_message(type_, name)
 
     async def until_deployment(self, type_: str, *expected: str) -> str:
-        """The same for the deployment."""
+        """Run until a condition of the deployment has this status and reason; return its message."""
         await self.wait(lambda: self.rig.condition(type_) == expected, self.rig.status)
         return self.rig.message(type_)
 
@@ -75,22 +75,22 @@ class Story:
             raise AssertionError(f"{about()}\n{self.worker.output[-2000:]}") from None
 
     async def step(self) -> None:
-        """A second of the operator's, and of the kubelet's."""
+        """Run a second of the operator's time, then the kubelet's part."""
         await self.rig.run(1.0)
         write_desired(self.rig, self._desired)
         await asyncio.sleep(0.02)
 
     def change(self, **spec: Any) -> None:
-        """Change fields of the deployment's spec; those of one that is an object one by one."""
+        """Change fields of the deployment's spec; a field that is an object is merged."""
         self.rig.cluster.change(DEPLOYMENT, "d", lambda found: found.update(merged(found, spec)))
 
     def records(self) -> dict[str, tuple[str, str]]:
-        """State and residency of what the worker has, by name."""
+        """Return the state and residency of the worker's adapters, by name."""
         return {one["name"]: (one["state"], one["residency"]) for one in self.worker.state()["adapters"]}
 
 
 def write_desired(rig: Rig, path: Path) -> None:
-    """Replace the files of the mounted folder as the kubelet does, only where they changed; the main one is the last."""
+    """Replace the files of the mounted folder as the kubelet does, only where they changed; the main file is the last."""
     files = mounted_files(lambda name: rig.cluster.find(CONFIG_MAP, name), "d")
     assert path.name in files
     for name in sorted(files):
@@ -105,7 +105,7 @@ def write_desired(rig: Rig, path: Path) -> None:
 async def story(
     *options: str, program: tuple[str, ...] = FAKE_PROGRAM, env: Mapping[str, str] | None = None, **spec: Any
 ) -> AsyncIterator[Story]:
-    """A deployment with this spec; `options` and `env` are the worker's."""
+    """Start a deployment with this spec and its worker; `options` and `env` are the worker's."""
     rig = Rig()
     rig.cluster.put(deployment(**spec))
     await rig.run()

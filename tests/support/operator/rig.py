@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator without kopf, in virtual time: real reconciles over the fake cluster and scripted workers.
 
-Changes in the cluster wake keys as the handlers do; requeue times are kept; `run(seconds)` lets that much time pass.
+Changes in the cluster wake keys as the handlers do, and requeue times are kept. `run(seconds)` advances the time.
 
 Real: every reconcile and plan. Not real: the API server, which is FakeCluster, the workers, the clock and the queue.
 """
@@ -51,9 +51,9 @@ class Rig:
         self._boots = itertools.count(1)
         self.errors: list[str] = []
         self.survives: type[Exception] = OperatorError
-        """Errors that end a pass only. The process survives every Exception; a test should not miss one that nobody expected."""
+        """Errors that end a pass only. The real process survives every Exception, but a test fails at an unexpected one."""
         self.keys: tuple[bytes, ...] = (b"k" * 32,)
-        """The operator's, the current one first; another one counts from its restart."""
+        """The operator's keys, the current one first; a change takes effect at its restart."""
         self.runtime = self._new_runtime()
 
     def clock(self) -> datetime:
@@ -69,7 +69,7 @@ class Rig:
         return runtime
 
     def restart_operator(self) -> None:
-        """Memory is lost; everything is looked at again."""
+        """Restart the operator: its memory is lost, and it looks at every object again."""
         self.runtime = self._new_runtime()
         for kind in (DEPLOYMENT, ADAPTER):
             for name in self.cluster.names(kind):
@@ -127,17 +127,17 @@ class Rig:
     # a kubelet and workers --------------------------------------------------------------------------------------------
 
     def start(self, pod: str, **script: Any) -> ScriptedWorker:
-        """The pod runs, and its worker with it; the worker has tried the mounted adapters."""
+        """Run a pod and its worker, which has tried the mounted adapters."""
         number = next(self._boots)
         return self._begin(pod, f"10.0.0.{number}", number, script)
 
     def start_all(self, **script: Any) -> list[ScriptedWorker]:
-        """Every pod that does not run yet."""
+        """Run every pod that does not run yet."""
         waiting = [name for name in self.cluster.names(POD) if not (self.cluster.find(POD, name) or {}).get("status")]
         return [self.start(name, **script) for name in waiting]
 
     def restart_container(self, pod: str, *, code: int = 137, message: str = "", **script: Any) -> ScriptedWorker:
-        """Same pod, new server process."""
+        """Restart a pod's container in place, with a new server process."""
         found = self.cluster.find(POD, pod)
         assert found is not None
         said = {"restarts": found["status"]["containerStatuses"][0]["restartCount"] + 1, "last": terminated(code, message)}
@@ -185,7 +185,7 @@ class Rig:
 
 
 async def serving(replicas: int = 1, **spec: Any) -> Rig:
-    """A deployment whose replicas are awake."""
+    """Return a rig with a deployment whose replicas are awake."""
     rig = Rig()
     rig.cluster.put(deployment(replicas=replicas, **spec))
     await rig.run()
@@ -195,7 +195,7 @@ async def serving(replicas: int = 1, **spec: Any) -> Rig:
 
 
 async def with_adapter(replicas: int = 1, **spec: Any) -> Rig:
-    """With an adapter, pushed to all of them."""
+    """Return a rig with an awake deployment and an adapter that was pushed to all replicas."""
     rig = await serving(replicas)
     rig.cluster.put(adapter(**spec))
     await rig.run()

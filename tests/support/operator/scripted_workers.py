@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A WorkerClient over workers in memory, by IP: each obeys at once, unless its script says otherwise.
 
-Real: the messages. Not real: the model, its ranks, and the bytes of adapters. Sleep is as the real one's: harmless calls, conflicts, a
-drain that a wake ends, a wake by a held request, ages by a clock.
+Real: the messages. Not real: the model, its ranks, and the bytes of adapters. Sleep follows the real worker's rules: harmless calls,
+conflicts, a drain that a wake ends, a wake by a held request, ages by a clock.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
 DIGITS = worker_state.ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
 READS_SHARDS = worker_state.DesiredReport(reads_shards=True, reads_identity=True)
 NO_MEMORY = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
-# These are in the state document as they are.
+# Fields that are in the state document unchanged.
 SAID = (
     "boot_id",
     "in_flight",
@@ -51,21 +51,21 @@ class ScriptedWorker:
     phase: WorkerPhase = WorkerPhase.READY
     in_flight: int = 0
     slow: bool = False
-    """Sleep and wake stay in progress until `finish`."""
+    """True: sleeps and wakes stay in progress until `finish`."""
     unreachable: bool = False
     drains: bool | None = False
-    """It was drained by a call. None: it is of the first version, and has no such call."""
+    """True after a call has drained it. None: it is of the first version, and has no such call."""
     pod_uid: str = ""
-    """Empty: its version cannot prove itself."""
+    """The UID of its pod; empty: a version that cannot prove itself."""
     token: str = ""
-    """The token that callers must have; empty: it takes any."""
+    """The token that callers must have; empty: any token is accepted."""
     failing_operations: int = 0
-    """So many sleeps or wakes end with `operation_error`."""
+    """The number of next sleeps or wakes that end with `operation_error`."""
     operation_error: WireError = NO_MEMORY
     refuse_operations: list[WireError] = field(default_factory=list)
-    """Answers of the next sleeps and wakes, in order."""
+    """Errors that answer the next sleeps and wakes, in order."""
     lost_answers: int = 0
-    """So many sleeps or wakes are taken, and their answer does not arrive."""
+    """The number of next sleeps or wakes that are accepted although no answer arrives."""
     clock: Callable[[], datetime] = lambda: EPOCH
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
     held_requests: int = 0
@@ -73,15 +73,15 @@ class ScriptedWorker:
     refusals: dict[str, WireError] = field(default_factory=dict)
     """Refusals by identity of an adapter's source."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Digests by identity; otherwise made from it."""
+    """Digests by identity of the source; without an entry they are derived from it."""
     identities: dict[str, str] = field(default_factory=dict)
-    """Effects that are reported, by identity of the source."""
+    """Reported identities of the effect, by identity of the source."""
     revisions: dict[str, str] = field(default_factory=dict)
-    """The commits found for branches, by identity."""
+    """The commits found for branches, by identity of the source."""
     held: set[str] = field(default_factory=set)
     """Identities of sources whose load stays in progress until `finish_load`; the put itself goes unanswered."""
     max_cached: int = 1000
-    """So many stay in memory; then the one with the lowest priority goes for one that comes."""
+    """The most adapters in memory; for one more the adapter with the lowest priority is dropped."""
     rank: int = 8
     components: tuple[str, ...] = ("transformer",)
     """The components in adapters' files."""
@@ -89,7 +89,7 @@ class ScriptedWorker:
     loading: dict[str, AdapterRecord] = field(default_factory=dict)
     draining: dict[str, AdapterRecord] = field(default_factory=dict)
     loads: list[str] = field(default_factory=list)
-    """The actual loads, as against `calls`."""
+    """The names of the actual loads, unlike `calls`."""
     _asked: dict[str, AdapterLoad] = field(default_factory=dict)
     operation: Operation | None = None
     last_operation: Operation | None = None
@@ -109,7 +109,7 @@ class ScriptedWorker:
         self._seen = (self.phase, self.clock())
 
     def _state_age_s(self) -> float:
-        """Since the phase was first another one, at some look or operation."""
+        """Return the seconds since the phase changed, as some look or operation noticed it first."""
         if self._seen[0] is not self.phase:
             self._seen = (self.phase, self.clock())
         return (self.clock() - self._seen[1]).total_seconds()
@@ -161,7 +161,7 @@ class ScriptedWorker:
         self.begin("wake", call.operation_id)
 
     def drain(self, call: DrainWorker) -> None:
-        """Held requests end at once; those that run do when `in_flight` is set to 0."""
+        """Begin a drain: held requests end at once, and running ones when `in_flight` is set to 0."""
         if self.drains is None:
             raise _refused("NotFound", retryable=False)
         self.calls.append(f"drain {call.deadline_s}")
@@ -185,7 +185,7 @@ class ScriptedWorker:
             raise ControlUnreachable(f"{kind}: no answer within 10 s")
 
     def finish(self) -> None:
-        """The operation in progress ends."""
+        """End the operation in progress."""
         assert self.operation is not None
         kind, error = self.operation.kind, self.operation_error if self.failing_operations else None
         self.failing_operations -= error is not None
@@ -200,7 +200,7 @@ class ScriptedWorker:
         self._state_age_s()
 
     def _adapters_after(self, kind: str, *, asleep: bool) -> None:
-        """A sleep that discards takes the ranks' copies; a wake loads what is deferred."""
+        """Apply the end of an operation to adapters: a sleep that discards drops the ranks' copies; a wake loads deferred ones."""
         discards, wakes = asleep and kind == "sleep" and self.level is SleepLevel.DISCARD, not asleep and kind == "wake"
         for name, one in list(self.adapters.items()):
             if discards and one.state is RecordState.LOADED:
@@ -209,7 +209,7 @@ class ScriptedWorker:
                 self._load(name, self._asked.pop(name, AdapterLoad(source=one.source, scale=one.scale, digest=one.digest)))
 
     def load_adapter(self, name: str, load: AdapterLoad) -> None:
-        """A put: taken over where the bytes are here already, else loaded, beside another version of the name."""
+        """Put an adapter: keep the bytes that are already in memory, else load it, beside another version of the name."""
         self.calls.append(f"put {name}")
         present = self.adapters.get(name)
         if self.phase is WorkerPhase.ASLEEP:
@@ -231,13 +231,13 @@ class ScriptedWorker:
             raise ControlRefused(error, status=409)
 
     def load_mounted(self, wanted: Iterable[dict[str, Any]]) -> None:
-        """Try the adapters of the desired file, as a worker does that begins."""
+        """Try the adapters of the desired file, as a worker does at its start."""
         for one in wanted:
             with contextlib.suppress(OperatorError):
                 self.load_adapter(one["name"], msgspec.convert(one, AdapterLoad))
 
     def _defer(self, name: str, load: AdapterLoad, present: AdapterRecord | None) -> None:
-        """Defer a call during a sleep: a present adapter takes its new settings, an absent one is fetched for the wake."""
+        """Accept a put during a sleep: a present adapter takes its new settings, an absent one is fetched for the wake."""
         error = self.refusals.get(identity(load.source))
         if present is not None and self._same(present, load) and present.state is not RecordState.FAILED:
             self.adapters[name] = _told(present, load)
@@ -252,12 +252,12 @@ class ScriptedWorker:
         self.loading[name] = msgspec.structs.replace(self.loading[name], fetched_bytes=done, total_bytes=total)
 
     def finish_load(self, name: str) -> None:
-        """The held load of a name ends, well or as `refusals` has it."""
+        """End the held load of a name, successfully or with its refusal in `refusals`."""
         del self.loading[name]
         self._load(name, self._asked.pop(name))
 
     def evict(self, name: str, *, error: WireError | None = None) -> None:
-        """Out of memory; with an error, which the last request met that wanted it back."""
+        """Evict an adapter from the ranks' memory; `error` is the failure of the last request that wanted it back."""
         self._change(name, state=RecordState.CACHED, ranks_loaded=0, error=error)
 
     def use(self, name: str, *, requests: int, age_s: float, running: int = 0) -> None:
@@ -265,7 +265,7 @@ class ScriptedWorker:
         self._change(name, requests_total=total, last_request_age_seconds=age_s, refs=running)
 
     def remove(self, name: str) -> None:
-        """Gone at once, unless requests still use it: then it drains until `drained`."""
+        """Remove an adapter at once; if requests still use it, it drains until `drained`."""
         self.calls.append(f"remove {name}")
         record = self.adapters.pop(name, None)
         if record is not None and record.refs:
@@ -317,13 +317,13 @@ def _told(record: AdapterRecord, load: AdapterLoad) -> AdapterRecord:
 
 
 class ScriptedWorkers:
-    """The port."""
+    """A fake of the port to workers."""
 
     def __init__(self) -> None:
         self._by_ip: dict[str, ScriptedWorker] = {}
         self.tokens: set[str] = set()
         self.expected: dict[str, str] = {}
-        """UIDs of pods that are held to a proof, by address."""
+        """UIDs of pods that have to prove themselves, by address."""
 
     def __iter__(self) -> Iterator[ScriptedWorker]:
         return iter(self._by_ip.values())
@@ -336,7 +336,7 @@ class ScriptedWorkers:
         return self._by_ip[ip]
 
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
-        """Answer as a worker without revisions; a client that waits for a change looks again."""
+        """Answer as a worker without revisions: a client that waits for a change polls instead."""
         self.tokens.add(token)
         return self._reached(ip, token).state()
 

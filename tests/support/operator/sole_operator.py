@@ -34,7 +34,7 @@ def kubeconfig() -> Iterator[Path]:
 
 @pytest.fixture
 async def client(kubeconfig: Path) -> AsyncIterator[RestClient]:
-    """Objects of a test are deleted after it, because each operator watches all namespaces."""
+    """Provide a client, and delete deployments and adapters after the test, because each operator watches all namespaces."""
     async with RestClient(kubeconfig) as made:
         yield made
         for namespace in (one["metadata"]["name"] for one in (await made.send("GET", "/api/v1/namespaces"))[1]["items"]):
@@ -50,7 +50,7 @@ async def kubelet(client: RestClient) -> AsyncIterator[FakeKubelet]:
 
 @contextmanager
 def running(folder: Path, kubeconfig: Path, **options: Any) -> Iterator[OperatorProcess]:
-    """Ready at the beginning, ended at the end."""
+    """Start an operator, wait until it is ready, and end it after the block."""
     folder.mkdir(exist_ok=True)
     operator = OperatorProcess(folder, kubeconfig, **options)
     operator.start()
@@ -62,13 +62,13 @@ def running(folder: Path, kubeconfig: Path, **options: Any) -> Iterator[Operator
 
 
 async def eventually_nothing(look: Callable[[], Awaitable[Any]], within_s: float = DEADLINE_S, *, every_s: float = 0.2) -> None:
-    """Until it finds nothing wrong."""
+    """Wait until `look` finds nothing wrong."""
     found = await still_found(look, within_s=within_s, every_s=every_s)
     assert not found, f"after {within_s:g} s: {found}"
 
 
 class Namespaces:
-    """With a deployment each, and whether everything there is as it should be."""
+    """Namespaces with a deployment each, and a check that everything there is as it should be."""
 
     def __init__(self, client: RestClient, kubelet: FakeKubelet, *names: str) -> None:
         self._client = client
@@ -76,21 +76,21 @@ class Namespaces:
         self._names = names
 
     async def make(self) -> None:
-        """They must not be there yet."""
+        """Create the namespaces, which must not exist yet, and their deployments."""
         for name in self._names:
             await self._client.make_namespace(name)
 
     async def untrue(self) -> dict[str, list[str]]:
-        """Return false claims by namespace."""
+        """Return the false claims by namespace."""
         found = {name: await untrue(self._client, self._kubelet, name) for name in self._names}
         return {name: wrong for name, wrong in found.items() if wrong}
 
     async def settle(self, within_s: float = DEADLINE_S) -> None:
-        """Until nothing is wrong."""
+        """Wait until nothing is wrong."""
         await eventually_nothing(self.untrue, within_s)
 
     async def pods(self) -> list[str]:
-        """All of them."""
+        """Return all pods of all the namespaces."""
         return sorted([f"{name}/{pod['metadata']['name']}" for name in self._names for pod in await self._client.list(POD, name)])
 
 
@@ -100,5 +100,5 @@ def status_writes(operator: OperatorProcess) -> int:
 
 
 def complaints(operator: OperatorProcess) -> list[str]:
-    """Lines of the log that not even an API server that is silent, or busy, should cause."""
+    """Return lines of the log that should not appear even when the API server is silent or busy."""
     return [line for line in operator.complaints() if "ClusterUnavailable" not in line]

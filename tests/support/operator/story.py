@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A deployment's whole life in virtual time, with operators that may die or be two, and its result.
 
-Made for comparing: a telling with faults with one without. Real: the reconciles. Not real: the cluster and the workers, which are Rig's.
+A run with faults is compared with a run without any. Real: the reconciles. Not real: the cluster and the workers, which are Rig's.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class End(NamedTuple):
     standing: dict[str, Any]
     pods_made: int
     operations: list[list[str]]
-    """Each worker's sleeps, wakes and loads; a call that changed nothing is none."""
+    """The sleeps, wakes and loads of each worker; calls that changed nothing are left out."""
     events: Counter[tuple[str, str]]
 
 
@@ -54,7 +54,8 @@ class Told:
 
 
 class Teller:
-    """`deaths`: the n-th operator dies at this place, counted over its own life. `second`: another operator runs all the time."""
+    """A run of the story. `deaths`: the n-th operator dies at this place, counted over its own life. `second`: another operator runs
+    beside."""
 
     def __init__(self, *deaths: int, second: random.Random | None = None) -> None:
         self._deaths = list(deaths)
@@ -76,13 +77,13 @@ class Teller:
         self.rig.runtime.workers = self.points.wrap(self.rig.workers)
 
     def _add_second(self, rng: random.Random) -> None:
-        """Over the same cluster and workers; at every call it is chance which of the two goes on."""
+        """Add an operator over the same cluster and workers; at every call chance decides which of the two goes on."""
         other = Rig()
         self._listeners.append(other.cluster.on_change)
         self._rigs.append(other)
 
         async def hesitate(_name: str, action: Action, *given: Any, **more: Any) -> Any:
-            """Take a random number of turns of the event loop, before and after."""
+            """Yield to the event loop a random number of times before and after an action."""
             for _ in range(rng.randrange(4)):
                 await asyncio.sleep(0)
             result = await action(*given, **more)
@@ -108,12 +109,12 @@ class Teller:
             self._pods_made += 1
 
     def _stays(self, pod: str) -> bool:
-        """Return whether a pod's worker is not drained yet; one that is drained does not count among the replicas."""
+        """Return whether a pod's worker is not drained; a drained one does not count among the replicas."""
         ip = (self.rig.cluster.find(POD, pod) or {}).get("status", {}).get("podIP")
         return ip is None or not self.rig.workers.at(ip).drains
 
     async def tell(self, *, to_the_end: bool = True) -> Told:
-        """All of it, or only to the step after the first death."""
+        """Run the whole story, or only up to the step after the first death."""
         slice_s = 1.0 if len(self._rigs) == 1 else 0.25
         for step in STORY:
             had_died = bool(self.told.deaths)

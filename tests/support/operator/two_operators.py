@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two of the operator's processes on one API server that notes who wrote what, as the two pods of a release.
+"""Two of the operator's processes on one API server with an audit log, as the two pods of a release.
 
 Real: the API server, its audit log, both processes, each with an account of its own. Not real: their pods, which are names alone.
 """
@@ -35,7 +35,7 @@ class Member:
         return self.process.metrics()["diffusion_operator_leader"] == 1
 
     def stop(self) -> None:
-        """It stands still, and does not know it."""
+        """Stop the process by SIGSTOP, so that it cannot notice the pause."""
         os.kill(self.process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -43,7 +43,7 @@ class Member:
 
 
 class TwoOperators:
-    """A context manager: both run, and `leader` leads."""
+    """A pair of running operators, of which `leader` leads; a context manager."""
 
     def __init__(self, folder: Path, kubeconfig: Path, **options: Any) -> None:
         self._kubeconfig = kubeconfig
@@ -64,22 +64,22 @@ class TwoOperators:
             one.process.kill()
 
     async def changed(self, within_s: float) -> None:
-        """Until the follower leads; then it is the leader."""
+        """Wait until the follower leads, and swap `leader` and `follower`."""
         await asyncio.to_thread(self.follower.process.eventually, lambda: self.follower.leads, within_s=within_s)
         self.leader, self.follower = self.follower, self.leader
 
     def writers(self) -> list[str]:
-        """Names of who wrote, in the order of their writes, each as often as it came after the other one. Leases are left out."""
+        """Return the writers' names in order, each as often as it took over from the other one. Leases are left out."""
         return [name for name, _ in itertools.groupby(writers(self._kubeconfig))]
 
 
 def arguments(identity: str) -> tuple[str, ...]:
-    """Return the command line's part for a process of the release."""
+    """Return the part of the command line that makes a process a member of the release."""
     return ("--all-namespaces", f"--lease-namespace={LEASE[0]}", f"--lease-name={LEASE[1]}", f"--identity={identity}")
 
 
 def make_lease(kubeconfig: Path) -> None:
-    """Make one that was given up, so that the first process leads at once, and its namespace."""
+    """Create the namespace and a Lease that nobody holds, so that the first process leads at once."""
     documents = (
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": LEASE[0]}},
         {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"namespace": LEASE[0], "name": LEASE[1]}, "spec": {}},
@@ -89,7 +89,7 @@ def make_lease(kubeconfig: Path) -> None:
 
 
 def account(kubeconfig: Path, name: str) -> Path:
-    """Return the kubeconfig of an account that may do everything, and whose name stands in the audit log."""
+    """Create an account that may do everything, under its own name in the audit log; return its kubeconfig."""
     binding = f"{LEASE[0]}-{name}"
     kubectl(kubeconfig, "create", "serviceaccount", name, "--namespace", LEASE[0])
     kubectl(kubeconfig, "create", "clusterrolebinding", binding, "--clusterrole=cluster-admin", f"--serviceaccount={LEASE[0]}:{name}")
@@ -101,7 +101,7 @@ def account(kubeconfig: Path, name: str) -> Path:
 
 
 def writers(kubeconfig: Path) -> Iterator[str]:
-    """Give the account of each write that the API server did for one of the operators, oldest first. Leases are left out."""
+    """Yield the account of each write that the API server did for an operator, oldest first. Leases are left out."""
     entries = [json.loads(line) for line in kubeconfig.with_name("audit.log").read_text().splitlines()]
     done = [
         one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's own client on a real worker server, and calls to it in the words of a test; and the worker's own parser.
+"""The operator's own client on a real worker server, with calls named as tests say them; and the worker's own parser.
 
 Real: the client, its HTTP and the server. Not real: the pod, the reconciles, and with FAKE_PROGRAM the ranks.
 """
@@ -55,7 +55,7 @@ class Driver:
         await self.client.wake(call, token=self.token)
 
     def lora(self, name: str) -> str:
-        """An adapter's folder of this name; fake ranks go by the name alone."""
+        """Copy an adapter to a folder of this name and return its path; fake ranks go by the name alone."""
         return str(shutil.copytree(DIGITS / "loras" / "frame", self._folder / name, dirs_exist_ok=True))
 
     async def put(self, name: str, path: str, *, deadline_s: int = 30, **said: Any) -> None:
@@ -69,11 +69,11 @@ class Driver:
         await self.client.remove_adapter(call, token=self.token)
 
     async def wait_for(self, phase: WorkerPhase) -> WorkerState:
-        """The state document once no operation runs and it has that state."""
+        """Wait until the worker has this state and no operation runs; return the state document."""
         return await self.until(lambda state: state.state is phase and state.operation is None)
 
     async def until(self, holds: Callable[[WorkerState], object]) -> WorkerState:
-        """The first state document of which this holds."""
+        """Wait for a state document for which `holds` is true, and return it."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 if holds(state := await self.state()):
@@ -81,7 +81,7 @@ class Driver:
                 await asyncio.sleep(POLL_S)
 
     async def clear(self) -> None:
-        """Awake and without adapters, whatever was before."""
+        """Wake the worker and remove its adapters, whatever its state."""
         state = await self.state()
         if state.state is not WorkerPhase.READY or state.policy is not SleepPolicy.ALWAYS_AWAKE:
             await self.wake()
@@ -95,14 +95,14 @@ class Driver:
 
 
 async def refusal(call: Awaitable[object]) -> ControlRefused:
-    """Return the worker's refusal."""
+    """Return the worker's refusal of a call."""
     with pytest.raises(ControlRefused) as info:
         await call
     return info.value
 
 
 def config_of_arguments(arguments: list[str]) -> WorkerConfig:
-    """The settings that `diffusion-worker` would serve with; raises what the parser raises."""
+    """Return the settings that `diffusion-worker` would serve with; raise what the parser raises."""
     command = cli.cli.get_command(click.Context(cli.cli), arguments[0])
     assert command is not None
     context = command.make_context("serve", arguments[1:])
