@@ -20,7 +20,7 @@ OUTPUT = Path("bench-output")
 
 
 def report(goal: str, measured: Measured, *, tiny: bool = False) -> dict[str, object]:
-    """The last line of a goal, with its samples written beside it; those of tiny runs in a folder of their own."""
+    """Return the last line of a goal, and write its samples to a file; samples of tiny runs have a folder of their own."""
     folder = OUTPUT / "tiny" if tiny else OUTPUT
     folder.mkdir(parents=True, exist_ok=True)
     samples = folder / f"{goal}.json"

@@ -109,7 +109,7 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _write(file: Path, size: Size) -> int:
-    """An adapter as diffusers saves it; returns how many modules it has."""
+    """Write an adapter as diffusers saves it; return its number of modules."""
     adapter = random_adapter(_linears(_small(size)), seed=1)
     tensors = {}
     for name, factors in adapter.modules.items():
@@ -164,7 +164,7 @@ def _fastest(run: Callable[[], Any]) -> Times:
 
 
 def _activations(size: Size) -> Pairs:
-    """Writing an adapter of FLUX.1's sizes into a slot, between two copies of as many bytes."""
+    """Time writing an adapter of FLUX.1's sizes into a slot, between two copies of as many bytes."""
     with torch.device("meta"):
         shell = FluxTransformer2DModel(num_layers=size.layers, num_single_layers=size.single_layers).to(torch.bfloat16)
     layers = _layers(shell)

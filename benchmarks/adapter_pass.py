@@ -141,7 +141,7 @@ class Bed:
         return seconds
 
     async def after_a_change(self) -> float:
-        """The pass that finds another scale of one adapter, and tells the worker."""
+        """Return the seconds of a pass that finds another scale of one adapter and sends it to the worker."""
         name, puts = _names(1)[0], self.worker.puts
         scale = "0.5" if puts % 2 == 0 else "1.0"
         spec = {"deploymentRef": {"name": NAME}, "source": {"path": f"/loras/{name}"}, "defaultScale": scale}

@@ -72,7 +72,7 @@ async def _figures(size: StallSize) -> tuple[dict[str, float], list[dict[str, fl
 
 
 def _write(folder: Path, times: int) -> Path:
-    """The digits' stripes with so many times the rank: the same parts side by side."""
+    """Write the digits' stripes adapter with its rank multiplied: its factors are repeated side by side."""
     folder.mkdir()
     tensors = {
         name: (tensor.repeat(times, 1) if "lora_A" in name else tensor.repeat(1, times) / times).contiguous()

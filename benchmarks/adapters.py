@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """P2: a batch whose rows all have adapters of their own, against the same batch without any, and against a call for each row.
 
-The first is measured on blocks of FLUX at a width where a linear layer is bound by its arithmetic (on a CPU 1536, in one thread and
-in CPU time, which other processes disturb least; on a GPU 3072, 1024 pixels, bfloat16), the second on a model so small that a
-call costs what starting its kernels costs. Beside them: all rows with one adapter, and peft's own mixed batch
-(`adapter_names`). Weights and adapters are random; their values cost no time.
+The first ratio is measured on blocks of FLUX at a width where a linear layer is bound by its arithmetic. On a CPU the width is 1536, in
+one thread and in CPU time, which other processes disturb least. On a GPU it is 3072, for 1024 pixels in bfloat16. The second ratio
+is measured on a model so small that a call costs as much as starting its kernels. Beside them stand all rows with one adapter, and peft's
+own mixed batch (`adapter_names`). Weights and adapters are random; their values cost no time.
 """
 
 import copy
@@ -82,7 +82,7 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def flux(shape: Shape, device: torch.device) -> nn.Module:
-    """A FLUX transformer of some blocks with random weights."""
+    """Build a FLUX transformer of some blocks with random weights."""
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
         num_layers=shape.layers,
@@ -99,12 +99,12 @@ def flux(shape: Shape, device: torch.device) -> nn.Module:
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks, by name."""
+    """Return the linear layers of the blocks, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and "transformer_blocks" in name}
 
 
 def random_adapter(linears: Mapping[str, nn.Linear], *, seed: int, dtype: torch.dtype = torch.float32) -> LoRACheckpoint:
-    """An adapter of all these layers."""
+    """Make a random adapter of all these layers."""
     torch.manual_seed(seed)
     factors = {
         f"transformer.{name}": LoRAFactors(

@@ -61,7 +61,7 @@ class BenchmarkRanks(StandInRanks):
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """The worst rank's share of waiting in the median block of ticks, and the messages of a tick.
+    """Measure the worst rank's share of waiting in the median block of ticks, and the messages of a tick.
 
     Raises:
         RuntimeError: the step loop broke, or a part was not done in time.
@@ -150,7 +150,7 @@ async def _stalls(*, steps: int) -> tuple[list[list[float]], float]:
 
 
 async def _make_images(group: RankGroup, *, steps: int) -> None:
-    """Requests of so many steps through the step loop, to their end; raises RuntimeError where it broke."""
+    """Run requests of so many steps through the step loop to their end; raise RuntimeError if the loop breaks."""
     broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     loop = StepLoop(group, max_batch_size=REQUESTS, tick_timeout_s=DEADLINE_S, broken=broken.set_result)
     specs = [RequestSpec(request_id=str(name), prompt="a red digit seven", seed=name, steps=steps) for name in range(REQUESTS)]
@@ -169,14 +169,14 @@ async def _make_images(group: RankGroup, *, steps: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A rank whose benchmark was killed is not to wait for ever."""
+    """End this rank if its benchmark was killed."""
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         sys.exit(1)
 
 
 def _ticking_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
-    """Takes 20 ms for each tick and ends requests after their steps; tells how long it waited before each."""
+    """Take 20 ms for each tick, end requests after their steps, and report the wait before each tick."""
     waits: list[float] = []
     left: dict[str, int] = {}
     with RankEnd(endpoints) as wire:
@@ -233,7 +233,7 @@ def _echoing_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
 
 
 async def _pickled_round_trips(count: int) -> list[float]:
-    """The same with PUB/SUB and pickle, as a plain loop would do it."""
+    """Time the same round trips with PUB/SUB and pickle, as a plain loop would make them."""
     context = _bounded_context()
     with tempfile.TemporaryDirectory() as folder:
         endpoints = Endpoints(f"ipc://{folder}/broadcast", f"ipc://{folder}/answers")
@@ -258,7 +258,7 @@ async def _pickled_round_trips(count: int) -> list[float]:
 
 
 def _bounded_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """A context in which nothing is waited for without end: past the deadline a socket raises, and its process ends."""
+    """Make a context whose sockets raise when they wait past the deadline, so that their process ends."""
     context = zmq.Context()
     context.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
     context.setsockopt(zmq.SNDTIMEO, int(DEADLINE_S * 1000))

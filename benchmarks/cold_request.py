@@ -41,7 +41,12 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def measure_on(kubectl: Kubectl, *, rounds: int) -> Measured:
-    """The same in a namespace that has an operator; the deployment stays. Raises DemoFailed, or RuntimeError as `measure` does."""
+    """Measure in a namespace that has an operator, and leave the deployment there.
+
+    Raises:
+        DemoFailed: the deployment does not get ready in time.
+        RuntimeError: for the reasons that `measure` raises it for.
+    """
     kubectl.apply(MANIFEST)
     wait_for(kubectl, DEPLOYMENT, Wanted("Ready", "True", ["Serving"]), deadline_s=START_S)
     cold_start_s = _cold_start_s(kubectl)
@@ -79,7 +84,7 @@ def _round(kubectl: Kubectl) -> dict[str, float]:
 
 
 def _asleep(kubectl: Kubectl) -> str:
-    """The pod, asleep and to be woken by a request; not by waiting for idleness, that is not what is measured."""
+    """Put the model to sleep by the spec, wait until a request would wake it, and return the pod's name."""
     for policy, wanted in (("Asleep", Wanted("Awake", "False", ["AllAsleep"])), ("OnIdle", Wanted("Ready", "True", ["AsleepWakeable"]))):
         kubectl.patch(DEPLOYMENT, {"spec": {"sleep": {"policy": policy}}})
         wait_for(kubectl, DEPLOYMENT, wanted, deadline_s=SLEEP_S)

@@ -2,12 +2,12 @@
 """P8: requests that join and leave at any step, against the best static batch; and against one by one where batching cannot help.
 
 `vs_static_batch`: images of 32 pixels, whose steps are bound by launches. A static batch of N starts N requests at once and ends
-them together; the best N of 1 to 16 is what the scheduler is held against, with a queue of requests of other lengths that is
-never empty, once it has seen what steps of that size cost.
+them together. The scheduler is compared with the best N of 1 to 16. It knows the costs of such steps, and always has waiting requests
+of different lengths.
 `vs_serial_saturated`: images of 192 pixels, whose steps are bound by arithmetic, all there from the start, against one at a time.
-Both count rows of steps per second that the thread computed, on the real runner. Decoding is left out of the first: requests that end
-at different steps decode alone, which is dear for a decoder that is bound by launches, as the tiny model's is, and should be
-nothing for one that is bound by arithmetic (not measured). `vs_static_batch_decoded` is the same with it.
+Both count rows of steps per second that the thread computed, on the real runner. Decoding is left out of the first, because requests that
+end at different steps decode alone. For a decoder that is bound by launches, as the tiny model's is, that is dear. For one that is bound
+by arithmetic it should cost nothing (not measured). `vs_static_batch_decoded` is the same with decoding.
 
 Not shown on a machine with two cores: the same on a GPU, where launches cost more and larger batches pay.
 """
@@ -106,7 +106,7 @@ def _static(device: TinyDevice, batch: int, size: Size) -> Times:
 
 
 def _joining(count: int, seed: int) -> list[Arrival]:
-    """Requests of other lengths, all waiting: as one leaves, another joins in the middle of the others."""
+    """Make waiting requests of different lengths, so that each joins while others are in the middle of their steps."""
     rng = random.Random(seed)
     lengths = [LENGTHS[n % len(LENGTHS)] for n in range(count)]
     rng.shuffle(lengths)

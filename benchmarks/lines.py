@@ -6,7 +6,7 @@ import subprocess
 
 
 def next_line(process: subprocess.Popen[str], *, within_s: float) -> str:
-    """The next line that a process printed, without its end. It prints one for each that is asked of it.
+    """Return the next line that a process prints, without the line's end. The process prints one line for each question.
 
     Raises:
         RuntimeError: it ended, or said nothing in time.

@@ -5,13 +5,13 @@ The digits pipeline with a transformer of about two gigabytes of random float16 
 is the whole load of a rank, from the model's folder to a runner that can take requests.
 
 The plain read takes the same files into a fresh mapping of the kind for weights, because bytes dropped at once are not loaded.
-`from_pretrained` loads the whole pipeline into float32, a CPU's default, where it has to convert all of it. Told to keep the file's dtype
-it reads nothing, it maps the files: that is timed too, with every page touched, for the record; and so is `from_pretrained` with its
-weights then put into slabs, which is the state that ours is in. Both ratios are medians of adjacent pairs; what is for the record is the
+`from_pretrained` loads the whole pipeline into float32, a CPU's default, where it has to convert all of it. With the file's dtype it maps
+the files and reads nothing. For the record that is timed too, with every page touched. So is `from_pretrained` with its weights then
+copied into slabs, which is the state that our load ends in. Both ratios are medians of adjacent pairs; a figure for the record is the
 faster of two runs.
 
-A cold file's pages are dropped before each reading of it, a warm one's are read. Before each the memory that it will need is
-touched and given back: a virtual machine's host takes its time for memory that the machine did not use lately, whoever asks.
+Pages of cold files are dropped before each reading, and those of warm ones are read. Before each run the memory that it will need
+is touched and given back. A virtual machine's host takes time to hand out memory that was not used lately.
 """
 
 import gc
@@ -131,7 +131,7 @@ def _figures(cold: Pairs, warm: Pairs, record: dict[str, float], size: int) -> d
 
 
 def make_model(folder: Path, larger: Mapping[str, int] = LARGER) -> Path:
-    """The digits model with a larger transformer, in float16 throughout and with its transformer in shards."""
+    """Write the digits model with a larger transformer in shards, and all weights in float16."""
     shutil.copytree(DIGITS, folder, ignore=lambda path, names: [name for name in names if Path(path).name == "transformer"])
     config = json.loads((DIGITS / "transformer" / "config.json").read_text()) | larger
     (folder / "transformer" / "config.json").write_text(json.dumps(config))

@@ -5,9 +5,9 @@ The engine's scheduler against first come, first served, each request run to its
 pairs. Steps are real ones of a tiny transformer. The clock counts their seconds and jumps while nobody is there, so that a minute of
 arrivals takes less. The same arrivals, and 5,000 more, are also replayed on the measured costs alone.
 
-What a machine with two cores cannot show: that steps of a large model on a GPU are preempted as cheaply (its latents stay on
-the device), how its curve of costs bends (here 32 pixels are bound by launches and 128 by arithmetic, as 512 and 1024 are
-there), and the server's and the ranks' shares of a step.
+A machine with two cores does not show three things. Steps of a large model on a GPU should be preempted as cheaply, because its latents
+stay on the device. The curve of its costs may bend elsewhere: here 32 pixels are bound by launches and 128 by arithmetic, and there 512
+and 1024 are. The shares of the server and the ranks in a step differ too.
 """
 
 import random

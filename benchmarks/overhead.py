@@ -41,7 +41,7 @@ TINY = Size(steps=2, larger=32, plan=TINY_PLAN)
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """The larger of the two models' ratios, and both."""
+    """Measure the overhead ratio of both models, and return the larger ratio beside them."""
     size = TINY if tiny else Size()
     torch.set_num_threads(1)
     parallel = _one_rank()

@@ -44,11 +44,11 @@ class Pair(msgspec.Struct, frozen=True):
     after: Times
 
     def baseline(self, name: str) -> float:
-        """The mean of both halves."""
+        """Return the mean of both halves."""
         return (self.before[name] + self.after[name]) / 2
 
     def apart(self, name: str) -> float:
-        """The larger half less the smaller one, as a share of the smaller one."""
+        """Return the larger half less the smaller one, as a share of the smaller one."""
         low, high = sorted((self.before[name], self.after[name]))
         return high / low - 1 if low > 0 else math.inf
 
@@ -66,20 +66,20 @@ class Pairs(msgspec.Struct, frozen=True):
     dropped: list[Pair]
 
     def ratio(self, name: str | None = None, of: str | None = None) -> float:
-        """The median over the pairs of our figure divided by the baseline's."""
+        """Return the median over the pairs of our figure divided by the baseline's."""
         return statistics.median(pair.ratio(name or self.by, of) for pair in self.used)
 
     def spread(self) -> float:
-        """The largest ratio less the smallest one, as a share of the median."""
+        """Return the largest ratio less the smallest one, as a share of the median."""
         ratios = [pair.ratio(self.by) for pair in self.used]
         return (max(ratios) - min(ratios)) / statistics.median(ratios)
 
     def ours(self, name: str) -> float:
-        """The median of our own figure, for the record."""
+        """Return the median of our own figure, for the record."""
         return statistics.median(pair.ours[name] for pair in self.used)
 
     def baseline(self, name: str) -> float:
-        """The median of the baseline, for the record."""
+        """Return the median of the baseline, for the record."""
         return statistics.median(pair.baseline(name) for pair in self.used)
 
     def samples(self) -> list[dict[str, float]]:

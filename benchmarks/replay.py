@@ -26,10 +26,10 @@ class Policy(Protocol):
         """Queue a request."""
 
     def next_tick(self, now_s: float) -> Tick | None:
-        """The next tick, or None where there is nothing to do."""
+        """Return the next tick, or None if there is nothing to do."""
 
     def observe(self, done: TickDone, now_s: float) -> None:
-        """The oldest tick that was sent is done."""
+        """Take the report of the oldest tick that was sent."""
 
     def held_until_s(self) -> float | None:
         """When somebody stops to wait for company."""
@@ -136,6 +136,6 @@ def replay(policy: Policy, arrivals: Sequence[Arrival], device: Device) -> Outco
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so many are not above."""
+    """Return the value that a share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

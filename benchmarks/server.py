@@ -98,7 +98,7 @@ def _loop_figures(loop: Pairs, asked: list[dict[str, float]]) -> dict[str, float
 
 
 def _loop(images: list[bytes], size: Size) -> tuple[Pairs, list[dict[str, float]], float]:
-    """The pairs, what every question took, and the server's largest resident memory in MB."""
+    """Return the pairs, the times of every request, and the server's largest resident memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
         for number, pixels in enumerate(images):
             (Path(folder) / image_name(number, size.side)).write_bytes(pixels)

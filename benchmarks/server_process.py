@@ -18,7 +18,7 @@ LISTENING = re.compile(rb"listening data=\S+:(\d+)")
 
 @contextlib.contextmanager
 def server(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A server process and its data port, from the moment it says where it listens; ended with the block."""
+    """Run a server during the block, and yield its process and data port when it has printed where it listens."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
         try:
@@ -47,7 +47,7 @@ def _tail(output: int) -> str:
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
-    """Returns when the server is ready; raises RuntimeError where it ended, or is not in time."""
+    """Wait until the server is ready; raise RuntimeError if it ends or is not ready in time."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -69,7 +69,7 @@ def make_image(port: int) -> None:
 
 
 def status_mb(pid: int, field: str) -> float:
-    """A field of `/proc/PID/status`, such as `VmRSS`, in MB."""
+    """Return a field of `/proc/PID/status`, such as `VmRSS`, in MB."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"/proc/{pid}/status has no {field}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """P4: how long sleep takes and how much memory it gives back, for three sizes of random weights.
 
-A process of its own holds the weights as a rank does and sleeps when it is told to; that takes as long as it says, and gives back
-what the kernel tells of it from outside, in `/proc/PID/smaps_rollup`. `sleep_cpu_ms` is what of it the process computed.
+A process of its own holds the weights as a rank does, and sleeps on a command. The process times its sleep itself. The kernel's count in
+`/proc/PID/smaps_rollup` gives the memory, read from outside. `sleep_cpu_ms` is the processor time within it.
 """
 
 import subprocess
@@ -92,7 +92,7 @@ def _rss(pid: int) -> int:
 
 
 def _sleep_and_wake_when_told(folder: Path) -> None:
-    """The process that sleeps: a rank's memory with the weights of a folder; ends with its input."""
+    """Hold the weights of a folder in a rank's memory, and sleep and wake by lines of the input, until it ends."""
     module, weights = place_stack(folder)
     memory = RankMemory(CPU, ranks=1, prompts=None)
     loras = DiffusionLoRAManager({"transformer": module}, denoiser="transformer", slots=1, cached=1, max_rank=16, device=CPU)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """P5: how long a wake takes, against the least that it could, and what the first step after it costs.
 
-`wake_vs_copy`: 6 GB of weights that fill their slabs from the page cache, against one `copy_` of the same bytes, from the same pages
-in the page cache, mapped and touched before, into a fresh mapping of the same kind.
+`wake_vs_copy`: 6 GB of weights that fill their slabs from the page cache, against one `copy_` of the same bytes. The copy reads the same
+pages of the page cache, mapped and touched before, and writes a fresh mapping of the same kind.
 `level2_vs_raw_read`: 2 GB whose pages were dropped, against a plain parallel read of the cold file into such a mapping.
-`first_step_ratio`: the first tick of a request (text encoders and one step) after a wake that was verified, as all are,
-against the same one before the sleep.
+`first_step_ratio`: the first tick of a request, which is its text encoders and one step. The tick after a wake is compared with one before
+the sleep. The wake was verified, as all are.
 
-Each is the median ratio of adjacent pairs. `…_cpu` is the same
-ratio in the seconds that this process computed. A wake is verified by a checksum of all weights: `verified_…` has it in.
+Each is the median ratio of adjacent pairs. `…_cpu` is the same ratio in the seconds that this process computed. A wake is verified by a
+checksum of all weights; `verified_…` includes it.
 """
 
 import mmap
@@ -57,7 +57,7 @@ TINY = Size(warm=60_000_000, cold=60_000_000, stepping={"num_layers": 1}, spare=
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """The three ratios; every pair is a sample."""
+    """Measure the three ratios; every pair is a sample."""
     size = TINY if tiny else Size()
     torch.set_num_threads(usable_cores())
     wakes, wake_gb = _wakes(size)
@@ -112,7 +112,7 @@ def _wake(weights: ModelWeights) -> Times:
 
 
 def _mapped(path: Path) -> torch.Tensor:
-    """A file as it lies in the page cache; read, and mapped to its last page."""
+    """Map a file with all its pages in the page cache, and return its bytes."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | MAP_POPULATE, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
@@ -168,7 +168,7 @@ def _woken_step(runner: DiffusionModelRunner) -> Times:
 
 
 def _step(runner: DiffusionModelRunner) -> None:
-    """The first tick of a request."""
+    """Run the first tick of a request."""
     spec = RequestSpec(request_id="one", prompt="a red digit seven", seed=1, height=32, width=32, steps=2)
     output = runner.execute_stepwise(Tick(1, [spec]))
     if output.errors:

@@ -33,7 +33,7 @@ class Account:
         target.write_text(self._kubeconfig)
 
     def writes(self) -> Counter[str]:
-        """Requests to write so far, by verb and resource."""
+        """Count the write requests so far, by verb and resource."""
         counted: Counter[str] = Counter()
         for file in sorted(self._log.parent.glob("audit*.log")):
             with file.open() as lines:

@@ -72,11 +72,11 @@ class KubeChanges:
         return self.counts[kind.kind, "ADDED"]
 
     def changed(self, kind: Kind) -> int:
-        """Changes to objects of a kind after they were made."""
+        """Return the number of changes to objects of a kind after their creation."""
         return self.counts[kind.kind, "MODIFIED"]
 
     async def until(self, done: Callable[[Self], bool], *, stalled_s: float) -> None:
-        """Waits for it, as long as something changes now and then."""
+        """Wait until `done` returns true; raise RuntimeError if nothing changes for `stalled_s`."""
         self.last_at = time.monotonic()
         while not done(self):
             for task in self._tasks:

@@ -52,7 +52,7 @@ class OperatorRun:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """It does nothing for as long as the block lasts, and does not know it."""
+        """Suspend the process by SIGSTOP during the block."""
         self._process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -120,7 +120,7 @@ async def operator(folder: Path, namespace: str, *, identity: str | None = None)
 
 @contextlib.asynccontextmanager
 async def running(argv: list[str], log: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """A program for as long as the block lasts, with the kubeconfig beside its log. A RuntimeError of the block is given the log's end."""
+    """Run a program during the block, with the kubeconfig beside its log. A RuntimeError of the block gets the end of the log."""
     environment = os.environ | MALLOC | {"PYTHONPATH": ".", "KUBECONFIG": str(log.with_name(KUBECONFIG))}
     with log.open("ab") as output, subprocess.Popen(argv, stdout=output, stderr=output, cwd=ROOT, env=environment) as process:  # noqa: ASYNC220
         try:

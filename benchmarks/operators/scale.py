@@ -135,7 +135,7 @@ async def _idle(place: Place, ours: OperatorRun, idle_s: float) -> Sample:
 
 
 async def _restarted(place: Place, changes: KubeChanges, *, objects: int, size: Size) -> Sample:
-    """A fresh process over what is there, and then with many more."""
+    """Time a new operator process on the existing objects, and then with many more of them."""
     sample: Sample = {}
     begun = time.monotonic()
     for kind in (DEPLOYMENT, *CHILD_KINDS):
@@ -179,7 +179,7 @@ def _say(what: str) -> None:
 
 
 def main() -> None:
-    """A run of other sizes."""
+    """Run P12 with other sizes."""
     options = argparse.ArgumentParser(description="P12 with other sizes; `python -m benchmarks P12` is the real one.")
     options.add_argument("--per-pair", type=int, default=Size().per_pair)
     options.add_argument("--many", type=int, default=Size().many)

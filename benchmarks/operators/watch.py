@@ -132,7 +132,7 @@ async def _make(place: Place, names: list[str]) -> None:
 
 
 async def _fall_asleep(place: Place, size: Size) -> None:
-    """Returns when all sleep that are not busy."""
+    """Wait until every deployment that is not busy sleeps."""
     wanted = {"asleep": size.deployments - size.busy, "awake": size.busy}
     ends, found = time.monotonic() + size.settle_s, dict.fromkeys(wanted, 0)
     while found != wanted:

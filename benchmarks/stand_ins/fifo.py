@@ -20,7 +20,7 @@ class FifoScheduler:
         self._waiting.append(spec)
 
     def next_tick(self, now_s: float) -> Tick | None:
-        """The next step of the request that runs, or the first one of the next."""
+        """Return the next step of the running request, or the first step of the next request."""
         join: list[RequestSpec] = []
         if self._left == 0:
             if not self._waiting:

@@ -24,14 +24,14 @@ IN_FLIGHT = re.compile(rb"^diffusion_worker_requests_(?:queued|in_flight) ([0-9.
 
 
 def connect(port: int) -> socket.socket:
-    """A connection to the server on this machine."""
+    """Connect to the server on this machine."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
 def ask(connection: socket.socket, request: bytes) -> bytes:
-    """The body of the answer to one request.
+    """Send one request and return the body of the answer.
 
     Raises:
         RuntimeError: the answer is no 200.

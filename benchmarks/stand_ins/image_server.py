@@ -22,7 +22,7 @@ DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "model"
 
 
 def image_name(number: int, size: int) -> str:
-    """The file of a square image."""
+    """Return the file name of a square image."""
     return f"{number}-{size}.rgb"
 
 

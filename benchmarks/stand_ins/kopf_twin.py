@@ -35,5 +35,5 @@ async def create(memo: kopf.Memo, body: kopf.Body, patch: kopf.Patch, **_: Any) 
 
 @kopf.on.cleanup()  # type: ignore[untyped-decorator]
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """The client's connections."""
+    """Close the client's connections."""
     await memo.cluster.__aexit__(None, None, None)

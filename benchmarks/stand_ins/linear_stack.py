@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def write_stack(folder: Path, size: int) -> Path:
-    """A file of about `size` bytes; returns its path."""
+    """Write weights of about `size` bytes to a file and return its path."""
     count = size // LAYER_BYTES
     header = {
         f"{number}.weight": {
@@ -42,7 +42,7 @@ def write_stack(folder: Path, size: int) -> Path:
 
 
 def place_stack(folder: Path) -> tuple[nn.Module, ModelWeights]:
-    """The stack of a folder, with its weights in place."""
+    """Build the stack of a folder with its weights in place."""
     stored, unread = stored_in(folder), Placeholders()
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in stored)).requires_grad_(False)
@@ -54,6 +54,6 @@ def place_stack(folder: Path) -> tuple[nn.Module, ModelWeights]:
 
 
 def require_memory(size: int) -> None:
-    """Raises RuntimeError where the machine cannot take so many bytes now: what it would do then is no measurement."""
+    """Raise RuntimeError if fewer bytes of memory are free: swapping would spoil the measurement."""
     if (found := available_bytes(CPU)) < size:
         raise RuntimeError(f"the measurement needs {size / 1e9:.1f} GB of memory, found {found / 1e9:.1f} GB free")

@@ -43,7 +43,7 @@ class StandInRanks:
         return MODEL
 
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
-        """Raises GroupFailed: a benchmark whose ranks were lost measures nothing."""
+        """Raise GroupFailed: a benchmark whose ranks were lost measures nothing."""
         raise GroupFailed(f"the ranks of a benchmark were lost: {self.loss}")
 
     def lose(self, reason: str, fault: Fault) -> None:
@@ -54,7 +54,7 @@ class StandInRanks:
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
     ) -> list[RpcReply]:
-        """The fingerprint of nothing; raises RequestError for every other method."""
+        """Answer `fingerprint` with that of no weights; raise RequestError for every other method."""
         if method != "fingerprint":
             raise RequestError(ErrorCode.RANK_FAILED, f"{method}: expected ranks, found a benchmark")
         return [RpcReply(0, 0, msgspec.msgpack.encode(Fingerprint(weights="none", probe="none")))]
@@ -64,13 +64,13 @@ class StandInRanks:
         return NothingPrepared()
 
     async def failed(self) -> Loss:
-        """Returns after `lose`."""
+        """Wait until `lose` is called and return the loss."""
         await self._lost.wait()
         assert self.loss is not None, "it is set before the event is"
         return self.loss
 
     def documents(self) -> list[RankDocument]:
-        """A single rank, in this process."""
+        """Return the document of the only rank, which is this process."""
         return [RankDocument(0, os.getpid(), RankState.READY, 0.0, MemoryReport())]
 
     def load_progress(self) -> tuple[int, int]:

@@ -84,7 +84,7 @@ class TinyDevice:
         )
 
     def run_together(self, specs: list[RequestSpec]) -> list[TickDone]:
-        """Requests that join at once, to the end of all."""
+        """Run requests that join at once, to the end of all."""
         reports: list[TickDone] = []
         names = [spec.request_id for spec in specs]
         left = set(names)
@@ -117,7 +117,7 @@ class TinyDevice:
 
 
 def request(name: str, *, side: int, steps: int, seed: int = 0) -> RequestSpec:
-    """A request for the tiny model, without guidance; `side` is in pixels."""
+    """Make a request for the tiny model, without guidance; `side` is in pixels."""
     return RequestSpec(request_id=name, prompt="", seed=seed, height=side, width=side, steps=steps, guidance_scale=1.0)
 
 

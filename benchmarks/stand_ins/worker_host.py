@@ -109,7 +109,7 @@ class Host:
         self._engines: list[Engine] = []
 
     async def begin(self, ip: str, uid: str, token: str, *, busy: bool) -> None:
-        """Returns when the worker serves and its control port listens."""
+        """Start a worker, and return when it serves and its control port listens."""
         path = self._folder / uid
         path.write_text(token)
         config = WorkerConfig(model=str(self._folder), served_name="m", warmup_steps=0, max_cached_loras=MOST_ADAPTERS, max_batch_size=8)
