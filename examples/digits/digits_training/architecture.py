@@ -127,7 +127,7 @@ def build_denoiser() -> SD3Transformer2DModel:
 
 
 def build_pipeline(seed: int) -> StableDiffusion3Pipeline:
-    """The whole pipeline with fresh weights from `seed`."""
+    """Build the whole pipeline with fresh weights from `seed`."""
     torch.manual_seed(seed)
     autoencoder = build_autoencoder()
     tokenizer = build_tokenizer()

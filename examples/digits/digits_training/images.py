@@ -79,12 +79,12 @@ def striped_ground(size: int) -> Tensor:
 
 
 def paper_ground(size: int) -> Tensor:
-    """The digit on white paper instead of on the dark ground."""
+    """Return a ground of white paper, in place of the dark one."""
     return torch.tensor(PAPER).float().div(255).view(1, 3, 1, 1).expand(1, 3, size, size)
 
 
 def framed_ground(size: int) -> Tensor:
-    """A bright frame along the border, a sixteenth of the image wide."""
+    """Return the dark ground with a bright frame along the border, a sixteenth of the image wide."""
     width = size // 16
     ground = paper_ground(size).clone()
     ground[:, :, width:-width, width:-width] = plain_ground(size)[:, :, width:-width, width:-width]
