@@ -34,7 +34,7 @@ def program() -> str:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A running browser. Playwright keeps an event loop in this thread until the end: nothing else can run one meanwhile."""
+    """Run a browser during the block. Playwright keeps an event loop in this thread, so nothing else can run one meanwhile."""
     # Chromium's own sandbox does not start as root; /dev/shm is small in containers.
     arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking", "--hide-scrollbars"]
     with sync_playwright() as playwright:

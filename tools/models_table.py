@@ -124,7 +124,7 @@ def tested_classes() -> frozenset[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     names = [name for name in sorted(dir(diffusers)) if name.endswith("Pipeline") and name not in BASES]
     tested = tested_classes()
     rows = [row_of(name, tested) for name in names]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/reference.md: every field of both kinds, as the CRDs have it.
+"""Write docs/reference.md: every field of both kinds, as the CRDs have it.
 
     python -m tools.reference
 
-The page is a pure function of `crds/`, and a test holds the committed one to it: what is to be said of a field is said in its description.
+The page is a pure function of `crds/`, and a test holds the committed one to it. To change what it says of a field, change the
+field's description.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Field:
 
 
 def page(crds: list[Schema]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([INTRODUCTION, *(_kind(crd) for crd in crds)])
 
 
@@ -197,7 +198,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the page."""
+    """Write the page."""
     PAGE.write_text(page([yaml.safe_load((ROOT / "crds" / f"{plural}.yaml").read_text()) for plural in KINDS]))
 
 

@@ -82,7 +82,7 @@ def _look(every_s: float | None, began: float, ended: threading.Event, samples: 
 
 
 def _sample() -> Found:
-    """The engine's state, and resident bytes of all ranks as the kernel counts them: whole, and of the weights' mappings."""
+    """Sample the engine's state and the kernel's count of all ranks' resident bytes: all of them, and those of the weights."""
     request = urllib.request.Request(CONTROL, headers={"Authorization": f"Bearer {TOKEN.read_text().strip()}"})
     with urllib.request.urlopen(request, timeout=10) as answer:
         state = json.load(answer)

@@ -37,8 +37,10 @@ COLOURS = {"ready": AWAKE, "asleep": ASLEEP}
 
 
 def bursts(seed: int, count: int) -> Iterator[float]:
-    """Yield the times of `count` requests: bursts of 4 to 24 within two seconds. They are 2 to 30 s apart, so that the model sleeps
-    between some."""
+    """Yield the times of `count` requests: bursts of 4 to 24 within two seconds.
+
+    Bursts are 2 to 30 s apart, so that the model sleeps between some.
+    """
     chance, at, left = random.Random(seed), 3.0, count
     while left:
         size = min(left, chance.randint(4, 24))
@@ -130,7 +132,7 @@ class Panels:
         self._pen.text((LEFT, 12), text, fill="black", font=ImageFont.load_default(size=16))
 
     def states(self, samples: Sequence[Found]) -> None:
-        """A bar below the first panel: green awake, grey asleep, orange between them."""
+        """Draw a bar below the first panel: green awake, grey asleep, orange between them."""
         bottom = TOP + PANEL
         for one, after in itertools.pairwise(samples):
             box = (self._x(one["at"]), bottom + 3, self._x(after["at"]), bottom + 9)
@@ -153,7 +155,7 @@ class Panels:
             self._pen.ellipse((x - 3, y - 3, x + 3, y + 3), fill=MOVING if held else AWAKE)
 
     def _axis(self, panel: int, label: str, low: float, high: float) -> Callable[[float], float]:
-        """The frame of a panel; where a value lies in it."""
+        """Draw the frame of a panel; return the function that gives a value's height in it."""
         bottom, left, right = TOP + PANEL + panel * (PANEL + GAP), LEFT, WIDTH - RIGHT
         self._pen.line([(left, bottom - PANEL + 20), (left, bottom), (right, bottom)], fill="gray")
         self._pen.text((left + 6, bottom - PANEL), label, fill="black", font=self._font)

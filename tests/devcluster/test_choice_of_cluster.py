@@ -67,7 +67,7 @@ def test_an_image_for_a_given_cluster_is_named_in_the_registry() -> None:
 
 @pytest.mark.parametrize("registry", [None, ""])
 def test_a_given_cluster_without_a_registry_is_told_what_to_set(registry: str | None) -> None:
-    with pytest.raises(PrerequisiteMissing, match="set REGISTRY to a registry"):
+    with pytest.raises(PrerequisiteMissing, match="Set REGISTRY to a registry"):
         registry_reference(registry, "localhost/diffusion-worker:0123")
 
 

@@ -43,5 +43,5 @@ def prepare(story: Story) -> Ground:
 
 
 def address_of(namespace: str, service: str) -> AbstractContextManager[str]:
-    """A local address of the Service for as long as the block lasts."""
+    """Forward a local address to the Service during the block."""
     return connect(namespace, service, SERVICE_PORT)

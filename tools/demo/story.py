@@ -31,7 +31,7 @@ class Story:
 
     @contextmanager
     def step(self, title: str) -> Iterator[Step]:
-        """A heading with the time since the start, and its end with how long it took."""
+        """Print a heading with the time since the start, and after the block its result and its duration."""
         step = Step(title)
         began = self.clock()
         self._write(f"\n{_minutes(began - self._began)}  {title}")

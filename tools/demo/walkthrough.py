@@ -144,7 +144,7 @@ def wake_it_by_a_request(demo: Demo, step: Step) -> None:
 
 
 def ask_again(demo: Demo, step: Step) -> None:
-    """The rest of the images of before, from the model that slept twice."""
+    """Make the other images again with the model that slept twice, and compare all with those from before."""
     demo.images["base-after-waking"] += _take(demo, MODEL, "base-after-waking", prompts=PROMPTS[1:])
     demo.images["adapter-after-waking"] = _take(demo, ADAPTER, "adapter-after-waking")
     for name, model in (("base", MODEL), ("adapter", ADAPTER)):

@@ -39,7 +39,7 @@ class RankMemory:
 
 
 def read_state(kubectl: Kubectl, pod: str) -> dict[str, Any]:
-    """The worker's state document, read inside its pod with its own token."""
+    """Return the worker's state document, read inside its pod with its own token."""
     state: dict[str, Any] = json.loads(kubectl.text("exec", pod, "--container", CONTAINER, "--", "python3", "-c", READ_STATE))
     return state
 
@@ -91,7 +91,7 @@ def megabytes(size: int) -> str:
 
 
 def check_given_back(before: Sequence[RankMemory], after: Sequence[RankMemory]) -> str:
-    """The figures in words, or DemoFailed when sleep gave back too little or the worker's word is not the kernel's."""
+    """Return the figures in words; raise DemoFailed if sleep gave back too little or the worker's figure is not the kernel's."""
     awake, asleep = total_resident(before), total_resident(after)
     if awake < sum(rank.weights for rank in before):
         raise DemoFailed(f"while awake the weights' mapping has {awake} bytes in memory, less than the weights have")

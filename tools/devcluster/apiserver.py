@@ -46,7 +46,7 @@ AUDIT_FILES_MB = 50  # there are two: the tests of a whole cluster write some
 
 @contextmanager
 def apiserver(*, audited: bool = False, admission: Sequence[str] = ()) -> Iterator[Path]:
-    """Runs an API server for as long as the block lasts and gives its kubeconfig. The kernel ends it with the calling thread, too.
+    """Run an API server during the block and yield its kubeconfig. The kernel ends it with the calling thread, too.
 
     An audited one notes requests in `audit.log` beside the kubeconfig, a JSON object a line. `admission` names plugins that are not on by
     default.
@@ -71,7 +71,7 @@ def up() -> Path:
 
 
 def down() -> None:
-    """Ends what `up` left running and removes its folder."""
+    """End the processes that `up` left running, and remove their folder."""
     folder = apiserver_state()
     _stop(processes.load(folder / "processes.json"))
     shutil.rmtree(folder, ignore_errors=True)
@@ -92,7 +92,7 @@ def _flags(folder: Path, admission: Sequence[str], *, audited: bool) -> list[str
 
 
 def audit_flags(policy: Path, log: Path) -> list[str]:
-    """The policy's file holds AUDIT_POLICY."""
+    """Return the API server's flags for an audit log; the file `policy` holds AUDIT_POLICY."""
     bounds = [f"--audit-log-maxsize={AUDIT_FILES_MB}", "--audit-log-maxbackup=1"]
     return [f"--audit-policy-file={policy}", f"--audit-log-path={log}", *bounds]
 
@@ -164,7 +164,7 @@ def _command(binaries: Path, authority: Authority, etcd_url: str, port: int) -> 
 
 
 def wait_ready(server: str, authority: Authority, running: list[Process], logs: Path, *, deadline_s: float = READY_DEADLINE_S) -> None:
-    """Waits until the API server answers /readyz, or one of the processes it needs has ended."""
+    """Wait until the API server answers /readyz; raise CommandFailed if one of the processes it needs ends."""
     context = ssl.create_default_context(cafile=str(authority.file("ca.crt")))
     context.load_cert_chain(str(authority.file("admin.crt")), str(authority.file("admin.key")))
     ends = time.monotonic() + deadline_s

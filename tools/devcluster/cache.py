@@ -67,7 +67,7 @@ def _lock_file(name: str, directory: Path | None) -> Iterator[IO[str]]:
 
 
 def cached(name: str, key: str, make: Callable[[Path], None]) -> Path:
-    """The folder that `make` fills, made only where there is none for this key; older ones of that name go."""
+    """Return the folder that `make` fills. It is made only if this key has none, and older ones of that name are removed."""
     target = cache_dir() / f"{name}-{key}"
     if target.is_dir():
         return target

@@ -44,7 +44,7 @@ class Authority:
         return found
 
     def file(self, name: str) -> Path:
-        """A file of the authority."""
+        """Return the path of a file of the authority."""
         return self.directory / name
 
     def _key(self, name: str) -> None:
@@ -52,13 +52,13 @@ class Authority:
         self.file(f"{name}.key").chmod(0o600)
 
     def service_account_key(self) -> Path:
-        """The key that signs service-account tokens; its public half is sa.pub."""
+        """Make the key that signs service-account tokens and return its file; its public half is sa.pub."""
         self._key("sa")
         run_quiet(["openssl", "ec", "-in", self.file("sa.key"), "-pubout", "-out", self.file("sa.pub")])
         return self.file("sa.key")
 
     def issue(self, name: str, *, user: str, group: str, addresses: tuple[str, ...] = ()) -> None:
-        """A certificate for a client, and for a server at the addresses (`DNS:…`, `IP:…`) if there are any."""
+        """Issue a certificate for a client, and for a server at the addresses (`DNS:…`, `IP:…`) if there are any."""
         self._key(name)
         extensions = "keyUsage=digitalSignature,keyEncipherment\nextendedKeyUsage=serverAuth,clientAuth\n"
         if addresses:
@@ -71,7 +71,7 @@ class Authority:
         run_quiet([*sign, "-days", DAYS, "-extfile", self.file(f"{name}.ext"), "-out", self.file(f"{name}.crt")], stdin=request)
 
     def kubeconfig(self, name: str, *, server: str, target: Path) -> Path:
-        """Writes a kubeconfig that needs no other file; JSON is YAML."""
+        """Write a kubeconfig that needs no other file, as JSON, which is YAML."""
         cluster = {"server": server, "certificate-authority-data": self._encoded("ca.crt")}
         user = {"client-certificate-data": self._encoded(f"{name}.crt"), "client-key-data": self._encoded(f"{name}.key")}
         document = {

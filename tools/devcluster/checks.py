@@ -22,7 +22,7 @@ MEMORY_GB = 4.0
 
 
 def go() -> str:
-    """The Go command, of a version that can build Kubernetes."""
+    """Find a Go command of a version that can build Kubernetes."""
     wanted = "Go {}.{} or later".format(*GO_MINIMUM)
     found = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if found is None:
@@ -85,7 +85,7 @@ def networks_free(networks: list[str], *, own_link: str, table: Path = Path("/pr
 
 
 def routes(table: str) -> list[tuple[str, ipaddress.IPv4Network]]:
-    """The kernel's routes as (link, network), from the text of /proc/net/route, whose numbers are in the machine's byte order."""
+    """Read the kernel's routes as (link, network) from the text of /proc/net/route, which has the machine's byte order."""
     rows = [line.split() for line in table.splitlines()[1:]]
     return [(row[0], ipaddress.IPv4Network((_address(row[1]), str(_address(row[7]))))) for row in rows]
 

@@ -26,7 +26,7 @@ class _Group(click.Group):
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """A Kubernetes cluster for the demo and the tests."""
+    """Run a Kubernetes cluster for the demo and the tests."""
     # SIGTERM ends us like Ctrl-C, so that what we started is ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 

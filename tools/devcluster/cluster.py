@@ -31,27 +31,27 @@ class Provider(Protocol):
     name: str
 
     def check(self) -> None:
-        """Raises PrerequisiteMissing where the machine lacks something; changes nothing."""
+        """Raise PrerequisiteMissing if the machine lacks something; change nothing."""
 
     def prepare(self) -> None:
-        """Makes the programs it needs, so that `up` is quick."""
+        """Make the programs that the cluster needs, so that `up` is quick."""
 
     def up(self) -> None:
-        """Starts the cluster or finds it running."""
+        """Start the cluster, or find it running."""
 
     def down(self, *, purge: bool) -> None:
-        """Ends what `up` started; with `purge` the cache goes too."""
+        """End the cluster; with `purge` remove the cache too."""
 
     def running(self) -> bool:
         """Return whether the cluster answers."""
         ...
 
     def kubeconfig(self) -> Path:
-        """The kubeconfig; raises NotRunning where there is none."""
+        """Return the kubeconfig; raise NotRunning if there is none."""
         ...
 
     def kubectl(self) -> Path:
-        """A kubectl that suits the cluster."""
+        """Return a kubectl that suits the cluster."""
         ...
 
     def own_nodes(self) -> OwnNodes:
@@ -64,7 +64,7 @@ class Provider(Protocol):
 
 
 def provider_name(environment: Mapping[str, str], *, docker: bool) -> str:
-    """The provider for this environment; pure."""
+    """Choose the provider for this environment; pure."""
     forced = environment.get("DEVCLUSTER_PROVIDER")
     if forced:
         return forced
@@ -75,7 +75,7 @@ def provider_name(environment: Mapping[str, str], *, docker: bool) -> str:
 
 
 def provider() -> Provider:
-    """The provider that this machine and environment have."""
+    """Return the provider that suits this machine and environment."""
     restore_left()
     docker = images.docker_answers()
     name = provider_name(os.environ, docker=docker)
@@ -98,7 +98,7 @@ def end_others() -> None:
 
 
 def prepare(names: tuple[str, ...] = ()) -> None:
-    """Makes all that is slow: the cluster's programs, and beside them the images named. Each is made once per content."""
+    """Make the slow parts: the cluster's programs, and beside them the named images. Each is made once for its content."""
     where = provider()
     where.check()
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -109,8 +109,10 @@ def prepare(names: tuple[str, ...] = ()) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment in which kubectl, helm and Kubernetes clients find the cluster. On every provider the machine itself reaches the
-    API server; on the node also Services and pods, by their own addresses."""
+    """Return the environment in which kubectl, helm and Kubernetes clients find the cluster.
+
+    With every provider the machine itself reaches the API server. On the node it also reaches Services and pods by their own addresses.
+    """
     where = provider()
     folders = [str(where.kubectl().parent), str(programs.helm().parent)]
     path = os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])
@@ -128,13 +130,13 @@ def status() -> dict[str, str | bool]:
 
 
 def kubectl(*words: str, stdin: str | None = None, deadline_s: float = 60.0) -> str:
-    """Runs kubectl on the cluster and gives what it printed."""
+    """Run kubectl on the cluster and return its output."""
     where = provider()
     return run_quiet([where.kubectl(), "--kubeconfig", where.kubeconfig(), *words], stdin=stdin, deadline_s=deadline_s)
 
 
 def patch_node_resource(name: str, count: int) -> None:
-    """Gives every node `count` of an extended resource (`nvidia.com/gpu`), which the scheduler then hands out; 0 takes them away."""
+    """Give every node `count` of an extended resource (`nvidia.com/gpu`), which the scheduler then hands out; 0 takes them away."""
     where = provider()
     patch = json.dumps({"status": {"capacity": {name: str(count)}, "allocatable": {name: str(count)}}})
     base = [str(where.kubectl()), "--kubeconfig", str(where.kubeconfig())]

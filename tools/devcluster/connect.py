@@ -19,8 +19,10 @@ PAUSE_S = 0.3  # between two attempts, while no pod of the Service is there
 
 @contextmanager
 def connect(namespace: str, service: str, port: int | str) -> Iterator[str]:
-    """Gives `http://127.0.0.1:PORT` for as long as the block lasts. Each connection goes to one pod of the Service; when that pod
-    ends, open connections break and the same local port soon leads to another."""
+    """Yield `http://127.0.0.1:PORT`, which leads to the Service during the block.
+
+    All connections go to one pod of the Service. When that pod ends, open connections break, and the same local port soon leads to another.
+    """
     forward = _Forward(namespace, service, str(port))
     keeper = threading.Thread(target=forward.keep, daemon=True)
     keeper.start()

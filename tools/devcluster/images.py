@@ -39,7 +39,7 @@ def docker_answers() -> bool:
 
 
 def reference(image: str) -> str:
-    """The image's name, with the hash of all that goes in."""
+    """Return the image's name, tagged with the hash of all its inputs."""
     if image not in INPUTS:
         raise DevclusterError(f"there is no image {image!r}, only {' and '.join(INPUTS)}")
     parts: list[Path | str] = [REPOSITORY / f"Dockerfile.{image}", REPOSITORY / ".dockerignore", *(REPOSITORY / p for p in INPUTS[image])]
@@ -47,7 +47,7 @@ def reference(image: str) -> str:
 
 
 def build(image: str) -> str:
-    """Builds the image where there is none for this content; gives its reference."""
+    """Build the image unless there is one of this content, and return its reference."""
     name = reference(image)
     with locked("images"):
         if docker_answers():
@@ -58,7 +58,7 @@ def build(image: str) -> str:
 
 
 def build_upon(base: str, folder: Path, name: str) -> str:
-    """Builds a folder with a Dockerfile upon one of our images, its argument BASE_IMAGE; gives the reference."""
+    """Build a folder's Dockerfile on one of our images, given as its argument BASE_IMAGE; return the reference."""
     reference = f"localhost/{name}:{content_hash([*sorted(folder.iterdir()), base], relative_to=folder)}"
     build = ["build", "--tag", reference, f"--build-arg=BASE_IMAGE={base}", str(folder)]
     log = log_dir() / f"image-{name}.log"
@@ -91,8 +91,10 @@ def buildah() -> list[str]:
 
 
 def clear_unfinished() -> None:
-    """Removes what a killed build left: half-made containers and the mounts of the store, which makes them again when it needs them.
-    The caller holds the lock `images`."""
+    """Remove half-made containers and mounts of the store that a killed build left. buildah mounts again when it needs to.
+
+    The caller holds the lock `images`.
+    """
     store = image_store()
     if shutil.which("buildah") is None or not store.exists():
         return
@@ -103,7 +105,7 @@ def clear_unfinished() -> None:
 
 
 def publish(name: str, target: str) -> str:
-    """Sends an image to a registry that the engine's user may push to; gives its digest there."""
+    """Push an image to a registry with the credentials of the engine's user; return its digest there."""
     if not docker_answers():
         return push(name, f"docker://{target}", tls=has_tls(target))
     log = log_dir() / "push.log"
@@ -128,7 +130,7 @@ def pushed_digest(log: Path) -> str:
 
 
 def push(name: str, destination: str, *, tls: bool = True) -> str:
-    """Moves the layers that the destination lacks; gives the image's digest there."""
+    """Push the layers that the destination lacks; return the image's digest there."""
     # zstd, lightly: half of gzip's time to pack and two thirds to unpack. Only registries on this machine have no TLS.
     how = [] if tls else ["--tls-verify=false", "--compression-format", "zstd", "--compression-level", "1"]
     with locked("images"), tempfile.NamedTemporaryFile("r") as digest:
@@ -160,7 +162,7 @@ def _build_with_buildah(image: str, name: str) -> None:
 
 
 def _base() -> str:
-    """A Debian with Python, made from packages: no registry is asked."""
+    """Build a base image of Debian with Python from packages, without a registry; return its name."""
     key = content_hash([BASE_SUITE, BASE_PACKAGES, *([_BUNDLE] if _BUNDLE.exists() else [])], relative_to=Path("/"))
     name = f"localhost/devcluster-base:{key}"
     if not _has(name):

@@ -17,18 +17,18 @@ IMAGES_RUN = Path("/run/diffusion-operator/images")
 
 
 def cache_dir() -> Path:
-    """The cache of everything that is slow to make."""
+    """Return the folder of the cache, for everything that is slow to make."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "diffusion-operator"
 
 
 def image_store() -> Path:
-    """The images that buildah made, with their layers; buildah mounts the folder upon itself while it builds."""
+    """Return the folder of buildah's images and layers; buildah mounts the folder upon itself while it builds."""
     return cache_dir() / "storage"
 
 
 def log_dir() -> Path:
-    """Logs of builds; the node's own logs lie with its state."""
+    """Return the folder of build logs; the node's own logs lie with its state."""
     directory = cache_dir() / "log"
     directory.mkdir(parents=True, exist_ok=True)
     return directory

@@ -32,7 +32,7 @@ class Process:
         return _started_ticks(self.pid) == self.started_ticks
 
     def stop(self) -> None:
-        """Ends it: asked first, and after five seconds without asking."""
+        """End the process by SIGTERM, and after five seconds by SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not self.alive():
                 return
@@ -44,7 +44,7 @@ class Process:
 
 
 def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str] | None = None, dies_with_us: bool = False) -> Process:
-    """Starts a program in a session of its own. With `dies_with_us` the kernel ends it with the thread that started it."""
+    """Start a program in a session of its own. With `dies_with_us` the kernel ends it with the thread that started it."""
     words = [str(a) for a in argv]
     if dies_with_us:
         words = ["setpriv", "--pdeathsig", "KILL", *words]
@@ -74,7 +74,7 @@ def save(processes: Sequence[Process], file: Path) -> None:
 
 
 def load(file: Path) -> list[Process]:
-    """The processes noted by an earlier run; none where there is no note, or half a one."""
+    """Return the processes noted by an earlier run; none if there is no note, or an incomplete one."""
     try:
         return [Process(**entry) for entry in json.loads(file.read_text())]
     except (FileNotFoundError, ValueError, TypeError):

@@ -60,7 +60,7 @@ INSTALLED = {
 
 
 def kube() -> Path:
-    """A folder with every Kubernetes program, kubectl among them."""
+    """Return a folder with every Kubernetes program, kubectl among them."""
     sources = HERE / "kube"
 
     def make(draft: Path) -> None:
@@ -77,17 +77,17 @@ def kube() -> Path:
 
 
 def coredns() -> Path:
-    """The cluster's name server."""
+    """Return the folder of the cluster's name server."""
     return own_program("coredns", HERE / "coredns", what="CoreDNS (about 90 s, once)")
 
 
 def pause() -> Path:
-    """The first process of a pod and of the node."""
+    """Return the folder of `pause`, the first process of a pod and of the node."""
     return own_program("pause", HERE / "pause", what="pause")
 
 
 def device_driver() -> Path:
-    """The driver of a device that is none, for tests of resource claims."""
+    """Return the folder of a driver of a pretended device, for tests of resource claims."""
     return own_program("device_driver", HERE / "device_driver", what="the test device's driver (about 30 s, once)")
 
 
@@ -108,7 +108,7 @@ def syft() -> Path:
 
 
 def containerd() -> Path:
-    """A folder with containerd, its shim and `ctr`."""
+    """Return a folder with containerd, its shim and `ctr`."""
     of = "github.com/containerd/containerd/v2"
     modules = [f"{of}/cmd/{name}@{CONTAINERD}" for name in ("containerd", "containerd-shim-runc-v2", "ctr")]
     its_version = f"-X {of}/version.Version={CONTAINERD}"
@@ -138,7 +138,7 @@ def kubeadms_etcd() -> Path:
 
 
 def debian() -> Path:
-    """A folder with runc, etcd, the CNI plugins and a registry in Debian's own folders (`usr/bin`, …)."""
+    """Return a folder with runc, etcd, the CNI plugins and a registry in Debian's own folders (`usr/bin`, …)."""
     return _unpacked("debian", UNPACKED, what="etcd, runc")
 
 
@@ -167,7 +167,7 @@ def install_debian_packages(programs: tuple[str, ...]) -> None:
 
 
 def missing_packages(programs: tuple[str, ...], path: str = checks.SYSTEM_PATH) -> list[str]:
-    """The packages of those programs that are not in the path."""
+    """Return the packages of those programs that are not in the path."""
     return sorted({INSTALLED[p] for p in programs if shutil.which(p, path=path) is None})
 
 

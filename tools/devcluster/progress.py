@@ -63,7 +63,7 @@ def run_logged(
     cwd: Path | None = None,
     deadline_s: float = 3600.0,
 ) -> None:
-    """Runs a program to its end as one step; its output goes to the log, whose end is in the error. On Linux it ends when we are killed."""
+    """Run a program to its end as one step. The output goes to the log, whose end is in the error. On Linux it ends when we are killed."""
     words = [str(a) for a in argv]
     if shutil.which(words[0], path=(env or os.environ).get("PATH")) is None:
         raise CommandFailed(f"{what}: there is no program {words[0]}")
@@ -87,7 +87,7 @@ def _with_us() -> list[str]:
 def run_quiet(
     argv: Sequence[str | Path], *, stdin: str | None = None, env: Mapping[str, str] | None = None, deadline_s: float = 60.0
 ) -> str:
-    """Runs a short program and returns what it printed."""
+    """Run a short program and return its output."""
     words = [str(a) for a in argv]
     try:
         done = subprocess.run(words, input=stdin, capture_output=True, text=True, env=env, timeout=deadline_s)

@@ -54,7 +54,7 @@ def write_sbom(image: str, file: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The steps and their arguments."""
+    """Return a parser of the steps and their arguments."""
     top = argparse.ArgumentParser(prog="python3 -m tools.release", description="Run one step of a release.")
     steps = top.add_subparsers(dest="step", required=True)
     image = steps.add_parser("image", help="build a container image and push it")

@@ -76,7 +76,7 @@ class Node:
 
 
 def first_node() -> Node:
-    """The one with the API server. The node's unpacked images are kept over `down`, because unpacking torch takes a minute."""
+    """Return the node with the API server. The unpacked images are kept over `down`, because unpacking torch takes a minute."""
     return Node(NODE_NAME, NODE_IP, POD_NETWORK, NODE_STATE, NODE_RUN, cache_dir() / "node-containerd", "/")
 
 
@@ -103,12 +103,12 @@ _ACCOUNTS = {
 
 
 def registry_root() -> Path:
-    """The layers that were pushed; kept, so that only changed ones move."""
+    """Return the folder of pushed layers; it is kept, so that only changed ones are pushed."""
     return cache_dir() / "node-registry"
 
 
 def write_all(*, debian: Path, pause_image: str) -> Authority:
-    """Makes the certificates and writes every configuration file; gives the authority."""
+    """Make the certificates, write every configuration file, and return the authority."""
     authority = Authority(CERTS)
     authority.service_account_key()
     names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost"]
@@ -136,7 +136,7 @@ def write_node(authority: Authority, node: Node, *, debian: Path, pause_image: s
 
 
 def files(node: Node, *, debian: Path, pause_image: str) -> dict[Path, str]:
-    """The configuration files of a node and their text; JSON where a program takes YAML."""
+    """Return the configuration files of a node and their text; JSON where a program takes YAML."""
     only_first = {node.conf / "registry.json": json.dumps(_registry()), AUDIT_POLICY_FILE: AUDIT_POLICY} if node == first_node() else {}
     return only_first | {
         node.conf / "containerd.toml": _containerd(node, debian, pause_image),

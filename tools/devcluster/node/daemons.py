@@ -23,12 +23,12 @@ def storage(debian: Path, runtime: Path, etcd: Path) -> dict[str, Command]:
 
 
 def containerd(node: Node, runtime: Path) -> Command:
-    """The runtime alone."""
+    """Return the command of the container runtime."""
     return [runtime / "containerd", "--config", node.conf / "containerd.toml"]
 
 
 def apiserver(kube: Path) -> dict[str, Command]:
-    """The API server, with what aggregation and the kubelet's authentication need, and a log of what accounts ask for."""
+    """Return the command of the API server, with aggregation, authentication for the kubelet, and an audit log of accounts."""
     return {
         "kube-apiserver": [
             kube / "kube-apiserver",
@@ -98,7 +98,7 @@ def agents(node: Node, kube: Path) -> dict[str, Command]:
 
 
 def folders(debian: Path, runtime: Path) -> list[Path]:
-    """The folders in which the runtime looks for its shim, and the shim for runc."""
+    """Return the folders in which the runtime finds its shim, and the shim finds runc."""
     return [runtime, debian / "usr/bin", debian / "usr/sbin"]
 
 

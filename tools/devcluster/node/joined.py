@@ -34,7 +34,7 @@ _DATABASES = ("io.containerd.metadata.v1.bolt/meta.db", "io.containerd.snapshott
 
 
 def add() -> str:
-    """Starts it, or finds it running; its name.
+    """Start the second node, or find it running, and return its name.
 
     Raises:
         NotRunning: there is no first node.
@@ -55,7 +55,7 @@ def add() -> str:
 
 
 def remove() -> None:
-    """Takes it out of the cluster, with its pods, and ends it."""
+    """Remove the second node and its pods from the cluster, and end it."""
     if namespace.first_process() is not None:
         _kubectl("delete", "node", config.SECOND_NAME, "--ignore-not-found", "--wait=false")
         with contextlib.suppress(CommandFailed):  # nobody else can say that they are gone
@@ -66,7 +66,7 @@ def remove() -> None:
 
 @contextmanager
 def unplugged() -> Iterator[None]:
-    """The second node without its cable: it and its pods go on, and nobody sees them."""
+    """Unplug the second node's cable during the block: it and its pods run on, but nothing reaches them."""
     _in_first("ip", "link", "set", _FIRST_LINK, "down")
     try:
         yield
@@ -104,7 +104,7 @@ class Nodes(OwnNodes):
 
 
 def end() -> None:
-    """Ends all that runs in it, and removes what there is of it on this machine."""
+    """End everything that runs in the second node, and remove its routes, groups and folders from this machine."""
     node = config.second_node()
     namespace.end_processes(_MARK, deadline_s=GONE_S)
     for process in processes.load(node.state / _NOTE):
@@ -153,7 +153,10 @@ def _pause_image() -> str:
 
 
 def _link_images(node: config.Node) -> None:
-    """The first runtime stands still meanwhile: its databases are then as after a crash, which they are made for."""
+    """Link the first node's images into this node while the first runtime is suspended.
+
+    The databases are then as after a crash, which they are made for.
+    """
     first = config.first_node().containerd_root
     standing = namespace.find_program("containerd")
     if standing is None:
@@ -181,7 +184,7 @@ def _connect(node: config.Node, second: int) -> None:
 
 
 def _in_first(*words: str) -> None:
-    """Runs a program in the first node's network, and nothing else of it: pids are the machine's."""
+    """Run a program in the first node's network namespace alone: pids are the machine's."""
     first = namespace.first_process()
     if first is None:
         raise NotRunning("the first node is not running")

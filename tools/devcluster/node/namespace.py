@@ -56,7 +56,7 @@ _OUTSIDE = (
 
 
 def first_process(mark: str = MARK) -> int | None:
-    """The pid of the node's first process, however it was left; None where there is no node. `mark` tells which node."""
+    """Return the pid of the first process of the node named `mark`, also if a killed run left it; None if there is none."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ def first_process(mark: str = MARK) -> int | None:
 
 
 def find_program(name: str, mark: str = MARK) -> int | None:
-    """The pid, as the machine counts, of a program of the node itself, not of a container on it."""
+    """Return the machine's pid of a program of the node itself, not of a container on it."""
     first = first_process(mark)
     for entry in Path("/proc").iterdir() if first is not None else ():
         if entry.name.isdigit():
@@ -80,7 +80,7 @@ def find_program(name: str, mark: str = MARK) -> int | None:
 
 
 def begin(pause: Path) -> int:
-    """Makes the namespaces, the cable and the mounts; gives the first process's pid."""
+    """Make the namespaces, the cable and the mounts; return the first process's pid."""
     NODE_RUN.mkdir(parents=True, exist_ok=True)
     pid = unshare(pause, MARK, log=LOGS / "init.log")
     run_quiet(["ip", "link", "add", MACHINE_LINK, "type", "veth", "peer", "name", NODE_LINK, "netns", str(pid)], env=environment())
@@ -91,7 +91,7 @@ def begin(pause: Path) -> int:
 
 
 def unshare(pause: Path, mark: str, *, log: Path, deadline_s: float = 10.0) -> int:
-    """Starts the first process of new namespaces; its pid."""
+    """Start the first process of new namespaces and return its pid."""
     apart = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--propagation", "slave"]
     processes.start("init", [*apart, pause, mark], log=log)
     ends = time.monotonic() + deadline_s
@@ -103,7 +103,7 @@ def unshare(pause: Path, mark: str, *, log: Path, deadline_s: float = 10.0) -> i
 
 
 def entering(pid: int) -> list[str]:
-    """The words before a command that is to run in the node."""
+    """Return the words before a command that is to run in the node."""
     return ["nsenter", "--target", str(pid), "--net", "--mount", "--pid", "--"]
 
 
@@ -113,12 +113,12 @@ def ending_with(pid: int) -> list[str]:
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    """The environment of the node's programs: the folders first in PATH, nothing of the user's but HOME."""
+    """Return the environment of the node's programs: the folders first in PATH, and of the user's only HOME."""
     return {"PATH": os.pathsep.join([*map(str, folders), SYSTEM_PATH]), "HOME": os.environ.get("HOME", "/root")}
 
 
 def end(*, deadline_s: float = 20.0) -> None:
-    """Ends all that runs in the node, and removes what the kernel keeps of it."""
+    """End everything that runs in the node, and remove its link and its control groups."""
     ends = time.monotonic() + deadline_s
     end_processes(MARK, deadline_s=deadline_s)
     if (Path("/sys/class/net") / MACHINE_LINK).exists():
@@ -128,7 +128,7 @@ def end(*, deadline_s: float = 20.0) -> None:
 
 
 def end_processes(mark: str, *, deadline_s: float = 20.0) -> None:
-    """Ends the first process of a node, and with it all the others."""
+    """End the first process of a node, and with it all the others."""
     ends = time.monotonic() + deadline_s
     number = signal.SIGTERM
     while (pid := first_process(mark)) is not None:
@@ -141,7 +141,7 @@ def end_processes(mark: str, *, deadline_s: float = 20.0) -> None:
 
 
 def leftover_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """The pods' cgroups, of every controller (v1) or of the one tree (v2)."""
+    """Find the pods' cgroups, of every controller (v1) or of the only tree (v2)."""
     return cgroups_named("kubepods", root)
 
 
@@ -150,7 +150,7 @@ def cgroups_named(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
 
 
 def make_cgroups(name: str, root: Path = Path("/sys/fs/cgroup")) -> None:
-    """A group of every controller for a kubelet that is not to have the whole machine's."""
+    """Make a group in every controller, for a kubelet that is not to use the whole machine's."""
     trees = (
         [root] if (root / "cgroup.controllers").exists() else [tree for tree in root.iterdir() if tree.is_dir() and not tree.is_symlink()]
     )
@@ -162,7 +162,7 @@ def make_cgroups(name: str, root: Path = Path("/sys/fs/cgroup")) -> None:
 
 
 def remove_cgroups(look: Callable[[], list[Path]], ends: float) -> None:
-    """Removes the control groups that `look` finds, until it finds none."""
+    """Remove the control groups that `look` finds, until it finds none."""
     while left := look():
         for tree in left:
             _remove_tree(tree)
@@ -178,5 +178,5 @@ def _remove_tree(tree: Path) -> None:
 
 
 def run_inside(pid: int, argv: Sequence[str | Path], *, folders: Sequence[Path] = (), deadline_s: float = 60.0) -> str:
-    """Runs a short program in the node and gives what it printed."""
+    """Run a short program in the node and return its output."""
     return run_quiet([*entering(pid), *argv], env=environment(*folders), deadline_s=deadline_s)

@@ -14,7 +14,7 @@ ANSWER_S = 30.0
 
 
 def forget_containers(node: Node, pid: int, runtime: Path) -> bool:
-    """Deletes the containers of an earlier node. The runtime takes them for its own until it is started again; whether there were any."""
+    """Delete the containers of an earlier node, which the runtime takes for its own until its next start; return whether there were any."""
     ctr = daemons.ctr(node, runtime)
     ends = time.monotonic() + ANSWER_S
     while True:

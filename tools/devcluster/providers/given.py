@@ -33,7 +33,7 @@ class GivenProvider:
             checks.go()
 
     def prepare(self) -> None:
-        """Makes the programs that are not on the machine."""
+        """Make the programs that are not on the machine."""
         programs.helm()
 
     def up(self) -> None:
@@ -59,7 +59,7 @@ class GivenProvider:
             return False
 
     def kubeconfig(self) -> Path:
-        """The file given; with CLUSTER, or several files, one of our own with that context alone."""
+        """Return the given file; with CLUSTER or several files, write and return one with that context alone."""
         files = self._environment.get("KUBECONFIG", "") or str(Path.home() / ".kube" / "config")
         context = self._environment.get("CLUSTER")
         if context is None and os.pathsep not in files:
@@ -73,7 +73,7 @@ class GivenProvider:
         return target
 
     def kubectl(self) -> Path:
-        """The machine's kubectl, or ours."""
+        """Return the machine's kubectl, or ours."""
         found = shutil.which("kubectl")
         return Path(found) if found else programs.kube() / "kubectl"
 
@@ -89,10 +89,10 @@ class GivenProvider:
 
 
 def registry_reference(registry: str | None, reference: str) -> str:
-    """The image's name in the registry."""
+    """Return the image's name in the registry."""
     if not registry:
         raise PrerequisiteMissing(
-            "A cluster of your own cannot take images from this machine: set REGISTRY to a registry (with a folder) that you may push to "
-            "and the cluster pulls from, for example REGISTRY=registry.example.com/me"
+            "A cluster of your own cannot take images from this machine. Set REGISTRY to a registry, with a folder, to which you may push "
+            "and from which the cluster pulls, for example REGISTRY=registry.example.com/me"
         )
     return f"{registry.rstrip('/')}/{reference.removeprefix('localhost/')}"

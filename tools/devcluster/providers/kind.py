@@ -32,12 +32,12 @@ class KindProvider:
             checks.disk_free(cache_dir(), needed_gb=DISK_FREE_GB, what="A kind cluster with our images")
 
     def prepare(self) -> None:
-        """Makes the programs that are not on the machine."""
+        """Make the programs that are not on the machine."""
         programs.kind()
         programs.helm()
 
     def up(self) -> None:
-        """Creates the cluster, or finds it."""
+        """Create the cluster, or find it running."""
         self.check()
         self.prepare()
         with locked("kind"):
@@ -49,7 +49,7 @@ class KindProvider:
             run_logged(create_command(programs.kind(), _kubeconfig()), what="kind cluster", log=log_dir() / "kind.log", deadline_s=900)
 
     def down(self, *, purge: bool) -> None:
-        """Deletes the cluster; with `purge` the cache goes too."""
+        """Delete the cluster; with `purge` remove the cache too."""
         if self.running():
             run_logged(self._delete_command(), what="kind cluster's end", log=log_dir() / "kind-delete.log", deadline_s=300)
         _kubeconfig().unlink(missing_ok=True)
@@ -61,13 +61,13 @@ class KindProvider:
         return _kubeconfig().exists() and CLUSTER in run_quiet([programs.kind(), "get", "clusters"]).split()
 
     def kubeconfig(self) -> Path:
-        """The kubeconfig that kind wrote for us."""
+        """Return the kubeconfig that kind wrote for us."""
         if not _kubeconfig().exists():
             raise NotRunning("the kind cluster is not running: `python -m tools.devcluster up` starts it")
         return _kubeconfig()
 
     def kubectl(self) -> Path:
-        """The machine's kubectl, or the one inside kind's node image, which is static."""
+        """Return the machine's kubectl, or a copy of the static one in kind's node image."""
         found = shutil.which("kubectl")
         if found:
             return Path(found)
@@ -82,7 +82,7 @@ class KindProvider:
         raise NotOfThisMachine("this needs nodes on this machine: set DEVCLUSTER_PROVIDER=node, or leave out the cluster that was given")
 
     def load_image(self, reference: str) -> str:
-        """Copies the image from the Docker engine into kind's node; the reference stays the same."""
+        """Copy the image from the Docker engine into kind's node; the reference stays the same."""
         run_logged(load_command(programs.kind(), reference), what=f"load {reference}", log=log_dir() / "kind-load.log", deadline_s=1800)
         return reference
 

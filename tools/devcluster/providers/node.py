@@ -38,13 +38,13 @@ class NodeProvider:
             checks.networks_free(list(config.NETWORKS), own_link=config.MACHINE_LINK)
 
     def prepare(self) -> None:
-        """Makes every program the node needs."""
+        """Make every program that the node needs."""
         programs.install_debian_packages(_NEEDED)
         for make in (programs.debian, programs.containerd, programs.kube, programs.helm, programs.coredns, programs.pause):
             make()
 
     def up(self) -> None:
-        """Starts the node, or finds it running; what a killed run left is cleared first."""
+        """Start the node, or find it running; clear first what a killed run left."""
         self.check()
         self.prepare()
         with locked("node"):
@@ -59,7 +59,7 @@ class NodeProvider:
                 raise
 
     def down(self, *, purge: bool) -> None:
-        """Ends the node and removes its state; with `purge` the cache goes too."""
+        """End the node and remove its state; with `purge` remove the cache too."""
         with locked("node"):
             self._end()
         with locked("images"):
@@ -81,7 +81,7 @@ class NodeProvider:
         return bool(self._kubectl("get", "service", "kube-dns", "--namespace", "kube-system", "--output", "name"))
 
     def kubeconfig(self) -> Path:
-        """The administrator's kubeconfig; the address in it answers from the machine too."""
+        """Return the administrator's kubeconfig, whose address answers from the machine too."""
         if namespace.first_process() is None:
             raise NotRunning("the node is not running: `python -m tools.devcluster up` starts it")
         return config.KUBECONFIG
@@ -166,8 +166,11 @@ class NodeProvider:
 
 
 def disk_needed_gb(cache: Path) -> float:
-    """Room for what is not there yet, as measured with PyPI's torch: Go's caches and the programs, the images as built, the same as
-    pushed, and as unpacked on the node; two more for the next build and logs."""
+    """Return the disk space for the parts that are not there yet, in GB as measured with PyPI's torch.
+
+    They are Go's caches with the programs, and the images as built, as pushed and as unpacked on the node. Two GB are added for the next
+    build and logs.
+    """
     missing = {"kube-*": 7.0, "storage": 6.0, "node-registry": 6.0, "node-containerd": 6.0}
     return 2.0 + sum(size for pattern, size in missing.items() if not any(cache.glob(pattern)))
 
