@@ -75,7 +75,7 @@ def test_a_given_cluster_without_its_file_or_its_registry_is_refused_before_anyt
     with pytest.raises(PrerequisiteMissing, match="there is no file /nowhere/kubeconfig"):
         GivenProvider({"KUBECONFIG": "/nowhere/kubeconfig"}).check()
     (tmp_path / "kubeconfig").touch()
-    with pytest.raises(PrerequisiteMissing, match="set REGISTRY"):
+    with pytest.raises(PrerequisiteMissing, match="Set REGISTRY"):
         GivenProvider({"KUBECONFIG": str(tmp_path / "kubeconfig")}).check()
 
 
