@@ -137,7 +137,7 @@ class DiffusionWorker:
         return self.model_runner.execute_model(request, frames)
 
     def generate(self, request: RequestSpec, frames: Sequence[bytes] = ()) -> Pixels:
-        """Call `execute_model`; the reference has both names."""
+        """Call `execute_model`; vLLM-Omni's worker has both names."""
         return self.execute_model(request, frames)
 
     def add_lora(self, *, request: LoRARequest, options: LoadOptions, parts: Sequence[PreparedPart] = ()) -> LoadedLoRA:

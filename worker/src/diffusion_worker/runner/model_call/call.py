@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model call as the batch point: what may share a call, and how calls are merged and cut into rows.
+"""Model calls, the unit of batching: the rules for calls that may share one, and how they are merged and cut into rows.
 
-Calls may be merged according to their arguments. Tensors with a row per row of the call are concatenated, time steps are expanded, and
-everything else must be equal by content. An argument of an unknown kind keeps its call alone. `stand_in` makes the calls, `outputs` splits
-what comes out of them.
+The arguments decide which calls can be merged. Tensors with a row per row of the call are concatenated, time steps are expanded, and
+everything else must be equal by content. A call with an argument of an unknown kind runs alone. `suspending_module` makes the calls,
+`outputs` splits their results.
 """
 
 import enum
@@ -44,7 +44,7 @@ class Role(enum.Enum):
     EQUAL = "equal"
 
 
-# Arguments that the rules take for something else, by model class.
+# Roles of arguments that the default rules get wrong, by model class.
 ROLES: dict[tuple[str, str], Role] = {
     # Read from row 0 only, unlike those of Ideogram 4.
     ("OmniGenTransformer2DModel", "position_ids"): Role.EQUAL,
@@ -58,9 +58,9 @@ ROLES: dict[tuple[str, str], Role] = {
 class ModelCall(msgspec.Struct, frozen=True):
     """A request's call of a shared module. `arguments` are bound by name, in the order of the method's signature.
 
-    `autocast` is the caller's precision by torch.autocast, None without. `whole` keeps the call's rows together: no other request's are
-    added, and they are not spread over the ranks. `context` is what the pipeline calls this one of its calls for step caches (`cond`,
-    `uncond`), empty where it says nothing.
+    `autocast` is the caller's device and precision by torch.autocast, None without. `whole` keeps the call's rows together: no other
+    request's are added, and they are not spread over the ranks. `context` is the name that the pipeline gives this call for step caches
+    (`cond`, `uncond`), empty without one.
     """
 
     component: str
@@ -113,7 +113,7 @@ def _is_time(name: str) -> bool:
 
 
 def _leading(arguments: dict[str, Any]) -> str:
-    """The argument that says how many rows there are; raises ValueError."""
+    """Return the name of the argument that determines the number of rows; raise ValueError where none has rows."""
     for name in LEADING:
         if _has_rows(arguments.get(name)):
             return name
@@ -151,7 +151,11 @@ class _Layout:
         self.listed = call.listed
 
     def role(self, path: str, value: Any) -> Role:
-        """The default rules of `families.md` (c) 5, after the exceptions."""
+        """Return the role of an argument, or of an item in it, which exceptions in `ROLES` decide first.
+
+        A tensor's role follows from its name and its rows. Lists are items if the rows are a list's, other containers of tensors are
+        nested, and everything else must be equal.
+        """
         if (self.model, path) in ROLES:
             return ROLES[self.model, path]
         if isinstance(value, torch.Tensor):
@@ -185,9 +189,9 @@ def role_of(call: ModelCall, name: str) -> Role:
 
 
 def group_key(call: ModelCall, contents: Contents | None = None) -> Hashable | None:
-    """Calls with the same key may share one call of the module; None: this one runs alone.
+    """Return the key of a call: calls with the same key may share one call of the module. None means that it runs alone.
 
-    `contents` remembers, from call to call of one request, what does not change.
+    `contents` remembers, from call to call of one request, the contents that do not change.
     """
     if call.whole or call.method not in MERGED_METHODS:
         return None
@@ -203,7 +207,7 @@ def group_key(call: ModelCall, contents: Contents | None = None) -> Hashable | N
             return None
         parts.append((name, part))
     if layout.listed and "controlnet" in call.component:
-        # A ControlNet's addition to the denoiser is padded to the longest row, and fits no others.
+        # A ControlNet's addition to the denoiser is padded to the longest row, and fits no other length.
         parts.append(_structure(list(call.arguments.values()), sizes=True))
     return tuple(parts)
 
@@ -236,10 +240,10 @@ def _key_part(path: str, value: Any, layout: _Layout, known: Contents) -> Hashab
 
 
 def merge(calls: list[ModelCall]) -> ModelCall:
-    """Merge calls with the same key into one. A lone call is passed on as it is, so that it stays bit-equal.
+    """Merge calls with the same key into one. A single call is returned unchanged, so that its result stays bit-equal.
 
     Raises:
-        ValueError: the calls do not go together; names the argument.
+        ValueError: the calls cannot be merged; the message names the argument.
     """
     if len(calls) == 1:
         return calls[0]
@@ -277,7 +281,7 @@ def _concatenate(path: str, values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def slice_rows(call: ModelCall, start: int, stop: int) -> ModelCall:
-    """Some rows of a call."""
+    """Return a call of the rows from `start` up to `stop` only."""
     layout, part = _Layout(call), slice(start, stop)
     arguments = {name: _slice_value(name, value, layout, part) for name, value in call.arguments.items()}
     return msgspec.structs.replace(call, arguments=arguments)
@@ -300,7 +304,10 @@ def _slice_value(path: str, value: Any, layout: _Layout, part: slice) -> Any:
 
 
 def execute(module: torch.nn.Module, call: ModelCall) -> Any:
-    """Call the module. Rows that it returns as items of lists come stacked, so that they can be split and gathered."""
+    """Call the module and return its output.
+
+    Lists with an item for each row are stacked to one tensor, so that they can be split and gathered.
+    """
     method = module if call.method == "forward" else getattr(module, call.method)
     if call.autocast is None:
         output = method(**call.arguments)
@@ -312,5 +319,5 @@ def execute(module: torch.nn.Module, call: ModelCall) -> Any:
 
 
 def answer(call: ModelCall, part: Any) -> Any:
-    """Return the pipeline's answer: its part of `execute`'s output, with lists where the module returned lists."""
+    """Return a part of `execute`'s output as the pipeline expects it, with lists where the module returned lists."""
     return unstacked(part) if call.method in MERGED_METHODS and call.listed else part

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names under which pipelines have the components that denoise."""
+"""Names of the components of pipelines that denoise."""
 
-# Most of the weights and of the work are in them; adapters are for the first one there is.
+# These have most of the weights and of the work. Adapters are for the first one that a pipeline has.
 DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
 # Parallel kinds and step caches are made for these.
 DIVISIBLE_DENOISERS = ("transformer", "transformer_2", "unet")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values compared by content, remembered from call to call: tables of positions are made once for a request and passed at every step."""
+"""Values compared by content, which is remembered: tables of positions are made once for a request and passed at every step."""
 
 import hashlib
 from collections.abc import Callable, Hashable
@@ -23,7 +23,7 @@ class Contents:
         self._known: dict[str, tuple[torch.Tensor, Hashable, torch.Tensor | None, Hashable]] = {}
 
     def of(self, path: str, value: Any) -> Hashable | None:
-        """A value by content; None for an object that cannot be compared."""
+        """Return a hashable value that is equal for equal contents; None for an object that cannot be compared."""
         return self._remembered(path, value, content) if isinstance(value, torch.Tensor) else content(value)
 
     def has_any(self, path: str, value: torch.Tensor) -> bool:
@@ -45,7 +45,7 @@ def _version(value: torch.Tensor) -> int | None:
 
 
 def content(value: Any) -> Hashable | None:
-    """A value by content; None for an object that cannot be compared."""
+    """Return a hashable value that is equal for equal contents; None for an object that cannot be compared."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.sha256(data.data).digest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classification of a rank's exception: a single request's fault, or one that the rank and its group cannot survive. Pure.
+"""Classification of a rank's exception: a single request's fault, or one that the rank and its group cannot survive.
 
 After an illegal address or an ECC error every later call on the device fails. After a failed collective the ranks no longer agree on the
 next one. Neither can be mended inside the process, so `require_usable_rank` ends the rank, and the server starts the group again. Out of
@@ -40,7 +40,7 @@ _GROUP_FAULTS = frozenset({Fault.DEVICE, Fault.COLLECTIVE})
 
 
 class RankFault(BaseException):
-    """Raised where a rank must end. No `except Exception` between a model call and the rank's main loop may keep it."""
+    """Raised where a rank must end. It is a BaseException, so that no `except Exception` on the way to the main loop keeps it."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class RankFault(BaseException):
 
 
 def classify(error: BaseException) -> Fault:
-    """The fault an exception stands for, by its class and its words, then by what it was raised from."""
+    """Return the fault that an exception stands for: by its class and its words, then by those of its cause."""
     if isinstance(error, RankFault):
         return error.fault
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -56,7 +56,7 @@ def classify(error: BaseException) -> Fault:
     # Memory first: a CUDA out of memory is also a CUDA error.
     if names & _MEMORY_TYPES or any(word in words for word in _MEMORY_WORDS):
         return Fault.OUT_OF_MEMORY
-    # Only what the runtime raises speaks of devices and collectives; a ValueError that quotes such words is its caller's.
+    # Only a RuntimeError is about devices and collectives. A ValueError that quotes such words is its caller's fault.
     if isinstance(error, RuntimeError):
         if names & _COLLECTIVE_TYPES or any(word in words for word in _COLLECTIVE_WORDS):
             return Fault.COLLECTIVE
@@ -67,7 +67,7 @@ def classify(error: BaseException) -> Fault:
 
 
 def require_usable_rank(error: BaseException) -> None:
-    """Raises RankFault when the process cannot go on after this error; returns when only a request is lost."""
+    """Raise RankFault when the process cannot go on after this error; return when only a request is lost."""
     fault = classify(error)
     if fault in _GROUP_FAULTS:
         raise RankFault(fault, f"{type(error).__name__}: {error}") from error

@@ -9,7 +9,7 @@ import torch
 
 
 def split(output: Any, rows: list[int]) -> list[Any]:
-    """The parts of a merged call's output, one per call.
+    """Split the output of a merged call into one part per call, by the calls' numbers of rows.
 
     Raises:
         TypeError: the output holds something that is not laid out by rows.
@@ -30,7 +30,7 @@ def _part(output: Any, start: int, stop: int, total: int) -> Any:
 
 
 def _rebuilt(output: Any, change: Callable[[Any], Any]) -> Any:
-    """The same output with each of its parts changed; raises TypeError for what it cannot make again."""
+    """Return the same output with each of its parts changed; raise TypeError for a kind that cannot be made again."""
     if output is None:
         return None
     if isinstance(output, dict):
@@ -42,7 +42,7 @@ def _rebuilt(output: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(output, list | tuple):
         return type(output)(map(change, output))
     if _is_distribution(output):
-        # Made again from its parameters, its other tensors are slices of theirs, bit for bit.
+        # A distribution is made again from its parameters: its other tensors are slices of them, bit for bit.
         return type(output)(change(output.parameters), deterministic=output.deterministic)
     raise TypeError(f"a module returned {type(output).__name__}, which cannot be split by rows")
 
@@ -52,7 +52,7 @@ def _is_distribution(output: Any) -> bool:
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output, in order."""
+    """Return the tensors of an output, in order."""
     if isinstance(output, torch.Tensor):
         return [output]
     if _is_distribution(output):
@@ -62,7 +62,7 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 
 
 def with_tensors(output: Any, tensors: list[torch.Tensor]) -> Any:
-    """The same output with other tensors in place of its own; consumes the list."""
+    """Return the same output with other tensors in place of its own; they are removed from the list."""
     if isinstance(output, torch.Tensor):
         return tensors.pop(0)
     if isinstance(output, dict | list | tuple) or _is_distribution(output):
@@ -71,25 +71,25 @@ def with_tensors(output: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 class _Items(list[torch.Tensor]):
-    """In the place of a list with an item for each row: one tensor with those rows."""
+    """A stand-in for a list with an item for each row: one tensor with those rows."""
 
 
 def stacked(output: Any) -> Any:
-    """The same output with every list of tensors as one tensor of rows, so that it can be split and gathered."""
+    """Return the same output with every list of tensors as one tensor of rows, so that it can be split and gathered."""
     if type(output) is list and output and all(isinstance(item, torch.Tensor) for item in output):
         return _Items([torch.stack(output)])
     return _rebuilt(output, stacked) if isinstance(output, dict | list | tuple) else output
 
 
 def unstacked(output: Any) -> Any:
-    """The lists again that `stacked` made tensors of."""
+    """Return the same output with lists again in place of the tensors that `stacked` made of them."""
     if isinstance(output, _Items):
         return list(output[0])
     return _rebuilt(output, unstacked) if isinstance(output, dict | list | tuple) else output
 
 
 def is_plain(output: Any) -> bool:
-    """Return whether an output is tensors only, so that copying them copies it."""
+    """Return whether an output consists of tensors only, so that copying them copies it."""
     if isinstance(output, dict):
         return all(map(is_plain, output.values()))
     if isinstance(output, list | tuple):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompt cache: what text encoders returned, by what they were asked.
+"""The prompt cache: results of text encoders, by their arguments.
 
 A result is stored under the encoder, the contents of all its arguments, and the active adapter. A hit therefore equals the encoder's own
-answer. A result made in a call with other requests' rows differs in its last bits. It is given only to requests that are in company
-themselves.
+answer. A result made in a call with other requests' rows differs in its last bits. It is returned only to requests that share their calls
+with others too.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ from diffusion_worker.runner.model_call.outputs import is_plain, tensors_of, wit
 # A large encoder's layers for one prompt are some 20 MB; more than this is better used for requests.
 MAX_BYTES = 1 << 30
 REMEMBERED_METHODS = frozenset({"forward", "get_text_features"})
-# Sampled text has to be made again.
+# Sampled text has to be made again for each request.
 BYPASSED_METHODS = frozenset({"generate"})
 
 
@@ -31,7 +31,7 @@ class _Kept(NamedTuple):
 
 
 class PromptCache:
-    """The least recently used results go first, past `entries` of them or `max_bytes` bytes."""
+    """A cache of at most `entries` results and `max_bytes` bytes, from which the least recently used go first."""
 
     def __init__(self, entries: int, *, max_bytes: int = MAX_BYTES) -> None:
         self._entries = entries
@@ -41,8 +41,10 @@ class PromptCache:
         self._told: PromptCacheStats | None = None
 
     def key(self, call: ModelCall, adapter: str | None = None) -> Hashable | None:
-        """Return the key of a call; None for a call that is no text encoder's or cannot be compared. `adapter` is an identity, its
-        digest."""
+        """Return the key of a call; None for a call of something else than a text encoder, or one that cannot be compared.
+
+        `adapter` is the identity of the active adapter, its digest.
+        """
         if call.denoises or not _is_text(call):
             return None
         parts = content(call.arguments) if call.method in REMEMBERED_METHODS else None
@@ -52,7 +54,7 @@ class PromptCache:
         return call.component, id(call.module), call.method, call.autocast, adapter, parts
 
     def get(self, key: Hashable, *, alone: bool) -> Any | None:
-        """A copy of what is kept, which the caller may change; `alone` asks for what was made in a call of its own."""
+        """Return a copy of a result, which the caller may change. With `alone`, results of shared calls do not count."""
         kept = self._kept.get(key)
         if kept is None or (alone and not kept.alone):
             return None
@@ -61,7 +63,7 @@ class PromptCache:
         return _copy(kept.output)
 
     def put(self, key: Hashable, output: Any, *, alone: bool) -> None:
-        """Keep a copy of a result."""
+        """Keep a copy of a result, unless it is too large or holds more than tensors; `alone` says that its call was not shared."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(output))
         if not is_plain(output) or size > self._max_bytes:
             self._bypassed += 1
@@ -74,7 +76,7 @@ class PromptCache:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the cache keeps."""
+        """The bytes that the cache keeps."""
         return sum(kept.size for kept in self._kept.values())
 
     def clear(self) -> None:
@@ -87,11 +89,11 @@ class PromptCache:
         self._hits = self._misses = self._bypassed = 0
 
     def stats(self) -> PromptCacheStats:
-        """Entries kept and allowed, and how many calls were answered, made, and not kept."""
+        """Return the entries kept and allowed, and the numbers of calls answered from the cache, made, and not kept."""
         return PromptCacheStats(len(self._kept), self._entries, self._hits, self._misses, self._bypassed)
 
     def news(self) -> PromptCacheStats | None:
-        """The counts, if they are not those that this gave last."""
+        """Return the counts, or None if they are those that this returned last."""
         now = self.stats()
         if now == self._told:
             return None
