@@ -16,7 +16,10 @@ _decoder: msgspec.json.Decoder[Failures] = msgspec.json.Decoder(Failures)
 
 
 def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
-    """The failures of every rank by request id, the lowest rank's word first. Without failures this costs one small collective."""
+    """Return the failures of all ranks by request id; if several ranks have one, the lowest rank's counts.
+
+    Without failures this costs one small collective.
+    """
     if parallel.world == 1:
         return mine
     encoded = msgspec.json.encode(mine) if mine else b""
@@ -36,7 +39,7 @@ def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
 
 
 def same_on_all(parallel: Parallel, word: str) -> bool:
-    """Return whether every rank says the same word."""
+    """Return whether every rank passes the same word."""
     if parallel.world == 1:
         return True
     number = int.from_bytes(hashlib.sha256(word.encode()).digest()[:7])

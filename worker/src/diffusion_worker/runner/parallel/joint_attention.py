@@ -2,7 +2,7 @@
 """The joint attention of SD3 with an image's tokens split over ranks, in place of diffusers' own processor.
 
 Every rank has all text tokens and its part of the image's, and computes the attention of its part of the heads. A first exchange
-distributes queries, keys and values by heads; others return the image's result and the text's.
+distributes queries, keys and values by heads; further ones return the results of the image and the text.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch.nn import functional
 class SplitJointAttention:
     """An attention processor; shapes inside are [rows, tokens, heads, width]."""
 
-    # Diffusers' name for what says that a processor knows of other ranks.
+    # Diffusers' attribute by which a processor shows that it supports attention over several ranks.
     _parallel_config: Any = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -24,7 +24,7 @@ class SplitJointAttention:
         self._index = dist.get_rank(group)
 
     def __call__(self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None, **others: Any) -> Any:
-        """The attention of `hidden_states` (and the text's, which is returned with it) [rows, tokens, channels].
+        """Compute the attention of `hidden_states` [rows, tokens, channels]; return it alone, or with the text's if there is text.
 
         Raises:
             ValueError: another argument than these, as of an IP adapter or a mask.
@@ -42,30 +42,30 @@ class SplitJointAttention:
         return result, encoder_hidden_states if attn.context_pre_only else attn.to_add_out(self._all_heads(both[:, length:]).flatten(2))
 
     def _to_heads(self, mine: torch.Tensor) -> torch.Tensor:
-        """[3, rows, my tokens, heads, width] to [3, rows, tokens, my heads, width]."""
+        """Exchange [3, rows, my tokens, heads, width] for [3, rows, tokens, my heads, width]."""
         parts = torch.stack(mine.chunk(self._size, dim=3))
         return torch.cat(list(self._exchange(parts)), dim=2)
 
     def _to_tokens(self, mine: torch.Tensor) -> torch.Tensor:
-        """[rows, tokens, my heads, width] to [rows, my tokens, heads, width]."""
+        """Exchange [rows, tokens, my heads, width] for [rows, my tokens, heads, width]."""
         parts = torch.stack(mine.chunk(self._size, dim=1))
         return torch.cat(list(self._exchange(parts)), dim=2)
 
     def _all_heads(self, mine: torch.Tensor) -> torch.Tensor:
-        """[rows, tokens, my heads, width] to [rows, tokens, heads, width]."""
+        """Gather [rows, tokens, my heads, width] to [rows, tokens, heads, width]."""
         parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(self._size)]
         dist.all_gather(parts, mine.contiguous(), group=self._group)
         return torch.cat(parts, dim=2)
 
     def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """Part i goes to rank i of the group; what came from rank i is part i of the result."""
+        """Send part i to rank i of the group; return the parts received, part i from rank i."""
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=self._group)
         return received
 
 
 def _project(attn: Any, states: torch.Tensor, linears: tuple[str, str, str], norms: tuple[str, str]) -> torch.Tensor:
-    """Query, key and value [3, rows, tokens, heads, width]."""
+    """Return query, key and value [3, rows, tokens, heads, width]."""
     query, key, value = (getattr(attn, name)(states).unflatten(-1, (attn.heads, -1)) for name in linears)
     norm_query, norm_key = (getattr(attn, name) for name in norms)
     query = query if norm_query is None else norm_query(query)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one call over some ranks: who computes which, and how everybody gets all of them.
+"""The rows of one call over some ranks: the part that each rank computes, and the gathering of all parts on every rank.
 
 Tensors stay on their device: the group's back end for it (NCCL, gloo) moves them.
 """
@@ -14,7 +14,7 @@ from diffusion_worker.runner.model_call.call import tensors_of, with_tensors
 
 
 class RowGroup:
-    """`count` parts of a group, of which this process is number `index`; None as group means all ranks."""
+    """A group of `count` ranks, each with a part of the rows, this process with part `index`. None as group means all ranks."""
 
     def __init__(self, index: int, count: int, group: dist.ProcessGroup | None) -> None:
         self.index = index
@@ -22,16 +22,16 @@ class RowGroup:
         self._group = group
 
     def part(self, rows: int) -> slice:
-        """The rows that are computed here. With fewer rows than parts the spare ones repeat the last row.
+        """Return the rows that are computed here. With fewer rows than parts the spare parts repeat the last row.
 
-        They would wait anyway, so they know the shapes of the output, and no collective inside the call misses them.
+        Spare ranks would wait anyway. So they know the shapes of the output, and take part in collectives inside the call.
         """
         cuts = self._cuts(rows)
         mine = slice(cuts[self.index], cuts[self.index + 1])
         return mine if mine.start < mine.stop else slice(rows - 1, rows)
 
     def pack(self, output: Any, rows: int) -> torch.Tensor:
-        """The output of `part(rows)` as uint8 [most rows of any part, bytes of a row], which all ranks can gather.
+        """Pack the output of `part(rows)` as uint8 [most rows of any part, bytes of a row], which all ranks can gather.
 
         Raises:
             TypeError: a tensor of the output does not have as many rows as were computed, or a multiple of them.
@@ -49,7 +49,7 @@ class RowGroup:
         return packed
 
     def gather(self, output: Any, packed: torch.Tensor, rows: int) -> Any:
-        """The output of all `rows` rows, from what each rank packed: one collective, however many tensors there are."""
+        """Return the output of all `rows` rows from the ranks' packed ones, by one collective for any number of tensors."""
         count, mine = self._computed(rows), tensors_of(output)
         everything = self.gather_bytes(packed.reshape(-1)).reshape(self.count, *packed.shape)
         counts = self._counts(rows)
@@ -58,7 +58,7 @@ class RowGroup:
         else:
             whole = torch.cat([part[:used] for part, used in zip(everything, counts, strict=True)])
         widths = [tensor.numel() // count * tensor.element_size() for tensor in mine]
-        # A copy of each column: a view at its offset may not be aligned for the tensor's dtype.
+        # Each column is copied, because a view at its offset may not be aligned for the tensor's dtype.
         columns = [column.contiguous() for column in torch.split(whole, widths, dim=1)]
         tensors = [
             column.view(tensor.dtype).reshape(rows * (tensor.shape[0] // count), *tensor.shape[1:])
@@ -67,7 +67,7 @@ class RowGroup:
         return with_tensors(output, tensors)
 
     def gather_bytes(self, mine: torch.Tensor) -> torch.Tensor:
-        """The flat uint8 tensors of all parts, which have one size, one after the other."""
+        """Return the flat uint8 tensors of all parts, which have equal sizes, one after the other."""
         everything = mine.new_empty(self.count, mine.numel())
         dist.all_gather(list(everything), mine, group=self._group)
         return everything.reshape(-1)

@@ -27,7 +27,7 @@ from diffusion_worker.runner.parallel.row_group import RowGroup
 T = TypeVar("T")
 
 Execute = Callable[[ModelCall, slice], Any]
-# Makes a call fit for a kind; raises RequestError, the same on every rank, where its sizes do not allow that.
+# Prepares a call for a parallel kind; raises RequestError, the same on every rank, where its sizes do not allow that.
 Prepare = Callable[[ModelCall], ModelCall]
 # Decodes an image tile by tile over all ranks; None where it has a single tile.
 DecodeTiles = Callable[[ModelCall, Execute], Any]
@@ -40,7 +40,7 @@ REFUSED = "\x01"
 
 
 class CallFailed(Exception):
-    """Raised on every rank when a model call failed on one; the message names the rank, `refusal` is what the rank refused it with."""
+    """Raised on every rank when a model call failed on one, named in the message. `refusal` is that rank's RequestError, if it was one."""
 
     def __init__(self, message: str, refusal: RequestError | None = None) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class CallFailed(Exception):
 class Parallel:
     """This rank's part in its group. The device decides the back end: NCCL beside gloo on GPUs, gloo alone on CPUs.
 
-    `tensor`, `sequence` and `shard` are the sizes of those dimensions; what is left of `world` is the rows'.
+    `tensor`, `sequence` and `shard` are the sizes of those dimensions; rows have the rest of `world`.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Parallel:
         self._tiled: dict[str, DecodeTiles] = {}
 
     def compute_together(self, component: str, prepare: Prepare) -> None:
-        """From now on the ranks of one sequence or tensor group compute each call of a component's forward together."""
+        """Let the ranks of a sequence or tensor group compute each call of a component's forward together from now on."""
         self._together[component] = prepare
 
     def collect_weights(self, component: str) -> None:
-        """From now on a call of a component's forward collects its weights from the ranks of the shard dimension."""
+        """Mark a component whose forward collects its weights from the ranks of the shard dimension."""
         self._sharded.add(component)
 
     def decode_tiles(self, component: str, decode: DecodeTiles) -> None:
-        """From now on the tiles of a component's decode are spread instead of its rows."""
+        """Spread the tiles of a component's decode from now on, instead of its rows."""
         self._tiled[component] = decode
 
     def run(self, call: ModelCall, execute: Execute) -> Any:
@@ -114,7 +114,7 @@ class Parallel:
         return self._spread(call, execute, self.everybody)
 
     def agree(self, run: Callable[[], T], *, size: Callable[[T], int] = lambda output: 0) -> T:
-        """Run, and raise `CallFailed` on all ranks if it raised on any, or if `size` of its result differs between them."""
+        """Return the result of `run`; raise `CallFailed` on all ranks if it raised on any, or if its `size` differs between ranks."""
         try:
             output, message, found = run(), "", 0
             found = size(output)
@@ -135,7 +135,7 @@ class Parallel:
         return output
 
     def any_of(self, flags: list[bool]) -> list[bool]:
-        """Each flag as it is set on any rank; all of them ask with as many."""
+        """Return each flag as set if it is set on any rank. All ranks call this with the same number of flags."""
         shared = torch.tensor(flags, dtype=torch.int32)
         if self.world > 1:
             dist.all_reduce(shared, dist.ReduceOp.MAX)
@@ -166,7 +166,7 @@ class Parallel:
         return group.gather(output, packed, rows)
 
     def _jointly(self, execute: Execute) -> Execute:
-        """The same, for a call with collectives inside: a rank that raises alone has left the others waiting."""
+        """Wrap `execute` for a call with collectives inside, where a rank that raises alone leaves the others waiting."""
         self._joint_calls += 1
 
         def run(call: ModelCall, rows: slice) -> Any:
@@ -180,7 +180,10 @@ class Parallel:
         return run
 
     def _require_same_failure(self, call: ModelCall, error: Exception) -> None:
-        """Raises RankFault unless all ranks that compute this call together fail with the same words: then none waits for another."""
+        """Raise RankFault unless all ranks that compute this call together fail with the same words.
+
+        With the same failure no rank waits for another.
+        """
         words = f"{type(error).__name__}: {error}"
         keys = [f"failure-{self._joint_calls}-{peer}" for peer in self._peers]
         self._store.set(f"failure-{self._joint_calls}-{self.rank}", words)
@@ -194,7 +197,7 @@ class Parallel:
 
 
 def _mesh(device: torch.device, world: int, *, tensor: int, sequence: int, shard: int) -> DeviceMesh | None:
-    """The ranks as rows x shard x tensor or ring x ulysses (diffusers' names for a sequence); None if there are rows only."""
+    """Return the mesh: rows x shard x tensor, or rows x shard x ring x ulysses (diffusers' for a sequence); None for rows alone."""
     rows = world // (tensor * sequence * shard)
     if tensor > 1:
         return init_device_mesh(device.type, (rows, shard, tensor), mesh_dim_names=("rows", "shard", "tensor"))
@@ -204,7 +207,7 @@ def _mesh(device: torch.device, world: int, *, tensor: int, sequence: int, shard
 
 
 def _row_group(rank: int, world: int, *, together: int) -> RowGroup:
-    """The ranks with this one's place in their sequence or tensor group: neighbours compute the same rows, these do not."""
+    """Return the ranks with this one's place in their sequence or tensor group, which compute other rows than it does."""
     if together == 1:
         return RowGroup(rank, world, None)
     # Every rank has to take part in making every group.
@@ -213,7 +216,7 @@ def _row_group(rank: int, world: int, *, together: int) -> RowGroup:
 
 
 def _failure(words: str) -> CallFailed:
-    """The exception for what `_words` said, here or on another rank."""
+    """Return the exception for a message of `_words`, made here or on another rank."""
     if not words.startswith(REFUSED):
         return CallFailed(words)
     _, code, message = words.split(REFUSED, 2)
@@ -221,7 +224,7 @@ def _failure(words: str) -> CallFailed:
 
 
 def _message_of(rank: int, mine: str) -> str:
-    """The message of one rank, on all."""
+    """Send the message of one rank to all, and return it."""
     words = mine.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
     shared = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     dist.broadcast(shared, rank)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence parallel (Ulysses): each rank has some tokens of every row, and inside an attention all tokens of some heads.
 
-Diffusers' hooks split and gather the tokens, with its plan for a model or ours (`parallel.md` 2). Diffusers' own switch is not used,
-because it asks for an accelerator and takes the whole world for the group.
+Diffusers' hooks split and gather the tokens, with its plan for a model or that in `FAMILIES`. Diffusers' own switch is not used, because it
+asks for an accelerator and takes the whole world for the group.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ Plan = dict[str, Any]
 class SequenceFamily:
     """The counting and splitting of a model class's tokens.
 
-    `tokens` and `text` give the lengths to split, from a call's arguments and the model's config. `pack` is the number of neighbouring
-    latents that the pipeline packs into one token. `plan` replaces diffusers' own. `pad_text` makes the text's length one that can be
-    split.
+    `tokens` and `text` return the lengths to split, from a call's arguments and the model's config. `pack` returns the number of
+    neighbouring latents that the pipeline packs into one token. `plan` replaces diffusers' own. `pad_text` pads the text to a length that
+    can be split.
     """
 
     tokens: Callable[[Arguments, Any], int]
@@ -39,7 +39,7 @@ class SequenceFamily:
     text: Callable[[Arguments], int] | None = None
     plan: Plan | None = None
     pad_text: Callable[[Arguments, int], Arguments] | None = None
-    # Modules whose attention is to the text alone: every rank has all of that, so its tokens need nobody else's.
+    # Modules that attend to the text alone. Every rank has the whole text, so they need no tokens of other ranks.
     to_text_only: str | None = None
 
 
@@ -52,7 +52,7 @@ def _packed_tokens(arguments: Arguments, config: Any) -> int:
 
 
 def _patched_tokens(arguments: Arguments, config: Any) -> int:
-    """Latents [rows, channels, (frames,) height, width] in patches."""
+    """Return the number of patches in latents [rows, channels, (frames,) height, width]."""
     patch = config.patch_size if isinstance(config.patch_size, list | tuple) else (config.patch_size,) * 2
     sides = arguments["hidden_states"].shape[2:]
     tokens = 1
@@ -62,7 +62,10 @@ def _patched_tokens(arguments: Arguments, config: Any) -> int:
 
 
 def _pad_qwen_text(arguments: Arguments, size: int) -> Arguments:
-    """Prompts have any length here. Padding is masked; positions of images do not depend on the text's length."""
+    """Pad the text to a multiple of `size`, because prompts have any length here.
+
+    Padding is masked, and positions of images do not depend on the text's length.
+    """
     text = arguments["encoder_hidden_states"]
     missing = -text.shape[1] % size
     if missing == 0:
@@ -103,7 +106,7 @@ FAMILIES = {
         },
         to_text_only="attn2",
     ),
-    # No plan and no processor that knows of it in diffusers. The text is on every rank: it is short, and 333 tokens long.
+    # Diffusers has no plan for it, and no processor that supports one. The text is on every rank: it is short, and 333 tokens long.
     "SD3Transformer2DModel": SequenceFamily(
         _patched_tokens, lambda config: config.patch_size, plan={"pos_embed": {0: _tokens_out_of(1, 3)}, "proj_out": _GATHERED}
     ),
@@ -111,7 +114,7 @@ FAMILIES = {
 
 
 def check_model(name: str, model: nn.Module, size: int) -> None:
-    """Raises ConfigError where the model cannot be split over `size` ranks."""
+    """Raise ConfigError where the model cannot be split over `size` ranks."""
     kind = type(model).__name__
     if kind not in FAMILIES:
         raise ConfigError(f"--sequence: {kind} ({name}) is not supported, expected one of {', '.join(sorted(FAMILIES))}")
@@ -121,7 +124,7 @@ def check_model(name: str, model: nn.Module, size: int) -> None:
 
 
 def describe(info: ModelInfo, token_pixels: int, size: int) -> ModelInfo:
-    """The model with the sizes it can make; raises ConfigError if the one it makes by default is none of them."""
+    """Add the sizes that can be made to a model's description; raise ConfigError if its default size is none of them."""
     if info.default_height and info.default_width:
         tokens = (info.default_height // token_pixels) * (info.default_width // token_pixels)
         if tokens % size:
@@ -131,7 +134,7 @@ def describe(info: ModelInfo, token_pixels: int, size: int) -> ModelInfo:
 
 
 class Ulysses:
-    """The kind for all models of one rank group: `mesh` has the dimensions `ring` (of size 1) and `ulysses`."""
+    """Sequence parallelism for all models of one rank group. `mesh` has the dimensions `ring` (of size 1) and `ulysses`."""
 
     def __init__(self, mesh: DeviceMesh, *, rank: int, world: int, device: torch.device) -> None:
         part = mesh["ring", "ulysses"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Application of the configured parallel kinds to a loaded pipeline, or the reasons why they do not fit it.
 
-Everything that can be known to be wrong is refused here, when the model is loaded: a request never finds out.
+All that can be known to be wrong is refused here, at the load of the model, before any request.
 """
 
 import functools
@@ -26,10 +26,10 @@ from diffusion_worker.runner.parallel.rows import Parallel
 
 
 class ParallelKinds:
-    """The kinds of one worker on one pipeline. With none of them asked for, nothing here touches a process group."""
+    """The parallel kinds of one worker on one pipeline. Without any, nothing here touches a process group."""
 
     def __init__(self, config: WorkerConfig, parallel: Parallel, pipeline: Any, modules: dict[str, nn.Module]) -> None:
-        """Raises ConfigError, naming the option and the model's class, where a kind does not fit."""
+        """Check the kinds; raise ConfigError, naming the option and the model's class, where a kind does not fit."""
         self._config = config
         self._parallel = parallel
         self._pipeline = pipeline
@@ -51,7 +51,7 @@ class ParallelKinds:
         unread: Placeholders = NOTHING_UNREAD,
         report: ReportBytes = lambda count: None,
     ) -> None:
-        """Put the weights of a component where its kind wants them, and make its calls use it; see `ModelWeights.place`."""
+        """Place a component's weights as its parallel kind needs them, and set up its calls; see `ModelWeights.place`."""
         module, config = self._modules[name], self._config
         denoises = name in self._denoisers
         if config.tensor > 1 and denoises:
@@ -60,7 +60,7 @@ class ParallelKinds:
             read_in_place(module, unread, report)
             self._place_shards(name, module, weights)
         elif config.offload is Offload.GROUP:
-            # Diffusers keeps them where it pins memory.
+            # Diffusers keeps these weights in memory that it pins itself.
             read_in_place(module, unread, report)
             weights.leave((*module.parameters(), *module.buffers()))
         else:
@@ -126,7 +126,7 @@ class ParallelKinds:
             vae_tiles.check_vae("vae", self._modules["vae"])
 
     def _check_sequence(self) -> None:
-        """Check for parts of the pipeline, beside its model, that cannot be split."""
+        """Raise ConfigError for parts of the pipeline, beside its model, that cannot be split."""
         size, kind = self._config.sequence, type(self._pipeline).__name__
         if any("controlnet" in name for name in self._modules):
             raise ConfigError(f"--sequence: {kind} is not supported: a ControlNet adds to the tokens of whole images")
@@ -139,7 +139,7 @@ class ParallelKinds:
             raise ConfigError(f"--sequence {size}: the text of {kind} has {text} tokens, which is no multiple of {size}")
 
     def _check_shared_layers(self) -> None:
-        """A layer is sharded with one model, so it cannot be a part of two."""
+        """Raise ConfigError where two models share a layer, because a layer is sharded with one model."""
         owners: dict[int, str] = {}
         for name, module in self._modules.items():
             for parameter in module.parameters() if sharding.is_sharded(name) else ():
@@ -148,7 +148,7 @@ class ParallelKinds:
                     raise ConfigError(f"--shard: {type(self._pipeline).__name__} is not supported: {owner} and {name} share layers")
 
     def _token_pixels(self) -> int:
-        """Pixels of a token's side."""
+        """Return the side of a token in pixels."""
         model = next(iter(self._denoisers.values()))
         return self._vae_scale() * int(sequence.FAMILIES[type(model).__name__].pack(model.config))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded weights (HSDP): each rank keeps a part of every weight, and a block's are brought together while it computes.
+"""Sharded weights (HSDP): each rank keeps a part of every weight, and a block's weights are gathered while it computes.
 
-For models that are too large for one card and have no plan for anything else: it needs no knowledge of the model. It saves
-memory; rows are still spread over these ranks, so that they do not all compute the same.
+It is for models that are too large for one card and have no plan for another kind: it needs no knowledge of the model. It saves memory;
+rows are still spread over these ranks, so that they do not all compute the same.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 from diffusion_worker.errors import ConfigError
 
-# Components by what their names hold. A VAE is called by `decode`, past the hooks, and small.
+# Words in the names of components that are sharded. A VAE is not: it is small, and its `decode` bypasses the hooks.
 SHARDED = ("transformer", "unet", "controlnet", "prior", "text_encoder")
 
-# Models that use weights of a block outside its call, where they are not together.
+# Models that use weights of a block outside its call, where they are not gathered.
 WHOLE_BLOCKS = {"DiTTransformer2DModel": "it computes its condition with a layer of its first block"}
 
 
@@ -27,14 +27,14 @@ def is_sharded(component: str) -> bool:
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raises ConfigError for a model that cannot be sharded."""
+    """Raise ConfigError for a model that cannot be sharded."""
     kind = type(model).__name__
     if kind in WHOLE_BLOCKS:
         raise ConfigError(f"--shard: {kind} ({name}) is not supported: {WHOLE_BLOCKS[kind]}")
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave this rank its part of the weights: block by block, then what is in none. `mesh` is the shard dimension."""
+    """Keep this rank's part of the weights: block by block, then those in no block. `mesh` is the shard dimension."""
     own = type(model)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh)
@@ -46,7 +46,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The entries of every outermost ModuleList that have parameters and are called themselves, each once."""
+    """Yield the entries of every outermost ModuleList that have parameters and are called themselves, each once."""
     seen: set[int] = set()
     for child in model.children():
         for block in _entries(child) if isinstance(child, nn.ModuleList) else blocks_of(child):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallel: each rank has some rows or columns of a model's large linear layers.
 
-Diffusers' plan says which layers are cut, and how (`parallel.md` 3). The rest of a cut layer is a plain tensor in this rank's slab. A layer
-cut by its outputs computes some of them; one cut by its inputs sums its results over the ranks.
+Diffusers' plan says which layers are cut, and how. This rank's part of a cut layer is a plain tensor in its slab. A layer cut by its
+outputs computes some of them; one cut by its inputs sums its results over the ranks.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from diffusion_worker.errors import ConfigError
 from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.lora.loads.model_table import PartCut
 
-# Models whose plan was tried: others have one too, whose attention reads its own width from the number of heads.
+# Models whose plan was tried. Others have a plan too, but an attention that computes its width from the number of heads.
 FAMILIES = ("Flux2Transformer2DModel", "FluxTransformer2DModel", "QwenImageTransformer2DModel")
 
 
 def check_model(name: str, model: nn.Module, size: int) -> None:
-    """Raises ConfigError where the model cannot be cut for `size` ranks."""
+    """Raise ConfigError where the model cannot be cut for `size` ranks."""
     kind = type(model).__name__
     if kind not in FAMILIES:
         raise ConfigError(f"--tensor: {kind} ({name}) is not supported, expected one of {', '.join(FAMILIES)}")
@@ -47,14 +47,14 @@ class TensorCut:
         self._specs = resolve_tp_shard_specs(model, model._tp_plan, self._size)
 
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a parameter or buffer; a view where that is possible."""
+        """Return this rank's part of a parameter or buffer, as a view where that is possible."""
         spec = self._specs.get(name)
         if spec is None or spec.dim is None:
             return whole
         return PartCut(spec.dim, tuple(spec.block_sizes), self._size, self._index).of(whole, spec.dim)
 
     def connect(self) -> None:
-        """Let the layers that are cut by their inputs sum over the ranks. The weights are in place by now."""
+        """Make layers that are cut by their inputs sum over the ranks. Call it when the weights are in place."""
         for name in self._specs:
             layer = name.removesuffix(".weight")
             if layer != name and self._specs[name].dim == 1:

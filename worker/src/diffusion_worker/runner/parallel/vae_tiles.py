@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A large image is decoded in tiles, and the tiles are spread over all ranks.
+"""Decoding of a large image in tiles that are spread over all ranks.
 
-The VAE's own tiled decode runs three times with another decoder in place. It records its tiles, each rank decodes some, and then all of
-them are given to it for blending. So the result is bit for bit that of one rank.
+The VAE's own tiled decode runs twice, with another decoder in place. First it records its tiles, of which each rank then decodes some. The
+second time it is given all decoded tiles to blend. So the result is bit for bit that of one rank.
 """
 
 import math
@@ -40,7 +40,7 @@ SHAPES: dict[str, Callable[[Any], Callable[[torch.Tensor], Shape]]] = {
 
 
 def check_vae(name: str, vae: nn.Module) -> None:
-    """Raises ConfigError for a VAE whose tiles cannot be spread."""
+    """Raise ConfigError for a VAE whose tiles cannot be spread."""
     kind = type(vae).__name__
     if kind not in SHAPES:
         raise ConfigError(f"--vae-tiling: {kind} ({name}) is not supported, expected one of {', '.join(SHAPES)}")
@@ -70,7 +70,7 @@ class TileDecoder:
         return result
 
     def record_tiles(self, decode: Callable[[], Any]) -> list[Asked]:
-        """The tiles that a decode asks for."""
+        """Run a decode and return the tiles that it asks for."""
         self.asked = asked = list[Asked]()
         try:
             decode()
@@ -79,7 +79,7 @@ class TileDecoder:
         return asked
 
     def hand_out(self, tiles: list[torch.Tensor], decode: Callable[[], Any]) -> Any:
-        """Return the result of a decode that is given these tiles."""
+        """Run a decode that is given these decoded tiles; return its result."""
         self.answers = tiles
         try:
             return decode()
@@ -97,7 +97,7 @@ class VaeTiles:
         self._parallel = parallel
 
     def decode(self, call: ModelCall, execute: Execute) -> Any | None:
-        """The image of all rows; None where it is no larger than a tile, or a video: then the rows are spread."""
+        """Return the image of all rows; None for a single tile or a video, whose rows are spread instead."""
         if call.arguments["z"].dim() == 5 and call.arguments["z"].shape[2] > 1:
             return None
         vae = self._vae if call.module is None else call.module
@@ -110,7 +110,7 @@ class VaeTiles:
         return self._parallel.agree(lambda: decoder.hand_out(tiles, lambda: execute(call, rows)))
 
     def _spread(self, decoder: TileDecoder, asked: list[Asked]) -> list[torch.Tensor]:
-        """All tiles, of which this rank decodes every `world`-th."""
+        """Return all tiles decoded, of which this rank decodes every `world`-th."""
         everybody, dtype = self._parallel.everybody, asked[0][0].dtype
         mine = self._parallel.agree(
             lambda: [decoder.real(tile, **_fresh(options)).to(dtype) for tile, options in asked[everybody.index :: everybody.count]]
@@ -127,13 +127,13 @@ class VaeTiles:
         for index, part in enumerate(parts):
             numbers = range(index, len(asked), everybody.count)
             pieces = torch.split(part[: sum(sizes[number] for number in numbers)], [sizes[number] for number in numbers])
-            # Copies, each a tensor of its own: blending writes in place.
+            # Each tile is copied to a tensor of its own, because blending writes in place.
             tiles |= {number: piece.clone().reshape(shapes[number]) for number, piece in zip(numbers, pieces, strict=True)}
         return [tiles[number] for number in range(len(asked))]
 
 
 def _fresh(options: dict[str, Any]) -> dict[str, Any]:
-    """A frame's cache as it is at the start of a tile; the VAE's own was used by nobody."""
+    """Return a tile's options with an empty cache of frames, as at the start of a tile."""
     if "feat_cache" not in options:
         return options
     return options | {"feat_cache": [None] * len(options["feat_cache"]), "feat_idx": [0]}
