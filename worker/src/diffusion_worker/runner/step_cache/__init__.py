@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caches: what a request's denoiser calls may leave out, because an earlier step of the same request computed about that."""
+"""Step caches: layers that a request's denoiser calls may skip, because an earlier step of the same request computed about the same."""

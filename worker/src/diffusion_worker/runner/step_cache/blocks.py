@@ -20,7 +20,7 @@ Passing = Callable[..., Any]
 
 
 class Block:
-    """A transformer block: which of its arguments and of its results are the hidden states of the image and of the text."""
+    """A transformer block, and the hidden states of image and text among its arguments and its results."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.layer = layer
@@ -29,13 +29,13 @@ class Block:
         self._text: int | None = self._about.return_encoder_hidden_states_index
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states of image and text that the block was called with."""
+        """Return the hidden states of image and text that the block was called with."""
         find, about = self._about._get_parameter_from_args_kwargs, self._about
         text = None if self._text is None else find(about.encoder_hidden_states_argument_name, args, kwargs)
         return find(about.hidden_states_argument_name, args, kwargs), text
 
     def parts(self, output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Those that it returned."""
+        """Return the hidden states of image and text in the block's output."""
         if isinstance(output, torch.Tensor):
             return output, None
         return output[self._hidden], None if self._text is None else output[self._text]
@@ -48,7 +48,7 @@ class Block:
 
 
 def blocks_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of a denoiser in the order in which they run, by the names that diffusers goes by."""
+    """Return the blocks of a denoiser in the order in which they run, found by the names that diffusers uses."""
     lists = [part for name, part in module.named_children() if name in _ALL_TRANSFORMER_BLOCK_IDENTIFIERS]
     return [block for part in lists if isinstance(part, torch.nn.ModuleList) for block in part]
 
@@ -67,14 +67,14 @@ def why_no_blocks(module: torch.nn.Module) -> str | None:
 
 
 def passed_through(cached: CachedModule, block: Block, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """A block that gives on what it was given, where blocks are skipped."""
+    """Call a block, or return its input as its output where blocks are skipped."""
     if cached.run is None or cached.run.verdict is CacheVerdict.COMPUTE:
         return forward(*args, **kwargs)
     return block.output(*block.given(args, kwargs))
 
 
 def hook_blocks(module: torch.nn.Module, first: Passing, last: Passing) -> CachedModule:
-    """Put `first` and `last` around a model's first and last block; those between pass on what they get where blocks are skipped."""
+    """Put `first` and `last` around a model's first and last block; the others return their input where blocks are skipped."""
     cached = CachedModule()
     blocks = [Block(layer) for layer in blocks_of(module)]
     for block, passing in zip(blocks, [first, *[passed_through] * (len(blocks) - 2), last], strict=True):
@@ -83,7 +83,7 @@ def hook_blocks(module: torch.nn.Module, first: Passing, last: Passing) -> Cache
 
 
 def plus(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """Text that the last block does not return (Stable Diffusion 3) is nobody's any more: it passes as it is."""
+    """Return the sum, or `one` where the other is missing: Stable Diffusion 3's last block returns no text, which nothing uses then."""
     return one if one is None or other is None else other + one
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step cache of a worker: which denoisers have it, and how one merged call serves requests that each remember their own.
+"""The step cache of a worker: its denoisers, and merged calls for requests that each remember their own values.
 
 A call of several requests is made once if all of them skip or all compute. If only the first block can decide, it is computed for all of
 them together. If they then differ, those that skip and those that compute continue in separate calls, from the first block's output. Values
@@ -22,11 +22,11 @@ Agree = Callable[[list[CacheVerdict]], list[CacheVerdict]]
 
 
 class MixedVerdicts(Exception):
-    """Raised when the requests of a call turn out to skip and to compute: the call has to be made for each kind of them."""
+    """Raised when some requests of a call turn out to skip and others to compute: each group then needs a call of its own."""
 
 
 class PipelineStepCache:
-    """A kind of cache on the denoisers of a pipeline. `agree` is None at one rank, which decides inside the call."""
+    """A kind of cache on the denoisers of a pipeline. `agree` is None with a single rank, which decides inside the call."""
 
     def __init__(self, kind: CacheKind, denoisers: dict[str, torch.nn.Module], agree: Agree | None) -> None:
         self.kind = kind
@@ -34,7 +34,7 @@ class PipelineStepCache:
         self._agree = agree
 
     def branch_of(self, state: CachedRequest, call: ModelCall) -> Branch | None:
-        """Return the values that a request remembers for its next call; None for a call without the cache."""
+        """Begin the next call of a request's branch and return the branch; return None for a call without the cache."""
         if not state.spec.accelerated or state.exact or state.whole or call.component not in self._modules or call.method != "forward":
             return None
         kind = state.kind_of(call)
@@ -45,12 +45,12 @@ class PipelineStepCache:
         return branch
 
     def plan(self, component: str, branches: list[Branch], rows: list[int]) -> "Plan":
-        """Plan a joint call for the requests of these branches, which agree on skipping, with so many rows each."""
+        """Plan a joint call for the requests of these branches, which have the same verdict; `rows` has the rows of each."""
         return Plan(self._modules[component], branches, rows, self._agree)
 
 
 class Plan:
-    """The plan of a cached module's call. `skips` tells afterwards whether blocks were skipped."""
+    """The plan of a cached module's call. After the call `skips` says whether blocks were skipped."""
 
     def __init__(self, module: CachedModule, branches: list[Branch], rows: list[int], agree: Agree | None) -> None:
         self._module = module
@@ -64,7 +64,7 @@ class Plan:
         return self._verdict is CacheVerdict.SKIP
 
     def execute(self, make: Callable[[], Any], rows: slice) -> tuple[Any, Kept]:
-        """Run the module for some rows of the call; returns its output (None if only its first block ran) and what to remember."""
+        """Run the module for some rows of the call; return its output (None if only its first block ran) and the values to remember."""
         run = CachedRun(self._verdict, lambda place: self._recall(place, rows), self._decide)
         output = None
         with self._module.running(run), contextlib.suppress(FirstBlockOnly):
@@ -73,10 +73,10 @@ class Plan:
         return output, run.kept
 
     def keep(self, made: list[tuple[Any, Kept]]) -> list[Any]:
-        """Have each request remember its part of what the call gave; returns the parts of the output.
+        """Let each request remember its part of the call's values; return the parts of the output.
 
         Raises:
-            MixedVerdicts: the requests differ; each has its verdict now.
+            MixedVerdicts: the requests differ, and each has its own verdict now.
         """
         for branch, (_, kept) in zip(self._branches, made, strict=True):
             if self._verdict is not CacheVerdict.OPEN:
@@ -90,7 +90,7 @@ class Plan:
         raise MixedVerdicts
 
     def _decide(self, kept: Kept) -> CacheVerdict:
-        """Inside the call, at one rank: what all its requests say, or open."""
+        """Return the verdict of all requests if they agree, otherwise open. With several ranks it is always open inside the call."""
         if self._agree is not None:
             return CacheVerdict.OPEN
         verdicts = {branch.decide(part) for branch, part in zip(self._branches, split(kept, self._rows), strict=True)}
@@ -114,7 +114,7 @@ def _rows_of(tensors: list[torch.Tensor | None], rows: slice, total: int) -> tor
 
 
 def _own(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor that keeps no other request's rows in memory with it."""
+    """Return a tensor that keeps no other request's rows in memory: the same, or a copy."""
     if tensor is None or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     return tensor.clone()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skips the blocks after the first one while that one changes its input about as it did when they were last computed.
+"""The first-block cache: later blocks are skipped while the first changes its input about as when they were last computed.
 
 The rule is that of diffusers' `FirstBlockCacheConfig`, asked for each request by itself.
 """
@@ -45,12 +45,13 @@ class _FirstBlockBranch:
         self._probed = {}
 
 
-# The value that its authors use for Flux (ParaAttention, and diffusers' guide to it); diffusers' own 0.05 skips next to nothing.
+# The value that the authors of the method use for Flux (ParaAttention, and diffusers' guide to it). Diffusers' own 0.05 skips next to
+# nothing.
 THRESHOLD = 0.08
 
 
 class FirstBlock:
-    """Skips the blocks after the first one while what that one changes is about what it changed when they were last computed."""
+    """The cache that skips later blocks while the first changes its input about as when they were last computed."""
 
     def __init__(self, threshold: float | None = None) -> None:
         self.threshold = THRESHOLD if threshold is None else threshold

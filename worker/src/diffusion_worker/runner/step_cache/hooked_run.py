@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State shared by a step cache and its hooks while a module runs for some rows of some requests.
 
-The hooks keep nothing of their own. They get what is remembered by place (the name of a layer), and leave what is to be
-remembered in `CachedRun.kept`. So rows may be computed on any rank, in any company.
+The hooks keep nothing of their own. They get remembered values by place (the name of a layer), and leave values to remember in
+`CachedRun.kept`. So rows may be computed on any rank, beside any others.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch
 # Some tensors that belong together, each with a row (or several) for each row of the call; None stands for one there is not.
 Tensors = list[torch.Tensor | None]
 Kept = dict[str, Tensors]
-# A layer's own forward, and what it was called with.
+# A function that is called with a layer's own forward and the arguments of the layer's call.
 Around = Callable[..., Any]
 
 
@@ -29,13 +29,13 @@ class CacheVerdict(enum.Enum):
 
 
 class FirstBlockOnly(Exception):
-    """Raised out of a module whose first layer is computed, when that is all that was wanted; handled by who ran it."""
+    """Raised out of a module after its first layer, when only that was wanted. The code that runs the module handles it."""
 
 
 class CachedRun:
-    """An execution of a module. `recall` gives what is remembered of a place, for the rows of this execution.
+    """An execution of a module. `recall` returns the remembered values of a place, for the rows of this execution.
 
-    `decide` turns an open verdict into another one from what was kept so far, or leaves it open.
+    `decide` turns an open verdict into another one from the values kept so far, or leaves it open.
     """
 
     def __init__(self, verdict: CacheVerdict, recall: Callable[[str], Tensors | None], decide: Callable[[Kept], CacheVerdict]) -> None:
@@ -55,7 +55,7 @@ class CachedModule:
 
     @contextlib.contextmanager
     def running(self, run: CachedRun) -> Iterator[None]:
-        """Let the hooks go by `run`."""
+        """Let the hooks follow `run` while the block runs."""
         self.run = run
         try:
             yield
@@ -64,8 +64,8 @@ class CachedModule:
 
 
 def hook(layer: torch.nn.Module, around: Around) -> None:
-    """From now on calls of a layer go to `around(forward, *args, **kwargs)`; `forward` is what they were before, compiled or not.
+    """Replace a layer's calls by `around(forward, *args, **kwargs)`, where `forward` makes the former call, compiled or not.
 
-    Outside of what is compiled: a hook that raises, or whose way depends on its run, would break the layer's graph.
+    The hook stays outside of compiled code: if it raises, or acts by its run, it would break the layer's graph.
     """
     layer._compiled_call_impl = functools.partial(around, layer._compiled_call_impl or layer._call_impl)

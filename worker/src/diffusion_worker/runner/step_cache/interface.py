@@ -18,16 +18,16 @@ class Branch(Protocol):
     verdict: CacheVerdict
 
     def begin(self) -> None:
-        """A call is about to be made: set the verdict on it."""
+        """Prepare for a call that is about to be made: set its verdict."""
 
     def decide(self, kept: Kept) -> CacheVerdict:
-        """The verdict on a call that was open, by what its first layer gave; never open."""
+        """Return the verdict on a call that was open, by the values of its first layer; never open."""
 
     def recall(self, place: str) -> Tensors | None:
         """Return the remembered values of a place; None if there are none."""
 
     def keep(self, kept: Kept) -> None:
-        """The call was made (or its first layer, while the verdict is open)."""
+        """Remember the values of a call that was made, or of its first layer while the verdict is open."""
 
 
 class CachedRequest(Protocol):
@@ -39,7 +39,7 @@ class CachedRequest(Protocol):
     branches: dict[Hashable, Branch]
 
     def kind_of(self, call: ModelCall) -> Hashable:
-        """Return what sets a call apart from the others of a step, and is the same at the next step."""
+        """Return a key that sets a call apart from the others of a step, and is the same at the next step."""
 
 
 class CacheKind(Protocol):
@@ -49,14 +49,14 @@ class CacheKind(Protocol):
         """Return the reason why a denoiser cannot have this cache; None if it can."""
 
     def put_on(self, module: torch.nn.Module) -> CachedModule:
-        """Hook the layers of a denoiser."""
+        """Put the cache's hooks on the layers of a denoiser."""
 
     def branch(self, steps: int | None) -> Branch:
-        """A new one, of a request with so many steps."""
+        """Make a branch for a request with this number of steps."""
 
 
 def own_state(state: Any) -> StateManager:
-    """The state that one of diffusers' hooks asks for, for a hook that is asked for its rule and not put on a module."""
+    """Return the state that a hook of diffusers needs if it is only asked for its rule, and is not put on a module."""
     states = StateManager(state)
     states.set_context(CacheContext("request"))
     return states

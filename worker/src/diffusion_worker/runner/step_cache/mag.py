@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skips all blocks while the magnitude of what they change, which was measured for the model beforehand, moves little.
+"""The magnitude cache: all blocks are skipped while the magnitude of their change, measured for the model beforehand, moves little.
 
 The rule is that of diffusers' `MagCacheConfig`. It goes by the number of the step alone.
 """
@@ -20,7 +20,7 @@ MAG_RATIOS = {"FluxTransformer2DModel": FLUX_MAG_RATIOS}
 
 
 class _MagBranch:
-    """Asks diffusers' hook about each step, with tensors of one number in place of the model's."""
+    """A branch that asks diffusers' hook about each step, with tensors of one number in place of the model's."""
 
     def __init__(self, config: MagCacheConfig) -> None:
         self.verdict = CacheVerdict.COMPUTE
@@ -53,7 +53,7 @@ class _MagBranch:
 
 
 class MagCache:
-    """Skips all blocks while the magnitude of what they change, measured for the model beforehand, moves little."""
+    """The cache that skips all blocks while the magnitude of their change, measured for the model beforehand, moves little."""
 
     def why_not(self, module: torch.nn.Module) -> str | None:
         if type(module).__name__ not in MAG_RATIOS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continues what attention layers returned by the first terms of a Taylor series, and computes them every few steps only.
+"""The Taylor cache: outputs of attention layers are computed every few steps only, and continued by a Taylor series in between.
 
-When to compute and how to continue are diffusers' `TaylorSeerCacheHook` and `TaylorSeerState`.
+Diffusers' `TaylorSeerCacheHook` decides when to compute, and its `TaylorSeerState` continues.
 """
 
 import re
@@ -52,10 +52,10 @@ class _TaylorBranch:
 
 
 class TaylorSeer:
-    """Continues what attention layers returned by the first terms of a Taylor series, and computes them every few steps only.
+    """The cache that computes outputs of attention layers every few steps only, and continues them by the first terms of a Taylor series.
 
-    Without a `taylor_factors_dtype` the terms are kept in the precision of the layers: diffusers' own default, bfloat16,
-    would cost a float32 model its precision.
+    Without a `taylor_factors_dtype` the terms are kept in the precision of the layers: diffusers' own default, bfloat16, would cost a
+    float32 model its precision.
     """
 
     PATTERNS: ClassVar = [re.compile(pattern) for pattern in _TRANSFORMER_BLOCK_IDENTIFIERS]
