@@ -32,10 +32,10 @@ NO_NEGATIVE_PROMPT = " "
 
 
 class PipelineBody:
-    """Runs the pipeline once; returns an image, or the frames of a video.
+    """A callable that runs the pipeline once and returns an image, or the frames of a video.
 
     Requests of different `batch_key` never share a model call. A `whole` one has the model for itself from its first step to its end, and
-    nobody else advances meanwhile.
+    no other request advances meanwhile.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class PipelineBody:
                 _unhook(self._pipeline, view)
 
     def modules(self) -> list[torch.nn.Module]:
-        """The shared modules that the pipeline may change if it has them alone."""
+        """Return the shared modules, which the pipeline may change if it has them alone."""
         return list(modules_of(self._pipeline).values())
 
 
 def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:
-    """The body of a request; `conditioning` are images and the like by the name of the pipeline's argument.
+    """Make the body of a request; `conditioning` has images and the like by the names of the pipeline's arguments.
 
     Raises:
         RequestError: InvalidRequest, the pipeline does not take a field of the request; its details name the field.
@@ -104,7 +104,7 @@ def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, An
 
 
 def call_view(view: Any, arguments: Arguments) -> Any:
-    """The pipeline's own call, classic or modular; returns the first thing it makes."""
+    """Call a view's pipeline, classic or modular; return the first of its results."""
     takes = inputs_of(view)
     # A pipeline that draws no noise takes no generator, one that only makes latents no output type.
     given = {name: value for name, value in arguments.items() if name in takes or name not in ("generator", "output_type")}
@@ -120,7 +120,7 @@ def inputs_of(pipeline: Any) -> Mapping[str, Any]:
     return _inputs_of_blocks(pipeline._blocks) if isinstance(pipeline, diffusers.ModularPipeline) else _inputs_of_call(_type(pipeline))
 
 
-# Found once: a modular pipeline asks all its blocks, each time.
+# Cached, because a modular pipeline asks all its blocks each time.
 @functools.lru_cache(maxsize=8)
 def _inputs_of_blocks(blocks: Any) -> Mapping[str, Any]:
     return {item.name: item.default for item in blocks.inputs if item.name is not None}
@@ -128,7 +128,7 @@ def _inputs_of_blocks(blocks: Any) -> Mapping[str, Any]:
 
 @functools.cache
 def _inputs_of_call(kind: Any) -> Mapping[str, Any]:
-    """Also what a class passes on: one that takes `**kwargs` has the arguments of the class it extends."""
+    """Return the arguments of a class's call; if it passes on `**kwargs`, also those of the class it extends."""
     found: Arguments = {}
     for call in (vars(parent)["__call__"] for parent in kind.__mro__ if "__call__" in vars(parent)):
         items = list(inspect.signature(call).parameters.values())[1:]
@@ -144,7 +144,7 @@ def _type(pipeline: Any) -> Any:
 
 
 def first_output(pipeline: Any) -> str:
-    """The name of what a modular pipeline is for: its images or videos, or else the first output of its last block."""
+    """Return the name of a modular pipeline's main output: its images or videos, or else the first output of its last block."""
     names = [output.name for output in pipeline._blocks.outputs]
     return next((name for name in ("images", "videos") if name in names), names[0])
 
@@ -156,7 +156,7 @@ def _fields(takes: Mapping[str, Any], spec: RequestSpec) -> Arguments:
         "negative_prompt": spec.negative_prompt,
         "height": spec.height,
         "width": spec.width,
-        # Kontext makes that many pixels of any size.
+        # Kontext makes this number of pixels, whatever the size.
         "max_area": spec.height * spec.width if "max_area" in takes and spec.height and spec.width else None,
         frames: spec.frames,
         "num_inference_steps": spec.steps or (len(spec.sigmas) if spec.sigmas else None),
@@ -165,7 +165,7 @@ def _fields(takes: Mapping[str, Any], spec: RequestSpec) -> Arguments:
 
 
 def _check_schedule(spec: RequestSpec, pipeline: Any) -> None:
-    """Check that the denoising loop's scheduler can follow the schedule of the adapter's recipe."""
+    """Raise RequestError where the denoising loop's scheduler cannot follow the schedule of the adapter's recipe."""
     scheduler = pipeline.components.get(MAIN_SCHEDULER)
     if spec.sigmas is not None:
         check_sigmas(scheduler, spec.sigmas, steps=spec.steps)
@@ -174,7 +174,7 @@ def _check_schedule(spec: RequestSpec, pipeline: Any) -> None:
 
 
 def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: float, pipeline: Any) -> float | None:
-    """Put the guidance scale where the class takes it; returns it for a modular pipeline's guiders, else None."""
+    """Put the guidance scale into the argument that the class has for it; return it for a modular pipeline's guiders, else None."""
     if _guides_truly(takes):
         arguments[TRUE_GUIDANCE] = scale
         if scale > 1 and "negative_prompt" in takes:
@@ -189,14 +189,14 @@ def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: fl
 
 
 def _guides_truly(takes: Mapping[str, Any]) -> bool:
-    """Return whether the class means a second, unguided call by guidance."""
+    """Return whether the class guides by a second, unguided call."""
     return TRUE_GUIDANCE in takes and (takes[TRUE_GUIDANCE] or 0) > (takes.get("guidance_scale") or 0)
 
 
 def default_guidance(pipeline: Any) -> float | None:
-    """The scale that a request without one gets; None where there is none.
+    """Return the scale that a request without one gets; None where there is none.
 
-    A class that guides only with a negative prompt has no default either; we pass that prompt for requests with a scale.
+    A class that guides only with a negative prompt has no default either; requests with a scale get that prompt.
     """
     takes = inputs_of(pipeline)
     if _guides_truly(takes):
@@ -206,7 +206,7 @@ def default_guidance(pipeline: Any) -> float | None:
 
 
 def _check_negative_prompt(takes: Mapping[str, Any], arguments: Arguments, pipeline: Any) -> None:
-    """A class whose second call is off by default (Flux) would take a negative prompt and do nothing with it."""
+    """Refuse a negative prompt that the class would take and ignore, because its second call is off by default (Flux)."""
     if not arguments.get("negative_prompt") or TRUE_GUIDANCE not in takes or hasattr(type(pipeline), "do_classifier_free_guidance"):
         return
     if (arguments.get(TRUE_GUIDANCE, takes[TRUE_GUIDANCE]) or 0) <= 1:
@@ -237,7 +237,7 @@ def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
 
 
 def _unhook(pipeline: Any, view: Any) -> None:
-    """A call that fails between a guider's hooks being put on the model and taken off would leave them there."""
+    """Remove a guider's hooks from the model. A call that fails after the guider has set them would leave them there."""
     for guider in guiders_of(view).values():
         if hooks_models(guider):
             for module in pipeline.components.values():

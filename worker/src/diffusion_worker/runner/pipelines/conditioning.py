@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image inputs of a pipeline class, and a request's images under its argument names.
 
-Read from what the class's call takes. Tables hold the rest: references, which the model sees unchanged, and classes that work without an
-image although they take one.
+They are read from the arguments of the class's call. Tables have the rest: references, which the model sees unchanged, and classes that
+work without an image although they take one.
 """
 
 import inspect
@@ -43,12 +43,12 @@ REFERENCES = {
 }
 # Those of them that fail without an image, although their call has a default for it.
 NEED_A_REFERENCE = frozenset({"QwenImageEditPipeline", "QwenImageEditPlusPipeline"})
-# Take an image, but make another thing of it than an edit in the size asked for, or need more than an image and words.
+# Words in the names of classes that take an image and serve no edit. They make something else of it, or need more than an image and words.
 NO_EDIT = ("SuperResolution", "Upscal", "Layered", "VisualCloze", "Refiner", "ControlNetUnion")
-# Take an image instead of words, not beside them.
+# Classes that take an image instead of words, not beside them.
 EITHER = frozenset({"UniDiffuserPipeline"})
 IMAGES = ("image", "images", "control_image")
-# Arguments that requests have, so that a class may want them without a default.
+# Arguments that requests provide, so that a class may want them without a default.
 GIVEN = frozenset(
     {"self", "prompt", "negative_prompt", "generator", "output_type", "height", "width", "num_inference_steps", "guidance_scale"}
     | {TRUE_GUIDANCE, "mask_image", "strength", *IMAGES, *FRAMES}
@@ -56,10 +56,10 @@ GIVEN = frozenset(
 
 
 class ImageInputs(msgspec.Struct, frozen=True):
-    """The image arguments of a class: `image` and the others are names of arguments of its call.
+    """The image arguments of a class: `image`, `mask` and `more` are names of arguments of its call.
 
-    `image` and `mask` get the first image and its mask, `more` the images after it. `fitted` images are brought to the
-    size of the one that is made; others are seen as they are. A `required` one means that the class cannot work from words.
+    `image` and `mask` get the first image and its mask, `more` the images after it. `fitted` images are brought to the size of the one that
+    is made; others are seen as they are. `required` means that the class cannot work from words.
     """
 
     image: str
@@ -71,14 +71,14 @@ class ImageInputs(msgspec.Struct, frozen=True):
 
     @property
     def task(self) -> Task:
-        """Return this class's task for a request with images."""
+        """The class's task for a request with images."""
         return Task.EDIT if self.mask is None else Task.INPAINT
 
 
 def image_inputs(pipeline: Any) -> ImageInputs | None:
     """Return a pipeline's arguments for an edit, with a mask if its class needs one; None if it takes no images.
 
-    A modular pipeline that works with and without a mask is two: `masked_inputs` is the other.
+    For a modular pipeline that works with and without a mask, `masked_inputs` returns those with a mask.
     """
     takes, name = inputs_of(pipeline), _family(pipeline)
     image = _first_image(takes)
@@ -112,7 +112,7 @@ def masked_inputs(pipeline: Any) -> ImageInputs | None:
 
 
 def conditioning_of(takes: ImageInputs, spec: RequestSpec, frames: Sequence[bytes]) -> Arguments:
-    """The images of a request under the names of the arguments that they go to.
+    """Return the images of a request by the names of the arguments that they go to.
 
     Raises:
         RequestError: InvalidRequest, there are no images, or more than the class takes.
@@ -137,7 +137,7 @@ def conditioning_of(takes: ImageInputs, spec: RequestSpec, frames: Sequence[byte
 
 
 def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
-    """The strength to pass on to the class; None leaves it to that. Without one in the request a step is always taken.
+    """Return the strength to pass to the class, or None for its default. If the request has none, a step is always taken.
 
     Raises:
         RequestError: InvalidRequest, the strength of the request leaves none of its steps.
@@ -153,7 +153,10 @@ def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
 
 
 def _steps_left(pipeline: Any, steps: int, strength: float) -> int:
-    """A part of a step is none to some classes (Stable Diffusion), and a whole one to others (Stable Diffusion 3, Flux)."""
+    """Return the steps that a strength leaves.
+
+    A part of a step is none to some classes (Stable Diffusion), and a whole one to others (Stable Diffusion 3, Flux).
+    """
     timesteps = getattr(type(pipeline), "get_timesteps", None)
     if timesteps is None or "int(num_inference_steps * strength)" in source_of(timesteps):
         return int(steps * strength)
@@ -161,7 +164,7 @@ def _steps_left(pipeline: Any, steps: int, strength: float) -> int:
 
 
 def _cover(image: Image.Image, size: tuple[int, int], resampling: Image.Resampling) -> Image.Image:
-    """The image scaled until it covers the size, and cut evenly at both sides of what is too long: nothing is distorted."""
+    """Scale an image until it covers the size, and cut what is too long evenly at both sides, so that nothing is distorted."""
     return image if image.size == size else ImageOps.fit(image, size, method=resampling)
 
 
@@ -194,7 +197,7 @@ def _requires(pipeline: Any, takes: Mapping[str, Any], image: str) -> bool:
         return any(item.name == image and item.required for item in pipeline._blocks.inputs)
     if name in REFERENCES:
         return name in NEED_A_REFERENCE
-    # A class of yours that has a default for its image is believed to work without one.
+    # A custom class with a default for its image is believed to work without one.
     parameter = inspect.signature(type(pipeline).__call__).parameters.get(image)
     has_default = parameter is None or parameter.default is not parameter.empty
     theirs = type(pipeline).__module__.startswith("diffusers.")
@@ -202,7 +205,7 @@ def _requires(pipeline: Any, takes: Mapping[str, Any], image: str) -> bool:
 
 
 def _family(pipeline: Any) -> str:
-    """The class's name; a modular one goes by that of the classic one."""
+    """Return the class's name; for a modular class the classic one's."""
     return type(pipeline).__name__.replace("ModularPipeline", "Pipeline")
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts read from a pipeline: its outputs, their sizes, and its defaults.
 
-Families name the same things differently, so several names are asked for each and what is absent counts as 1 or as unknown.
+Families have different names for the same thing, so several names are tried for each. Absent ones count as 1 or as unknown.
 """
 
 import math
@@ -35,14 +35,14 @@ KINDS = {
 
 
 def kind_of(pipeline_class: Any) -> str:
-    """`image`, `video`, `audio` or `other`: what a custom class says, or the name of what the class returns first."""
+    """Return `image`, `video`, `audio` or `other`: by a custom class's `worker_makes`, or by the name of the class's first result."""
     if said := getattr(pipeline_class, "worker_makes", None):
         return str(said)
     return KINDS.get(_result_name(pipeline_class) or "", "other")
 
 
 def denoiser_of(pipeline: Any) -> torch.nn.Module:
-    """The module that adapters apply to."""
+    """Return the module that adapters apply to; raise ConfigError where there is none."""
     modules = modules_of(pipeline)
     for name in DENOISERS:
         if name in modules:
@@ -83,7 +83,7 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
 
 
 def size_multiple(pipeline: Any) -> int:
-    """Return the pixels of which width and height are multiples: whole latents, whole patches, and what the pipeline checks."""
+    """Return the number of pixels that must divide width and height: whole latents, whole patches, and the pipeline's own checks."""
     patch = max(_patch(getattr(pipeline, "patch_size", None)), _patch(_denoiser_config(pipeline, "patch_size", "all_patch_size")))
     latent = _first_number(pipeline, SPATIAL) or 8
     steps = [_number(getattr(getattr(pipeline, name, None), "config", {}).get("vae_scale_factor")) or 1 for name in PROCESSORS]
@@ -99,7 +99,7 @@ def _result_name(pipeline_class: Any) -> str | None:
 
 
 def _returned(pipeline_class: Any) -> Iterator[str]:
-    """The first field of what the class returns, or of what the class that it extends does."""
+    """Yield the first field of the class's result, and that of each class that it extends."""
     for call in (vars(parent)["__call__"] for parent in pipeline_class.__mro__ if "__call__" in vars(parent)):
         source = source_of(call)
         if "ImagePipelineOutput(" in source:
@@ -109,12 +109,15 @@ def _returned(pipeline_class: Any) -> Iterator[str]:
 
 
 def blocks_of(pipeline_class: Any) -> Any:
-    """The blocks a modular pipeline class has by default."""
+    """Return the blocks that a modular pipeline class has by default."""
     return getattr(diffusers, pipeline_class.default_blocks_name)()
 
 
 def _written_side(pipeline: Any, takes: Mapping[str, Any]) -> int | None:
-    """In pixels, of a class that says in its call alone what it makes without a height: a number, another argument, or its resolution."""
+    """Return the side in pixels that a class's call makes without a height; None where the call does not say.
+
+    The call names a number, another argument, or the pipeline's default resolution.
+    """
     for written in WITHOUT_HEIGHT.findall(source_of(type(pipeline).__call__)):
         said = pipeline.config.get("default_sample_size") if written == "default_resolution" else takes.get(written)
         if side := _number(int(written) if written.isdecimal() else said):
@@ -123,7 +126,7 @@ def _written_side(pipeline: Any, takes: Mapping[str, Any]) -> int | None:
 
 
 def _default_side(pipeline: Any) -> int | None:
-    """Pipelines that leave width and height to the model ask for its trained size in latents."""
+    """Return the side in pixels of the size in latents that the model was trained for, the default of most pipelines."""
     latents = _number(getattr(pipeline, "default_sample_size", None)) or _number(_denoiser_config(pipeline, "sample_size"))
     return latents * (_first_number(pipeline, SPATIAL) or 8) if latents else None
 
@@ -135,7 +138,7 @@ def _denoiser_config(pipeline: Any, *names: str) -> Any:
 
 
 def _patch(size: Any) -> int:
-    """The side of a patch: a number, (time, height, width), (height, width) or a choice of sides."""
+    """Return the side of a patch from a number, (time, height, width), (height, width) or a choice of sides."""
     if isinstance(size, list | tuple):
         return max((number for item in size if (number := _number(item))), default=1)
     return _number(size) or 1

@@ -14,7 +14,7 @@ SD3_LATENT_CHANNELS = 16
 
 
 def mend(view: Any) -> None:
-    """Called with each request's view, whose modules are stand-ins that belong to it."""
+    """Apply the workarounds to a request's view, whose modules are stand-ins that belong to it."""
     if type(view).__name__ == "StableDiffusion3InpaintPipeline":
         _mend_sd3_inpainting(view)
     if type(view).__name__ == "QwenImage21Pipeline":
@@ -22,7 +22,10 @@ def mend(view: Any) -> None:
 
 
 def _let_hook_norm(view: Any) -> None:
-    """Qwen-Image 2.1 hooks the text encoder's last layer: that is the same for every request, keeps nothing, and is gone after the call."""
+    """Let Qwen-Image 2.1 hook the text encoder's last layer, past the stand-in.
+
+    The hook is the same for every request, keeps nothing, and is gone after the call.
+    """
     if view.text_encoder is None:
         return
     model = view.text_encoder.model
@@ -31,7 +34,10 @@ def _let_hook_norm(view: Any) -> None:
 
 
 def _mend_sd3_inpainting(view: Any) -> None:
-    """It decodes without the VAE's shift, which it encodes with, and knows models without a mask by their 16 channels only."""
+    """Make Stable Diffusion 3's inpainting decode with the VAE's shift, and accept models without a mask.
+
+    The class encodes with the shift and decodes without it. It recognises models without a mask by 16 channels only.
+    """
     vae, transformer = view.vae, view.transformer
     if transformer.config.in_channels == vae.config.latent_channels:
         transformer.__dict__["config"] = FrozenDict({**transformer.config, "in_channels": SD3_LATENT_CHANNELS})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers that a pipeline wants to divide a side: read from the source of its check, so that no rank has to run it.
 
-They are mostly whole latents and patches, which are known without. CogView4 and SDXL write a number, and GLM-Image wants two
-patches a side.
+Most stand for whole latents and patches, which are known otherwise. CogView4 and SDXL write a number, and GLM-Image wants two patches a
+side.
 """
 
 import ast
@@ -18,9 +18,9 @@ PACKED = frozenset({"Flux3ModularPipeline", "Flux3DistilledModularPipeline", "Qw
 
 
 def written_divisors(pipeline: Any) -> list[int]:
-    """Return each N that a pipeline refuses other sizes for, if it is made of numbers and of the pipeline's settings.
+    """Return each N of which a pipeline refuses sides that are no multiples, if N consists of numbers and of the pipeline's settings.
 
-    A check that only warns counts for nothing: most of these make such an image all the same.
+    A check that only warns does not count: most of these pipelines make such an image all the same.
     """
     check = getattr(type(pipeline), "check_inputs", None)
     tree = ast.parse(textwrap.dedent(source_of(check))) if check is not None else ast.Module([], [])
@@ -28,12 +28,12 @@ def written_divisors(pipeline: Any) -> list[int]:
 
 
 def tokens_side(pipeline: Any) -> int:
-    """Return the latents of a side that the pipeline packs into one token by itself."""
+    """Return the number of latents along a side that the pipeline packs into one token by itself."""
     return 2 if type(pipeline).__name__ in PACKED else 1
 
 
 def _divisors(tree: ast.AST) -> Iterator[ast.expr]:
-    """The N of `height % N` and `width % N` in conditions of a `raise`."""
+    """Yield the N of `height % N` and `width % N` in conditions of a `raise`."""
     refusals = (node for node in ast.walk(tree) if isinstance(node, ast.If) and any(isinstance(part, ast.Raise) for part in node.body))
     for node in (part for refusal in refusals for part in ast.walk(refusal.test)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and isinstance(node.left, ast.Name) and node.left.id in SIDES:
@@ -41,7 +41,7 @@ def _divisors(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def _value(node: ast.expr, pipeline: Any) -> int:
-    """Return the number that an expression is for this pipeline; 0 where it has another form."""
+    """Return the number that an expression stands for in this pipeline; 0 where it has another form."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return _value(node.left, pipeline) * _value(node.right, pipeline)
     found = node.value if isinstance(node, ast.Constant) else _setting(node, pipeline)
@@ -49,7 +49,7 @@ def _value(node: ast.expr, pipeline: Any) -> int:
 
 
 def _setting(node: ast.expr, pipeline: Any) -> Any:
-    """Return what `self.one.other` is; None for any other expression."""
+    """Return the value of `self.one.other`; None for any other expression."""
     if isinstance(node, ast.Attribute):
         return getattr(_setting(node.value, pipeline), node.attr, None)
     return pipeline if isinstance(node, ast.Name) and node.id == "self" else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest image that a denoiser has positions for. Pure; found at load, so that a larger one is refused before a rank sees it.
+"""The largest image that a denoiser has positions for: found at load, so that a larger one is refused before a rank sees it.
 
-Most models compute positions for any size. Those that read them from a table fail on a longer side, or wrap around in it and
-make a wrong image, as AuraFlow does.
+Most models compute positions for any size. Those that read them from a table fail on a longer side, or wrap around in it and make a wrong
+image, as AuraFlow does.
 """
 
 import math
@@ -18,7 +18,7 @@ Patches = tuple[int, int]
 
 
 def longest_sides(denoiser: torch.nn.Module, latent: int) -> tuple[int, int] | None:
-    """Height and width in pixels, where a latent stands for `latent` of them a side; None where any size has positions."""
+    """Return height and width in pixels, where a latent stands for `latent` of them a side; None where any size has positions."""
     config = getattr(denoiser, "config", {})
     found = [*_of_modules(denoiser), *_of_config(config, type(denoiser).__name__)]
     if not found:
@@ -29,11 +29,11 @@ def longest_sides(denoiser: torch.nn.Module, latent: int) -> tuple[int, int] | N
 
 
 def _of_modules(denoiser: torch.nn.Module) -> Iterator[Patches]:
-    """Squares of learned or stored positions: cropped from the middle (SD3, OmniGen, AuraFlow) or from a corner (CogView3 Plus)."""
+    """Yield squares of learned or stored positions: cropped from the middle (SD3, OmniGen, AuraFlow) or from a corner (CogView3 Plus)."""
     part: Any
     for part in denoiser.modules():
         if size := getattr(part, "pos_embed_max_size", None):
-            # AuraFlow says the area of its square.
+            # AuraFlow's number is the area of its square.
             side = math.isqrt(size) if type(part).__name__ == "AuraFlowPatchEmbed" else size
             yield side, side
         elif type(part).__name__ == "CosmosLearnablePositionalEmbed":
@@ -41,10 +41,10 @@ def _of_modules(denoiser: torch.nn.Module) -> Iterator[Patches]:
 
 
 def _of_config(config: Any, name: str) -> Iterator[Patches]:
-    """Tables of rotary positions, which are no modules in every model."""
+    """Yield the sizes of tables of rotary positions, which are no modules in every model."""
     lengths = config.get("axes_lens")
     if isinstance(lengths, list | tuple) and len(lengths) == 3:
-        # Z-Image and Lumina 2: of the text, of height and of width.
+        # Z-Image and Lumina 2 have lengths for text, height and width.
         yield int(lengths[1]), int(lengths[2])
     if name == "LuminaNextDiT2DModel":
         yield LUMINA_PATCHES, LUMINA_PATCHES

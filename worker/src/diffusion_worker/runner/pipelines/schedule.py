@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule that an adapter's recipe asks for: its own sigmas, or another shift of a flow scheduler.
 
-Both are of the request alone. A scheduler that cannot follow them is reported before the request runs: a recipe without effect makes images
-that look like a bad adapter.
+Both apply to the request alone. A scheduler that cannot follow them is reported before the request runs: a recipe without effect makes
+images that look like a bad adapter.
 """
 
 import copy
@@ -17,7 +17,7 @@ DYNAMIC = "use_dynamic_shifting"
 
 
 def check_sigmas(scheduler: Any, sigmas: list[float], *, steps: int | None) -> None:
-    """Raises RequestError where a scheduler takes no sigmas of a request, or where they are not one for each step."""
+    """Raise RequestError where a scheduler takes no sigmas from a request, or where they are not one for each step."""
     if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
         raise refused("sigmas", "a scheduler that takes them", type(scheduler).__name__)
     if steps not in (None, len(sigmas)):
@@ -25,15 +25,15 @@ def check_sigmas(scheduler: Any, sigmas: list[float], *, steps: int | None) -> N
 
 
 def check_shift(scheduler: Any) -> None:
-    """Raises RequestError where a scheduler has no shift to be set."""
+    """Raise RequestError where a scheduler has no shift that can be set."""
     if _setting_of(scheduler) is None:
         raise refused("shift", "a flow scheduler", type(scheduler).__name__)
 
 
 def own_scheduler(scheduler: Any, shift: float | None) -> Any:
-    """A request's own scheduler, with another shift if one is given and it has any.
+    """Return a request's own scheduler, with another shift if one is given and the scheduler has any.
 
-    Build the scheduler from its configuration: a shift that is set later leaves the ends of the schedule unchanged.
+    It is built from its configuration: a shift that is set later leaves the ends of the schedule unchanged.
     """
     setting = None if shift is None else _setting_of(scheduler)
     if setting is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Denoisers and pipelines that a step cache fits. A combination not known to be right is refused at start, so no request discovers it.
 
-The classes are those whose requests were measured to get in company what they get alone, and alone what diffusers' own hook
-gives (`tests/worker/runner/step_cache/test_step_cache_families.py`).
+The classes were measured (`tests/worker/runner/step_cache/test_step_cache_families.py`). Requests that share calls get what they get alone,
+and alone they get what diffusers' own hook returns.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execution modes of pipeline classes, found by reading their source: step by step in company, whole and alone, or impossible.
+"""Execution modes of pipeline classes, read from their source: step by step beside other requests, whole and alone, or impossible.
 
-The fibers need two things of a pipeline: that it steps a scheduler, and that it leaves the shared modules as they are.
-Stand-ins see to the second (`SharedPart`): a request that would change a module is made once more by itself. The words searched for
-here only spare a first attempt to the classes of diffusers that always do so. A step cache is refused for these at start, too.
+The fibers need two things of a pipeline: that it steps a scheduler, and that it leaves the shared modules as they are. Stand-ins ensure the
+second (`SharedPart`): a request that would change a module is made once more by itself. The words searched for here only spare a first
+attempt to the classes of diffusers that always do so. A step cache is refused for these at start, too.
 """
 
 import functools
@@ -22,10 +22,10 @@ CHANGES = {
     "register_forward_hook(": "hooks a model during its call",
     "enable_fuser(": "switches layers of the model during its call",
 }
-# Read and harmless: every request puts on the same hook, which keeps nothing.
+# Classes whose source was read and is harmless: every request sets the same hook, which keeps nothing.
 HARMLESS = frozenset({"QwenImage21Pipeline"})
 NEEDS_GRADIENTS = ("StableDiffusionAttendAndExcitePipeline", "StableDiffusionPix2PixZeroPipeline")
-# Methods that are no part of a call, or only run when somebody else calls them.
+# Methods that are no part of a call, or that only users of the class call.
 NO_PART_OF_A_CALL = frozenset({"__init__", "invert"})
 
 
@@ -36,7 +36,7 @@ def missing_libraries(found: Any) -> list[str]:
 
 @functools.cache
 def whole_run_reason(pipeline_class: Any) -> str | None:
-    """Return the reason why requests of this class run whole and alone; None if they are stepped in company."""
+    """Return the reason why requests of this class run whole and alone; None if they advance by steps beside others."""
     changes = why_exclusive(pipeline_class)
     if changes:
         return changes
@@ -46,7 +46,7 @@ def whole_run_reason(pipeline_class: Any) -> str | None:
 
 @functools.cache
 def why_exclusive(pipeline_class: Any) -> str | None:
-    """Return the reason why no other call may run meanwhile: a request of this class changes the shared model."""
+    """Return the reason why a request of this class changes the shared model, so that no other may run meanwhile; None if it does not."""
     if pipeline_class.__name__ in HARMLESS:
         return None
     source = "\n".join(_sources(pipeline_class))
@@ -61,7 +61,7 @@ def why_impossible(pipeline_class: Any) -> str | None:
 
 
 def _sources(pipeline_class: Any) -> Iterator[str]:
-    """The source of what a call of the class can run: its own methods, its blocks, and pipelines that it is made of."""
+    """Yield the source of all that a call of the class can run: its own methods, its blocks, and pipelines that it is made of."""
     if issubclass(pipeline_class, diffusers.ModularPipeline):
         name = pipeline_class.default_blocks_name
         yield from _block_sources(getattr(diffusers, name)()) if name else ()
@@ -75,7 +75,7 @@ def _sources(pipeline_class: Any) -> Iterator[str]:
 
 
 def inner_classes(pipeline_class: Any) -> list[Any]:
-    """The pipelines that a combined one makes for itself, in their order."""
+    """Return the classes of the pipelines that a combined one makes for itself, in their order."""
     made_by = inspect.unwrap(pipeline_class.__init__)
     found = re.findall(r"= (\w+Pipeline)\(", source_of(made_by))
     return [made_by.__globals__[name] for name in found if name in getattr(made_by, "__globals__", {})]
@@ -97,7 +97,7 @@ def _block_sources(block: Any) -> Iterator[str]:
 
 @functools.cache
 def source_of(found: Any) -> str:
-    """The source of a class or function; nothing for what has no source, such as a class made at run time."""
+    """Return the source of a class or function; nothing where it has none, as a class made at run time."""
     function = inspect.unwrap(found)
     if inspect.isfunction(function):
         return _function_source(function.__code__)
@@ -108,8 +108,10 @@ def source_of(found: Any) -> str:
 
 
 def _function_source(code: Any) -> str:
-    """Return a function's source. `inspect.getsource` would read every token of a pipeline's thousand lines to find where a function
-    ends."""
+    """Return a function's source.
+
+    `inspect.getsource` would read every token of a pipeline's thousand lines to find where a function ends.
+    """
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
     inside = False

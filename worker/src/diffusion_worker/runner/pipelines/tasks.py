@@ -69,21 +69,21 @@ class TaskPipelines:
         for inputs in (image_inputs(pipeline), masked_inputs(pipeline)):
             if inputs is not None:
                 self._servers[inputs.task] = TaskPipeline(pipeline, inputs)
-        # A class that starts from an image and noise was chosen for that; from others diffusers has more to make.
+        # A class that starts from an image and noise was chosen for that task. For other classes diffusers may have companions.
         if "strength" not in inputs_of(pipeline):
             self._add_companions(pipeline)
 
     @property
     def served(self) -> list[Task]:
-        """The tasks in the order of `Task`."""
+        """The tasks that are served, in the order of `Task`."""
         return [task for task in Task if task in self._servers]
 
     def pipeline_of(self, task: Task) -> Any:
-        """The pipeline that serves a task of `served`."""
+        """Return the pipeline that serves a task of `served`."""
         return self._servers[task].pipeline
 
     def describe(self, info: ModelInfo) -> ModelInfo:
-        """Add the tasks, the number of images an edit may have, and whether those cost as much as its own."""
+        """Add the tasks, the most images that an edit may have, and whether each costs as much as the one that is made."""
         inputs = [server.inputs for server in self._servers.values() if server.inputs is not None]
         most = max((each.most for each in inputs), default=0)
         return msgspec.structs.replace(
@@ -91,7 +91,7 @@ class TaskPipelines:
         )
 
     def body(self, spec: RequestSpec, frames: Sequence[bytes] = ()) -> PipelineBody:
-        """The body of a request on the pipeline of its task.
+        """Make the body of a request on the pipeline of its task.
 
         Raises:
             RequestError: InvalidRequest, a field or a number of images that this pipeline does not take.
@@ -103,7 +103,7 @@ class TaskPipelines:
         if server.inputs is None:
             return make_body(server.pipeline, spec)
         takes, loaded = inputs_of(server.pipeline), inputs_of(self._pipeline)
-        # Open values of a request follow the loaded class, to match the model's card and the answer's provenance.
+        # Values that a request leaves open follow the loaded class, to match the model's card and the answer's provenance.
         steps = spec.steps or (len(spec.sigmas) if spec.sigmas else loaded.get("num_inference_steps"))
         spec = msgspec.structs.replace(spec, steps=steps)
         conditioning = conditioning_of(server.inputs, spec, frames)
@@ -112,7 +112,7 @@ class TaskPipelines:
         if spec.guidance_scale is None and "guidance_scale" in takes and loaded.get("guidance_scale") is not None:
             conditioning["guidance_scale"] = loaded["guidance_scale"]
         if server.inputs.fitted and "height" not in takes:
-            # The class makes an image of the size of its first, which has the one asked for by now.
+            # The class makes an image of its first image's size, which is the requested one by now.
             spec = msgspec.structs.replace(spec, height=None, width=None)
         return make_body(server.pipeline, spec, conditioning=conditioning)
 
@@ -127,7 +127,7 @@ class TaskPipelines:
 
 
 def _paired_class(name: str, task: Task) -> Any:
-    """The class of a task for the components of a pipeline class; None where diffusers has none."""
+    """Return the class that serves a task with the components of a pipeline class; None where diffusers has none."""
     if more := MORE_PAIRS[task].get(name):
         return getattr(diffusers, more, None)
     for mapping in (auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, *PAIRS.values()):
@@ -138,7 +138,7 @@ def _paired_class(name: str, task: Task) -> Any:
 
 
 def _made_of(kind: Any, pipeline: Any) -> Any:
-    """A pipeline of a class over the components of another; None where they do not make one."""
+    """Make a pipeline of a class from the components of another; return None where they do not fit it."""
     if missing_libraries(kind) or why_impossible(kind):
         return None
     modules, options = kind._get_signature_keys(kind)
@@ -163,7 +163,7 @@ def _made_of(kind: Any, pipeline: Any) -> Any:
 
 
 def _fit(kind: Any, parts: dict[str, Any]) -> bool:
-    """Return whether the class can use these weights, which it would otherwise report only after the first model call."""
+    """Return whether the class can use these weights; it would report that itself only after the first model call."""
     if kind.__name__ == "StableDiffusion3InpaintPipeline":
         channels = parts["transformer"].config.in_channels
         return channels in (SD3_MASKED_CHANNELS, parts["vae"].config.latent_channels)

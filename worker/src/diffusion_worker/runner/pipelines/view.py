@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subject of a request's fiber: a view of the pipeline that shares its modules and owns everything that a run changes.
+"""The pipeline as a request's fiber runs it: a view that shares the modules and owns everything that a run changes.
 
 A view is a shallow copy, for classic and modular pipelines alike. It has a stand-in for every module, guiders of its own, and a scheduler
 whose step suspends the fiber. Tokenizers, image processors and blocks keep no state between calls and are shared as they are.
@@ -19,22 +19,22 @@ from diffusion_worker.runner.pipelines.schedule import own_scheduler
 from diffusion_worker.runner.stepping.request_state import take_step
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 
-# The scheduler of the denoising loop; a pipeline without one of this name marks the steps of all it has.
+# The scheduler of the denoising loop. A pipeline without one of this name marks the steps of all its schedulers.
 MAIN_SCHEDULER = "scheduler"
 
 
 def modules_of(pipeline: Any) -> dict[str, torch.nn.Module]:
-    """The shared modules of a pipeline, by component name."""
+    """Return the shared modules of a pipeline, by component name."""
     return {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
 
 
 def schedulers_of(pipeline: Any) -> dict[str, Any]:
-    """The schedulers of a pipeline, by component name: whatever steps, also where a custom pipeline brings its own."""
+    """Return the schedulers of a pipeline, by component name: every component that steps, also a custom pipeline's own."""
     return {name: part for name, part in pipeline.components.items() if hasattr(part, "step") and hasattr(part, "set_timesteps")}
 
 
 def guiders_of(pipeline: Any) -> dict[str, Any]:
-    """The guiders of a modular pipeline, by component name."""
+    """Return the guiders of a modular pipeline, by component name."""
     return {name: part for name, part in pipeline.components.items() if isinstance(part, BaseGuidance)}
 
 
@@ -44,7 +44,7 @@ def hooks_models(guider: Any) -> bool:
 
 
 def view_of(pipeline: Any, *, shift: float | None = None) -> Any:
-    """A view of a pipeline for one request; it has to be called inside the request's fiber. `shift` is of its flow schedulers."""
+    """Make a view of a pipeline for one request, to be called inside the request's fiber. `shift` is for its flow schedulers."""
     view = copy.copy(pipeline)
     parts: dict[str, Any] = {name: SuspendingModule(name, module) for name, module in modules_of(pipeline).items()}
     schedulers = schedulers_of(pipeline)
@@ -53,7 +53,7 @@ def view_of(pipeline: Any, *, shift: float | None = None) -> Any:
         parts[name] = _marking(own, view) if name == MAIN_SCHEDULER or MAIN_SCHEDULER not in schedulers else own
     for name, guider in guiders_of(pipeline).items():
         parts[name] = guider.new()
-    # Past the pipeline's own __setattr__, which would register the parts in the shared config.
+    # This bypasses the pipeline's own __setattr__, which would register the parts in the shared config.
     view.__dict__.update(parts)
     kind: Any = type(pipeline)
     view.__class__ = _class_of_views(kind)
@@ -62,13 +62,16 @@ def view_of(pipeline: Any, *, shift: float | None = None) -> Any:
 
 
 def compute_on(pipeline: Any, device: torch.device) -> None:
-    """Have the views of a pipeline compute on a device where its weights are not, but while they are computed with."""
+    """Make the views of a pipeline compute on a device where its weights are only while they are computed with."""
     vars(pipeline)["_device_of_view"] = device
 
 
 @functools.cache
 def _class_of_views(kind: Any) -> Any:
-    """The pipeline's class, which knows the device: diffusers walks over all modules whenever it asks for it, some times a request."""
+    """Return a class for views of a pipeline class, which remembers the device.
+
+    Diffusers walks over all modules whenever it asks for the device, several times a request.
+    """
 
     def device(self: Any) -> torch.device:
         weights = (weight for part in modules_of(self).values() for weight in part.parameters())
@@ -83,7 +86,10 @@ def _class_of_views(kind: Any) -> Any:
 
 
 def _share_with_inner(view: Any, parts: dict[int, Any]) -> None:
-    """Combined pipelines hold others, which hold the same modules by other names; `parts` is by the real part's id."""
+    """Give copies of the pipelines inside a combined one the view's parts.
+
+    They hold the same modules by other names. `parts` is by the id of the real part.
+    """
     for name, inner in vars(view).items():
         if isinstance(inner, diffusers.DiffusionPipeline):
             copied = copy.copy(inner)
@@ -92,7 +98,7 @@ def _share_with_inner(view: Any, parts: dict[int, Any]) -> None:
 
 
 def guide(view: Any, scale: float) -> bool:
-    """Give every guider of a view this scale; False if it has none that takes one."""
+    """Give every guider of a view this scale; return False if none takes a scale."""
     guiders = {name: guider for name, guider in guiders_of(view).items() if "guidance_scale" in guider.config}
     for name, guider in guiders.items():
         view.__dict__[name] = guider.new(guidance_scale=scale)
@@ -100,7 +106,7 @@ def guide(view: Any, scale: float) -> bool:
 
 
 def silence(pipeline: Any) -> None:
-    """No progress bars; those of a modular pipeline belong to the blocks inside its blocks."""
+    """Turn progress bars off; those of a modular pipeline belong to the blocks inside its blocks."""
     pipeline.set_progress_bar_config(disable=True)
     for block in _blocks_of(getattr(pipeline, "_blocks", None)):
         if hasattr(block, "set_progress_bar_config"):
@@ -114,10 +120,10 @@ def _blocks_of(block: Any) -> Iterator[Any]:
 
 
 def _marking(scheduler: Any, view: Any) -> Any:
-    """The scheduler with a step that suspends the fiber when it returns.
+    """Return the scheduler with a step that suspends the fiber when it returns.
 
-    Bind a method, so that a copy of the scheduler steps the copy. Pipelines copy theirs for a second latent or for each frame (LTX 2's
-    audio, SkyReels V2). Not a class of its own: Bria asks for the scheduler's type.
+    The step is a bound method, so that a copy of the scheduler steps the copy. Pipelines copy theirs for a second latent or for each frame
+    (LTX 2's audio, SkyReels V2). A class of its own would not do, because Bria asks for the scheduler's type.
     """
     plain: Any = type(scheduler)
 
