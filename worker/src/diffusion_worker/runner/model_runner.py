@@ -364,7 +364,7 @@ class DiffusionModelRunner:
         """Run one request from start to end, with its adapters; running requests wait. `frames` are its images.
 
         Raises:
-            RequestError: InvalidRequest without a prompt; whatever the request fails with; EngineFailed where the pipeline
+            RequestError: InvalidRequest without a prompt; whatever the request fails with; RequestFailed where the pipeline
                 returned no image.
         """
         if not spec.prompt:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autocast and gradient state of one request: fibers share their thread, and one may stop inside a context of its own."""
+"""The autocast and gradient state of one request. Fibers share their thread, and one may stop inside a context of its own."""
 
 from types import TracebackType
 from typing import NamedTuple
@@ -27,7 +27,7 @@ def _set(state: _State) -> None:
 
 
 class OwnPrecision:
-    """`with` it, the state is as the request left it; afterwards it is as it was."""
+    """A context in which the state is as the request left it last. At its end the state outside returns."""
 
     def __init__(self) -> None:
         self._own: _State | None = None

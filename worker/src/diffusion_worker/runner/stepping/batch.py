@@ -42,22 +42,22 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
         return [item.state.spec.loras for item, count in zip(self.items, self.rows, strict=True) for _ in range(count)]
 
     def merged(self) -> ModelCall:
-        """The one call to make."""
+        """Return the single call that serves all requests of the batch."""
         return merge([item.call for item in self.items])
 
     def alone(self) -> list["InputBatch"]:
-        """The same calls, each by itself."""
+        """Return the same calls, each in a batch by itself."""
         return [InputBatch([item]) for item in self.items]
 
     def by_adapters(self) -> list["InputBatch"]:
-        """The same calls, those together that use the same adapters alike."""
+        """Return the same calls, in a batch for each combination of adapters."""
         groups: dict[tuple[LoRAUse, ...], list[Pending]] = {}
         for item in self.items:
             groups.setdefault(tuple(item.state.spec.loras), []).append(item)
         return list(map(InputBatch, groups.values()))
 
     def by_verdict(self) -> list["InputBatch"]:
-        """The same calls, those together that the step cache makes alike."""
+        """Return the same calls, in a batch for each verdict of the step cache."""
         groups: dict[CacheVerdict | None, list[Pending]] = {}
         for item in self.items:
             groups.setdefault(_verdict(item), []).append(item)
@@ -81,7 +81,7 @@ def make_batches(pending: list[Pending]) -> list[InputBatch]:
 
 
 def _groups(items: list[Pending]) -> list[list[Pending]]:
-    """Calls of one method of one component, by what may go together. A call without company needs no key."""
+    """Group calls of one method of a component by what may be merged. A single call needs no key."""
     if len(items) == 1:
         return [items]
     groups: dict[Hashable, list[Pending]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's past calls and steps, kept only for requests with previews, which are made from it."""
+"""A request's past calls and steps, kept only for requests with previews, which are made from them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.outputs import tensors_of, with_tensors
 
-# Solvers of several steps that keep, for the next one, what they think the image will be.
+# Algorithms of schedulers that keep their estimate of the final image for the next step.
 KEEPING_ESTIMATES = frozenset({"dpmsolver++", "sde-dpmsolver++"})
 
 
@@ -26,7 +26,7 @@ class Step:
         self._predicted, self._sample = given.get("model_output"), given.get("sample")
 
     def estimate(self) -> torch.Tensor:
-        """The latents as the model now thinks they will be in the end; as noisy as they are where the scheduler does not tell that."""
+        """Return the latents that the model now predicts for the end; the present ones where the scheduler has no estimate."""
         latents = tensors_of(self._result)[0]
         found = self._estimated(latents)
         if found is None or found.shape != latents.shape or not bool(found.isfinite().all()):
@@ -39,7 +39,10 @@ class Step:
         return with_tensors(self._result, [tensor.clone() for tensor in (latents, *rest)])
 
     def _estimated(self, latents: torch.Tensor) -> torch.Tensor | None:
-        """Said by the scheduler beside its result, or kept by it for its next step; of a flow, where it leads in one step."""
+        """Return the scheduler's estimate of the last latents, None without one.
+
+        It is part of the step's result, kept for the next step, or for a flow the point where one more step would lead.
+        """
         beside = tensors_of(self._result)[1:]
         if beside:
             return beside[0]
@@ -59,7 +62,7 @@ class Step:
 
 
 class CallHistory:
-    """The answers that a request was given, in order, and the newest step of each of its schedulers, in the order of their first."""
+    """The answers to a request's calls, in order, and the newest step of each of its schedulers, in the order of their first ones."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[str, str, Any]] = []
@@ -67,28 +70,28 @@ class CallHistory:
         self.steps: dict[int, Step] = {}
 
     def answered(self, call: ModelCall, answer: Any) -> None:
-        """A model call was answered."""
+        """Record the answer to a model call."""
         if call.denoises:
             self.denoised[call.component, call.method, call.rows] = answer
         else:
             self.answers.append((call.component, call.method, answer))
 
     def forget(self) -> None:
-        """The request has ended."""
+        """Forget everything, because the request has ended."""
         self.answers.clear()
         self.denoised.clear()
         self.steps.clear()
 
     def stepped(self, step: Step) -> None:
-        """A scheduler has taken a step."""
+        """Record a scheduler's step."""
         self.steps[id(step.scheduler)] = step
 
     def denoised_like(self, call: ModelCall) -> Any:
-        """An answer of the shape that a denoiser call would have; raises NoPreview."""
+        """Return an answer of the shape that a denoiser call would have; raise NoPreview where there is none."""
         exact = self.denoised.get((call.component, call.method, call.rows))
         if exact is not None:
             return exact
-        # A denoiser of its own for the last steps, not reached yet (Wan 2.2).
+        # The call may be of another denoiser, for the last steps, that was not reached yet (Wan 2.2).
         alike = [answer for (_, _, rows), answer in self.denoised.items() if rows == call.rows]
         if not alike:
             raise NoPreview(f"{call.component} was not called yet with {call.rows} rows")

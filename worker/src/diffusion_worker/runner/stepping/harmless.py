@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of shared modules that a request may call among others, each with the reason why it changes nothing for them.
+"""Methods of shared modules that a request may call while others advance, each with the reason why it changes nothing for them.
 
-A stand-in that noted the methods that pipelines call was run with every test family. The source of all pipelines of diffusers
-was searched for calls of components too. `SharedPart` itself has `to`, `eval` and their like.
+A stand-in noted the methods that pipelines call in every test family. The source of all pipelines of diffusers was searched for calls of
+components too. `SharedPart` itself has `to`, `eval` and their like.
 """
 
 _READS = "hands out what the module has"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what a request that has the model alone changes of its modules, and puts it back.
+"""Changes that a request makes to modules while it has the model alone: they are found, and put back at its end.
 
-Only what changes while the request's own code runs counts: meanwhile the engine gives layers to adapters, and models keep
-things of their calls. So what modules have is compared at the begin and the end of each run of the fiber. In-place changes of
-a tensor's values and of other objects than lists, sets and dicts are not seen.
+Only changes made while the request's own code runs count: in between, the engine gives layers to adapters, and models keep things of their
+calls. So the modules are compared at the begin and the end of each run of the fiber. In-place changes of a tensor's values, and of other
+objects than lists, sets and dicts, are not seen.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ Missing = object()
 
 
 class Attributes:
-    """Remembers the attributes of modules, the contents of those that are containers, and where the weights are."""
+    """The attributes of modules, the contents of those that are containers, and the data of the weights, at one moment."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.containers: dict[int, Copied] = {}
@@ -33,13 +33,13 @@ class Attributes:
                     self.weights.setdefault(id(weight), (weight, weight.data))
 
     def changed(self) -> Iterator[Copied]:
-        """The containers that are others now."""
+        """Yield the containers that have changed since, each with its earlier contents."""
         for container, before in self.containers.values():
             if not _same(container, before):
                 yield container, before
 
     def moved(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The weights that are somewhere else now, or in another precision."""
+        """Yield the weights that have moved since or have another precision, each with its earlier data."""
         for weight, before in self.weights.values():
             if weight.dtype != before.dtype or weight.data_ptr() != before.data_ptr():
                 yield weight, before
@@ -56,23 +56,23 @@ class ModuleChanges:
         self._undo: list[Callable[[], None]] = []
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Look at a module too that is none of the pipeline's: a copy in another precision."""
+        """Watch a module beside the pipeline's: a copy in another precision."""
         if all(module is not known for known in self._copies):
             self._copies.append(module)
 
     def begin(self) -> None:
-        """The request is about to change something, or to get hold of a module."""
+        """Record the modules, because the request is about to change something, or to get hold of a module."""
         self._begun = True
         if self._before is None:
             self._before = Attributes((*self._modules(), *self._copies))
 
     def start_run(self) -> None:
-        """The request's own code goes on."""
+        """Record the modules before the request's own code goes on, if `begin` was called before."""
         if self._begun:
             self.begin()
 
     def end_run(self) -> None:
-        """The request's own code has stopped."""
+        """Note the changes that the request's own code made until it stopped."""
         before, self._before = self._before, None
         if before is not None:
             self._undo += [_undo_container(container, copy) for container, copy in before.changed()]
@@ -106,7 +106,10 @@ def _same(now: Any, before: Any) -> bool:
 
 
 def _undo_container(container: Any, before: Any) -> Callable[[], None]:
-    """Keeps what others changed in a dict meanwhile; lists and sets become as they were."""
+    """Return a function that undoes the request's changes of a container.
+
+    It keeps what others changed in a dict meanwhile; lists and sets become as they were.
+    """
     if isinstance(container, list):
         return lambda: container.__setitem__(slice(None), before)
     if isinstance(container, set):

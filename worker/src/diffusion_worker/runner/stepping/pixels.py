@@ -30,29 +30,29 @@ class RawImage:
         self._copy: _Copy | None = None
 
     def begin_copy(self) -> None:
-        """Have a GPU make bytes of it and send them beside whatever it does next. Waits for nothing; needless elsewhere."""
-        # Nothing at all is for `pixels` to say: what is raised here ends the rank.
+        """Start a GPU's conversion of the image to bytes and their copy, beside its next work; do nothing on other devices."""
+        # An empty result is left for `pixels` to report, because an error raised here ends the rank.
         first = next(iter(self._output), None)
         if isinstance(first, torch.Tensor) and first.is_cuda:
             self._copy, self._output = _Copy(first), None
 
     def pixels(self) -> Pixels:
-        """uint8 [height, width, 3], or [frames, height, width, 3]; in any thread, waits for the copy.
+        """Return uint8 [height, width, 3], or [frames, height, width, 3]; in any thread. Waits for the copy.
 
         Raises:
-            RequestError: EngineFailed, the model made no numbers.
+            RequestError: RequestFailed, the model returned values that are no numbers.
         """
         return to_pixels(self._output) if self._copy is None else self._copy.pixels()
 
 
 def pixels_of(returned: Any) -> Pixels:
-    """The pixels of what a body returned; whatever is no `RawImage` is pixels already."""
+    """Return the pixels of a body's result; a result that is no `RawImage` is pixels already."""
     pixels: Pixels = returned.pixels() if isinstance(returned, RawImage) else returned
     return pixels
 
 
 class _Copy:
-    """Bytes on their way from a GPU, on a stream of their own and into memory that the device can write to by itself."""
+    """Bytes on their way from a GPU, on a stream of their own and into pinned memory."""
 
     def __init__(self, image: torch.Tensor) -> None:
         made, finite = bytes_of(image)
@@ -61,7 +61,7 @@ class _Copy:
         with torch.cuda.stream(stream):
             self._pixels = torch.empty(made.shape, dtype=made.dtype, pin_memory=True).copy_(made, non_blocking=True)
             self._finite = torch.empty((), dtype=finite.dtype, pin_memory=True).copy_(finite, non_blocking=True)
-            # Blocking: a waiting thread sleeps instead of taking a core.
+            # With a blocking event a waiting thread sleeps instead of taking a core.
             self._done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._done.record(stream)
         for tensor in (made, finite):
@@ -80,19 +80,19 @@ def _copy_stream(device: torch.device) -> Any:
 
 
 def bytes_of(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor [..., channels, height, width] of 0 to 1 as uint8 [..., height, width, channels], and whether all of it is numbers.
+    """Return a tensor [..., channels, height, width] of 0 to 1 as uint8 [..., height, width, channels], and whether all of it is finite.
 
-    The same bytes as `to_pixels` makes.
+    The bytes are the same as those that `to_pixels` makes.
     """
     values = image.float().movedim(-3, -1)
     return (values.clamp(0, 1) * 255).round().to(torch.uint8).contiguous(), values.isfinite().all()
 
 
 def to_pixels(output: Any) -> Pixels:
-    """The first image or video of what a pipeline returned, whatever it returned it as.
+    """Return the pixels of the first image or video in a pipeline's result, in any form that pipelines return it.
 
     Raises:
-        RequestError: EngineFailed, the model made no numbers.
+        RequestError: RequestFailed, the model returned values that are no numbers.
     """
     first = output[0]
     if isinstance(first, list | tuple):
@@ -116,7 +116,8 @@ def _in_colour(pixels: Pixels) -> Pixels:
 def keep_on_device(view: Any) -> None:
     """Let a view's image processors return a tensor where they are asked for an array: the same numbers, not copied yet.
 
-    Those of videos stay as they are, they stack the arrays of several; and a custom pipeline may do anything with its arrays.
+    Those of videos stay as they are, because they stack the arrays of several. Those of a custom pipeline stay, because it may do anything
+    with its arrays.
     """
     if not type(view).__module__.startswith("diffusers."):
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of a request's way, for any pipeline and without code for one.
+"""Previews of a request's image, for any pipeline and without code for a single one.
 
 The request's own body runs once more, in a fiber of its own. Every model call already made gets its recorded answer, and every scheduler
-step returns the latents that the model predicts for the end. So nothing is encoded or denoised again, and what is left is the pipeline's
-own way from latents to an image. The extra run touches nothing of the request's. It ends within the tick, and its calls are never shared.
+step returns the latents that the model predicts for the end. So nothing is encoded or denoised again, and only the pipeline's own way from
+latents to an image is left. The extra run changes nothing of the request's. It ends within the tick, and its calls are never shared.
 """
 
 import copy
@@ -24,13 +24,13 @@ from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
 
 
 def preview_steps(steps: int, previews: int) -> list[int]:
-    """The steps after which a request of so many steps shows itself: evenly spaced, none at the start or at the end."""
+    """Return the steps after which a request of so many steps has a preview: evenly spaced, none at the start or at the end."""
     wanted = (number * steps // (previews + 1) for number in range(1, previews + 1))
     return sorted({step for step in wanted if 0 < step < steps})
 
 
 def preview_due(state: DiffusionRequestState) -> "PreviewState | None":
-    """The run that makes a preview of a request which has just taken a step; None where none is due.
+    """Return the run that makes a preview of a request that has just taken a step; None where none is due.
 
     A request that needs the model for itself has none: a second run would change the model under it.
     """
@@ -71,7 +71,7 @@ class PreviewState(DiffusionRequestState):
         while isinstance(event, ModelCall):
             try:
                 known = _copy_of(self._known(event))
-            except Exception as error:  # it is this run's, not the tick's
+            except Exception as error:  # the error is this run's, not the tick's
                 event = super()._note(self._fiber.throw(error))
                 continue
             if known is None:
@@ -105,5 +105,5 @@ class PreviewState(DiffusionRequestState):
 
 
 def _copy_of(answer: Any) -> Any:
-    """An answer that a pipeline may change or clear (keys and values of images), and its request's stays as it is."""
+    """Copy an answer, because a pipeline may change or clear it (keys and values of images)."""
     return with_tensors(answer, [tensor.clone() for tensor in tensors_of(answer)]) if is_plain(answer) else copy.deepcopy(answer)

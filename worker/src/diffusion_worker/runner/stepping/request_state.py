@@ -29,19 +29,19 @@ MOST_EXITS = 20
 
 
 class StepBoundary(enum.Enum):
-    """A fiber that stopped because `scheduler.step` returned."""
+    """The event of a fiber that stopped because `scheduler.step` returned."""
 
     STEP = "step"
 
 
 class FiberDone(msgspec.Struct, frozen=True):
-    """The fiber ended; `frame` is what its body returned: for a request from the wire an image, uint8 [height, width, 3]."""
+    """The event of a fiber that ended; `frame` is the result of its body, a `RawImage` from a pipeline."""
 
     frame: Any
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """The fiber ended with an exception; `asked` tells whether it had called a model before."""
+    """The event of a fiber that ended with an exception; `asked` says whether it had called a model before."""
 
     error: BaseException
     asked: bool
@@ -55,8 +55,8 @@ Body = Callable[[], Any]
 class Fiber(greenlet.greenlet):  # type: ignore[misc]
     """The greenlet of a body. `called` is set if it called a model since its last step; `steps` is the number of steps it will take.
 
-    Steps are remembered in its `history`, if it has one. With a `replay` no step is taken: that says what the scheduler returns.
-    `changes` has what it changes of the model if it has that alone; None where others advance beside it.
+    Steps are remembered in its `history`, if it has one. With a `replay` no step is taken, and the scheduler returns the result of
+    `replay`. `changes` records its changes to a model that it has alone; None where others advance beside it.
     """
 
     called = False
@@ -82,7 +82,7 @@ def take_step(
 
 
 def mark_step(steps: int | None = None) -> None:
-    """Suspends the running fiber, which has taken a step of a loop of so many in all.
+    """Suspend the running fiber, which has taken a step of a loop of `steps` in all.
 
     Only the first step after model calls counts. Some pipelines step twice with one prediction (Cosmos), or with a scheduler for each frame
     (SkyReels V2) or for the sound (LTX 2).
@@ -97,11 +97,11 @@ def mark_step(steps: int | None = None) -> None:
 class DiffusionRequestState:
     """A request between ticks. `body` runs the pipeline and returns its image.
 
-    `exact` requests have every call to themselves. `whole` ones run while no other request advances: they change the shared
-    model, or say so themselves. Calls of another `batch_key` are never merged with theirs. `history` is kept for previews only.
+    `exact` requests have every call to themselves. `whole` ones run while no other request advances, because they change the shared model,
+    or because their body asks for that. Calls of another `batch_key` are never merged with theirs. `history` is kept for previews only.
     """
 
-    # Set if it runs to its end however many calls that takes, because nobody advances it again.
+    # Set if a single tick runs it to its end, with any number of calls, because no later tick advances it.
     in_one_tick = False
 
     def __init__(self, spec: RequestSpec, body: Body, *, exact: bool = False) -> None:
@@ -137,12 +137,12 @@ class DiffusionRequestState:
 
     @property
     def steps_planned(self) -> int | None:
-        """Return the total number of steps if its loop declares it; a pipeline with several loops does not."""
+        """The total number of steps if the loop declares it; a pipeline with several loops does not."""
         planned = self._fiber.steps
         return planned if planned is not None and planned >= self.steps_done else None
 
     def advance(self) -> FiberEvent:
-        """Begin a tick: go on to the next event, or to the call that was put off."""
+        """Begin a tick: run to the next event, or return the call that was put off."""
         self.calls.clear()
         if self.put_off is not None:
             call, self.put_off = self.put_off, None
@@ -150,7 +150,7 @@ class DiffusionRequestState:
         return self.resume()
 
     def resume(self, value: Any = None) -> FiberEvent:
-        """Go on until the next event; `value` is what the suspended model call returns."""
+        """Run to the next event; `value` is the result of the suspended model call."""
         if self.history is not None and self._call is not None:
             self.history.answered(self._call, value)
             self._call = None
@@ -158,12 +158,12 @@ class DiffusionRequestState:
             return self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
 
     def fail(self, error: BaseException) -> FiberEvent:
-        """Let the suspended model call raise."""
+        """Raise an error from the suspended model call, and run to the next event."""
         with self._running():
             return self._note(self._fiber.throw(error))
 
     def drop(self) -> None:
-        """Unwind the fiber; nothing of it runs afterwards but its `finally` blocks."""
+        """Unwind the fiber; afterwards only its `finally` blocks run."""
         self._forget()
         for _ in range(MOST_EXITS):
             if not self._fiber:
@@ -176,7 +176,10 @@ class DiffusionRequestState:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Run the fiber inside; when it has ended, its changes of a model that it has alone are put back."""
+        """Run the fiber in this context, with its own random numbers and precision.
+
+        When it has ended, its changes of a model that it has alone are put back.
+        """
         changes = self._fiber.changes
         with self._randomness, self._precision:
             if changes is None:
@@ -201,14 +204,16 @@ class DiffusionRequestState:
             self._forget()
 
     def _forget(self) -> None:
-        """Let go of tensors at once: the request and its fiber hold each other until the garbage is collected."""
+        """Release tensors at once: the request and its fiber refer to each other until garbage is collected."""
         self.branches.clear()
         if self.history is not None:
             self.history.forget()
 
     def kind_of(self, call: ModelCall) -> Hashable:
-        """Return a key that separates a call from the others of a step, and is the same at the next step. To be asked once for each
-        call."""
+        """Return a key that separates a call from the others of a step, and is the same at the next step.
+
+        It counts calls, so ask it once for each.
+        """
         place = call.component, call.context
         self._since_step[place] += 1
         return place, self._since_step[place], call.shape

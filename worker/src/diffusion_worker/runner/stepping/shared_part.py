@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands for a module in the pipeline of a request that shares it with other requests: some things it may do, others not.
+"""A stand-in for a module that a request shares with other requests: it allows only what cannot change their images.
 
-Plain values and harmless methods are the module's own, and submodules follow the same rule. Anything else could change other
-requests' images. It ends the attempt by a switch of the fiber, as a pipeline may swallow an exception. The request is made
-once more while nobody else advances. Then it does as it likes, and `ModuleChanges` puts everything back.
+Plain values and harmless methods are the module's own, and submodules follow the same rule. Anything else could change other requests'
+images. It ends the attempt by a switch of the fiber, because a pipeline may swallow an exception. The request is made once more while no
+other advances. Then it may change the model, and `ModuleChanges` puts everything back.
 """
 
 import functools
@@ -20,26 +20,26 @@ from diffusion_worker.runner.stepping.module_changes import ModuleChanges
 
 
 class NeedsModelAlone(msgspec.Struct, frozen=True):
-    """A fiber stopped for good: its pipeline was about to do `what` with a shared module."""
+    """The event of a fiber that stopped for good, because its pipeline was about to do `what` with a shared module."""
 
     what: str
 
 
 def changes_of_fiber() -> ModuleChanges | None:
-    """The changes that the running request may make as it runs alone; None where others advance beside it."""
+    """Return the record of the running request's changes if it runs alone; None where others advance beside it."""
     return getattr(greenlet.getcurrent(), "changes", None)
 
 
 def in_fiber() -> bool:
-    """Tell a request's own code from the engine's."""
+    """Return whether a request's own code is running, and not the engine's."""
     return hasattr(greenlet.getcurrent(), "changes")
 
 
 class SharedPart:
-    """Looks like a submodule of a shared module."""
+    """A stand-in that looks like a submodule of a shared module."""
 
     def __init__(self, path: str, real: torch.nn.Module) -> None:
-        # All parts of one stand-in share this, by the id of the real module: asked twice, a part is the same.
+        # All parts of a stand-in share this, by the id of the real module, so that a part is the same each time.
         self.__dict__.update(_path=path, _real=real, _parts={})
 
     # Pipelines ask isinstance() of their components.
@@ -50,7 +50,7 @@ class SharedPart:
         if not (isinstance(value, types.MethodType) and value.__self__ is self._real):
             return self._seen(f"{self._path}.{name}", value)
         call = self._harmless if name in HARMLESS else self._unknown
-        # With its own signature, which some pipelines look at (Stable Video Diffusion).
+        # The method keeps its own signature, which some pipelines look at (Stable Video Diffusion).
         return functools.wraps(value)(functools.partial(call, name, value))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -68,7 +68,7 @@ class SharedPart:
         return bool(self._real)
 
     def to(self, *args: Any, **kwargs: Any) -> "SharedPart":
-        """Harmless where the weights are so already."""
+        """Convert or move the module; do nothing where the weights are so already, which is harmless."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if any(_differs(tensor, device, dtype) for tensor in (*self._real.parameters(), *self._real.buffers())):
             self._leave_company(f"calls {self._path}.to()")
@@ -76,19 +76,19 @@ class SharedPart:
         return self
 
     def float(self) -> "SharedPart":
-        """Do as `to` does."""
+        """Convert the module as `to` does."""
         return self.to(torch.float32)
 
     def half(self) -> "SharedPart":
-        """Do as `to` does."""
+        """Convert the module as `to` does."""
         return self.to(torch.float16)
 
     def eval(self) -> "SharedPart":
-        """Harmless: the engine serves modules so."""
+        """Set evaluation mode, which is harmless: the engine serves modules so."""
         return self.train(False)
 
     def train(self, mode: bool = True) -> "SharedPart":
-        """Harmless where it trains no part of it."""
+        """Set the mode of all parts, which is harmless where they have it already."""
         if any(module.training != mode for module in self._real.modules()):
             self._leave_company(f"calls {self._path}.train({mode})")
             self._real.train(mode)
@@ -102,7 +102,7 @@ class SharedPart:
         return method(*map(_unwrapped, args), **{key: _unwrapped(value) for key, value in kwargs.items()})
 
     def _leave_company(self, what: str) -> None:
-        """Returns where the request may do it; otherwise it never does."""
+        """Return if the request may make a change now; otherwise end the attempt and never return."""
         fiber: Any = greenlet.getcurrent()
         if not in_fiber():
             return  # the engine itself, or a hook that it calls
@@ -114,7 +114,10 @@ class SharedPart:
             fiber.parent.switch(NeedsModelAlone(what))
 
     def _seen(self, path: str, value: Any) -> Any:
-        """The value with shared parts in place of modules; as it is for who has the model alone, whose changes are put back."""
+        """Return the value with shared parts in place of modules.
+
+        A request that has the model alone gets the modules themselves, because its changes are put back.
+        """
         if isinstance(value, torch.nn.Module):
             changes = changes_of_fiber()
             if changes is None:
@@ -138,7 +141,7 @@ class SharedPart:
 
 
 class SharedParts(SharedPart):
-    """Looks like a list of modules."""
+    """A stand-in that looks like a list of modules."""
 
     def __len__(self) -> int:
         return len(self._real)

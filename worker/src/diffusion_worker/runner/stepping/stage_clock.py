@@ -19,7 +19,7 @@ class Stage(enum.Enum):
 
 
 def stage_of(call: ModelCall, steps_done: int) -> Stage:
-    """The stage of a request's call. A call after steps that encodes nothing turns their result into the image."""
+    """Return the stage of a request's call. A call after steps that encodes nothing turns their result into the image."""
     if call.denoises:
         return Stage.DENOISE
     encodes = steps_done == 0 or call.method == "encode"
@@ -34,11 +34,11 @@ class StageClock:
         self._spans: list[tuple[Stage, StageSpan]] = []
 
     def add(self, stage: Stage, span: StageSpan) -> None:
-        """A call that the request was in."""
+        """Add a call that the request took part in."""
         self._spans.append((stage, span))
 
     def report(self) -> StageSeconds:
-        """All of it but what it takes to make pixels; waits for the device, in any thread."""
+        """Return the costs of all stages but the making of pixels; waits for the device, in any thread."""
         seconds = {stage.value: 0.0 for stage in Stage}
         for stage, span in self._spans:
             seconds[stage.value] += span.seconds

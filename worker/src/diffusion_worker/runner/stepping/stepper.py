@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tick: fibers of the advancing requests run from model call to model call, and calls that fit together are merged.
 
-A tick works in waves. A tick works in waves. A wave makes the calls that may run now, resumes their requests, and lets the ranks agree on
-failures. So no rank waits in a collective for a request that another has given up. The next wave has the calls that are pending then; the
-tick ends when every request is done or has finished its step.
+A tick works in waves. A wave makes the calls that may run now, resumes their requests, and lets the ranks agree on failures. So no rank
+waits in a collective for a request that another has given up. The next wave has the calls that are pending then; the tick ends when every
+request is done or has finished its step.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ from diffusion_worker.withheld import traceback_of
 
 log = logging.getLogger(__name__)
 
-# Calls of one module that a request makes in a tick. A step makes a few. A pipeline that makes more has no step of its own, or decodes its
-# frames in parts. It continues in the next tick, so that it can be cancelled and others advance.
+# The most calls of one module that a request makes in a tick. A step makes a few. A pipeline that makes more has no step of its own, or
+# decodes its frames in parts. It continues in the next tick, so that it can be cancelled and others advance.
 CALLS_A_TICK = 8
 
-# Ranks tell each other by this code of a request that has to be made alone; nobody outside of them meets it.
+# The code by which ranks tell each other that a request has to be made alone. It never leaves the ranks.
 NEEDS_MODEL_ALONE = "NeedsModelAlone"
 
-# Calls a module, as diffusers itself would where `plain` is true: bit by bit, and with a model that changes meanwhile.
+# Calls a module; if `plain`, bit by bit as diffusers itself does, also with a model that changes meanwhile.
 Compute = Callable[[torch.nn.Module, ModelCall, bool], Any]
 States = dict[str, DiffusionRequestState]
 Event = tuple[DiffusionRequestState, FiberEvent]
@@ -60,7 +60,7 @@ class PreviewOutput(msgspec.Struct, frozen=True):
 class StepOutput(msgspec.Struct):
     """The results of a tick on this rank: bodies' outputs (images), errors, and the number of model calls made for them.
 
-    `clocks` has what each of the images took. The figures and the progress are those of `TickDone`.
+    `clocks` has the costs of each image. The figures and the progress are those of `TickDone`.
     """
 
     images: dict[str, Any] = {}
@@ -81,7 +81,7 @@ class StepOutput(msgspec.Struct):
 
 
 class Stepper:
-    """Advances requests. `states` belongs to the runner; requests that are done or broken are removed from it here."""
+    """The advance of requests, step by step. `states` is the runner's; requests that are done or broken are removed from it here."""
 
     def __init__(self, states: States, parallel: Parallel, prompts: PromptCache | None) -> None:
         self._states = states
@@ -93,9 +93,9 @@ class Stepper:
         self._compute: Compute = lambda module, call, plain: execute(module, call)
         # Calls whose output could not be split once are not merged again.
         self._indivisible: set[tuple[str, str]] = set()
-        # Calls in which some layer does not see the rows, so that each needs the same adapters for all of them.
+        # Calls in which some layer does not see the rows. All rows of such a call need the same adapters.
         self._same_adapters: set[tuple[str, str]] = set()
-        # Learnt from what requests do: a pipeline without steps ends its ticks after each denoiser call.
+        # Set once a request's calls show it: a pipeline without steps ends its ticks after each denoiser call.
         self._without_steps = False
         self._warned_of_previews = False
         self._output = StepOutput()
@@ -109,7 +109,7 @@ class Stepper:
         cache: PipelineStepCache | None = None,
         compute: Compute = lambda module, call, plain: execute(module, call),
     ) -> None:
-        """From now on calls are made on these modules, by `compute`; `cache` is on some of them."""
+        """Make calls on these modules from now on, by `compute`; `cache` is on some of them."""
         self._modules, self._loras, self._cache, self._compute = modules, loras, cache, compute
         self._indivisible.clear()
         self._same_adapters.clear()
@@ -125,7 +125,7 @@ class Stepper:
         self._output = StepOutput()
 
     def _admitted(self, chosen: list[DiffusionRequestState]) -> list[DiffusionRequestState]:
-        """All of them, unless one needs the model for itself: that one from its begin to its end, the others wait."""
+        """Return all requests, or a single one that needs the model for itself: the others wait from its begin to its end."""
         running = next((state for state in self._states.values() if state.whole and state.begun), None)
         if running is not None:
             return [state for state in chosen if state is running]
@@ -133,7 +133,7 @@ class Stepper:
         return chosen if first is None else [first]
 
     def _wave(self, pending: list[Pending]) -> list[Pending]:
-        """Make the calls that may run now and resume their requests; returns the calls that are pending then."""
+        """Make the calls that may run now and resume their requests; return the calls that are pending then."""
         known = [(item, found) for item in pending if (found := self._remembered(item)) is not None]
         if known:
             going = [item for item, _ in known]
@@ -144,7 +144,7 @@ class Stepper:
             events = [event for batch in batches for event in self._run(batch)]
         gone = set(map(id, going))
         rest = self._take(events, [item for item in pending if id(item) not in gone])
-        # In the order in which requests joined, whatever the order of their calls: the same on every rank.
+        # The calls are sorted by the order in which requests joined, which is the same on every rank.
         order = {id(state): position for position, state in enumerate(self._states.values())} if len(rest) > 1 else {}
         return sorted(rest, key=lambda item: order.get(id(item.state), 0))
 
@@ -178,7 +178,7 @@ class Stepper:
             failure = _without_frames(error)
         else:
             return [(item.state, item.state.resume(answer(item.call, part))) for item, part in zip(batch.items, parts, strict=True)]
-        # Out of the except block: what the failed call held is free again before it is made once more.
+        # This is outside the except block: the failed call's tensors are free again before it is made once more.
         if classify(failure) is Fault.OUT_OF_MEMORY and torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(batch.items) == 1:
@@ -192,7 +192,7 @@ class Stepper:
         return [event for single in batch.alone() for event in self._run(single)]
 
     def _call(self, batch: InputBatch) -> list[Any]:
-        """Each request's part of what the module returned."""
+        """Make a batch's call; return each request's part of the output."""
         call = batch.merged()
         # A request with the model for itself may look at all rows of a call at once (perturbed attention), so they stay together.
         if any(item.state.exact or item.state.whole for item in batch.items) or (call.denoises and not call.divisible):
@@ -220,7 +220,7 @@ class Stepper:
         return None if self._cache is None or not branches else self._cache.plan(batch.items[0].call.component, branches, batch.rows)
 
     def _execute(self, call: ModelCall, batch: InputBatch, rows: slice, plan: Plan | None) -> Any:
-        """Some rows of a batch's call on the real module, with the adapters of those rows."""
+        """Run some rows of a batch's call on the real module, with the adapters of those rows."""
         if plan is not None:
             return plan.execute(lambda: self._execute(call, batch, rows, None), rows)
         module = call.module if call.module is not None else self._modules[call.component]
@@ -238,7 +238,7 @@ class Stepper:
                 self._prompts.put(item.prompt, part, alone=len(batch.items) == 1)
 
     def _take(self, events: list[Event], pending: list[Pending]) -> list[Pending]:
-        """Sort what the requests stopped at; returns the pending calls with theirs added."""
+        """Act on the events at which the requests stopped; return the pending calls with theirs added."""
         broken = {state.spec.request_id: _report(state, event) for state, event in events if isinstance(event, Broken | NeedsModelAlone)}
         failures = failures_of_all(self._parallel, broken)
         begun: list[Event] = []
@@ -266,7 +266,7 @@ class Stepper:
         return self._take(begun, pending) if begun else pending
 
     def _end_preview(self, preview: PreviewState, event: FiberEvent, failure: ErrorReport | None) -> None:
-        """Without it where it failed: its request has lost nothing."""
+        """Add a preview to the output, or drop one that failed: its request has lost nothing."""
         if failure is None and isinstance(event, FiberDone):
             self._output.previews.append(PreviewOutput(preview.of, preview.number, event.frame))
             return
@@ -301,7 +301,7 @@ def _adapters_mix(error: BaseException) -> bool:
 
 
 def _without_frames(error: Failure) -> Failure:
-    """The error without its tracebacks, whose frames hold the tensors of the failed call."""
+    """Return the error without its tracebacks, whose frames hold the tensors of the failed call."""
     seen: BaseException | None = error
     while seen is not None:
         if seen.__traceback__ is not None:
@@ -312,9 +312,10 @@ def _without_frames(error: Failure) -> Failure:
 
 
 def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
-    """The error that the caller gets. Any but those of memory would come again, as it came of this request alone.
+    """Return the error that the caller gets; raise RankFault where the rank cannot go on.
 
-    Before its first model call (`asked`) a pipeline only checks its inputs: a ValueError is the caller's.
+    Only a lack of memory may pass: every other error comes of this request alone and would come again. Until its first model call (`asked`)
+    a pipeline only checks its inputs, so a ValueError before it is the caller's fault.
     """
     require_usable_rank(error)
     refusal = error.refusal if isinstance(error, CallFailed) else error
@@ -324,7 +325,7 @@ def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
         return ErrorReport(ErrorCode.INVALID_REQUEST, str(error))
     words = str(error) if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"
     code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.REQUEST_FAILED
-    # Log text: a record that held the exception would hold the tensors of its frames.
+    # Only text is logged: a record that held the exception would hold the tensors of its frames.
     log.error("a request failed:\n%s", traceback_of(error))
     _without_frames(error)
     return ErrorReport(code, words)

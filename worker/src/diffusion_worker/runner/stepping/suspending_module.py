@@ -27,9 +27,9 @@ _copies: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, torch.nn.M
 
 
 class SuspendingModule(SharedPart):
-    """Looks like a module; a call suspends the calling fiber with a `ModelCall` and returns what the fiber is resumed with.
+    """A stand-in that looks like a module. A call suspends the fiber with a `ModelCall` and returns what the fiber is resumed with.
 
-    Submodules are computed with in the fiber, at once; `SharedPart` says what else a request may do.
+    Submodules compute in the fiber, at once; `SharedPart` decides what else a request may do.
     """
 
     def __init__(self, name: str, real: torch.nn.Module) -> None:
@@ -54,10 +54,10 @@ class SuspendingModule(SharedPart):
             self.__dict__["_context"] = before
 
     def _reset_stateful_cache(self, **_where: Any) -> None:
-        """Nothing, though every classic pipeline asks for it at its end: a step cache keeps what it knows by request."""
+        """Do nothing, though every classic pipeline calls this at its end: a step cache keeps its values by request."""
 
     def to(self, *args: Any, **kwargs: Any) -> "SuspendingModule":
-        """Another precision for this request only (SDXL decodes in float32): its calls go to a copy, shared by all that ask for one."""
+        """Use another precision for this request only (SDXL decodes in float32): calls go to a copy that such requests share."""
         _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None:
             self.__dict__["_real"] = made = _in_precision(self._shared, dtype)
@@ -66,17 +66,17 @@ class SuspendingModule(SharedPart):
         return self
 
     def _asking(self, name: str, method: Any) -> Any:
-        """The method with its own signature, which some pipelines look at (Stable Video Diffusion)."""
+        """Return a method that suspends the fiber, with the signature that some pipelines look at (Stable Video Diffusion)."""
 
         @functools.wraps(method)
         def ask(*args: Any, **kwargs: Any) -> Any:
-            # A hook that a guider put around it runs inside of the call that the engine makes.
+            # A hook that a guider put around the method runs inside of the call that the engine makes.
             return self._suspend(name, *args, **kwargs) if in_fiber() else method(*args, **kwargs)
 
         return ask
 
     def _suspend(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        # Class methods, so that the signature is found once for all modules of a class.
+        # The method is the class's, so that its signature is found once for all modules of a class.
         arguments = _bind(getattr(type(self._real), method), self._real, args, kwargs)
         parent = greenlet.getcurrent().parent
         assert parent is not None, "a stand-in is called inside a request's fiber only"
@@ -84,7 +84,7 @@ class SuspendingModule(SharedPart):
 
 
 def forget_copies() -> None:
-    """Drop the copies in other precisions: they are made of weights that are about to go or change."""
+    """Drop the copies in other precisions, because the weights they were made of are about to go or change."""
     _copies.clear()
 
 
@@ -98,7 +98,7 @@ def _in_precision(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Modul
 
 
 def _bind(method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name. A `**kwargs` of the method is flattened: nested, its contents would not reach the module."""
+    """Return the arguments by name. A `**kwargs` of the method is flattened: nested, its contents would not reach the module."""
     signature, rest = _signature(method)
     bound = signature.bind(module, *args, **kwargs).arguments
     arguments = dict(list(bound.items())[1:])
@@ -112,7 +112,7 @@ def _bind(method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @functools.cache
 def _signature(method: Any) -> tuple[inspect.Signature, str | None]:
-    """A method's signature, and the name of its `**kwargs`."""
+    """Return a method's signature, and the name of its `**kwargs`."""
     signature = inspect.signature(method)
     return signature, next((name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD), None)
 

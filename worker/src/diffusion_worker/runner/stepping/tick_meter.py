@@ -10,7 +10,7 @@ import torch
 
 
 class StageSpan:
-    """The time from its making to `end`: on a GPU that of the work put on it meanwhile, known when it is done with that."""
+    """The time from construction to `end`. On a GPU it is that of the work queued meanwhile, known once the GPU has done the work."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._seconds = 0.0
@@ -22,7 +22,7 @@ class StageSpan:
             self._events[0].record()
 
     def end(self) -> None:
-        """The work was done, or put on the device."""
+        """End the span, now that its work is done or queued on the device."""
         if self._events is None:
             self._seconds = time.perf_counter() - self._started_s
         else:
@@ -30,7 +30,7 @@ class StageSpan:
 
     @property
     def seconds(self) -> float:
-        """Waits for the device, in any thread."""
+        """The length of the span in seconds; waits for the device, in any thread."""
         if self._events is not None:
             begin, end = self._events
             end.synchronize()
@@ -39,7 +39,7 @@ class StageSpan:
 
 
 class TickMeter:
-    """Measures one tick. On a GPU times come from events, so that only the end of the tick waits for the device."""
+    """The measure of one tick. On a GPU times come from events, so that only the end of the tick waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -49,7 +49,7 @@ class TickMeter:
 
     @contextlib.contextmanager
     def measuring(self, *, denoises: bool) -> Iterator[StageSpan]:
-        """The time of what runs inside, which counts where it belongs to a step; what fails does not."""
+        """Measure the work of the block, and count it as denoising if `denoises`. Work that fails is not counted."""
         span = StageSpan(self._device)
         yield span
         span.end()
@@ -57,11 +57,11 @@ class TickMeter:
             self._denoising.append(span)
 
     def denoise_seconds(self) -> float:
-        """Seconds of all denoiser calls; waits for the device."""
+        """Return the seconds of all denoiser calls; waits for the device."""
         return sum(span.seconds for span in self._denoising)
 
     def peak_bytes(self, weights_bytes: int) -> int:
-        """The most memory of the device beside `weights_bytes`; 0 on a CPU, where it is not known."""
+        """Return the most memory of the device beside `weights_bytes`; 0 on a CPU, where it is not known."""
         if self._device is None:
             return 0
         return max(0, torch.cuda.max_memory_allocated(self._device) - weights_bytes)
