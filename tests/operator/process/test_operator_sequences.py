@@ -51,8 +51,9 @@ async def test_nothing_is_made_and_nothing_is_said_in_a_namespace_that_ends(kube
         await client.create(DEPLOYMENT, "ending", deployment(replicas=2))
         await client.create(ADAPTER, "ending", adapter())
 
-        async def without_pods() -> bool:
-            return len(await client.list(POD, "ending")) != 2
+        async def without_pods() -> str:
+            pods = [pod["metadata"]["name"] for pod in await client.list(POD, "ending")]
+            return "" if len(pods) == 2 else f"not two pods: {pods}; {operator.log.read_text()[-2000:]}"
 
         await eventually_nothing(without_pods)
         assert (await client.send("DELETE", "/api/v1/namespaces/ending"))[0] == 200
@@ -69,8 +70,8 @@ async def test_nothing_is_made_and_nothing_is_said_in_a_namespace_that_ends(kube
         for kind in (ADAPTER, DEPLOYMENT):
             assert (await client.send("DELETE", path_of(kind, "ending")))[0] == 200
 
-        async def kept() -> bool:
-            return bool((await asyncio.to_thread(operator.metrics))["under_test_kept"])
+        async def kept() -> list[str]:
+            return await asyncio.to_thread(operator.kept, "ending")
 
         await eventually_nothing(kept)
         noise = [line for line in operator.log.read_text().splitlines() if "ending" in line and ("WARNING" in line or "ERROR" in line)]

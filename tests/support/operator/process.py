@@ -83,10 +83,20 @@ class CountingProcess(handlers.Process, Collector):
         for what, count in Counter(" ".join(place.split()[1:3]) for place in list(POINTS.passed) if place.startswith("before")).items():
             actions.add_metric([what], count)
         yield actions
-        known = self.runtime
-        kept = 0 if known is None else sum(map(len, (known.memories, known.ready_reasons, known.statuses)))
-        yield GaugeMetricFamily("under_test_kept", "Entries about objects.", value=kept + len(self.queue or ()))
+        kept = GaugeMetricFamily("under_test_kept", "Entries about objects.", labels=["where", "namespace"])
+        for (where, namespace), count in self._kept().items():
+            kept.add_metric([where, namespace], count)
+        yield kept
         yield GaugeMetricFamily("under_test_most_passes", "Of one object.", value=max(self.passes.values(), default=0))
+
+    def _kept(self) -> Counter[tuple[str, str]]:
+        """Count the entries about objects by the place that keeps them and the namespace of the object."""
+        kept = Counter(("queue", key.namespace) for key in list(self.queue._lines if self.queue is not None else ()))
+        if self.runtime is not None:
+            kept.update(("memories", namespace) for namespace, _ in list(self.runtime.memories))
+            kept.update(("ready reasons", key.namespace) for key in list(self.runtime.ready_reasons))
+            kept.update(("statuses", key.namespace) for key in list(self.runtime.statuses))
+        return kept
 
 
 def _wrap_ports() -> None:

@@ -177,11 +177,11 @@ class _Batch:
                     self._wrong(f"a finalizer on {_short(one)}")
                 await self._client.delete(kind, self._namespace, one["metadata"]["name"], at_once=True)
 
-        async def kept() -> float:
-            return self._operator.metrics()["under_test_kept"]
+        async def kept() -> list[str]:
+            return self._operator.kept(self._namespace)
 
         if entries := await still_found(kept, within_s=FORGOTTEN_WITHIN_S, every_s=0.1):
-            self._wrong(f"the operator keeps {entries:g} entries about objects that are gone")
+            self._wrong(f"the operator keeps entries about objects that are gone: {entries}")
         if left := [one["metadata"]["name"] for kind in CHILDREN for one in await self._client.list(kind, self._namespace)]:
             self._wrong(f"{left} came back after they were deleted")
 

@@ -80,7 +80,7 @@ class OperatorProcess:
 
     def wait_ready(self) -> None:
         """Until it answers its probe."""
-        self.eventually(lambda: self.health() == 200, within_s=30.0)
+        self.eventually(lambda: self.health() == 200, within_s=90.0)
 
     def eventually(self, look: Callable[[], Any], *, within_s: float = 40.0) -> Any:
         """Return the first truthy answer, also where it does not listen yet; fail at once when the program ends."""
@@ -113,6 +113,10 @@ class OperatorProcess:
 
     def metrics(self) -> dict[str, float]:
         return metric_values(httpx2.get(self._metrics_url, timeout=10).text)
+
+    def kept(self, namespace: str) -> list[str]:
+        """List the entries that it keeps about objects of a namespace, as its metrics name them."""
+        return [name for name in self.metrics() if name.startswith("under_test_kept") and f'namespace="{namespace}"' in name]
 
     def passes(self) -> int:
         """Over all objects of its present life."""
