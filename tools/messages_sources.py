@@ -64,6 +64,7 @@ class Maker:
     """A function that only makes an error of its parameters."""
 
     parameters: Sequence[str]
+    texts: Texts
     error: ast.Call
 
 
@@ -109,8 +110,9 @@ class Package:
     def maker(self, function: ast.FunctionDef) -> Maker | None:
         """Return the error that a function makes and the names of its parameters; None for a function that does something else."""
         match [node for node in function.body if not isinstance(node, ast.Expr)]:
-            case [ast.Return(value=ast.Call() as error)] if _last(error.func) in self.errors:
-                return Maker([one.arg for one in function.args.args], error)
+            case [*before, ast.Return(value=ast.Call() as error)] if _last(error.func) in self.errors:
+                if all(isinstance(node, ast.Assign) for node in before):
+                    return Maker([one.arg for one in function.args.args], _texts_by_name(before), error)
         return None
 
 
@@ -127,25 +129,28 @@ class _Module:
     def messages(self) -> list[Message]:
         """Return the messages of the calls that make one, and then the other texts of the module as its commonest kind."""
         constants = _texts_by_name([node for node in self._tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)])
-        made = list(self._made(self._tree, constants, raised=False))
+        made = list(self._made(self._tree, constants))
         kinds = Counter(one.kind for one in made if one.kind is not Kind.LOG)
         kind = kinds.most_common(1)[0][0] if kinds else self._package.default
         others = [Message(kind, line, "", text) for line, text in self._others(self._tree, constants, "")]
         return sorted(dict.fromkeys([*made, *others]), key=lambda one: one.line)
 
-    def _made(self, node: ast.AST, names: Texts, *, raised: bool) -> Iterator[Message]:
+    def _made(self, node: ast.AST, names: Texts, field: str = "", *, raised: bool = False) -> Iterator[Message]:
         """Yield messages by the calls that make them, such as of an error's class."""
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names = _texts_within(node, names)
-        if isinstance(node, ast.Assert | ast.arg):
-            return
-        if isinstance(node, ast.Call) and (message := self._message(node, names, raised=raised)) is not None:
-            yield message
+        match node:
+            case ast.Assert() | ast.arg():
+                return
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                names = _texts_within(node, names)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                field = name
+            case ast.Call() if (message := self._message(node, names, field, raised=raised)) is not None:
+                yield message
         raised = isinstance(node, ast.Raise)
         for child in _children(node):
-            yield from self._made(child, names, raised=raised)
+            yield from self._made(child, names, field, raised=raised)
 
-    def _message(self, call: ast.Call, names: Texts, *, raised: bool) -> Message | None:
+    def _message(self, call: ast.Call, names: Texts, field: str, *, raised: bool) -> Message | None:
         called = _last(call.func)
         if _logs(call):
             text = self._text(call.args[-1 if called == "log" and len(call.args) < 2 else called == "log"], names)
@@ -153,10 +158,10 @@ class _Module:
             return None if called in QUIET else Message(Kind.LOG, call.lineno, level, text)
         if METRICS.fullmatch(called) and len(call.args) > 1:
             name, text = (self._text(argument, names) for argument in call.args[:2])
-            return Message(Kind.METRIC, call.lineno, name, text)
+            return None if HOLE.fullmatch(text) else Message(Kind.METRIC, call.lineno, name, text)
         for keyword in call.keywords:
             if keyword.arg == "description" and self._package.default is Kind.ERROR:
-                return Message(Kind.API, call.lineno, "", self._text(keyword.value, names))
+                return Message(Kind.API, call.lineno, field, self._text(keyword.value, names))
         if raised and called in self._makers:
             return self._made_error(call, self._makers[called], names)
         if raised or called in self._package.errors or called in VERDICTS:
@@ -166,8 +171,8 @@ class _Module:
     def _made_error(self, call: ast.Call, maker: Maker, names: Texts) -> Message | None:
         """Return the message of an error that a function makes of the arguments of this call."""
         given = dict(zip(maker.parameters, call.args, strict=False)) | {one.arg: one.value for one in call.keywords if one.arg}
-        arguments: Texts = {name: [ast.Constant(self._text(value, names))] for name, value in given.items()}
-        message = self._coded(maker.error, arguments, Kind.ERROR)
+        arguments = {name: [ast.Constant(self._text(value, names))] for name, value in given.items()}
+        message = self._coded(maker.error, {**maker.texts, **arguments}, Kind.ERROR)
         return message and replace(message, line=call.lineno)
 
     def _coded(self, call: ast.Call, names: Texts, kind: Kind) -> Message | None:
@@ -185,7 +190,7 @@ class _Module:
     def _others(self, node: ast.AST, names: Texts, owner: str) -> Iterator[tuple[int, str]]:
         """Yield the texts that no message contains yet, after the name of what holds them."""
         match node:
-            case ast.Assert() | ast.arg():
+            case ast.Assert() | ast.arg() | ast.Compare(ops=[ast.In()]):
                 return
             case ast.Call() if _last(node.func) in NO_MESSAGES or _logs(node):
                 return
@@ -199,15 +204,14 @@ class _Module:
                 owner = f"{{{name.strip('_')}}} ="
             case ast.Call(args=elements) | ast.Tuple(elts=elements) if codes := list(filter(None, map(self._code, elements))):
                 owner = f"{owner} {codes[0]}:"
-            case ast.Compare(ops=[ast.In()]):
-                return
         if is_text(node):
             assert isinstance(node, ast.expr)
             if id(node) not in self._read and _is_prose(text := self._text(node, names)):
                 yield node.lineno, f"{owner} {text}"
             inner: list[ast.AST] = [part.value for part in _walk(node) if isinstance(part, ast.FormattedValue)]
         else:
-            inner = [child for child in _children(node) if child not in getattr(node, "decorator_list", ())]
+            apart = [getattr(node, "annotation", None), getattr(node, "returns", None), *getattr(node, "decorator_list", ())]
+            inner = [child for child in _children(node) if child not in apart]
         for child in inner:
             yield from self._others(child, names, owner)
 
