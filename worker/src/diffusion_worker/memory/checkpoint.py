@@ -49,7 +49,7 @@ def read_checkpoint(folder: Path, stem: str, *, index_first: bool) -> Checkpoint
 
 
 def stored_in(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder's readable safetensors files; where several files have a name, one of its tensors."""
+    """Return the tensors of a folder's readable safetensors files by name; a name in several files stands for one of them."""
     tensors: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:

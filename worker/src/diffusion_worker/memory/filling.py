@@ -164,7 +164,7 @@ _staging = threading.local()
 
 
 def _buffers_for(job: _Piece) -> list[torch.Tensor]:
-    """Return where each part of a piece is read to: its tensor, or this thread's staging memory if it must be converted or moved."""
+    """Return the buffers that a piece is read into: its tensors, or this thread's staging memory for what is converted or moved."""
     buffers, used = [], 0
     for stored, target in zip(job.stored, job.targets, strict=True):
         if target.dtype == stored.dtype and target.device.type == "cpu":

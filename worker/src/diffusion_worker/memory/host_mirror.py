@@ -78,7 +78,7 @@ def make_mirror(size: int, *, pinned: bool) -> HostMirror | None:
 
 @contextlib.contextmanager
 def copying_to(device: torch.device) -> Iterator[None]:
-    """Run the copies of the block on a stream of their own, if the device has streams; wait for them at its end."""
+    """Put copies made in this context on a stream of their own, if the device has streams; wait for them at its end."""
     if device.type != "cuda":
         yield
         return

@@ -25,7 +25,7 @@ class Slab(Protocol):
     address_range: AddressRange | None
 
     def lend(self, tensor: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Make a tensor the view `part` of the slab's bytes, at the latest when the slab first has memory."""
+        """Make a tensor the view that `part` makes of the slab's bytes, at the latest when the slab first has memory."""
 
     def release(self) -> None:
         """Give the memory back. The contents are lost and views stay valid; without memory nothing happens."""

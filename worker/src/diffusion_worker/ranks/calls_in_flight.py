@@ -44,7 +44,7 @@ class CallsInFlight:
         return len(self._calls)
 
     def add(self, method: str, ranks: set[int]) -> tuple[int, CallInFlight]:
-        """Add a call that is about to be sent; return its id with it."""
+        """Add a call that is about to be sent; return its id and the call."""
         call_id = next(self._ids)
         call = self._calls[call_id] = CallInFlight(method, ranks)
         return call_id, call

@@ -106,7 +106,7 @@ class RankExecutor:
 
     async def failed(self) -> Loss:
         """Wait until the generation is lost; return its loss."""
-        # A waiter that is cancelled must not cancel the loss for everybody else.
+        # A waiter that is cancelled must not cancel the loss for all others.
         return await asyncio.shield(self._running().loss)
 
     def documents(self) -> list[RankDocument]:

@@ -53,7 +53,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
 
 
 class DiffusionWorker:
-    """A rank of a worker."""
+    """A rank of a worker, with its device, its process group and its model runner."""
 
     def __init__(self, config: WorkerConfig, *, rank: int, rendezvous: Rendezvous, listener: socket.socket | None) -> None:
         self._config = config
@@ -76,7 +76,7 @@ class DiffusionWorker:
             world=self._config.ranks,
             device=self.device,
             store=self._store(),
-            # The parent's deadlines come first; this is the backstop.
+            # The server's deadlines come first; this one is the last resort.
             timeout_s=self._config.collective_timeout_s,
             tensor=self._config.tensor,
             sequence=self._config.sequence,

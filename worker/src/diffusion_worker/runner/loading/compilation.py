@@ -56,7 +56,7 @@ class Compilation:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Run calls in the block uncompiled, because they must be bit-equal to diffusers' or change the model."""
+        """Run calls in this context uncompiled, because they must be bit-equal to diffusers' or change the model."""
         before, self._eager = self._eager, True
         try:
             yield

@@ -146,7 +146,7 @@ def _promise(kind: Any, config: Any, dtype: torch.dtype, tensors: Stored, unread
     promised = {name: _DeferredTensor(stored, unread) for name, stored in tensors.items()}
     asked = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     says = logging.getLogger("transformers.modeling_utils")
-    # Warnings of this log are errors here, and it would take tied weights for different ones.
+    # transformers would warn of what is an error here, and of tied weights as if they were different ones.
     says.disabled = True
     try:
         module, info = kind.from_pretrained(None, config=config, state_dict=promised, **asked)

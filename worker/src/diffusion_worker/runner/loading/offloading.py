@@ -111,7 +111,7 @@ class Residence:
                 home.tensor.data = typed.as_strided(home.data.shape, home.data.stride())
 
     def leave(self) -> None:
-        """Return to the weights in host memory. Nothing is copied, because computing changes no weights."""
+        """Use the weights in host memory again. Nothing is copied, because computing changes no weights."""
         for homes in self._blocks.values():
             for home in homes:
                 home.tensor.data = home.data

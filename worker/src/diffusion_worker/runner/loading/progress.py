@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 ReportProgress = Callable[[int, int], None]
 
-# A report follows at least each time this part of the bytes was added.
+# A report follows once at least this part of the bytes was added.
 PART = 0.01
 
 

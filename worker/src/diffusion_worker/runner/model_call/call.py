@@ -262,7 +262,7 @@ def _merge_values(path: str, values: list[Any], rows: list[int], layout: _Layout
     if role is Role.ITEM:
         return [item for value in values for item in value]
     if role is Role.TIME:
-        # Schedulers differ in the dtype of their steps; where they agree the steps keep it.
+        # Schedulers differ in the dtype of their time steps. If all agree, their dtype is kept.
         dtype = functools.reduce(torch.promote_types, (value.dtype for value in values))
         return torch.cat([value.to(dtype).reshape(-1).expand(count) for value, count in zip(values, rows, strict=True)])
     if role is Role.NESTED:

@@ -8,7 +8,7 @@ memory and errors of one request leave the group serving.
 
 from diffusion_worker.errors import Fault
 
-# Class names, since torch has them only where it was built with the back end.
+# Names of classes, because torch has a class only where it was built with the back end.
 _MEMORY_TYPES = frozenset({"OutOfMemoryError", "MemoryError"})
 _COLLECTIVE_TYPES = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 _DEVICE_TYPES = frozenset({"AcceleratorError"})
@@ -53,7 +53,7 @@ def classify(error: BaseException) -> Fault:
         return error.fault
     names = {kind.__name__ for kind in type(error).__mro__}
     words = str(error).lower()
-    # Memory first: a CUDA out of memory is also a CUDA error.
+    # Memory comes first, because out of memory on a GPU is a CUDA error too.
     if names & _MEMORY_TYPES or any(word in words for word in _MEMORY_WORDS):
         return Fault.OUT_OF_MEMORY
     # Only a RuntimeError is about devices and collectives. A ValueError that quotes such words is its caller's fault.

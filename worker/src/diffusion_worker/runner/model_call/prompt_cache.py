@@ -54,7 +54,7 @@ class PromptCache:
         return call.component, id(call.module), call.method, call.autocast, adapter, parts
 
     def get(self, key: Hashable, *, alone: bool) -> Any | None:
-        """Return a copy of a result, which the caller may change. With `alone`, results of shared calls do not count."""
+        """Return a copy of a result, which the caller may change; None without one. With `alone`, results of shared calls do not count."""
         kept = self._kept.get(key)
         if kept is None or (alone and not kept.alone):
             return None

@@ -197,7 +197,7 @@ class Parallel:
 
 
 def _mesh(device: torch.device, world: int, *, tensor: int, sequence: int, shard: int) -> DeviceMesh | None:
-    """Return the mesh: rows x shard x tensor, or rows x shard x ring x ulysses (diffusers' for a sequence); None for rows alone."""
+    """Return the mesh: rows x shard x tensor, or for a sequence rows x shard x ring x ulysses; None for rows alone."""
     rows = world // (tensor * sequence * shard)
     if tensor > 1:
         return init_device_mesh(device.type, (rows, shard, tensor), mesh_dim_names=("rows", "shard", "tensor"))
@@ -207,7 +207,7 @@ def _mesh(device: torch.device, world: int, *, tensor: int, sequence: int, shard
 
 
 def _row_group(rank: int, world: int, *, together: int) -> RowGroup:
-    """Return the ranks with this one's place in their sequence or tensor group, which compute other rows than it does."""
+    """Return the group that shares out rows: a rank of each sequence or tensor group, whose ranks compute the same rows."""
     if together == 1:
         return RowGroup(rank, world, None)
     # Every rank has to take part in making every group.

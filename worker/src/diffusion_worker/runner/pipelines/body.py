@@ -25,7 +25,7 @@ from diffusion_worker.runner.stepping.pixels import RawImage, keep_on_device
 Arguments = dict[str, Any]
 
 FRAMES = ("num_frames", "video_length", "frames")
-# Guidance with a second, unguided call. If a class has both, this one works on every checkpoint of it.
+# Guidance with a second, unguided call. If a class has both scales, this one works on every checkpoint of it.
 TRUE_GUIDANCE = "true_cfg_scale"
 # The models' authors use this for "no negative prompt"; without one their classes ignore the scale.
 NO_NEGATIVE_PROMPT = " "

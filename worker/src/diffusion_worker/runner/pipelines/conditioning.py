@@ -41,7 +41,7 @@ REFERENCES = {
     "StableCascadeCombinedPipeline": MOST_REFERENCES,
     "ZImageOmniPipeline": MOST_REFERENCES,
 }
-# Those of them that fail without an image, although their call has a default for it.
+# Classes with references that fail without an image, although their call has a default for it.
 NEED_A_REFERENCE = frozenset({"QwenImageEditPipeline", "QwenImageEditPlusPipeline"})
 # Words in the names of classes that take an image and serve no edit. They make something else of it, or need more than an image and words.
 NO_EDIT = ("SuperResolution", "Upscal", "Layered", "VisualCloze", "Refiner", "ControlNetUnion")

@@ -126,7 +126,7 @@ def _written_side(pipeline: Any, takes: Mapping[str, Any]) -> int | None:
 
 
 def _default_side(pipeline: Any) -> int | None:
-    """Return the side in pixels of the size in latents that the model was trained for, the default of most pipelines."""
+    """Return the side in pixels that the model was trained for, which most pipelines make by default; None where it is unknown."""
     latents = _number(getattr(pipeline, "default_sample_size", None)) or _number(_denoiser_config(pipeline, "sample_size"))
     return latents * (_first_number(pipeline, SPATIAL) or 8) if latents else None
 

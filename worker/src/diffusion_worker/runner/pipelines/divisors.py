@@ -18,7 +18,7 @@ PACKED = frozenset({"Flux3ModularPipeline", "Flux3DistilledModularPipeline", "Qw
 
 
 def written_divisors(pipeline: Any) -> list[int]:
-    """Return each N of which a pipeline refuses sides that are no multiples, if N consists of numbers and of the pipeline's settings.
+    """Return the numbers that must divide a side by the pipeline's own check, if they consist of constants and its settings.
 
     A check that only warns does not count: most of these pipelines make such an image all the same.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# NextDiT has no table: LuminaPipeline computes one of so many patches a side for every request.
+# NextDiT has no table: LuminaPipeline computes one for every request, with this many patches a side.
 LUMINA_PATCHES = 384
 
 Patches = tuple[int, int]

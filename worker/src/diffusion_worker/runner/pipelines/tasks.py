@@ -32,7 +32,7 @@ from diffusion_worker.runner.pipelines.view import silence
 log = logging.getLogger(__name__)
 
 PAIRS = {Task.EDIT: auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, Task.INPAINT: auto_pipeline.AUTO_INPAINT_PIPELINES_MAPPING}
-# Pairs that diffusers has the classes for and not in its own lists.
+# Pairs whose classes diffusers has, but not in its own lists.
 MORE_PAIRS = {
     Task.EDIT: {
         "AmusedPipeline": "AmusedImg2ImgPipeline",

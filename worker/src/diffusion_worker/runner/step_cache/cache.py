@@ -17,7 +17,7 @@ from diffusion_worker.runner.model_call.outputs import split
 from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CachedRun, CacheVerdict, FirstBlockOnly, Kept, Tensors
 from diffusion_worker.runner.step_cache.interface import Branch, CachedRequest, CacheKind
 
-# The verdicts of the requests on all ranks, from those on this one.
+# Returns the verdicts that all ranks share, from this rank's verdicts on the same requests.
 Agree = Callable[[list[CacheVerdict]], list[CacheVerdict]]
 
 

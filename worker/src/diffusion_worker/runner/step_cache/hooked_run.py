@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Some tensors that belong together, each with a row (or several) for each row of the call; None stands for one there is not.
+# Some tensors that belong together, each with a row (or several) for each row of the call; None stands for a missing one.
 Tensors = list[torch.Tensor | None]
 Kept = dict[str, Tensors]
 # A function that is called with a layer's own forward and the arguments of the layer's call.
@@ -55,7 +55,7 @@ class CachedModule:
 
     @contextlib.contextmanager
     def running(self, run: CachedRun) -> Iterator[None]:
-        """Let the hooks follow `run` while the block runs."""
+        """Let the hooks follow `run` in this context."""
         self.run = run
         try:
             yield

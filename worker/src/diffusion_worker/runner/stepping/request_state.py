@@ -24,7 +24,7 @@ from diffusion_worker.runner.stepping.stage_clock import StageClock
 
 log = logging.getLogger(__name__)
 
-# A pipeline that catches everything catches its end too, each time at its next model call.
+# The most attempts to end a fiber. A pipeline that catches everything catches its end too, each time at its next model call.
 MOST_EXITS = 20
 
 

@@ -68,7 +68,7 @@ class SharedPart:
         return bool(self._real)
 
     def to(self, *args: Any, **kwargs: Any) -> "SharedPart":
-        """Convert or move the module; do nothing where the weights are so already, which is harmless."""
+        """Convert or move the module, which needs the model alone unless the weights are so already."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if any(_differs(tensor, device, dtype) for tensor in (*self._real.parameters(), *self._real.buffers())):
             self._leave_company(f"calls {self._path}.to()")
@@ -76,19 +76,19 @@ class SharedPart:
         return self
 
     def float(self) -> "SharedPart":
-        """Convert the module as `to` does."""
+        """Convert the module to float32 by `to`."""
         return self.to(torch.float32)
 
     def half(self) -> "SharedPart":
-        """Convert the module as `to` does."""
+        """Convert the module to float16 by `to`."""
         return self.to(torch.float16)
 
     def eval(self) -> "SharedPart":
-        """Set evaluation mode, which is harmless: the engine serves modules so."""
+        """Set evaluation mode, which is harmless: the engine serves modules in it."""
         return self.train(False)
 
     def train(self, mode: bool = True) -> "SharedPart":
-        """Set the mode of all parts, which is harmless where they have it already."""
+        """Set the mode of all parts, which needs the model alone unless they have it already."""
         if any(module.training != mode for module in self._real.modules()):
             self._leave_company(f"calls {self._path}.train({mode})")
             self._real.train(mode)
@@ -110,7 +110,7 @@ class SharedPart:
             fiber.changes.begin()
             return
         while True:
-            # A request that is given up ends here; code that swallows even that comes back to the same place.
+            # A request that is given up is unwound from here. Code that swallows even that is suspended here again.
             fiber.parent.switch(NeedsModelAlone(what))
 
     def _seen(self, path: str, value: Any) -> Any:

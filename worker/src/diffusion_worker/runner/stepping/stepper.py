@@ -160,7 +160,10 @@ class Stepper:
         return batch.by_adapters() if kind in self._same_adapters else [batch]
 
     def _run(self, batch: InputBatch) -> list[Event]:
-        """Call the module once for all; if that fails, once for each, so that only the guilty request sees its error."""
+        """Call the module once for a batch and resume its requests; return their next events.
+
+        If the call fails, it is made once for each request, so that only the guilty request sees its error.
+        """
         try:
             parts = self._call(batch)
         except MixedVerdicts:

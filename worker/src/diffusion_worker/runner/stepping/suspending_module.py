@@ -19,7 +19,7 @@ from diffusion_worker.runner.stepping.shared_part import SharedPart, changes_of_
 INTERCEPTED_METHODS = frozenset(
     {"forward", "encode", "decode", "generate", "get_image_features", "get_text_features", "get_image_tokens", "quantize", "tiled_decode"}
 )
-# A caller that names one of these continues from them.
+# A caller that passes one of these goes on with the keys and values of the result.
 KEYS_AND_VALUES = frozenset({"use_cache", "past_key_values"})
 AUTOCAST_DEVICES = ("cpu", "cuda")
 

@@ -39,7 +39,7 @@ class StageSpan:
 
 
 class TickMeter:
-    """The measure of one tick. On a GPU times come from events, so that only the end of the tick waits for the device."""
+    """The meter of one tick. On a GPU times come from events, so that only the end of the tick waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -49,7 +49,7 @@ class TickMeter:
 
     @contextlib.contextmanager
     def measuring(self, *, denoises: bool) -> Iterator[StageSpan]:
-        """Measure the work of the block, and count it as denoising if `denoises`. Work that fails is not counted."""
+        """Measure the work done in this context, and count it as denoising if `denoises`. Work that fails is not counted."""
         span = StageSpan(self._device)
         yield span
         span.end()
