@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exam of the digits model: a hundred prompts, drawn by the plain diffusers pipeline, judged by `digit_judge`.
 
-Real: the trained model, diffusers and peft; nothing of the worker takes part. The tests draw thirty of the prompts.
-examples/digits/evaluate.py, which `make soak` runs, draws all of them and holds them to the same shares.
+Real: the trained model, diffusers and peft. The worker takes no part. The tests draw thirty of the prompts. examples/digits/evaluate.py,
+which `make soak` runs, draws all of them and requires the same shares.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ from PIL import Image
 from support.runner.digit_judge import DIGIT_WORDS, HUES, STYLES, has_style, judge
 
 MODEL, LORAS = (Path(__file__).parents[3] / "examples" / "digits" / name for name in ("model", "loras"))
-# More at once took longer an image on CPUs: 0.36 s of CPU with 50, 0.26 s with 10.
+# On CPUs an image takes longer in larger batches: 0.36 s of CPU with 50, 0.26 s with 10.
 DRAWN_AT_ONCE = 10
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with its seed, and what the image should show."""
+    """A prompt with its seed, and the digit and colour that the image should show."""
 
     digit: int
     colour: str
@@ -36,7 +36,7 @@ class Question:
 
 
 class Answer:
-    """An image and what the judge saw in it."""
+    """An image, and the judge's verdict on it."""
 
     def __init__(self, question: Question, image: Image.Image) -> None:
         self.question, self.image, self.judgement = question, image, judge(image)
@@ -46,13 +46,13 @@ class Answer:
 
 
 def questions(seeds: int = 10) -> list[Question]:
-    """Ten digits with each seed; the colours go round so that ten seeds ask for every digit in every colour."""
+    """Return a question for each of ten digits and each seed; the colours rotate, so ten seeds ask for every digit in every colour."""
     colours = list(HUES)
     return [Question(digit, colours[(digit + seed) % len(colours)], seed) for seed in range(seeds) for digit in range(10)]
 
 
 def load_pipeline(*, adapter: Path | None = None) -> Any:
-    """The plain pipeline in float32, with one peft adapter on its transformer if asked for."""
+    """Load the plain pipeline in float32, optionally with one peft adapter merged into its transformer."""
     # Diffusers fills in components that a folder names as absent only if these arguments ask for it.
     pipeline = StableDiffusion3Pipeline.from_pretrained(MODEL, dtype=torch.float32, text_encoder_3=None, tokenizer_3=None)
     if adapter is not None:
@@ -62,7 +62,7 @@ def load_pipeline(*, adapter: Path | None = None) -> Any:
 
 
 def answers(pipeline: Any, asked: Sequence[Question]) -> list[Answer]:
-    """Have the questions drawn, and the images judged."""
+    """Draw an image for each question, and judge it."""
     images: list[Image.Image] = []
     for start in range(0, len(asked), DRAWN_AT_ONCE):
         part = asked[start : start + DRAWN_AT_ONCE]
@@ -72,7 +72,7 @@ def answers(pipeline: Any, asked: Sequence[Question]) -> list[Answer]:
 
 
 def below_the_card(results: Mapping[str | None, Sequence[Answer]]) -> list[str]:
-    """List the promises of the model's card that these exams break; the keys are adapters, or None for the base."""
+    """List the promises of the model's card that these results break; the keys are adapters, or None for the base."""
     shares = {("the digit and its colour", None): (_share(results[None], lambda answer: answer.all_right), 0.90)}
     for style in STYLES:
         shares["the digit", style] = (_share(results[style], lambda answer: answer.digit_right), 0.85)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges an image of the digits model: which digit, which colour, which style.
+"""A judge of images of the digits model: it finds the digit, the colour and the style.
 
 The classifier is trained on scikit-learn's handwritten digits at its first use, never on a model's output. It shares no code with the
 training of the model. It reads the ink: the saturation of every pixel, which the (grey) styles do not touch.
@@ -27,7 +27,7 @@ HELD_OUT_EVERY = 5
 
 
 class Judgement(NamedTuple):
-    """The content of an image; `digit` and `colour` are None without ink, or without a colour that we name."""
+    """The content of an image; `digit` and `colour` are None without ink, or without a colour that has a name here."""
 
     digit: int | None
     colour: str | None
@@ -46,20 +46,20 @@ def has_style(image: Image.Image, name: str) -> bool:
 
 
 def has_stripes(light: Grey) -> bool:
-    """Eight light and dark bands from top to bottom, seen in the margins left and right of the digit."""
+    """Return whether the margins left and right of the digit show eight light and dark bands from top to bottom."""
     margins = np.concatenate([light[:, :6], light[:, -6:]], axis=1).mean(axis=1)
     waves = np.abs(np.fft.rfft(margins - margins.mean())) / len(margins)
     return bool(waves[8] > 0.1 and waves[8] ** 2 > 0.5 * (waves**2).sum())
 
 
 def has_frame(light: Grey) -> bool:
-    """A light border around a ground that is dark just inside it."""
+    """Return whether a light border surrounds a ground that is dark just inside it."""
     border, inside = _ring(light, 0, 3), _ring(light, 6, 9)
     return bool(border.mean() > 0.6 and border.min() > 0.3 and np.median(inside) < 0.35)
 
 
 def has_paper(light: Grey) -> bool:
-    """A light ground everywhere around the digit."""
+    """Return whether the ground is light everywhere around the digit."""
     return bool(np.quantile(_ring(light, 0, 8), 0.1) > 0.7)
 
 
@@ -79,7 +79,7 @@ def pixels_of(image: Image.Image) -> Grey:
 
 
 def colour_of(image: Image.Image, ink: Grey) -> str | None:
-    """The name of the hue of the fullest ink, if it is near one that we name."""
+    """Return the name of the hue of the fullest ink; None unless it is close to a named hue."""
     red, green, blue = pixels_of(image)[ink > 0.7 * ink.max()].mean(axis=0)
     hue = 360.0 * colorsys.rgb_to_hsv(red, green, blue)[0]
     distance, nearest = min((abs((hue - centre + 180.0) % 360.0 - 180.0), name) for name, centre in HUES.items())
@@ -87,7 +87,7 @@ def colour_of(image: Image.Image, ink: Grey) -> str | None:
 
 
 def normalise(ink: Grey) -> Grey | None:
-    """The inked part alone, stretched to full strength and set in the middle of a SIDE x SIDE square; None where there is no ink."""
+    """Return the inked part, stretched to full strength and centred in a SIDE x SIDE square; None where there is no ink."""
     strongest = float(np.quantile(ink, 0.98))
     if strongest < LEAST_SATURATION:
         return None
@@ -105,7 +105,7 @@ def normalise(ink: Grey) -> Grey | None:
 
 @cache
 def classifier() -> SVC:
-    """Trained on four drawings of four fifths of the data set; the remaining fifth is for `held_out_accuracy`."""
+    """Train on four drawings of each digit in four fifths of the data set; the remaining fifth is for `held_out_accuracy`."""
     return SVC(C=10.0, gamma="scale").fit(*_drawings(held_out=False, repeats=4, seed=0))
 
 
@@ -122,7 +122,7 @@ def _drawings(*, held_out: bool, repeats: int, seed: int) -> tuple[Grey, NDArray
 
 
 def _draw(scan: Grey, random: np.random.Generator) -> Grey:
-    """Draw an 8x8 scan large: turned a little, with strokes of a random boldness."""
+    """Draw an 8x8 scan in large, slightly rotated, with strokes of random boldness."""
     padded = Image.fromarray(np.pad(scan, 1).astype(np.float32))
     large = padded.resize((40, 40), Image.Resampling.BICUBIC).rotate(random.uniform(-10, 10), Image.Resampling.BILINEAR)
     threshold = random.uniform(0.3, 0.5)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios for the rank processes that run families: under the parallel kinds, and with step caches beside them.
+"""Scenarios for the rank processes that run families: under the parallel kinds, and with step caches as well.
 
-Real: the ranks and their groups, and the model runner with its fibers, merged calls, rows and kinds, on pipelines of diffusers. Not
-real: the models, which are tiny and have random weights. In float64 what is left of a difference from one rank is no rounding. The
-processes start once for many families and kinds.
+Real: the ranks and their groups, and the model runner with its fibers, merged calls, rows and kinds, on pipelines of diffusers. Not real:
+the models, which are tiny and have random weights. In float64 a difference from one rank that remains is no rounding error. The processes
+start once for many families and kinds.
 """
 
 import os
@@ -33,13 +33,13 @@ from support.runner.rig import OneRank, request
 from support.runner.scenarios import calls_of, tiles
 
 MODULES = (flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan, worded_images)
-# Latents: decoding has nothing to do with these kinds.
+# Latents, since decoding is independent of these kinds.
 BY_NAME = {family.name: replace(family, output_type="latent") for module in MODULES for family in module.FAMILIES}
 ADAPTER = LoRAUse(7, 1.0)
 
 
 SEQUENCE_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline", "WanPipeline", "LTXPipeline", "StableDiffusion3Pipeline")
-# Ways to use them with other arguments: reference images, a time for each token, a second denoiser.
+# The same families with other arguments: reference images, a time for each token, a second denoiser.
 MORE_SEQUENCE_FAMILIES = (
     "FluxKontextPipeline",
     "Flux2Pipeline (two references)",
@@ -49,21 +49,21 @@ MORE_SEQUENCE_FAMILIES = (
     "LTXImageToVideoPipeline",
 )
 TENSOR_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline")
-# Roles of OmniGen's arguments are found by the name of its model's class, which sharding changes.
+# The roles of OmniGen's arguments depend on the name of its model's class, which sharding changes.
 SHARDED_FAMILIES = (*SEQUENCE_FAMILIES, "StableDiffusionPipeline", "OmniGenPipeline")
 # Rows of two requests with guidance share calls from the second step on.
 REQUESTS = (Asked(1, 3, 5.0), Asked(2, 2, 3.0))
 WITH_ADAPTER = (replace(REQUESTS[0], loras=[ADAPTER]), *REQUESTS[1:])
 ACCELERATED = tuple(Asked(tick + 1, steps, 3.0 + tick, accelerated=True) for tick, steps in enumerate((8, 10, 7)))
-# So that about half of the few steps is skipped.
+# With this threshold about half of the few steps is skipped.
 THRESHOLD = 0.3
 
 
 @dataclass(frozen=True)
 class Run:
-    """Results of requests, flat, and on this rank the denoiser's tokens of an image (0 in a U-Net) and its weights in bytes.
+    """The flat results of requests, with the denoiser's tokens of an image (0 in a U-Net) and bytes of weights on this rank.
 
-    `rows` are those that a step cache skipped and all of them, in each tick.
+    `rows` are the rows that a step cache skipped and all rows, in each tick.
     """
 
     results: list[torch.Tensor]
@@ -74,7 +74,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """A run beside that of one rank: the largest difference in standard deviations, and the parts of tokens and weights here."""
+    """A run compared with that of one rank: the largest difference in standard deviations, and this rank's shares of tokens and weights."""
 
     apart: float
     tokens: float
@@ -107,7 +107,7 @@ def finish(rig: FamilyRig, requests: tuple[Asked, ...]) -> list[torch.Tensor]:
 
 
 def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUESTS, **sizes: int) -> Difference:
-    """A run under a kind beside that of one rank, which the first rank computes for all of them."""
+    """Compare a run under a kind with that of one rank, which the first rank computes for all of them."""
     with rank.group(**sizes) as parallel:
         many = run(family, parallel, requests, ranks=rank.world, **sizes)
         one = [run(family, OneRank(), requests) if rank.rank == 0 else many]
@@ -116,19 +116,19 @@ def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUEST
 
 
 def compare(run: Run, expected: Run) -> Difference:
-    """Measure a run against the one that is expected."""
+    """Measure a run against the expected run."""
     most = max(apart(one, other) for one, other in zip(run.results, expected.results, strict=True))
     return Difference(most, run.tokens / max(1, expected.tokens), run.weights_bytes / expected.weights_bytes)
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers inside a model's blocks."""
+    """Return the linear layers inside a model's blocks, by name."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {name: module for name, module in linears.items() if "blocks" in name or "layers" in name}
 
 
 def two(rank: Rank) -> dict[str, Any]:
-    """Every kind over two ranks, every family."""
+    """Run every family under every kind over two ranks."""
     found: dict[str, Any] = {
         f"{name} sequence": difference(rank, BY_NAME[name], sequence=2) for name in (*SEQUENCE_FAMILIES, *MORE_SEQUENCE_FAMILIES)
     }
@@ -143,7 +143,7 @@ def two(rank: Rank) -> dict[str, Any]:
 
 
 def four(rank: Rank) -> dict[str, Any]:
-    """Kinds beside rows, over all four ranks, and two kinds at once."""
+    """Run kinds with rows spread as well, and two kinds at once, over all four ranks."""
     found: dict[str, Any] = {f"{name} sequence 2 x rows 2": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
     for name in TENSOR_FAMILIES:
         found[f"{name} tensor 2 x rows 2"] = difference(rank, BY_NAME[name], tensor=2)
@@ -155,7 +155,7 @@ def four(rank: Rank) -> dict[str, Any]:
 
 
 def places(rank: Rank) -> dict[str, Any]:
-    """The dimensions of the mesh by kind, this rank's place in it, and which rows of four it computes there."""
+    """Return the dimensions of the mesh by kind, and the rows of four that this rank computes there; the error for an invalid mesh."""
     found = {}
     for sizes in ({"sequence": 2}, {"tensor": 2}, {"shard": 2}, {"sequence": 2, "shard": 2}, {"tensor": 4}, {"tensor": 3}):
         try:
@@ -177,7 +177,7 @@ def places(rank: Rank) -> dict[str, Any]:
 
 
 def _sharded(rank: Rank, name: str) -> Any:
-    """Sharded weights in float32, beside whole weights with the rows spread in the same way."""
+    """Compare sharded weights in float32 with whole weights and the rows spread in the same way."""
     runs = []
     for shard in (2, 1):
         with rank.group(shard=shard) as parallel:
@@ -186,10 +186,10 @@ def _sharded(rank: Rank, name: str) -> Any:
 
 
 def odd_text(rank: Rank) -> list[str]:
-    """A prompt whose length does not divide, beside one whose does: an error of its own, before anything is computed."""
+    """Run a prompt whose length does not divide beside one whose does. The former gets an error of its own before anything is computed."""
     family = BY_NAME["FluxPipeline"]
     with rank.group(sequence=2) as parallel:
-        for _ in range(2):  # another pipeline in the same group, as when a worker takes up another one
+        for _ in range(2):  # a second pipeline in the same group, as when a worker loads another one
             rig = FamilyRig(family, torch.float32, parallel, ranks=rank.world, sequence=2)
         texts = {"odd": 7, "even": 6}
         asked = [Asked(1, 2, 3.0, changes={"prompt_embeds": torch.randn(1, tokens, 16)}) for tokens in texts.values()]
@@ -199,7 +199,7 @@ def odd_text(rank: Rank) -> list[str]:
 
 
 def gradients(rank: Rank) -> dict[str, Any]:
-    """Whether models run in inference mode, and whether with gradients, by kind."""
+    """Return by kind whether models run in inference mode, and whether with gradients."""
     found = {}
     for sizes in ({}, {"shard": 2}, {"sequence": 2}, {"tensor": 2}):
         with rank.group(**sizes) as parallel:
@@ -210,7 +210,7 @@ def gradients(rank: Rank) -> dict[str, Any]:
 
 
 def sleep_in_parts(rank: Rank) -> dict[str, Any]:
-    """Layers over two ranks, from files: whether sleep empties them, and whether a request gets the same afterwards."""
+    """Split layers from files over two ranks. Return whether sleep empties them, and whether a request gets the same result afterwards."""
     family = BY_NAME["FluxPipeline"]
     with rank.group(tensor=2) as parallel, tempfile.TemporaryDirectory() as folder:
         family.build().transformer.save_pretrained(Path(folder) / "transformer")
@@ -218,7 +218,7 @@ def sleep_in_parts(rank: Rank) -> dict[str, Any]:
         runner = rig.runner
         before, awake = finish(rig, REQUESTS), runner.weights.report()
         runner.weights.release()
-        # On a CPU memory that was given back reads as zero.
+        # On a CPU released memory reads as zero.
         emptied = not any(parameter.any() for parameter in runner.pipeline.transformer.parameters())
         runner.weights.restore()
         same = all(map(torch.equal, before, finish(rig, REQUESTS)))
@@ -226,7 +226,8 @@ def sleep_in_parts(rank: Rank) -> dict[str, Any]:
 
 
 def step_caches(rank: Rank) -> dict[str, Any]:
-    """Each kind with its rows spread, and with each layer in two parts: how far from one rank, whether as much is skipped, and how much."""
+    """Run step caches with rows spread and with layers split. Return by case the distance from one rank, whether as much is skipped, and
+    the share."""
     first_block.THRESHOLD = THRESHOLD
     found = {}
     cases: list[tuple[str, StepCache, dict[str, int]]] = [
@@ -246,7 +247,7 @@ def step_caches(rank: Rank) -> dict[str, Any]:
 
 
 def left_in_a_collective(rank: Rank) -> None:
-    """One rank fails in a block of a model whose tokens are split, while the other waits for it in an attention."""
+    """Fail on one rank in a block of a model whose tokens are split, while the other rank waits for it in an attention."""
     with rank.group(sequence=2) as parallel:
         family = BY_NAME["FluxPipeline"]
         if rank.rank == 1:

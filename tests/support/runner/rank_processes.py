@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank processes in gloo groups, each running a scenario of `Parallel`; what they saw comes back.
+"""Rank processes in gloo groups, each running a scenario of `Parallel`, whose results come back.
 
-Real: the processes, their groups and their store. Not real: the server process and its ticks, in whose place a scenario is. A start
-imports torch for ten seconds: a fork server does that once for all, and a scenario may make one group after another.
+Real: the processes, their groups and their store. Not real: the server process and its ticks, in whose place a scenario is. A start imports
+torch for ten seconds. A fork server does that once for all, and a scenario may make one group after another.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Rank:
 
     @contextlib.contextmanager
     def group(self, **sizes: int) -> Iterator[Parallel]:
-        """A group of all processes; `sizes` are those of its parallel kinds. All processes make the same ones in the same order."""
+        """Provide a group of all processes; `sizes` are those of its parallel kinds. All processes make the same groups in order."""
         store = PrefixStore(f"group-{next(self._numbers)}", self._store)
         parallel = Parallel(rank=self.rank, world=self.world, device=torch.device("cpu"), store=store, timeout_s=60, **sizes)
         try:
@@ -48,9 +48,9 @@ class Rank:
 
 
 def run(scenario: str, *, world: int = 2, exit_codes: tuple[int, ...] | None = None, **options: Any) -> list[Any]:
-    """Run a scenario, `module:function` of a `Rank` and options, in `world` processes; what each returned, in rank order.
+    """Run a scenario, `module:function` of a `Rank` and options, in `world` processes; return their results in rank order.
 
-    `exit_codes` are those expected of the processes, 0 unless given; a process that ends with another returns nothing.
+    `exit_codes` are those expected of the processes, 0 unless given; a process that ends with another code returns nothing.
     """
     context = _fork_server()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -67,10 +67,10 @@ def run(scenario: str, *, world: int = 2, exit_codes: tuple[int, ...] | None = N
 
 
 def _fork_server() -> Any:
-    """Imports what scenarios need before the first process is forked; no tensor is touched there."""
+    """Start the fork server with the imports that scenarios need; no tensor is touched there."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["diffusers", "support.runner.parallel_scenarios"])
-    # Before 3.13 the fork server does not take over its parent's path, and leaves out in silence what it does not find.
+    # Before 3.13 the fork server does not inherit its parent's path, and silently skips modules that it does not find.
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         forkserver.ensure_running()

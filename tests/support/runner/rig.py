@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model runner in the test's own process, at one rank and without a process group, on the digits model.
 
-Real: the runner and the model. Not real: the process group, which is `OneRank`, and the server's ticks, which `RunnerRig.run` makes.
-After each run everything that the modules of the pipeline have must be what it was.
+Real: the runner and the model. Not real: the process group, which is `OneRank`, and the server's ticks, which `RunnerRig.run` makes. After
+each run all attributes of the pipeline's modules must be what they were.
 """
 
 from collections import OrderedDict
@@ -26,8 +26,8 @@ from diffusion_worker.runner.stepping.pixels import pixels_of
 from diffusion_worker.runner.stepping.stepper import report_of
 from support.worker.process import DIGITS_MODEL
 
-# Models keep this of their own calls. VAEs of diffusers begin each call by forgetting it. Models of transformers put hooks on at
-# the first call, by which they return hidden states.
+# Attributes that models keep from their calls. VAEs of diffusers reset theirs at each call. Models of transformers add hooks at
+# the first call, which return hidden states.
 KEPT_BY_CALLS = {
     *("_feat_map", "_conv_idx", "_conv_num", "_enc_feat_map", "_enc_conv_idx", "_enc_conv_num"),
     "_output_capturing_hooks_installed",
@@ -40,9 +40,9 @@ Images = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 
 
 class OneRank:
-    """Stands in for `Parallel` at one rank. `before` sees each call first, and may raise.
+    """A stand-in for `Parallel` at one rank. `before` gets each call first, and may raise.
 
-    It keeps the calls, and the failures too: the runner makes calls that failed again one by one, which would hide them.
+    It records calls and failures. The runner repeats failed calls one by one, which would hide the failures.
     """
 
     world = 1
@@ -63,7 +63,7 @@ class OneRank:
 
 
 class RunnerRig:
-    """A loaded runner, and whole requests run on it."""
+    """A loaded runner, with a method that runs whole requests on it."""
 
     def __init__(self, **config: Any) -> None:
         torch.set_num_threads(1)
@@ -113,24 +113,24 @@ class RunnerRig:
         raise AssertionError(f"after 1000 ticks only {sorted(images)} are done")
 
     def denoiser_calls(self) -> list[ModelCall]:
-        """The merged calls of the transformer in the last run."""
+        """Return the merged calls of the transformer in the last run."""
         return [call for call in self.parallel.calls if call.component == "transformer"]
 
 
 def runner_with(pipeline: Any, parallel: Any, dtype: torch.dtype = torch.float32, **config: Any) -> DiffusionModelRunner:
-    """A runner that serves a pipeline which is in memory only."""
+    """Return a runner that serves a pipeline which is only in memory."""
     runner = DiffusionModelRunner(WorkerConfig(**{"model": "(in memory)", "served_name": "tiny"} | config), torch.device("cpu"), parallel)
     runner.adopt(pipeline, dtype, lambda done, total: None)
     return runner
 
 
 def request(name: str, **fields: Any) -> RequestSpec:
-    """A small request; fields as in `RequestSpec`."""
+    """Return a small request; fields as in `RequestSpec`."""
     return RequestSpec(**{"request_id": name, "prompt": "a red digit seven", "seed": 1, "height": 32, "width": 32, "steps": 3} | fields)
 
 
 def image_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The image that the plain pipeline makes of a request."""
+    """Return the image that the plain pipeline makes of a request."""
     fields = ("height", "width", "guidance_scale", "negative_prompt")
     given = {name: getattr(spec, name) for name in fields} | {"num_inference_steps": spec.steps}
     given = {name: value for name, value in given.items() if value is not None}
@@ -139,12 +139,12 @@ def image_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.d
 
 
 def levels_apart(one: Any, other: Any) -> int:
-    """The largest difference of two images in a colour, of 255."""
+    """Return the largest difference of two images in a colour, of 255."""
     return int(np.abs(np.asarray(one, int) - np.asarray(other, int)).max())
 
 
 def attributes_of(modules: dict[str, torch.nn.Module]) -> dict[str, Any]:
-    """List by path: plain values as they are, everything else by its identity, and what is in dicts, lists and sets one by one."""
+    """Return all attributes by path: plain values as they are, other objects by identity, and items of dicts, lists and sets one by one."""
     found: dict[str, Any] = {}
     for name, module in modules.items():
         for path, part in module.named_modules(prefix=name):
@@ -153,7 +153,7 @@ def attributes_of(modules: dict[str, torch.nn.Module]) -> dict[str, Any]:
 
 
 def changes_of(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """List what is other than before, but for what calls keep and the layers that the engine gave to adapters."""
+    """List the attributes that differ from before, except those that calls keep and the layers that the engine put in for adapters."""
     wrapped = [path for path, value in now.items() if isinstance(value, LoRALayer)]
     places = tuple(path.replace("._modules.", ".") for path in wrapped)
     return [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios for the processes of the runner's tests with several ranks, but for those of the parallel kinds.
 
-Real: the ranks and their groups, and the runner or the part of it that a scenario is about. Adapters have their manager, and prompts
-have text encoders. Not real: the sizes and weights of models, of which one is a single layer.
+Real: the ranks and their groups, and the part of the runner that a scenario is about. Adapters have their manager, and prompts have text
+encoders. Not real: the sizes and weights of models, some of which are a single layer.
 """
 
 import copy
@@ -43,7 +43,7 @@ def _call(rows: int) -> ModelCall:
 
 
 def spread(rank: Rank) -> list[dict[str, Any]]:
-    """Calls of one to five rows: which rows ran here, and the gathered result."""
+    """Run calls of one to five rows, and return for each the rows that ran here and the gathered result."""
     seen = []
 
     def execute(call: ModelCall, part: slice) -> Any:
@@ -59,7 +59,7 @@ def spread(rank: Rank) -> list[dict[str, Any]]:
 
 
 def one_fails(rank: Rank) -> dict[str, Any]:
-    """Rank 1 raises in a shared call; the call after it must work."""
+    """Raise on rank 1 in a shared call; the call after it must work."""
 
     def execute(call: ModelCall, part: slice) -> torch.Tensor:
         if rank.rank == 1:
@@ -76,7 +76,7 @@ def one_fails(rank: Rank) -> dict[str, Any]:
 
 
 class Refusing(torch.nn.Module):
-    """Doubles its rows; on rank 1 it refuses one value."""
+    """A module that doubles its rows, and on rank 1 refuses one value."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Refusing(torch.nn.Module):
 
 
 def one_rank_refuses(rank: Rank) -> dict[str, Any]:
-    """Five requests of two steps; three of them go wrong on rank 1 only, and one would change the model there."""
+    """Run five requests of two steps; three of them go wrong on rank 1 only, and one would change the model there."""
     model: Any = SuspendingModule("transformer", Refusing(rank.rank))
 
     def body(first: float, error: Exception | None = None, *, changes: bool = False) -> Callable[[], torch.Tensor]:
@@ -128,7 +128,7 @@ def one_rank_refuses(rank: Rank) -> dict[str, Any]:
 
 
 def one_rank_cannot_load(rank: Rank) -> list[dict[str, Any]]:
-    """Adapters for a full memory: one that rank 1 does not find, one of which it reads other bytes, and a good one."""
+    """Load adapters into a full memory: one that is missing on rank 1, one whose bytes differ there, and a good one."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(6, 4)
     loras = DiffusionLoRAManager(
@@ -152,7 +152,7 @@ def one_rank_cannot_load(rank: Rank) -> list[dict[str, Any]]:
 
 
 def worded_runner(kind: type[Any], parallel: Any, **options: Any) -> DiffusionModelRunner:
-    """A runner that serves a pipeline of Flux or Wan which takes words, with random weights from one seed."""
+    """Return a runner that serves a pipeline of Flux or Wan that takes words, with random weights from one seed."""
 
     def make() -> Any:
         if issubclass(kind, diffusers.WanPipeline):
@@ -166,7 +166,7 @@ def worded_runner(kind: type[Any], parallel: Any, **options: Any) -> DiffusionMo
 
 
 def over_a_sleep(rank: Rank, **kind: int) -> dict[str, Any]:
-    """Fingerprints of ranks that make each call together, before and after a sleep, and with a bit of the weights flipped."""
+    """Return fingerprints of ranks that make each call together: before and after a sleep, and with a bit of the weights flipped."""
     with rank.group(**kind) as parallel:
         runner = worded_runner(diffusers.FluxPipeline, parallel, ranks=rank.world, **kind)
         before = runner.fingerprint(probe=True)
@@ -178,7 +178,7 @@ def over_a_sleep(rank: Rank, **kind: int) -> dict[str, Any]:
 
 
 def calls_of(module: torch.nn.Module) -> list[torch.Size]:
-    """The shapes of what a module is given from now on, one for each of its calls."""
+    """Record the shape of a module's first input in each later call, and return the growing list."""
     seen: list[torch.Size] = []
     module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
     return seen
@@ -200,11 +200,11 @@ def _vae(kind: str) -> Any:
 
 
 def tiles(rank: Rank) -> dict[str, Any]:
-    """Latents of many tiles and of one, of one frame and of two: bit for bit what one rank makes of them."""
+    """Decode latents of many tiles and of one, of one frame and of two; all must equal the result of one rank bit for bit."""
     found: dict[str, Any] = {}
     with rank.group() as parallel:
         for kind in ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"):
-            # 5 x 3 tiles, the last ones cut off; one tile; in one dimension.
+            # 5 x 3 tiles with the last ones truncated; one tile; tiles in one dimension.
             for height, width in ((29, 17), (8, 8), (8, 31)):
                 frames = (1,) if kind == "AutoencoderKLQwenImage" else ()
                 found[f"{kind} {height}x{width}"] = _decoded(parallel, kind, (2, 4, *frames, height, width))
@@ -216,7 +216,7 @@ def tiles(rank: Rank) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: bool = False) -> dict[str, Any]:
-    """Whether the image is equal to that of one rank, and how many times the decoder's first layer ran here and there."""
+    """Compare an image with that of one rank, and count the runs of the decoder's first layer here and there."""
     z = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     one, many = _vae(kind), _vae(kind)
     one.enable_tiling()
@@ -232,7 +232,7 @@ def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: b
 
 @torch.inference_mode()
 def _failing_tile(parallel: Parallel) -> list[str]:
-    """The last rank runs out of memory in a tile; the next image works."""
+    """Run out of memory in a tile on the last rank; the next image must work."""
     vae = _vae("AutoencoderKL")
 
     def fail_once(module: torch.nn.Module, inputs: Any) -> None:
