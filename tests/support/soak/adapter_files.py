@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter files' part of `make soak`: mutated files, each given to a real manager of adapters of a tiny pipeline.
 
-A file either binds, whole and finite, or is refused with a code of adapters and the name of the adapter and of the tensor that
-is wrong. Anything else is wrong, and so are a manager that is not as it was before, memory, and seconds.
+A file either binds, whole and finite, or is refused with a code of adapters. The refusal names the adapter and the faulty tensor. Anything
+else is a fault, and so are a changed manager, leaked memory, and lost seconds.
 """
 
 import json
@@ -29,17 +29,17 @@ NAME = "style"
 KEPT, TRIED = 1, 2
 MAX_RANK = 64
 ADAPTER_CODES = {"InvalidAdapter", "UnsupportedFormat", "NoMatchingModules", "ModulesOutsideEnvelope", "RankTooLarge"}
-# Tiny models, in namings that are read here and in namings that diffusers converts.
+# Tiny models, in namings that our reader knows and in namings that diffusers converts.
 PICKED = ("SDXL, Kohya", "SD3, peft", "SD3, diffusers", "Flux 2, Kohya", "Qwen-Image, original", "Z-Image, Kohya", "Wan, original")
-# For one file, of the processor's time. A reader that counts to a number of a name, or tries a pattern for ever, takes longer.
+# Seconds of CPU for one file. A reader that counts to a number in a name, or tries a pattern for ever, takes longer.
 MOST_SECONDS = 5.0
 MOST_GROWTH_BYTES = 256 << 20
-WARM_FILES = 50  # after these everything that is made once has been made
+WARM_FILES = 50  # everything that is made only once exists after these
 PROBE_EVERY = 25
 
 
 class Target:
-    """A manager of a tiny pipeline, with one adapter that is registered and in a slot all the while.
+    """A manager of a tiny pipeline, with one adapter that stays registered and in a slot.
 
     Real: the manager, the reader of files and the pipeline's layers. Not real: the weights, which are random.
     """
@@ -54,7 +54,7 @@ class Target:
         self.manager = DiffusionLoRAManager(model.components, denoiser=model.denoiser, convert=model.convert, **settings)
         config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "alpha_pattern": {}, "target_modules": None}
         self.good = RawFile.parse(made.path.read_bytes(), json.dumps(config).encode() if case.format == "peft" else None)
-        # Names that messages may have instead: those of the modules that a fused one of the file becomes.
+        # Other names that messages may have: those of the modules that a fused module of the file becomes.
         self.targets = case.table(pipeline)
         self.manager.add_adapter(LoRARequest("kept", KEPT, str(self.write(Mutation("good", self.good, self.good.content()), "kept"))))
         self.layer = next(part for part in model.components[model.denoiser].modules() if hasattr(part, "base"))
@@ -72,11 +72,11 @@ class Target:
         return found
 
     def changed(self, when: str) -> list[str]:
-        """Tell if that layer gives something else than at the beginning."""
+        """Report a fault if the layer's results differ from those at the beginning."""
         return [] if torch.equal(self.outputs(), self.output) else [f"{when}: a layer gives other values than before"]
 
     def write(self, mutated: Mutation, name: str) -> Path:
-        """The file, in the folder of a peft adapter where it has a configuration."""
+        """Write the mutated file, in the folder of a peft adapter where it has a configuration; return the adapter's path."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -88,7 +88,8 @@ class Target:
         return folder
 
     def try_file(self, path: Path, mutated: Mutation) -> RequestError | None:
-        """Load it; the refusal, or None and everything of it was used and is gone again. Raises what should never be raised."""
+        """Load a file; return the refusal, or None after everything in the file was used and removed again. Other errors are raised: they
+        are faults."""
         try:
             self.manager.add_adapter(LoRARequest(NAME, TRIED, str(path)))
         except RequestError as error:
@@ -102,18 +103,18 @@ class Target:
             assert factors.a.isfinite().all() and factors.b.isfinite().all(), name
         used = sum(factors.a.numel() + factors.b.numel() for factors in read.modules.values())
         given = RawFile.parse(mutated.content).entries
-        # More are used than given where a fused projection is split: its A is in each part.
+        # A split fused projection uses more values than the file has: A is in each part.
         assert used >= sum(math.prod(entry["shape"]) for name, entry in given if not name.endswith(".alpha"))
         return None
 
     def names_of(self, mutated: Mutation) -> set[str]:
-        """What a refusal may call the wrong tensor: by its name, its module's, or those that it becomes in diffusers."""
+        """Return the names that a refusal may use for the faulty tensor: its own, its module's, or those of its targets in diffusers."""
         modules = {written for written in self.targets for name in mutated.names if name.startswith(written)}
         return mutated.names | modules | {target.removesuffix("~") for module in modules for target in self.targets[module]}
 
 
 def run_files(folder: Path, count: int, *, seed: int, limit_s: float, picked: tuple[str, ...] = PICKED) -> Outcome:
-    """Try so many files, one seed each, or as many as there is time for."""
+    """Try so many files, each from its own seed, or as many as there is time for."""
     torch.set_num_threads(1)
     outcome = Outcome(seed, counts="bound slowest_s grown_bytes", tallies="refused kinds", slowest="")
     targets = [Target(case, folder) for name in picked for case in CASES if case.name == name]

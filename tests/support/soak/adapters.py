@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak of adapters: requests over many of them with few slots, while they are added, replaced and removed.
 
-Every image is judged twice: by the digests in its provenance, which must be what its names stood for while it was made, and
-by the image that those adapters made alone.
+Every image is judged twice. The digests in its provenance must be those that its names stood for at the time. The pixels must equal the
+image that those adapters made alone.
 """
 
 import hashlib
@@ -21,25 +21,25 @@ from support.soak.frame import Asked, Asking, Outcome, difference, metric_values
 from support.worker.leftovers import footprint, left_at_end, left_over
 from support.worker.process import DIGITS_MODEL, WorkerProcess
 
-# Levels of 255: a batch of another size rounds its sums in another order.
+# Levels of 255, since a batch of another size rounds its sums in another order.
 TOLERANCE = 2
-# What the images of two adapters differ by at the least, or a mix-up might not be seen.
+# The least difference between the images of two adapters; with less a mix-up might go unnoticed.
 APART = 25
 SLOTS, CACHED = 8, 16
 NAMES, STATIC = 40, 6
-# More contents than names: a name that is replaced may get one that nobody has, or that another name has as well.
+# More contents than names: a replaced name may get an unused content, or that of another name.
 SPARE_CONTENTS = 8
 HOT = 12
 QUICK: dict[str, Any] = {"prompt": "a red digit seven", "seed": 1, "size": "32x32", "num_inference_steps": 4}
 QUICKER: dict[str, Any] = {"prompt": "a blue digit two", "seed": 2, "size": "32x32", "num_inference_steps": 3}
 BODIES = (QUICK, QUICKER)
-# Adapters of names that always stand for the same content, together in a request.
+# Pairs of static names that are used together in a request.
 PAIRS = ((0, 1), (1, 2), (3, 4), (5, 0), (2, 5))
 
 
 @dataclass
 class Spell:
-    """A time in which a name may have stood for a content, None for nothing; the soak of sleep has excuses in place of contents."""
+    """A period in which a name may have stood for a content; None for nothing. The soak of sleep has spells of excuses instead."""
 
     content: Any
     begins: float
@@ -47,13 +47,13 @@ class Spell:
 
 
 def held_while_asked(spells: list[Spell], asked: Asked) -> set[Any]:
-    """Return the contents of some moment between a request and its answer."""
+    """Return the contents of all spells that overlap a request."""
     return {spell.content for spell in spells if spell.ends >= asked.begun and spell.begins <= asked.ended}
 
 
 def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
-    """Adapters of the digits model, each with an effect of its own."""
-    # Here, as the tests of how answers are judged need none of it, and it takes seconds.
+    """Write so many adapters of the digits model, each with a different effect; return their folders."""
+    # Imported late: it takes seconds, and the tests of the judgement do not need it.
     from diffusers import SD3Transformer2DModel
 
     from support.lora.adapters import write_adapter
@@ -71,7 +71,7 @@ def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
 class References:
     """A worker's adapters: contents by digest, spells by name, and images made alone by body and contents.
 
-    Real: the worker that makes the images. Without one it only judges.
+    Real: the worker that makes the images. Without a worker it only judges.
     """
 
     def __init__(self, worker: WorkerProcess | None, contents: list[Path], bodies: tuple[dict[str, Any], ...], outcome: Outcome) -> None:
@@ -82,7 +82,7 @@ class References:
         self.alone: dict[tuple[int, tuple[int, ...]], Any] = {}
 
     def make_references(self) -> None:
-        """Make every image of one adapter or none alone."""
+        """Make the images of each adapter alone, and of none."""
         for content, path in enumerate(self.contents):
             self.require(self.worker.put_adapter("reference", path))
             self.make_alone((content,), ["reference"])
@@ -90,7 +90,7 @@ class References:
         self.make_alone((), [])
 
     def make_alone(self, contents: tuple[int, ...], names: list[str]) -> None:
-        """Make every body's image with these adapters."""
+        """Make every body's image with these adapters, without other requests."""
         for number, body in enumerate(self.bodies):
             answer = self.worker.request_images(**body, lora=[{"name": name} for name in names])
             self.alone[number, contents] = pixels(self.require(answer).json())
@@ -101,13 +101,13 @@ class References:
         return answer
 
     def put_all(self, names: list[str] | tuple[str, ...]) -> None:
-        """Have each name stand for the content of its number."""
+        """Put the content with its number under each name."""
         for number, name in enumerate(names):
             self.require(self.worker.put_adapter(name, self.contents[number]))
             self.spells[name] = [Spell(number, time.monotonic())]
 
     def change(self, name: str, content: int | None, *, drain_s: float = 10, **put: Any) -> httpx2.Response:
-        """Put another content, or take it away. Until that is done, and where it is refused, the name may stand for either."""
+        """Put another content, or remove the adapter. Until that is done, and where it is refused, the name may stand for either."""
         self.spells[name].append(Spell(content, time.monotonic()))
         if content is None:
             answer = self.worker.delete_adapter(name, drainSeconds=drain_s)
@@ -118,16 +118,16 @@ class References:
         return answer
 
     def changed(self, name: str) -> None:
-        """From now on the name stands for its last content only."""
+        """Record that a name now stands for its last content only."""
         for spell in self.spells[name][:-1]:
             spell.ends = min(spell.ends, time.monotonic())
 
     def could_be(self, asked: Asked) -> list[set[int | None]]:
-        """Return what each name of a request may have stood for until it was answered."""
+        """Return the contents that each name of a request may have stood for until the answer."""
         return [held_while_asked(self.spells[name], asked) for name in asked.names]
 
     def why_wrong(self, asked: Asked) -> str | None:
-        """Say why the image of an answer cannot be of the names that were asked for; None where it is right."""
+        """Return why an answer's image cannot be that of the requested names; None where it is right."""
         used = asked.document["data"][0]["provenance"]["adapters"]
         contents, could_be = [self.digests.get(adapter["digest"], -1) for adapter in used], self.could_be(asked)
         right = [adapter["name"] for adapter in used] == asked.names
@@ -157,7 +157,7 @@ class AdapterSoak(References):
         self._asking = Asking(lambda: worker.url)
 
     def prepare(self) -> None:
-        """Make every image that a request may ask for alone, and put all names."""
+        """Put all names, and make in advance every image that a request may ask for."""
         self.make_references()
         self.put_all(self._names)
         for pair in PAIRS:
@@ -173,17 +173,17 @@ class AdapterSoak(References):
             self.judge(asked)
 
     def _choice(self) -> Asked:
-        """Choose a body and names: as the model, one or two as adapters, or none."""
+        """Choose a body and adapters: one as the model, one or two as adapters, or none."""
         body, kind = self._rng.randrange(len(BODIES)), self._rng.choices(["model", "lora", "pair", "base"], [40, 40, 15, 5])[0]
         one = self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)
-        # In any order, which decides nothing.
+        # In random order, which must not matter.
         pair = [self._names[number] for number in self._rng.sample(self._rng.choice(PAIRS), 2)]
         names = {"pair": pair, "base": []}.get(kind, [one])
         more = {"model": one} if kind == "model" else {"lora": [{"name": name} for name in names]} if names else {}
         return Asked(body, names, sent=BODIES[body] | more)
 
     def judge(self, asked: Asked) -> None:
-        """Take down if an answer is wrong."""
+        """Record a fault if an answer is wrong."""
         if asked.status == 404 and any(None in could for could in self.could_be(asked)):
             self.outcome.not_found += 1
         elif asked.status != 200:
@@ -197,7 +197,7 @@ class AdapterSoak(References):
         """Add, replace and remove adapters until the requests are over."""
         while not over.wait(self._rng.uniform(0.02, 0.25)):
             gone = [name for name in self._names[STATIC:] if self.spells[name][-1].content is None]
-            # Those that are gone more often, or a short run on a busy machine adds none.
+            # Names without an adapter are preferred, or a short run on a busy machine would add none.
             name = self._rng.choice(gone if gone and self._rng.random() < 0.4 else self._names[STATIC:])
             what = "added" if self.spells[name][-1].content is None else "removed" if self._rng.random() < 0.3 else "replaced"
             content = None if what == "removed" else self._rng.randrange(len(self.contents))
@@ -208,7 +208,7 @@ class AdapterSoak(References):
 
 
 def run_adapters(folder: Path, count: int, *, seed: int, limit_s: float, names: int = NAMES) -> Outcome:
-    """The soak; `folder` is for adapters and the worker's temporary files."""
+    """Run the soak; `folder` is for adapters and the worker's temporary files."""
     contents = write_contents(folder, names + SPARE_CONTENTS, seed)
     options = (f"--max-loras={SLOTS}", f"--max-cached-loras={CACHED}", "--lora-on-missing=load", "--max-batch-size=8")
     with WorkerProcess(options=options, env={"TMPDIR": str(folder)}) as worker:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations' part of `make soak`: hostile and ordinary ones of peft, loaded or refused as peft itself would."""
+"""The configurations' part of `make soak`: hostile and ordinary configurations of peft, loaded or refused as peft itself would."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from support.worker.process import WorkerProcess
 
 
 def run_configurations(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Put so many, or as many as there is time for."""
+    """Put so many configurations, or as many as there is time for."""
     outcome, rng, numbers = outcome_of_puts(seed), random.Random(seed), itertools.count()
     with WorkerProcess(options=("--max-cached-loras=64",)) as worker:
         worker.wait_ready()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The edge's part of `make soak`: schemathesis on the OpenAPI documents of both ports, and rude clients, against a real worker.
 
-Rounds with seeds that follow each other, until there were as many requests as asked for. Wrong is what schemathesis finds (a 5xx
-but the documented 503s, an answer that its document does not have, a wrong request that is accepted), an answer that does
-not come in time, a traceback in the worker's log, and memory, descriptors, processes or requests that are left.
+Rounds with consecutive seeds run until there were as many requests as asked for. Findings of schemathesis are faults: a 5xx other than the
+documented 503s, an undocumented answer, or a wrong request that is accepted. Other faults are a late answer, a traceback in the worker's
+log, and leaked memory, descriptors, processes or requests.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from support.worker.leftovers import footprint, left_at_end, left_over
 from support.worker.process import REPOSITORY, WorkerProcess
 from support.worker.rude_clients import be_rude
 
-# Of each operation and round; with what schemathesis makes of the document's own bounds a round is about 1,500 requests.
+# Examples of each operation and round. With those that schemathesis derives from bounds a round is about 1,500 requests.
 EXAMPLES = 60
 ROUND_LIMIT_S = 1800
 RUDE_CLIENTS = 100
-# Small images of few steps: what is asked is the edge, not the ranks.
+# Small images of few steps: the test is of the edge, not of the ranks.
 OPTIONS = ("--default-steps=2", "--max-steps=12", "--max-pixels=16384", "--default-size=32x32", "--max-images=3")
-# What a document cannot say is refused by the worker: sizes of the model, limits, names, another boot, its sleep. There is one
-# thread, as Python 3.11's `ast.parse`, by which hypothesis describes what it draws, fails at times in several.
+# The worker refuses more than its document can express: sizes of the model, limits, names, another boot, its sleep. There is one
+# thread, because hypothesis uses Python 3.11's `ast.parse`, which sometimes fails in several threads.
 CONFIG = """
 color = false
 continue-on-failure = true
@@ -41,7 +41,7 @@ negative_data_rejection.expected-statuses = ["400", "401", "404", "405", "409", 
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "502", "503", "504"]
 """
 DRAIN = "/v1/drain"
-# Sources of adapters that are generated are looked for here, where nobody listens; see also `edge_checks`.
+# Generated sources of adapters lead here, where nothing listens; see also `edge_checks`.
 NO_HUB = {"HF_ENDPOINT": "https://127.0.0.1:9"}
 
 
@@ -57,7 +57,7 @@ class EdgeSoak:
         (folder / "schemathesis.toml").write_text(CONFIG)
 
     def run_round(self, *, rude: int = RUDE_CLIENTS) -> None:
-        """Both ports once, with the next seed."""
+        """Run both ports once, with the next seed."""
         outcome, worker = self.outcome, self._worker
         seed = outcome.seed + outcome.rounds
         outcome.rounds += 1
@@ -68,14 +68,14 @@ class EdgeSoak:
         outcome.data_requests += asking.result()
         outcome.control_requests += self._control(seed, f"--exclude-path={DRAIN}")
         outcome.done = outcome.data_requests + outcome.control_requests
-        # The control port's calls may have left it paused or asleep.
+        # The control port's calls may have left the worker paused or asleep.
         worker.control("POST", "/v1/resume", json={"operationId": "resume"})
         worker.wait_for(lambda: worker.state()["state"] in ("ready", "asleep"), what="settled")
         if worker.state()["state"] == "asleep":
             worker.wake()
 
     def run_drain(self) -> None:
-        """Ask for a drain, after which a worker accepts nothing any more: the last of all requests."""
+        """Test the drain call last, since a drained worker accepts no other request."""
         self.outcome.control_requests += self._control(self.outcome.seed, f"--include-path={DRAIN}")
 
     def _control(self, seed: int, *options: str) -> int:
@@ -83,7 +83,7 @@ class EdgeSoak:
         return self._schemathesis(self._worker.control_url, seed, self._examples // 4, token, *options)
 
     def _schemathesis(self, url: str, seed: int, examples: int, *options: str) -> int:
-        """Let it ask one port; takes down what it found and returns how many requests there were."""
+        """Run schemathesis on one port; record its findings and return the number of requests."""
         path = self._folder / f"report-{seed}-{url.rpartition(':')[2]}.json"
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file=schemathesis.toml", "run", f"{url}/openapi.json"]
         command += [f"--seed={seed}", f"--max-examples={examples}", "--checks=all", "--no-shrink", f"--report-json-path={path}"]
@@ -95,7 +95,7 @@ class EdgeSoak:
             return 0
         report = json.loads(path.read_text())
         if report["failures"] or report["errors"]:
-            # The report has the figures, what is printed has the requests that make a failure come again.
+            # The report has the figures; the output has the requests that reproduce a failure.
             found = done.stdout.partition("= FAILURES =")[2] or done.stdout.partition("= ERRORS =")[2]
             self.outcome.wrong.append("\n".join(line[:500] for line in found.splitlines()[:80]) or done.stdout[-4000:])
         if not report["complete"]:
@@ -104,7 +104,7 @@ class EdgeSoak:
 
 
 def run_edge(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Rounds against a real worker of two ranks; the first one warms it up and counts."""
+    """Run rounds against a real worker of two ranks; the first round also warms it up."""
     with WorkerProcess(ranks=2, loras=LORAS, options=OPTIONS, env={"TMPDIR": str(folder), **NO_HUB}) as worker:
         worker.wait_ready()
         soak, before = EdgeSoak(worker, folder, seed=seed), {}

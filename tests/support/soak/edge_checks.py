@@ -12,15 +12,15 @@ import schemathesis
 from hypothesis import strategies
 from PIL import Image
 
-# Why a worker may refuse for now; see docs/troubleshooting.md.
+# Reasons for a temporary refusal; see docs/troubleshooting.md.
 REFUSALS = {"Starting", "Asleep", "Busy", "Terminating", "AdapterNotLoaded", "SecretMissing"}
 DATA_ROUTES = ("/v1/images/", "/v1/models", "/v1/requests/", "/v1/status", "/readyz", "/health", "/metrics")
-# What any call of the control port is done in here.
+# Any call of the control port is done within these seconds.
 SHORT_S = 60.0
 
 
 def _file(kind: str, mode: str = "RGB", size: tuple[int, int] = (32, 32)) -> bytes:
-    """An image; transparent on its left where it can be."""
+    """Return an image file, transparent on its left where the mode allows."""
     image, out = Image.linear_gradient("L").resize(size).convert(mode), io.BytesIO()
     if mode == "RGBA":
         image.putalpha(Image.linear_gradient("L").rotate(90).resize(size).point([0] * 128 + [255] * 128))
@@ -29,7 +29,7 @@ def _file(kind: str, mode: str = "RGB", size: tuple[int, int] = (32, 32)) -> byt
 
 
 def _bomb() -> bytes:
-    """A PNG whose head claims 100,000 pixels a side."""
+    """Return a PNG whose header claims 100,000 pixels a side."""
     png = _file("PNG")
     head = png[12:16] + struct.pack(">II", 100_000, 100_000) + png[24:29]
     return png[:12] + head + struct.pack(">I", zlib.crc32(head)) + png[33:]
@@ -46,7 +46,7 @@ schemathesis.openapi.format("binary", strategies.sampled_from(IMAGES * 3 + NO_IM
 
 
 def _problem(response: Any, case: Any) -> tuple[Any, set[str]]:
-    """The error of an answer in the form of its port, and the fields that it should have there."""
+    """Return the error of an answer, and the fields that it must have on its port."""
     fields = {"code", "message", "retryable", "details"}
     if case.path.startswith(DATA_ROUTES):
         return response.json()["error"], fields | {"type", "param", "retry_after_seconds"}
@@ -55,7 +55,7 @@ def _problem(response: Any, case: Any) -> tuple[Any, set[str]]:
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
-    """Nobody else is asked for adapters: a source elsewhere is looked for on this machine, where nobody listens."""
+    """Redirect an adapter's source on another machine to this machine, where nothing listens."""
     match case.body:
         case {"source": {"http": {"url": str(url)} as http}} if url.startswith(("http://", "https://")):
             http["url"] = "https://127.0.0.1:9/adapter.safetensors"
@@ -66,7 +66,7 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
 
 @schemathesis.check
 def a_server_error_is_a_documented_one(ctx: Any, response: Any, case: Any) -> None:
-    """A 502 is of an adapter's source, a 503 can be tried again, and a 504 is for a caller who gave too little time."""
+    """Check each server error: a 502 is about an adapter's source, a 503 can be tried again, a 504 follows a short deadline."""
     if response.status_code in (502, 503, 504):
         problem, _ = _problem(response, case)
         documented = {
@@ -79,7 +79,7 @@ def a_server_error_is_a_documented_one(ctx: Any, response: Any, case: Any) -> No
 
 @schemathesis.check
 def an_error_names_what_was_wrong(ctx: Any, response: Any, case: Any) -> None:
-    """One form for all errors; what is wrong with a request is never without words."""
+    """Check that all errors have the same form, with a message."""
     if response.status_code >= 400:
         problem, fields = _problem(response, case)
         assert set(problem) == fields and problem["message"], problem
@@ -87,7 +87,7 @@ def an_error_names_what_was_wrong(ctx: Any, response: Any, case: Any) -> None:
 
 @schemathesis.check
 def images_are_images(ctx: Any, response: Any, case: Any) -> None:
-    """Every image of an answer can be opened, and is of the size that the answer says."""
+    """Check that every image of an answer can be opened and has the size that the answer claims."""
     if response.status_code != 200 or "/v1/images/" not in case.path:
         return
     kind = response.headers["content-type"][0].partition(";")[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fakes of two controllers that a real API server alone lacks: the garbage collector, and the one that empties a namespace that ends.
+"""Fakes of two controllers that a real API server alone lacks: the garbage collector, and the one that empties a terminating namespace.
 
-Real: the API server, its finalizers and its refusals in such a namespace. Not real: both controllers. They list at each step what they
-need, all namespaces at once.
+Real: the API server, its finalizers and its refusals in such a namespace. Not real: both controllers. They list at each step the objects
+that they need, of all namespaces at once.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from support.apiserver.rest_client import RestClient, path_of
 
 
 class FakeControllers:
-    """Both controllers, a step at a time."""
+    """Both controllers, which run a step at a time."""
 
     def __init__(self, client: RestClient) -> None:
         self._client = client
 
     async def step(self) -> None:
-        """Owners are listed last, so that none is younger than the list."""
+        """Collect orphans and empty namespaces. Owners are listed last, so that no owner is newer than the list."""
         owned = [one for kind in KINDS.values() if kind not in (DEPLOYMENT, ADAPTER, EVENT) for one in await self._all(kind)]
         await self._collect(owned, {one["metadata"]["uid"] for one in await self._all(DEPLOYMENT)})
         await self._empty_namespaces()
@@ -35,7 +35,7 @@ class FakeControllers:
         await self._client.patch(DEPLOYMENT, namespace, name, {"metadata": {"finalizers": None}})
 
     async def _collect(self, owned: list[Any], living: set[str]) -> None:
-        """Delete what is owned by objects that are gone."""
+        """Delete objects whose owners are gone."""
         for one in owned:
             uids = {owner["uid"] for owner in one["metadata"].get("ownerReferences", ())}
             if uids and not uids & living:
@@ -43,7 +43,7 @@ class FakeControllers:
                 await self._client.delete(KINDS[one["kind"]], metadata["namespace"], metadata["name"], uid=metadata["uid"])
 
     async def _empty_namespaces(self) -> None:
-        """Delete all that is in those that end, children first, and then let them go."""
+        """Delete everything in terminating namespaces, children first, and then finalize them."""
         for namespace in (await self._client.send("GET", "/api/v1/namespaces"))[1]["items"]:
             if namespace["status"]["phase"] == "Terminating":
                 await self._empty(namespace)

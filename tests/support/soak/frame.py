@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame of all parts of `make soak`: what a run came to, its clients, what goes on beside them, and how it is measured.
+"""The frame of all parts of `make soak`: the outcome of a run, its clients, the actions beside them, and the measurements.
 
 Real: requests over HTTP to the worker of a part. Not real: the applications, which are threads.
 """
@@ -24,19 +24,19 @@ from support.worker.process import WorkerProcess, decode_image
 
 CLIENTS = 12
 ANSWER_TIMEOUT_S = 180.0
-# The codes of requests that have no status.
+# The codes of requests that got no status.
 NO_STATUS = {httpx2.TimeoutException: "no answer", httpx2.TransportError: "no connection", Exception: "no document"}
 
 
 class Outcome(SimpleNamespace):
-    """The number of those asked for that were done, the seconds, in words what was wrong, and more fields: counts, tallies and others."""
+    """The result of a run: the number of requests done, the seconds, the faults in words, and more fields of counts and tallies."""
 
     def __init__(self, seed: int, *, counts: str = "", tallies: str = "", **others: Any) -> None:
         fields = dict.fromkeys(counts.split(), 0) | {name: Counter[str]() for name in tallies.split()} | others
         super().__init__(seed=seed, done=0, **fields, seconds=0.0, wrong=[])
 
     def until(self, count: float, limit_s: float) -> Iterator[int]:
-        """Go on until so many are done or the time is over."""
+        """Yield the number done so far, until it reaches `count` or the time is over."""
         started = time.monotonic()
         try:
             while self.done < count and time.monotonic() - started < limit_s:
@@ -45,34 +45,34 @@ class Outcome(SimpleNamespace):
             self.seconds = time.monotonic() - started
 
     def document(self) -> dict[str, Any]:
-        """Return its fields, and floats in short."""
+        """Return all fields, with floats rounded."""
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in vars(self).items()}
 
     def line(self, name: str, wanted: int) -> str:
-        """Return all of it, as one line of JSON after its name."""
+        """Return all fields as one line of JSON after the name."""
         cut = "" if self.done >= wanted else f" (the time was over after {self.done} of {wanted})"
         return f"{name}{cut}: {json.dumps(self.document())}"
 
 
 def those_that_hold(wrong: dict[str, Any]) -> list[str]:
-    """Return the sentences that are true."""
+    """Return the sentences whose value is true."""
     return [what for what, holds in wrong.items() if holds]
 
 
 def metric_values(text: str) -> dict[str, float]:
-    """Every line of Prometheus' text, by name and labels."""
+    """Return the values of Prometheus' text format, by name and labels."""
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")}
 
 
 def total(values: dict[str, float], name: str) -> int:
-    """Sum the values whose name and labels begin so."""
+    """Return the sum of the values whose name and labels begin with `name`."""
     return int(sum(value for found, value in values.items() if found.startswith(name)))
 
 
 def signal_rank(worker: WorkerProcess, rank: int, number: signal.Signals) -> bool:
-    """Kill or stop one of the ranks that are there; return whether there was one."""
+    """Kill or stop a running rank; return whether there was one."""
     pids = [one["pid"] for one in worker.state()["ranks"] if one["pid"]]
-    with suppress(ProcessLookupError):  # its group is being ended already
+    with suppress(ProcessLookupError):  # the group of ranks is being ended already
         if pids:
             os.kill(pids[rank % len(pids)], number)
     return bool(pids)
@@ -92,7 +92,7 @@ class Asked:
     expected: int = 200
     # Seconds after which the client goes away; None: never.
     gone_after_s: float | None = None
-    # How many others were without an answer at some time while it was.
+    # The number of other requests that were in flight at the same time.
     beside: int = 0
     ended: float = float("inf")
     status: int = 0
@@ -112,12 +112,13 @@ class Asking:
         self._running: list[Future[None]] = []
 
     def send(self, asked: Asked, *, ends: float = float("inf")) -> None:
-        """Ask as soon as a client is free, but not when the time is over."""
+        """Send a request as soon as a client is free, unless the time is over by then."""
         self._asked.append(asked)
         self._running.append(self._threads.submit(self._ask, asked, ends))
 
     def ask_all(self, requests: list[Asked], outcome: Outcome, *, limit_s: float, beside: Callable[[Event], None]) -> list[Asked]:
-        """Ask until all are answered or the time is over, while a thread does something until its event; an error of that is wrong."""
+        """Send requests until all are answered or the time is over, while `beside` runs in a thread until its event. An error in that
+        thread is a fault."""
         started, over = time.monotonic(), Event()
         for asked in requests:
             self.send(asked, ends=started + limit_s)
@@ -134,11 +135,11 @@ class Asking:
         return answered
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until all have their answer, or the time is over."""
+        """Wait until all requests have their answer, or the time is over."""
         wait(self._running, timeout_s)
 
     def answers(self, timeout_s: float | None = None) -> list[Asked]:
-        """Wait, and return all that were asked since the last time; those without an answer have status 0."""
+        """Wait, and return all requests sent since the last call; those without an answer have status 0."""
         self.wait(timeout_s)
         found, self._asked, self._running = [asked for asked in self._asked if asked.begun], [], []
         return found
@@ -166,7 +167,7 @@ class Asking:
         asked.held = [event["state"] for event in events if event["type"].endswith(".held")]
         last = events[-1] if events else {}
         complete = str(last.get("type", "")).endswith(".completed")
-        # An error after the stream began is its last event; its status has gone out already.
+        # An error after the stream began is its last event, since the status has been sent already.
         asked.status, asked.document = (200, {"data": [last]}) if complete else (500, last)
 
 
@@ -176,5 +177,5 @@ def pixels(document: dict[str, Any]) -> Any:
 
 
 def difference(one: Any, other: Any) -> int:
-    """Return by how many levels of 255 two images differ at the most."""
+    """Return the largest difference of two images, in levels of 255."""
     return 255 if one.shape != other.shape else int(np.abs(one - other).max())

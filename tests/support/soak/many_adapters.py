@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Twenty thousand adapters of one deployment: made, mounted, ready, changed, and there again after the worker was killed.
 
-Real: the API server, the operator's process, and the worker's server process. Not real: the worker's ranks, which are a FakeRankGroup.
-The part of the scheduler and the kubelet for the one pod is done here, with its mounted folder.
+Real: the API server, the operator's process, and the worker's server process. Not real: the worker's ranks, which are a FakeRankGroup. This
+file acts as the scheduler and the kubelet of the one pod, with its mounted folder.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ IDLE_S = 20.0
 
 
 async def run_many(folder: Path, kubeconfig: Path, *, seed: int, count: int, limit_s: float) -> Outcome:
-    """Do it with so many adapters, each step within the limit."""
+    """Run all steps with so many adapters, each within the limit."""
     outcome = Outcome(seed, counts="made_s ready_s changed_s removed_s restarted_s idle_passes idle_cpu_s largest_shard_bytes resident_mib")
     port = unused_port()
     with running(folder, kubeconfig, control_port=port) as operator:
@@ -55,7 +55,7 @@ async def run_many(folder: Path, kubeconfig: Path, *, seed: int, count: int, lim
 
 
 class _Many:
-    """One deployment of one replica, whose pod is a worker process."""
+    """A deployment of one replica, whose pod is a worker process."""
 
     def __init__(self, client: RestClient, operator: OperatorProcess, outcome: Outcome, port: int, limit_s: float) -> None:
         self._client = client
@@ -93,7 +93,7 @@ class _Many:
         outcome.wrong += [] if self._records()["x-1"]["priority"] == 7 else ["the restarted worker does not know the change"]
 
     async def _timed(self, what: str, look: Callable[[], Awaitable[bool]]) -> float:
-        """Wait until it is so, and return the seconds."""
+        """Wait until `look` is true, and return the seconds."""
         begun = time.monotonic()
         while not await self._looked(look):
             if time.monotonic() - begun > self._limit_s:
@@ -104,7 +104,7 @@ class _Many:
         return time.monotonic() - begun
 
     async def _looked(self, look: Callable[[], Awaitable[bool]]) -> bool:
-        """An API server that is busy answers the next time."""
+        """Return whether `look` is true; False where a busy API server does not answer."""
         with contextlib.suppress(TimeoutError, OSError):
             return await look()
         return False
@@ -136,7 +136,7 @@ class _Many:
         await self._begin()
 
     async def _begin(self) -> None:
-        """The kubelet's part: the worker runs, and the pod's status says so."""
+        """Start the worker and report the pod as running, as a kubelet does."""
         assert self._worker is not None
         await self._bring_files()
         await asyncio.to_thread(self._worker.start)
@@ -165,7 +165,7 @@ class _Many:
         return mounted_files(maps.get, NAME)
 
     async def _bring_files(self) -> None:
-        """Bring the files as the kubelet does, the main one last."""
+        """Write the mounted files as the kubelet does, the main one last."""
         for name, content in sorted((await self._files()).items()):
             place = Path(self._folder.name) / name
             if not place.exists() or place.read_bytes() != content:
@@ -209,7 +209,7 @@ class _Many:
         await self._client.patch(ADAPTER, NAMESPACE, name, {"spec": spec})
 
     async def _idle(self) -> None:
-        """The operator's work while nothing happens."""
+        """Measure the operator's passes and CPU time while nothing happens."""
         passes, cpu_s = self._operator.passes(), _cpu_s(self._operator.pid)
         await asyncio.sleep(IDLE_S)
         self._outcome.idle_passes = self._operator.passes() - passes
@@ -217,6 +217,6 @@ class _Many:
 
 
 def _cpu_s(pid: int) -> float:
-    """Seconds of processor that a process used."""
+    """Return the seconds of CPU that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100

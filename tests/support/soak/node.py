@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak of the whole product on a real node: applications ask a deployment through its Service while things break under it.
+"""The soak of the whole product on a real node: applications ask a deployment through its Service while things break below it.
 
-Faults come one at a time, or with one that touches no replica, and after each all must serve again within a deadline. Two replicas
-never break at once: Kubernetes itself sends requests to a dead pod for a second, and the SDK's retries need somebody to reach. A request
-that is refused must have met a fault.
+Faults come one at a time, or with one that touches no replica. After each fault all must serve again within a deadline. Two replicas never
+break at once: Kubernetes itself sends requests to a dead pod for a second, and the SDK's retries need a live replica. A refused request
+must have overlapped a fault.
 """
 
 import json
@@ -29,7 +29,7 @@ NAMESPACE, NAME = "diffusion-soak", "digits"
 DD = f"dd/{NAME}"
 STAYS, COMES = "stripes", "frame"
 REPLICAS, OPERATORS = 2, 2
-# The kubelet waits up to five minutes before it starts a container again that ended often.
+# The kubelet waits up to five minutes before it restarts a container that ended often.
 RECOVERY_S = 420.0
 CALM_S = (1.0, 6.0)
 AFTERMATH_S = 2.0
@@ -38,13 +38,13 @@ OUTPUT = Path("bench-output")
 
 
 def met(when: Sequence[float], windows: Sequence[tuple[float, float]]) -> bool:
-    """Return whether a request was on its way in one of the windows. The kernel forgets a dead pod's address within AFTERMATH_S."""
+    """Return whether a request overlapped one of the windows. The kernel may route to a dead pod's address for AFTERMATH_S."""
     began, ended = when
     return any(began <= last + AFTERMATH_S and first <= ended for first, last in windows)
 
 
 def operators_ready(kubectl: Kubectl) -> bool:
-    """Return whether all of the operator's pods are, and one of them leads."""
+    """Return whether all of the operator's pods are ready, and one of them leads."""
     ready = [pod for pod in operator_pods(kubectl) if (found := condition(pod, "Ready")) and found["status"] == "True"]
     try:
         return len(ready) == OPERATORS and leader(kubectl) in ready
@@ -53,22 +53,23 @@ def operators_ready(kubectl: Kubectl) -> bool:
 
 
 class NodeSoak:
-    """Faults, by name, on the deployment of one namespace; the last of them only in company.
+    """Faults by name on the deployment of one namespace. The last of them comes only together with another.
 
-    Real: the development cluster, the operator, its workers, and what breaks them. Not real: the applications, which are threads here.
+    Real: the development cluster, the operator, its workers, and the causes of the faults. Not real: the applications, which are threads
+    here.
     """
 
     calm_s = CALM_S
 
     def __init__(self, rig: ClusterRig, seed: int, **spec: Any) -> None:
-        """`spec`: more of the deployment's."""
+        """Prepare the faults; `spec` has more fields of the deployment's spec."""
         self.rig, self._spec = rig, spec
         self.rng = random.Random(seed)
-        # The operator's memory is in MiB by the seconds since the start.
+        # The operator's memory in MiB, each with the seconds since the start.
         others = {"slowest_recovery_s": {}, "operator_mib": [], "lost": [], "outside": []}
         self.outcome = Outcome(seed, counts="sent tries answered slowest_s calm_s", tallies="faults refused", **others)
         self.windows: list[tuple[float, float]] = []
-        """From each fault until all served again, by time.monotonic()."""
+        """The period of each fault until all served again, by time.monotonic()."""
         self.faults: dict[str, Callable[[], None]] = {
             "rank-killed": partial(self._signal_rank, signal.SIGKILL),
             "rank-stopped": partial(self._signal_rank, signal.SIGSTOP),
@@ -76,7 +77,7 @@ class NodeSoak:
             "pod-deleted": self._delete_pod,
             "scaled": self._scale,
             "sent-to-sleep": partial(self._sleep, "Asleep", Wanted("Awake", "False", ["AllAsleep"])),
-            # Nobody is idle here, so that only the policy changes, and back.
+            # No replica is idle here, so only the policy changes.
             "sleeps-on-idle": partial(self._sleep, "OnIdle", SERVING),
             "adapter": self._adapter,
             "api-server-stopped": self._stop_api_server,
@@ -84,7 +85,8 @@ class NodeSoak:
         }
 
     def run(self, limit_s: float, rounds: Sequence[Sequence[str]] = ()) -> Outcome:
-        """Serve, and break things until the time is over or something is wrong. `rounds` are the faults of each; none: by chance."""
+        """Serve, and make faults until the time is over or something is wrong. `rounds` are the faults of each round; without any they are
+        random."""
         for name in (STAYS, COMES):
             self.rig.adapt(name, NAME, f"/models/loras/{name}")
         self.rig.serve(NAME, replicas=REPLICAS, **self._spec)
@@ -107,7 +109,7 @@ class NodeSoak:
         return self.outcome
 
     def _clients(self) -> list[Clients]:
-        """Of the model, of an adapter that stays, and of one that comes and goes, about which a 404 may be right."""
+        """Return clients of the model, of an adapter that stays, and of one that comes and goes, which may get a 404."""
         allowed = {NAME: (), STAYS: (), COMES: ("NotFound", "AdapterRemoved")}
         requests = {name: Request(PROMPT, 1, name, steps=8) for name in allowed}
         with self.rig.client(NAME) as client:
@@ -119,7 +121,7 @@ class NodeSoak:
 
     def _chosen(self) -> Sequence[str]:
         names = [self.rng.choice(sorted(self.faults.keys() - {"operator-killed"}))]
-        # Not the same twice, nor a thing that nobody could do.
+        # Not the same fault twice, nor two that exclude each other.
         if names[0] not in ("adapter", "api-server-stopped"):
             names += self.rng.choice((["adapter"], ["operator-killed"], [], []))
         return names
@@ -141,9 +143,10 @@ class NodeSoak:
         time.sleep(self.rng.uniform(*self.calm_s))
 
     def _settled(self) -> bool:
-        """Return whether every replica is there once and ready by its own word and the operator's, and the adapter that stays is, too.
+        """Return whether all is as it should be: each replica exists once, worker and operator report it ready, and so is the adapter that
+        stays.
 
-        Between two replicas of a rollout all of this holds for a moment, so the rollout must be over.
+        The rollout must be over too, since all of this holds for a moment between two replicas of a rollout.
         """
         found, pods = self.rig.kubectl.get(DD), self.rig.pods(NAME)
         indexes = [pod["metadata"]["labels"]["diffusion-operator.dev/replica-index"] for pod in pods]
@@ -152,7 +155,7 @@ class NodeSoak:
         return complete and said and operators_ready(self.rig.kubectl) and all(self._state(pod).get("state") == "ready" for pod in pods)
 
     def _state(self, pod: Document) -> Document:
-        """Return what the worker says of itself; nothing while it cannot be asked."""
+        """Return the worker's state document; an empty one while the worker does not answer."""
         try:
             return self.rig.state_of(str(pod["metadata"]["name"]))
         except DemoFailed:
@@ -172,7 +175,7 @@ class NodeSoak:
         return self.rng.choice(sorted(self.rig.pods(NAME), key=lambda pod: str(pod["metadata"]["name"])))
 
     def _end_life(self, pod: Document, kill: Callable[[], None]) -> None:
-        """Wait for another life as well: until then all looks as if nothing had happened."""
+        """Kill something in a pod, and wait for another boot or generation: until then the state looks unchanged."""
 
         def life() -> tuple[object, object]:
             state = self._state(pod)
@@ -203,7 +206,7 @@ class NodeSoak:
         self.rig.kubectl.text("scale", DD, f"--replicas={REPLICAS}", deadline_s=30)
 
     def _sleep(self, policy: str, wanted: Wanted) -> None:
-        """Change the policy, and back once it holds."""
+        """Change the policy, and change it back once it holds."""
         self.rig.sleep_policy(NAME, policy)
         self.rig.wait(DD, wanted, deadline_s=RECOVERY_S)
         self.rig.sleep_policy(NAME, "AlwaysAwake")
@@ -220,14 +223,14 @@ class NodeSoak:
 
 
 def run_node(_: Path, *, seed: int, limit_s: float) -> Outcome:
-    """The soak, in a namespace of its own on the development cluster."""
+    """Run the soak in a namespace of its own on the development cluster."""
     with stage(NAMESPACE) as set_up:
         outcome = NodeSoak(ClusterRig(set_up.kubectl, set_up.images.worker), seed).run(limit_s)
     return reported(outcome, "node")
 
 
 def reported(outcome: Outcome, name: str) -> Outcome:
-    """Write what it came to at length to bench-output, and return it in short."""
+    """Write the full outcome to bench-output, and return it in short."""
     OUTPUT.mkdir(exist_ok=True)
     (OUTPUT / f"{name}-soak.json").write_text(json.dumps(outcome.document(), indent=1))
     memory = [mib for _, mib in outcome.operator_mib]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators whose lives are disturbed: one that dies and is started again at once, or two of which one leads.
+"""Operators whose lives are disturbed: one that dies and restarts at once, or two of which one leads.
 
-Real: the processes, their signals, their accounts and their Lease. Not real: what `support.operator.process` wraps in them.
+Real: the processes, their signals, their accounts and their Lease. Not real: the wrappers of `support.operator.process` in them.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ LED_WITHIN_S = 60.0
 
 
 class OneOperator:
-    """Without election. It dies again and again: at any moment, or before or after something that it does."""
+    """An operator without election that dies again and again: at any moment, or before or after one of its actions."""
 
     least_deaths = 3
 
@@ -42,32 +42,32 @@ class OneOperator:
         self.processes = (OperatorProcess(folder, kubeconfig, arguments=("--all-namespaces", *PODS), **options),)
 
     async def begin(self, _: RestClient) -> None:
-        """The first life."""
+        """Start the first life."""
         self.processes[0].start()
 
     async def disturb(self, outcome: Outcome, rng: Random) -> None:
-        """End this life, and let the next one last for a moment, if it does not end by itself at a place."""
+        """End this life, and start the next one for a moment; it may also end by itself at a place."""
         (operator,) = self.processes
         operator.kill()
         operator.start(die_at=rng.randint(1, DIE_WITHIN) if rng.random() < 0.7 else None)
-        with contextlib.suppress(AssertionError):  # it died while it was starting
+        with contextlib.suppress(AssertionError):  # the operator died during its start
             await asyncio.to_thread(operator.wait_ready)
         await asyncio.sleep(rng.uniform(*LIVES_S))
         outcome.killed += operator.is_alive()
 
     async def calm(self) -> None:
-        """Let a last life begin."""
+        """Start the last life."""
         (operator,) = self.processes
         operator.kill()
         operator.start()
         await asyncio.to_thread(operator.wait_ready)
 
     def judge(self, outcome: Outcome) -> None:
-        """There is nobody else to write."""
+        """Judge nothing: there is no other operator that could write."""
 
 
 class TwoOperators:
-    """Two processes of one release, each with an account of its own, so that the audit log tells their writes apart."""
+    """Two processes of one release. Each has an account of its own, so the audit log tells their writes apart."""
 
     least_deaths = 1
 
@@ -77,13 +77,13 @@ class TwoOperators:
         self.processes = tuple(made(folder / name, account(kubeconfig, name), **options) for name in ACCOUNTS)
 
     async def begin(self, _: RestClient) -> None:
-        """Start both, and wait for one that leads."""
+        """Start both, and wait until one leads."""
         for operator in self.processes:
             operator.start()
         await self.calm()
 
     async def disturb(self, outcome: Outcome, rng: Random) -> None:
-        """The leader dies, is stopped for longer than its Lease counts, or is ended; or its follower dies."""
+        """Kill the leader, stop it for longer than its Lease lasts, or end it; or kill the follower."""
         leader = await self._leader()
         what = rng.choice(("leader killed", "leader stopped", "leader ended", "follower killed"))
         outcome.steps[what] += 1
@@ -98,7 +98,7 @@ class TwoOperators:
         await asyncio.sleep(rng.uniform(*LIVES_S))
 
     async def _leader(self) -> OperatorProcess:
-        """Wait for one that says that it leads."""
+        """Wait for a process that reports that it leads, and return it."""
         ends = time.monotonic() + LED_WITHIN_S
         while not (leading := [one for one in self.processes if await asyncio.to_thread(leads, one)]):
             assert time.monotonic() < ends, f"nobody leads for {LED_WITHIN_S:g} s"
@@ -106,13 +106,13 @@ class TwoOperators:
         return leading[0]
 
     async def calm(self) -> None:
-        """Both go on as they are."""
+        """Do nothing: both operators go on as they are."""
         for operator in self.processes:
             await asyncio.to_thread(operator.wait_ready)
         await self._leader()
 
     def judge(self, outcome: Outcome) -> None:
-        """The audit log since the last time shows that one of them wrote at a time."""
+        """Check by the audit log since the last time that one of them wrote at a time."""
         since, self._judged = self._judged, datetime.now(UTC)
         changes, writes, foreign = foreign_writes(read_log(self._log, since), account_of)
         outcome.lead_changes += changes - 1
@@ -121,7 +121,7 @@ class TwoOperators:
 
 
 def leads(operator: OperatorProcess) -> bool:
-    """Return what it says itself; False where it says nothing."""
+    """Return whether a process reports that it leads; False where it reports nothing."""
     try:
         return operator.metrics()["diffusion_operator_leader"] == 1
     except (httpx2.TransportError, KeyError):
@@ -129,14 +129,14 @@ def leads(operator: OperatorProcess) -> bool:
 
 
 def made(folder: Path, kubeconfig: Path, **options: Any) -> OperatorProcess:
-    """Return one of the two, under the account of its folder's name."""
+    """Return an operator's process, under the account of its folder's name."""
     folder.mkdir(parents=True)
     return OperatorProcess(folder, kubeconfig, arguments=(*arguments(folder.name), *PODS), **options)
 
 
 @contextlib.contextmanager
 def stopped(operator: OperatorProcess) -> Iterator[None]:
-    """It stands still, with its connections open."""
+    """Stop a process while the block runs, with its connections open."""
     os.kill(operator.pid, signal.SIGSTOP)
     try:
         yield
@@ -145,6 +145,6 @@ def stopped(operator: OperatorProcess) -> Iterator[None]:
 
 
 def account_of(entry: Entry) -> str | None:
-    """Name the operator of an entry by its account."""
+    """Return the account of an entry if it is that of an operator."""
     name = str(entry["user"].get("username", "")).removeprefix(f"system:serviceaccount:{LEASE[0]}:")
     return name if name in ACCOUNTS else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated manifests against a real API server with the operator running: each is refused with the name of the field, or gets a
-status that is true.
+"""Generated manifests against a real API server with the operator running: the refusal names the field, or the status is true.
 
-In batches, each in a namespace of its own. Some names of children are taken by objects of others, and in most batches something refuses
-what is made, for a while. After a batch all is deleted, also what a garbage collector would, and the operator must have forgotten it.
+They come in batches, each in a namespace of its own. Some names of children are taken by other owners' objects, and in most batches a
+policy or the like refuses new objects for a while. After a batch everything is deleted, including what a garbage collector would delete,
+and the operator must have forgotten it.
 """
 
 import asyncio
@@ -28,24 +28,24 @@ from support.soak.operator_truth import CHILDREN, condition, owns, still_found
 
 BATCH = 100
 TRUE_WITHIN_S = 30.0
-# Shares of the names of a batch, and of the batches.
+# The shares of names that are taken in a batch, and of batches with refusals.
 TAKEN, REFUSED = 0.3, 0.6
-# After a refusal of TRUE_WITHIN_S the next try comes so late.
+# The next try comes so late after a refusal that lasted TRUE_WITHIN_S.
 FREE_WITHIN_S = 60.0
 FORGOTTEN_WITHIN_S = 15.0
-# A new object has a pass for itself and one for each child's event; a failing one is tried again after 1, 2, 4 … s.
+# A new object has a pass for itself and a pass for each child's event; a failing pass is repeated after 1, 2, 4 … s.
 MOST_PASSES = 60
 IDLE_S = 5.0
-# Nothing moves, so each is looked at every ten seconds at most; what failed is backing off.
+# Nothing changes, so each object has a pass every ten seconds at most, and failed ones back off.
 IDLE_PASSES_OF_ONE = 2.0
-# After the first tenth: what a longer run might add, and the allocator's whims.
+# Growth after the first tenth of the run, with a margin for the allocator.
 GROWTH_MIB = 20
 
 
 async def run_manifests(folder: Path, kubeconfig: Path, *, seed: int, count: int, limit_s: float) -> Outcome:
-    """Batch after batch until there were so many, or the time is over.
+    """Run batch after batch until there were so many manifests, or the time is over.
 
-    Real: the API server and the operator's process. Not real: a kubelet and the garbage collector, of which there are none.
+    Real: the API server and the operator's process. Not real: the kubelet and the garbage collector, which are missing.
     """
     counts = "refused strangers obstructed most_passes most_idle_passes_of_one slowest_s"
     outcome = Outcome(seed, counts=counts, tallies="reconciled", resident_mib=[])
@@ -65,7 +65,7 @@ async def run_manifests(folder: Path, kubeconfig: Path, *, seed: int, count: int
 
 
 class _Batch:
-    """A namespace of generated objects; `reconciled` has them by kind and the reason of Ready."""
+    """A namespace of generated objects; `reconciled` counts them by kind and the reason of Ready."""
 
     def __init__(
         self, client: RestClient, operator: OperatorProcess, outcome: Outcome, namespace: str, webhook: Webhook, rng: Random
@@ -103,7 +103,7 @@ class _Batch:
         self._outcome.wrong.append(f"{self._namespace}: {what}")
 
     async def _take_a_name(self, deployment: str) -> None:
-        """The name of a child of it, or of its first pod."""
+        """Take the name of one of the deployment's children, or of its first pod."""
         kind, name = self._rng.choice([*child_names(deployment).items(), (POD, f"{deployment}-0-0")])
         await self._strangers.make(kind, name)
 
@@ -121,14 +121,14 @@ class _Batch:
             self._wrong(f"{status} {str(answer)[:300]} for {_short(document)}")
 
     async def _untrue(self) -> list[str]:
-        """A status must be true of what stands in the way, and tell of what is missing for it."""
+        """List the false statements of all statuses. A status must name the obstacles and the children that are missing for them."""
         found = {kind: await self._client.list(kind, self._namespace) for kind in (DEPLOYMENT, ADAPTER, *CHILDREN)}
         objects = found[DEPLOYMENT] + found[ADAPTER]
         gone = self._accepted - {(one["kind"], one["metadata"]["name"]) for one in objects}
         return [f"{gone} are gone"] * bool(gone) + [f"{what}: {_short(one)}" for one in objects for what in self._wrong_status(one, found)]
 
     def _wrong_status(self, one: Any, found: dict[Kind, list[Any]]) -> list[str]:
-        """The status against what is there; without a kubelet no pod goes beyond Pending."""
+        """Compare a status with the objects that exist; without a kubelet no pod gets beyond Pending."""
         metadata, spec, status = one["metadata"], one["spec"], one.get("status", {})
         ready = condition(status, "Ready")
         wrong = {
@@ -167,7 +167,7 @@ class _Batch:
                 self._wrong(f"{idle:.1f} passes over each object in {IDLE_S:g} s in which nothing moved")
 
     async def _delete_all(self) -> None:
-        """As a user, then as the garbage collector; then nothing is left of it in the operator, and nothing comes back."""
+        """Delete everything as a user and then as the garbage collector would; check that the operator forgets it and remakes nothing."""
         for kind in (DEPLOYMENT, ADAPTER, *CHILDREN, EVENT):
             status, answer = await self._client.send("DELETE", path_of(kind, self._namespace), {"gracePeriodSeconds": 0})
             if status != 200:
@@ -187,14 +187,14 @@ class _Batch:
 
 
 def names_the_field(message: str, case: Case) -> bool:
-    """One that was changed or one around it; where none was, any of the schema."""
+    """Return whether a refusal names a changed field or a field around it; without a changed field, any field of the schema."""
     touched = {word for name in case.touched for word in re.findall(r"\w+", name)}
     known = {*field_names(object_schema(case.kind.plural)), "metadata"} | touched
     return bool({*re.findall(r"\w+", message)} & (known if case.touched[-1:] == ("spec",) else known - {"spec"}))
 
 
 def told(children: Any, missing: Sequence[Kind], named: dict[Kind, str]) -> bool:
-    """Return whether the condition names each of them."""
+    """Return whether the condition names each of the missing children."""
     return children["status"] in ("False", "Unknown") and all(f"{kind.kind} {named[kind]}" in children["message"] for kind in missing)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Obstacles in one namespace that come and go: objects of others under our names, refusals, drift, and a node that rejects pods.
+"""Obstacles in one namespace that come and go: other owners' objects under our names, refusals, drift, and a node that rejects pods.
 
-Real: the API server, its quotas, its policies, its webhook calls, and what stands in the way. Not real: the node, which is FakeKubelet's,
-and the people.
+Real: the API server, its quotas, its policies, its webhook calls, and the obstacles. Not real: the node, which is FakeKubelet's, and the
+people.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ THEIRS: dict[Kind, dict[str, Any]] = {
     POD: {"spec": {"containers": [{"name": "theirs", "image": "theirs"}]}},
 }
 MARK = "drifted"
-# Changes of children by another client, as merge patches. Each leaves the mark, or a port, that must not stay.
+# Changes of children by another client, as merge patches. Each leaves a mark, or a port, that must not stay.
 DRIFTS: dict[Kind, Sequence[dict[str, Any]]] = {
     SERVICE: (
         {"spec": {"selector": {MARK: "yes"}}},
@@ -48,7 +48,7 @@ MOST_DRIFTS = 2
 
 
 def child_names(deployment: str) -> dict[Kind, str]:
-    """Return the name of each child that is no pod."""
+    """Return the name of each child other than pods, by kind."""
     control = names.control_secret_name(deployment)
     policy, desired = names.control_policy_name(deployment), names.desired_config_name(deployment)
     return {SECRET: control, CONFIG_MAP: desired, SERVICE: deployment, NETWORK_POLICY: policy, DISRUPTION_BUDGET: deployment}
@@ -56,16 +56,17 @@ def child_names(deployment: str) -> dict[Kind, str]:
 
 @dataclass
 class Strangers:
-    """Objects of others in a namespace, as they were made."""
+    """Other owners' objects in a namespace, as they were made."""
 
     client: RestClient
     namespace: str
     made: dict[tuple[Kind, str], Any] = field(default_factory=dict)
     touched: list[str] = field(default_factory=list)
-    """In words, those that were not as they were made when they left."""
+    """Descriptions of the objects that had been changed when they were deleted."""
 
     async def make(self, kind: Kind, name: str, *, with_our_labels: str = "") -> bool:
-        """Return whether the name was free. `with_our_labels`: of this deployment, as somebody has them who copied a manifest."""
+        """Create an object, and return whether the name was free. `with_our_labels` names the deployment whose labels the object gets, as
+        in a copied manifest."""
         labels = {names.LABEL_MANAGED_BY: names.FIELD_MANAGER, names.LABEL_DEPLOYMENT: with_our_labels} if with_our_labels else {}
         status, found = await self.client.create(kind, self.namespace, {**THEIRS[kind], "metadata": {"name": name, "labels": labels}})
         if status == 201:
@@ -73,7 +74,7 @@ class Strangers:
         return status == 201
 
     async def leave(self, kind: Kind, name: str) -> None:
-        """Take one away, if it is as it was made."""
+        """Delete an object if it is unchanged, and record it in `touched` otherwise."""
         metadata = self.made.pop((kind, name))["metadata"]
         unchanged = {part: metadata[part] for part in ("uid", "resourceVersion")}
         options = {"preconditions": unchanged, "gracePeriodSeconds": 0}
@@ -81,7 +82,7 @@ class Strangers:
         self.touched += [] if status == 200 else [f"{kind.kind} {name} of somebody else was touched: {status} {found['message']}"]
 
     async def leave_all(self) -> None:
-        """All of them leave; `touched` is complete then."""
+        """Delete all of them; `touched` is complete afterwards."""
         for kind, name in list(self.made):
             await self.leave(kind, name)
 
@@ -92,16 +93,16 @@ class Refusals:
     def __init__(self, client: RestClient, webhook: Webhook, namespace: str) -> None:
         self._client, self._webhook, self._namespace = client, webhook, namespace
         self.there: set[str] = set()
-        """Means that refuse something now."""
+        """The means that refuse something now."""
 
     async def begin(self, means: str, kind: Kind) -> None:
-        """Nothing of the kind may be made; nothing at all where the webhook is broken."""
+        """Refuse new objects of the kind; a broken webhook refuses objects of every kind."""
         if means not in self.there:
             self.there.add(means)
             await self._set(means, kind)
 
     async def end(self, *means: str) -> None:
-        """Those of them that are there."""
+        """End these refusals, as far as they are active."""
         for one in self.there.intersection(means):
             self.there.discard(one)
             await self._set(one, None)
@@ -116,7 +117,7 @@ class Refusals:
 
 
 class Obstacles:
-    """All that stands in the operator's way in one namespace."""
+    """All obstacles to the operator in one namespace."""
 
     def __init__(self, client: RestClient, kubelet: FakeKubelet, webhook: Webhook, namespace: str) -> None:
         self._client, self._kubelet, self._namespace = client, kubelet, namespace
@@ -125,43 +126,43 @@ class Obstacles:
 
     @property
     def there(self) -> bool:
-        """True while anything stands in the way."""
+        """Return whether any obstacle is there."""
         return bool(self.strangers.made or self._refusals.there or self._namespace in self._kubelet.rejecting)
 
     async def put_stranger(self, rng: Random) -> None:
-        """Take the name of a child: one that is free, or, of a child that is watched, ours is deleted for it."""
+        """Take the name of a child that is free, or delete a watched child of the operator and take its name."""
         shard = (CONFIG_MAP, names.shard_config_name("d", rng.randrange(names.SHARDS)))
         kind, name = rng.choice([*child_names("d").items(), shard])
-        # A Secret cannot be read, so one without an owner that has our labels is taken for ours.
+        # The operator cannot read Secrets, so it takes a Secret with our labels and no owner for its own.
         made = await self.strangers.make(kind, name, with_our_labels="d" if kind != SECRET and rng.random() < 0.3 else "")
         if not made and kind in WATCHED_CHILDREN and (kind, name) not in self.strangers.made and self.may_meddle(kind):
             await self._client.delete(kind, self._namespace, name)
             await self.strangers.make(kind, name)
 
     async def put_strange_pod(self, rng: Random) -> None:
-        """Take the name of a pod that may be the next."""
+        """Take a name that the next pod may have."""
         await self.strangers.make(POD, names.pod_name("d", rng.randint(0, 2), rng.randint(0, 6)))
 
     async def take_stranger(self, rng: Random) -> None:
-        """Any of them goes."""
+        """Delete a random one of the other owners' objects."""
         if there := list(self.strangers.made):
             await self.strangers.leave(*rng.choice(there))
 
     async def refuse(self, rng: Random) -> None:
-        """Nothing of some kind may be made."""
+        """Begin to refuse new objects of a random kind by random means."""
         await self._refusals.begin(rng.choice(MEANS), rng.choice([*child_names("d"), POD, POD]))
 
     async def admit(self, rng: Random) -> None:
-        """Any of the refusals ends."""
+        """End a random one of the refusals."""
         if there := sorted(self._refusals.there):
             await self._refusals.end(rng.choice(there))
 
     async def reject_pods(self, *, rejecting: bool) -> None:
-        """The node takes no pods any more, or all of them again."""
+        """Have the node reject all new pods, or accept them again."""
         (self._kubelet.rejecting.add if rejecting else self._kubelet.rejecting.discard)(self._namespace)
 
     async def drift(self, rng: Random) -> None:
-        """Another client changes a child, or the labels of a pod."""
+        """Change a child, or the labels of a pod, as another client."""
         kind = rng.choice([*WATCHED_CHILDREN, POD])
         if kind == POD:
             for pod in (await self._own_pods())[:1]:
@@ -170,19 +171,19 @@ class Obstacles:
             await self._client.patch(kind, self._namespace, child_names("d")[kind], rng.choice(DRIFTS[kind]))
 
     def may_meddle(self, kind: Kind) -> bool:
-        """Count a change of a child, and return whether the operator would still put it back at once."""
+        """Count a change of a child, and return whether the operator would still repair it at once."""
         self._drifts[kind] = self._drifts.get(kind, 0) + 1
         return self._drifts[kind] <= MOST_DRIFTS
 
     async def all_go(self) -> list[str]:
-        """The way is free; return what is wrong about the objects of others."""
+        """Remove all obstacles, and return what was done to other owners' objects."""
         await self._refusals.end(*MEANS)
         await self.reject_pods(rejecting=False)
         await self.strangers.leave_all()
         return self.strangers.touched
 
     async def namespace_is_gone(self) -> None:
-        """All that was in it went with it."""
+        """Forget the obstacles that were deleted with the namespace, and remove the others."""
         self.strangers.made.clear()
         self._refusals.there -= {"policy", "quota"}
         await self.all_go()

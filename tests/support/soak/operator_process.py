@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator as a process of its own: started, killed, looked into by its metrics and its log."""
+"""The operator as a process of its own: started, killed, and inspected by its metrics and its log."""
 
 import contextlib
 import json
@@ -27,8 +27,8 @@ COMPLAINT = re.compile(r"Traceback|is not understood|Unhandled|never retrieved|r
 class OperatorProcess:
     """An operator that is started again after each death, and writes to the same log.
 
-    Real: the operator's program and its ports. Not real: what `support.operator.process` wraps in it, to die and to count, where no
-    other `program` is named.
+    Real: the operator's program and its ports. Not real: the wrappers of `support.operator.process` in it, to die and to count, unless
+    another `program` is named.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class OperatorProcess:
         strangers_s: float | None = None,
         **settings: float,
     ) -> None:
-        """`image`: the default for workers; `arguments`: the rest of the command line; `settings`: values that have no option.
+        """Prepare the command line. `image` is the default for workers, `arguments` come last, and `settings` have no option.
 
-        `sources` come before this environment's own, so an operator of another version may be named.
-        `strangers_s`: the seconds after which it looks at an object of others again. None: its own.
+        `sources` come before this environment's own, so an operator of another version may be named. `strangers_s`: the seconds after which
+        it looks again at another owner's object. None: the operator's default.
         """
         self.log, self._key_file, self.key = folder / "operator.log", folder / "key", key
         self.log.touch()
@@ -59,7 +59,7 @@ class OperatorProcess:
         self._under_test = {"controlPort": control_port, "settings": settings, "strangersS": strangers_s}
 
     def start(self, *, die_at: int | None = None, died_at: Path | None = None) -> None:
-        """Does not wait. With `died_at`, a file, it dies at each kind of place that is not in it, and lives again."""
+        """Start the process without waiting. With `died_at`, a file, it dies at each kind of place not in the file, and restarts."""
         metrics_port, liveness_port = unused_port(), unused_port()
         self._metrics_url, self._liveness_url = f"http://127.0.0.1:{metrics_port}/metrics", f"http://127.0.0.1:{liveness_port}/healthz"
         command = [*self._command, f"--metrics-port={metrics_port}", f"--liveness-port={liveness_port}"]
@@ -71,19 +71,19 @@ class OperatorProcess:
 
     @property
     def pid(self) -> int:
-        """Of its present life."""
+        """Return the pid of the present life."""
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """It may have died where it was told to."""
+        """Return whether the process runs; it may have died where it was ordered to."""
         return self._process.poll() is None
 
     def wait_ready(self) -> None:
-        """Until it answers its probe."""
+        """Wait until the liveness probe succeeds."""
         self.eventually(lambda: self.health() == 200, within_s=90.0)
 
     def eventually(self, look: Callable[[], Any], *, within_s: float = 40.0) -> Any:
-        """Return the first truthy answer, also where it does not listen yet; fail at once when the program ends."""
+        """Return the first true result of `look`, which may fail to connect before; fail at once when the program ends."""
         ends = time.monotonic() + within_s
         while True:
             with contextlib.suppress(httpx2.TransportError):
@@ -93,17 +93,17 @@ class OperatorProcess:
             time.sleep(0.1)
 
     def health(self) -> int:
-        """The status of its liveness probe."""
+        """Return the HTTP status of the liveness probe."""
         return httpx2.get(self._liveness_url, timeout=5).status_code
 
     def kill(self) -> None:
-        """With SIGKILL, if it lives, and what it forked."""
+        """Send SIGKILL to the process, if it lives, and to its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(10)
 
     def stop(self) -> None:
-        """As a kubelet would."""
+        """Send SIGTERM and wait, as a kubelet does."""
         self._process.terminate()
         try:
             self._process.wait(25)
@@ -119,7 +119,7 @@ class OperatorProcess:
         return [name for name in self.metrics() if name.startswith("under_test_kept") and f'namespace="{namespace}"' in name]
 
     def passes(self) -> int:
-        """Over all objects of its present life."""
+        """Return the number of passes over all objects in the present life."""
         return total(self.metrics(), "diffusion_operator_reconcile_seconds_count")
 
     def resident_bytes(self) -> int:
@@ -129,7 +129,7 @@ class OperatorProcess:
         return footprint(self)[self.pid][1]
 
     def rotate(self, key: str) -> None:
-        """A new key before the one that it has, and a start again: what the page on security says."""
+        """Put a new key before the present one and restart, as docs/security.md describes."""
         self._key_file.write_text(f"{key}\n{self.key}\n")
         self.key = key
         self.stop()
@@ -137,5 +137,5 @@ class OperatorProcess:
         self.wait_ready()
 
     def complaints(self) -> list[str]:
-        """Lines of the log that no input should cause."""
+        """Return lines of the log that no input should cause."""
         return [line for line in self.log.read_text(errors="replace").splitlines() if COMPLAINT.search(line)]

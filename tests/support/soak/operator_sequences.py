@@ -2,9 +2,9 @@
 """Random sequences of edits, scales, deletes, losses of pods, obstacles and deaths of the operator, against a real API server and a fake
 kubelet.
 
-Many at once, each in a namespace of its own, under one operator that is killed again and again, or under two whose leader is. Then they
-are left in peace, and every status must be true of what the obstacles have left. Then the obstacles go, and
-everything must come to what was asked for, without an edit and without a start of an operator.
+Many run at once, each in a namespace of its own. The operator is killed again and again, or the leader of two operators is. When the
+sequences are over, every status must be true of the obstacles that are left. Then the obstacles are removed, and everything must become as
+the specs say, without an edit and without a restart of an operator.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ LENGTH = (4, 10)
 PAUSE_S = 1.0
 TRUE_WITHIN_S = 90.0
 NAMESPACE_ENDS_WITHIN_S = 30.0
-# The pause after a node's fault must not outlast a test.
+# The pause after a node's fault must not be longer than a test.
 RECOVERY = {"backoffSeconds": 1, "backoffMaxSeconds": 4}
 POLICIES, LEVELS = ("AlwaysAwake", "Asleep"), ("HostMemory", "Discard")
-# The steps: a weight, and the thing that is done.
+# The steps by name: a weight, and the action.
 Steps = dict[str, tuple[int, Callable[["Sequence", Random], Awaitable[Any]]]]
 EDITS: Steps = {
     "scale": (4, lambda one, rng: one.edit({"spec": {"replicas": rng.randint(0, 3)}})),
@@ -50,7 +50,7 @@ EDITS: Steps = {
     "delete_pod": (3, lambda one, rng: one.delete_pod()),
     "kill_pod": (3, lambda one, rng: one.delete_pod(at_once=True)),
     "crash": (2, lambda one, rng: one.crash()),
-    # Not the Secret, which nobody watches: it comes back with the next resync.
+    # Not the Secret, which the operator does not watch: it comes back with the next resync.
     "delete_child": (2, lambda one, rng: one.delete_child(*rng.choice(((SERVICE, "d"), (CONFIG_MAP, "d-desired"))))),
     "redeploy": (1, lambda one, rng: one.redeploy()),
     "orphan": (1, lambda one, rng: one.orphan()),
@@ -78,7 +78,7 @@ async def run_sequences(
     lives: type[OneOperator | TwoOperators] = OneOperator,
     **options: Any,
 ) -> Outcome:
-    """Rounds of `at_once` until there were so many, or the time is over. `options` are the operators'.
+    """Run rounds of `at_once` sequences until there were so many, or the time is over. `options` are the operators'.
 
     Real: the API server and the operators' processes. Not real: the kubelet, its workers and the controllers, all `FakeKubelet`.
     """
@@ -112,7 +112,7 @@ async def run_sequences(
 async def _round(sequences: list["Sequence"], operators: OneOperator | TwoOperators, outcome: Outcome, rng: Random) -> None:
     playing = asyncio.gather(*(one.play() for one in sequences))
     deaths = 0
-    # So often at least that one also dies while it brings about what was asked for last.
+    # At least so often that an operator also dies while it works on the last edits.
     while deaths < operators.least_deaths or not playing.done():
         await operators.disturb(outcome, rng)
         deaths += 1
@@ -130,7 +130,7 @@ async def _round(sequences: list["Sequence"], operators: OneOperator | TwoOperat
 
 
 class Sequence:
-    """One namespace with at most one deployment, `d`, and a few adapters."""
+    """A namespace with at most one deployment, `d`, and a few adapters."""
 
     def __init__(
         self,
@@ -142,14 +142,14 @@ class Sequence:
         *,
         obstacles: Obstacles | None = None,
     ) -> None:
-        """`steps` counts them. None: nothing stands in the way."""
+        """Prepare a sequence that counts its steps in `steps`; without `obstacles` there are none."""
         self._client, self._kubelet, self._namespace = client, kubelet, namespace
         self._rng, self._steps, self._crashes = rng, steps, 0
         self.obstacles = obstacles
         self._trace: list[str] = []
 
     async def play(self) -> None:
-        """The random part. The first obstacle may be there before the deployment is."""
+        """Do the random steps. The first obstacle may come before the deployment."""
         await self._make_namespace()
         if self.obstacles is not None and self._rng.random() < 0.3:
             await self.obstacles.put_stranger(self._rng)
@@ -168,13 +168,13 @@ class Sequence:
             await OBSTACLES[name][1](self.obstacles, self._rng)
 
     async def obstructed(self) -> list[str]:
-        """List what is claimed, when it should be no more, and is not so."""
+        """List the false claims that remain while the obstacles are there."""
         strangers = self.obstacles.strangers.made if self.obstacles is not None else {}
         look = partial(overclaimed, self._client, self._kubelet, self._namespace, strangers)
         return self._told(await still_found(look, within_s=TRUE_WITHIN_S, every_s=0.5))
 
     async def settle(self) -> list[str]:
-        """Take the obstacles away; list what was done to objects of others, and what is still not true when it should be."""
+        """Remove the obstacles; list what was done to other owners' objects, and what stays wrong."""
         wrong = await self.obstacles.all_go() if self.obstacles is not None else []
         return self._told(wrong + await still_found(self._untrue, within_s=TRUE_WITHIN_S, every_s=0.5))
 
@@ -186,7 +186,7 @@ class Sequence:
         return [f"{self._namespace} after {self._trace}: {what}" for what in wrong]
 
     async def end(self) -> None:
-        """All is deleted; the fake garbage collector does the rest."""
+        """Delete all deployments and adapters; the fake garbage collector does the rest."""
         for kind in (DEPLOYMENT, ADAPTER):
             for one in await self._client.list(kind, self._namespace):
                 await self.delete(kind, one["metadata"]["name"])
@@ -198,7 +198,7 @@ class Sequence:
         await self._client.delete(kind, self._namespace, name, at_once=at_once)
 
     async def _make_namespace(self) -> None:
-        """It has the label for which the webhook is asked."""
+        """Create the namespace, with the label that subjects it to the webhook."""
         await self._client.make("/api/v1/namespaces", {"metadata": {"name": self._namespace, "labels": {"webhook": "yes"}}})
 
     async def _deploy(self) -> None:
@@ -206,12 +206,12 @@ class Sequence:
         await self._client.create(DEPLOYMENT, self._namespace, made)
 
     async def orphan(self) -> None:
-        """Delete it without what it owns, and begin again with one of this name."""
+        """Delete the deployment without its children, and create another of the same name."""
         await self._kubelet.controllers.delete_alone(self._namespace, "d")
         await self._deploy()
 
     async def end_namespace(self) -> None:
-        """Delete it with all that is in it, and begin again in one of this name."""
+        """Delete the namespace with everything in it, and create another of the same name."""
         path = f"/api/v1/namespaces/{self._namespace}"
         await self._client.send("DELETE", path)
 
@@ -230,7 +230,7 @@ class Sequence:
         await self._deploy()
 
     async def delete_child(self, kind: Kind, name: str) -> None:
-        """Ours alone."""
+        """Delete a child, unless it belongs to another owner."""
         for one in await self._client.list(kind, self._namespace):
             if one["metadata"]["name"] == name and owners(one):
                 await self._client.delete(kind, self._namespace, name, uid=one["metadata"]["uid"])
@@ -251,7 +251,7 @@ class Sequence:
             await self.delete(POD, pod["metadata"]["name"], at_once=at_once)
 
     async def crash(self) -> None:
-        """At most twice, so that it is no loop of crashes."""
+        """Crash a random pod, at most twice in a sequence, which makes no crash loop."""
         self._crashes += 1
         for pod in await self._some_pod() if self._crashes <= 2 else ():
             await self._kubelet.crash(pod)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a namespace: what statuses claim while something stands in the operator's way, and that all is as asked for once nothing does.
+"""The judge of a namespace: what statuses claim while there are obstacles, and that all is as the specs say once there are none.
 
-Real: the objects as the API server has them. Not real: the workers that a status speaks of, which are FakeKubelet's.
+Real: the objects as the API server has them. Not real: the workers that a status describes, which are FakeKubelet's.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ Found = dict[Kind, list[Any]]
 
 
 async def untrue(client: RestClient, kubelet: FakeKubelet, namespace: str) -> list[str]:
-    """When nothing moves any more what was asked for is there, and every status says what is; list all that is not so."""
+    """List everything that is not as the specs or the statuses say, once nothing changes any more."""
     found = {kind: await client.list(kind, namespace) for kind in (DEPLOYMENT, ADAPTER, *CHILDREN)}
     wrong = [f"a finalizer on {_name(one)}" for objects in found.values() for one in objects if one["metadata"].get("finalizers")]
     living = {one["metadata"]["uid"] for one in found[DEPLOYMENT]}
@@ -58,7 +58,7 @@ def _of_deployment(one: Any, found: dict[Any, list[Any]], kubelet: FakeKubelet) 
 
 
 def _of_groups(spec: Any, status: Any, pods: list[Any], kubelet: FakeKubelet, *, adapters: set[str]) -> list[str]:
-    """The status says what the workers say, and the workers are as the policy has it."""
+    """Compare a status with its workers, and the workers with the policy."""
     containers = {_name(pod): kubelet.containers.get(pod["metadata"]["uid"]) for pod in pods}
     if not all(containers.values()):
         return ["a pod does not run yet"]
@@ -94,7 +94,7 @@ def _of_adapter(one: Any, deployments: list[Any]) -> list[str]:
 
 
 async def overclaimed(client: RestClient, kubelet: FakeKubelet, namespace: str, strangers: Collection[tuple[Kind, str]]) -> list[str]:
-    """List what a status claims and is not so, or is so and it does not tell, whatever stands in the way."""
+    """List the false claims of statuses, and the faults that they omit, whatever the obstacles."""
     found: Found = {kind: await client.list(kind, namespace) for kind in (DEPLOYMENT, POD, *WATCHED_CHILDREN)}
     return [wrong for one in found[DEPLOYMENT] for wrong in _overclaimed(one, found, kubelet, strangers)]
 
@@ -123,7 +123,7 @@ def _overclaimed(one: Any, found: Found, kubelet: FakeKubelet, strangers: Collec
 
 
 def told_children(one: Any, found: Found, strangers: Collection[tuple[Kind, str]]) -> list[tuple[Kind, str]]:
-    """List the children that are missing or somebody else's, and of which a status must tell. Nobody may look at Secrets."""
+    """List the children that a status must name: missing ones and those of another owner. The operator must not read Secrets."""
     own = {kind for kind in WATCHED_CHILDREN if any(owns(one, child) for child in found[kind])}
     named = child_names(one["metadata"]["name"])
     stolen = (SECRET, named[SECRET]) in strangers
@@ -131,7 +131,7 @@ def told_children(one: Any, found: Found, strangers: Collection[tuple[Kind, str]
 
 
 async def unsound(client: RestClient, namespace: str) -> list[str]:
-    """List the children that are missing, or have something of another client's. Only where nothing stands in the way."""
+    """List the children that are missing or keep changes of another client. It applies only without obstacles."""
     found: Found = {kind: await client.list(kind, namespace) for kind in (DEPLOYMENT, POD, *WATCHED_CHILDREN)}
     wrong = []
     for one in found[DEPLOYMENT]:
@@ -146,14 +146,14 @@ async def unsound(client: RestClient, namespace: str) -> list[str]:
 
 
 def is_changed(child: Any) -> bool:
-    """Return whether it has what DRIFTS leave."""
+    """Return whether an object has a mark that DRIFTS leave."""
     labels, content = child["metadata"].get("labels", {}), {part: child.get(part) for part in ("spec", "data")}
     ours = labels.get(names.LABEL_MANAGED_BY) == names.FIELD_MANAGER
     return not ours or MARK in json.dumps([labels, content])
 
 
 async def still_found(look: Callable[[], Awaitable[Any]], *, within_s: float, every_s: float) -> Any:
-    """Look until nothing is found any more; return what is when the time is over."""
+    """Call `look` until it finds nothing; return its result if the time is over first."""
     deadline = time.monotonic() + within_s
     while found := await look():
         if time.monotonic() > deadline:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak of two operators on two real nodes. Applications ask through the Service while the leader and workers die, nodes are drained
-and templates roll out.
+"""The soak of two operators on two real nodes. Applications ask through the Service while the leader and workers die, nodes are drained and
+templates roll out.
 
-At most one request in a hundred may be refused, while something is broken and with a code that allows another try. None may be lost. The
-audit log must show one writer at a time.
+At most one request in a hundred may be refused, during a fault and with a code that allows another try. None may be lost. The audit log
+must show one writer at a time.
 """
 
 import signal
@@ -33,7 +33,7 @@ WORKERS = "diffusion-operator.dev/deployment"
 class OperatorsSoak(NodeSoak):
     """Faults of the leader, of workers and of nodes, one at a time.
 
-    Real: two nodes, two operators, their workers and what breaks them. Not real: the applications, which are threads here.
+    Real: two nodes, two operators, their workers and the causes of the faults. Not real: the applications, which are threads here.
     """
 
     calm_s = (5.0, 20.0)
@@ -54,7 +54,7 @@ class OperatorsSoak(NodeSoak):
         }
 
     def run(self, limit_s: float, rounds: Sequence[Sequence[str]] = ()) -> Outcome:
-        """Spread the operators over the nodes, and then as on one node."""
+        """Spread the operators over the nodes, run the soak, and check the writers and the refusals."""
         began = datetime.now(UTC)
         self._wait_for_operators()
         self._delete_leader()
@@ -74,7 +74,7 @@ class OperatorsSoak(NodeSoak):
         return [self.rng.choice(sorted(self.faults))]
 
     def _stop_leader(self) -> None:
-        """For longer than its Lease counts."""
+        """Stop the leader for longer than its Lease lasts."""
         with operator_stopped(leader(self.rig.kubectl)):
             time.sleep(self.rng.uniform(*STOPPED_S))
 
@@ -83,7 +83,7 @@ class OperatorsSoak(NodeSoak):
         self.rig.kubectl.text("delete", "pod", str(pod["name"]), deadline_s=60)
 
     def _drain(self) -> None:
-        """A node with a replica, of all its pods or, the first, of workers: what else is there has no other place."""
+        """Drain a node; on the first node only of workers, since the other pods have no other place."""
         node = self.rng.choice(self._nodes)
         which = [] if node != self._nodes[0] else ["--pod-selector", WORKERS]
         options = ["--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={DRAIN_S:g}s", *which]
@@ -94,13 +94,13 @@ class OperatorsSoak(NodeSoak):
             self.rig.kubectl.text("uncordon", node, deadline_s=30)
 
     def _roll_out(self) -> None:
-        """A template that no pod has."""
+        """Change the template to one that no pod has."""
         size = self.rig.kubectl.get(DD)["spec"]["engine"]["maxBatchSize"] % 4 + 1
         self.rig.kubectl.patch(DD, {"spec": {"engine": {"maxBatchSize": size}}})
 
 
 def run_operators(_: Path, *, seed: int, limit_s: float) -> Outcome:
-    """The soak, in a namespace of its own on the development cluster; what it came to is in bench-output at length."""
+    """Run the soak in a namespace of its own on the development cluster; the full outcome is in bench-output."""
     with stage(NAMESPACE) as set_up, cluster.provider().own_nodes().second_node() as second:
         nodes = [cluster.provider().own_nodes().first, second]
         outcome = OperatorsSoak(ClusterRig(set_up.kubectl, set_up.images.worker), seed, nodes=nodes).run(limit_s)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostile adapters, put into a real worker by several callers while it makes images, for two parts of `make soak`.
 
-Each is refused with a code that fits and the adapter's name, or loaded as it should be, within its deadline. Wrong is any other
-answer, and an image that waits. So are processes, threads, memory and descriptors that are left.
+Each is refused with a suitable code and the adapter's name, or loaded correctly, within its deadline. Any other answer is a fault, and so
+is an image that waits. Leaked processes, threads, memory and descriptors are faults too.
 """
 
 import time
@@ -21,7 +21,7 @@ from support.worker.leftovers import footprint, left_over
 from support.worker.process import WorkerProcess
 
 CALLERS = 4
-# A fetch is a process of its own, which takes seconds to start on a busy machine.
+# A fetch is a process, which takes seconds to start on a busy machine.
 MORE_S = 30.0
 MOST_IMAGE_S = 10.0
 MOST_THREADS_MORE = 8
@@ -37,7 +37,7 @@ def outcome_of_puts(seed: int) -> Outcome:
 def put_all(
     worker: WorkerProcess, outcome: Outcome, count: int, limit_s: float, *, draw: Callable[[], Hostile], beside: Beside | None = None
 ) -> None:
-    """Put what is drawn, so often or for so long, while images are made and `beside` goes on until its event."""
+    """Put so many drawn adapters, or as many as there is time for, while images are made and `beside` runs until its event."""
     worker.request_images(prompt="digit seven", num_inference_steps=1)
     before, threads = footprint(worker), psutil.Process(worker.pid).num_threads()
     with _beside(worker, outcome, beside), ThreadPoolExecutor(CALLERS) as callers:
@@ -51,7 +51,7 @@ def put_all(
 
 
 def _put(worker: WorkerProcess, caller: int, hostile: Hostile) -> tuple[Hostile, httpx2.Response, float]:
-    """Put it under its caller's name, and take it away again where it was loaded."""
+    """Put an adapter under its caller's name, and delete it if it was loaded; return the answer and the seconds."""
     name, began = f"style-{caller}", time.monotonic()
     body = {"source": hostile.source, "operationId": f"{caller}-{began}", "bootId": worker.boot_id, "deadlineSeconds": hostile.deadline_s}
     headers = {"Authorization": f"Bearer {worker.token}"}
@@ -84,7 +84,7 @@ def _judge(outcome: Outcome, hostile: Hostile, answer: httpx2.Response, seconds:
 
 @contextmanager
 def _beside(worker: WorkerProcess, outcome: Outcome, more: Beside | None) -> Iterator[None]:
-    """Make images, and do more, until the end of the block."""
+    """Make images, and run `more`, until the end of the block."""
     over = Event()
     with ThreadPoolExecutor(2) as threads:
         running = [threads.submit(_make_images, worker, outcome, over)] + ([threads.submit(more, over)] if more else [])

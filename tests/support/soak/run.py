@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make soak`: the parts, one after the other, all of them also after one that found something.
+"""`make soak`: the parts, one after the other; a part that finds a fault does not end the run.
 
-Ends with 1 and what went wrong: an answer with another code than it should have, an image other than the one made alone, a
-request without an answer, or rows, memory, descriptors, processes or folders that are left. Where the minutes are over
-before the requests are, it says how many there were.
+It prints the faults and ends with 1 if there are any. Faults are an unexpected code, an image that differs from the one made alone, and a
+request without an answer. Leaked rows, memory, descriptors, processes and folders are faults too. If the minutes are over first, it prints
+how many requests there were.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from support.soak.traffic import run_both
 
 
 def _alone(run: Callable[..., Coroutine[Any, Any, Outcome]], *, audited: bool = False, **more: Any) -> Callable[..., Outcome]:
-    """Run a part on an API server of its own."""
+    """Return a part that runs on an API server of its own."""
 
     def run_alone(folder: Path, count: int, **limits: float) -> Outcome:
         with own_apiserver(audited=audited) as kubeconfig:
@@ -43,7 +43,7 @@ def _alone(run: Callable[..., Coroutine[Any, Any, Outcome]], *, audited: bool = 
     return run_alone
 
 
-# Each with its options, in order, and their defaults. The last need a cluster of their own, so they are run on demand only.
+# The parts with their options, in order, and defaults. The last two need a cluster, so they run on demand only.
 PARTS: dict[str, tuple[Callable[..., Outcome | list[Outcome]], dict[str, float]]] = {
     "traffic": (run_both, {"requests": 10_000, "kill_requests": 1_000, "kill_every": 20.0}),
     "edge": (run_edge, {"edge_requests": 10_000}),
@@ -64,14 +64,14 @@ ON_DEMAND = ("node", "operators")
 
 
 def main() -> int:
-    """Run, print, judge."""
+    """Run the parts, print their outcomes, and return the exit status."""
     options = argparse.ArgumentParser(description="Soak a real worker of two ranks.")
     for _, counts in PARTS.values():
         for option, default in counts.items():
             options.add_argument(f"--{option.replace('_', '-')}", type=type(default), default=default)
-    options.add_argument("--minutes", type=float, default=60.0, help="For each part.")
+    options.add_argument("--minutes", type=float, default=60.0, help="The most minutes for each part.")
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--part", action="append", choices=PARTS, help="Only this one; may be given again.")
+    options.add_argument("--part", action="append", choices=PARTS, help="Run only this part; repeat the option for more parts.")
     asked = options.parse_args()
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"soak-{os.getpid()}"
     folder.mkdir()
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def _run(name: str, asked: argparse.Namespace, folder: Path) -> bool:
-    """Tell if something was wrong."""
+    """Run a part, print its outcome, and return whether something was wrong."""
     run, counts = PARTS[name]
     given = [getattr(asked, option) for option in counts]
     found = run(folder, *given, seed=asked.seed, limit_s=asked.minutes * 60)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak of sleep: random sequences of sleep, wake, requests, changes of adapters and policy, and killed ranks and servers.
 
-The same seed chooses the same sequences. All of them share one worker, which each puts back into a known state. Faults are taken
-down and not raised, as the sequences after them are wanted too.
+The same seed chooses the same sequences. All of them share one worker, which each returns to a known state. Faults are recorded and not
+raised, so that later sequences run too.
 """
 
 import signal
@@ -20,7 +20,7 @@ from support.worker.leftovers import left_at_end
 
 LENGTH = 14
 MOST_WRONG = 20
-# Of so many sequences one may kill a rank, and one the server: a new one imports torch for many seconds.
+# A rank may be killed in one of so many sequences, and the server in another: a new process imports torch for many seconds.
 ONCE_IN = {"lose_rank": 3, "kill_server": 20}
 
 EITHER, LEVELS, POLICIES = (False, True), ("HostMemory", "Discard"), ("AlwaysAwake", "Asleep", "OnIdle")
@@ -28,9 +28,9 @@ SAID = (None, None, None, *POLICIES)
 SOME_TAGS = [[*tags] for size in (1, 2, 3) for tags in permutations(("weights", "adapters", "caches"), size)]
 NAMED = ([], *([name] for name in NAMES))
 HUNDREDTHS_S = [hundredths / 100 for hundredths in range(41)]
-# Requests that come at the same time: of some sequences all steps that ask are left out, but none is of use without requests.
+# Requests that come with a step. Some sequences have no step that asks, but every sequence needs requests.
 COMPANY = {"company": (0, 1, 1, 3)}
-# The steps, methods of the rig, each with the choices for its arguments.
+# The steps, which are methods of the rig, with the choices for each argument.
 STEPS: dict[str, dict[str, Sequence[Any]]] = {
     "ask": {"body": range(len(BODIES)), "names": NAMED, "count": range(1, 7), "stream": EITHER},
     "leave": {"body": (1,), "names": NAMED, "gone_after_s": HUNDREDTHS_S[1:], "stream": EITHER},
@@ -52,7 +52,7 @@ STEPS: dict[str, dict[str, Sequence[Any]]] = {
 
 
 def sequence(rng: Random) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Choose the steps of one: a policy, then steps of some kinds. The others are left out of all of it, so that those come often."""
+    """Yield the steps of a sequence: a policy, then steps of a random selection of kinds, so that each kind comes often."""
     yield "declare", {"policy": rng.choice(POLICIES)}
     names = [name for name in STEPS if rng.randrange(ONCE_IN.get(name, 1)) == 0]
     left = rng.sample(names, rng.randint(1, len(names)))
@@ -64,7 +64,7 @@ def sequence(rng: Random) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def run_sleep(folder: Path, count: int, *, seed: int, limit_s: float, ranks: int = 2) -> Outcome:
-    """The soak; `folder` is for the worker's files."""
+    """Run the soak; `folder` is for the worker's files."""
     rig = SleepRig(folder, ranks=ranks, seed=seed)
     with closing(rig.worker):
         rig.start()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judges of the soak of sleep: of a request, by what happened while it waited, and of a worker's state document at any moment.
+"""The judges of the soak of sleep: of a request, by the events while it waited, and of a worker's state document at any moment.
 
-A request is never lost: it has an image that equals its reference, or an error that something which happened meanwhile excuses.
-Judging requests is pure; `Times` has what happened. For the memory of ranks the kernel is asked.
+A request is never lost: it has an image that equals its reference, or an error that an event meanwhile excuses. The judgement of requests
+is pure; `Times` has the events. The kernel reports the memory of ranks.
 """
 
 import enum
@@ -14,7 +14,7 @@ from support.soak.adapters import References, Spell, held_while_asked
 from support.soak.frame import Asked, those_that_hold
 from support.worker.process import WorkerProcess, resident_bytes
 
-# A wrong request is refused before it is known whether the model can serve; a loaded machine needs a moment for that.
+# A wrong request is refused even before the model can serve, but a busy machine needs a moment for that.
 REFUSED_WITHIN_S = 5.0
 RESIDENT_ASLEEP = 0.02  # a share of the weights' bytes
 
@@ -22,20 +22,20 @@ RESIDENT_ASLEEP = 0.02  # a share of the weights' bytes
 class Excuse(enum.StrEnum):
     """Events that excuse an answer without an image, if they happen while the request waits."""
 
-    # It refuses requests, or ends what runs, at once or when the time for its drain is over.
+    # The worker refuses requests, or ends running ones, at once or at the end of the drain.
     ASKED = "asked to sleep"
     KILLED = "a rank was lost"
     DOWN = "the server was killed"
 
 
-# The code that each of them allows. Without an excuse a good request gets its image.
+# The code that each excuse allows. Without an excuse a good request gets its image.
 ALLOWED = {Excuse.ASKED: "Asleep", Excuse.KILLED: "RankFailed", Excuse.DOWN: "no connection"}
-# Where a name stood for nothing for a while; the last is told while it comes back.
+# Codes for a name that stood for nothing for a while; the last one is sent while the adapter comes back.
 NO_SUCH_ADAPTER = frozenset({"NotFound", "AdapterRemoved", "AdapterNotLoaded"})
 
 
 class Times(list[Spell]):
-    """When each excuse held."""
+    """The spells of each excuse."""
 
     def begin(self, excuse: Excuse) -> None:
         if not self.holds(excuse):
@@ -51,7 +51,7 @@ class Times(list[Spell]):
 
 
 def why_wrong(asked: Asked, times: Times, *, references: References, max_held: int) -> str | None:
-    """Compare an answer with the references; None where it is right, or excused by what happened meanwhile."""
+    """Compare an answer with the references; None where it is right, or excused by an event meanwhile."""
     if asked.gone_after_s is not None and asked.code == "no answer":
         return None
     if asked.status == 200 and asked.body is not None:
@@ -60,7 +60,7 @@ def why_wrong(asked: Asked, times: Times, *, references: References, max_held: i
     allowed = {ALLOWED[excuse] for excuse in excuses}
     if asked.body is None:
         allowed &= {"no connection"}
-        # Refused as it should be, and at once.
+        # A wrong request was refused correctly and at once.
         if asked.status == asked.expected and (seconds < REFUSED_WITHIN_S or excuses & {Excuse.KILLED, Excuse.DOWN}):
             return None
     elif asked.beside >= max_held:
@@ -89,14 +89,14 @@ def consistent(document: dict[str, Any], *, max_held: int) -> list[str]:
 
 
 def nothing_resident(worker: WorkerProcess, document: dict[str, Any]) -> list[str]:
-    """Ranks that say that their weights sleep, and of which the kernel counts weights. [] where that changed meanwhile."""
+    """List the ranks that report sleeping weights although the kernel counts resident ones; none where the state changed meanwhile."""
     if document["state"] != "asleep" or document["operation"] is not None:
         return []
     found = []
     for rank in document["ranks"]:
         memory = rank["memory"]
         if "weights" in memory["asleep"]:
-            with suppress(FileNotFoundError, ProcessLookupError):  # the state after it says so
+            with suppress(FileNotFoundError, ProcessLookupError):  # the next state document shows the end of the rank
                 resident, weights = resident_bytes(rank["pid"], memory["mappings"]), memory["weightsBytes"]
                 if resident > RESIDENT_ASLEEP * weights:
                     found.append(f"rank {rank['rank']} sleeps, and the kernel counts {resident} of {weights} bytes of weights")

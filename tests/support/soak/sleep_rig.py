@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that the sequences of `soak.sleep` share: what is done to it, what is known of it, and how it is put back.
+"""The worker that the sequences of `soak.sleep` share: the actions on it, its expected state, and its return to a known state.
 
-Nothing here decides what to do next. What is found wrong goes into the outcome with the sequence it happened in, and after a
-hang the worker is replaced, so that the sequences after it mean something.
+This file decides no step. Faults go into the outcome with their sequence. After a hang the worker is replaced, so that later sequences are
+meaningful.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ MAX_HELD, HOLD_S = 12, 40.0
 # A sleep, a wake and a restart of ranks take two seconds at most on two idle cores.
 SETTLED_WITHIN_S = 60.0
 ANSWERED_WITHIN_S = HOLD_S + 20.0
-# What a call may be refused with, while another operation runs or ranks are lost.
+# The codes that may refuse a call while another operation runs or ranks are lost.
 SLEEP_REFUSALS = frozenset({"Conflict", "Busy", "Starting"})
 REFUSALS = {"/v1/pause": SLEEP_REFUSALS | {"Asleep", "Timeout", "RankFailed"}}
 PATIENCE_S = 5.0
@@ -57,11 +57,11 @@ class SleepRig(References):
         self._last_operation = ""
 
     def start(self) -> None:
-        """Start the worker, and make every image that may be asked for alone if there are none yet."""
+        """Start the worker, and make the reference images if there are none yet."""
         self._times, self._broken = Times(), False
         self._policy = self._declared = "AlwaysAwake"
         self.declare("AlwaysAwake")
-        # What must not wake by itself: asleep, under a policy that says so, and nobody has asked since.
+        # True: the worker must not wake by itself. It sleeps by its policy, and no request has come since.
         self._stays_asleep = False
         self.worker.start()
         self.worker.wait_ready()
@@ -71,7 +71,7 @@ class SleepRig(References):
         self._before = footprint(self.worker)
 
     def do(self, step: str, *, company: int = 0, **given: Any) -> None:
-        """Do a step together with so many requests, take it down, and look at the worker, unless that has to be replaced first."""
+        """Do a step together with so many requests, record it, and check the worker, unless it has to be replaced first."""
         if not self._broken:
             self._trace.append(f"{step} {given} (+{company})")
             self.outcome.steps[step] += 1
@@ -83,7 +83,7 @@ class SleepRig(References):
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
-        """A worker that does not answer is wrong, and is replaced after the sequence."""
+        """Record a worker that does not answer as a fault, to be replaced after the sequence."""
         try:
             yield
         except (AssertionError, TimeoutError, httpx2.HTTPError) as error:
@@ -91,7 +91,7 @@ class SleepRig(References):
             self._wrong(f"{type(error).__name__}: {error}"[:3000])
 
     def _look(self) -> None:
-        """The invariants."""
+        """Check the invariants."""
         document = self.worker.state()
         state, last, resting = document["state"], document["lastOperation"], document["operation"] is None
         self.outcome.states[state] += 1
@@ -115,11 +115,11 @@ class SleepRig(References):
     leave = ask
 
     def ask_wrongly(self, bad: tuple[dict[str, Any], int]) -> None:
-        """Ask for what is refused with that status."""
+        """Send a wrong request, which must be refused with that status."""
         self._asking.send(Asked(None, [], time.monotonic(), *bad))
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> bool:
-        """A sleep, wake, pause or resume; its code must be one that the worker's state allows. Returns whether it was taken."""
+        """Make a sleep, wake, pause or resume call; a refusal must have a code that the state allows. Return whether it was accepted."""
         answer = self.worker.control("POST", path, json={"operationId": uuid.uuid4().hex, **(body or {})}, timeout=20.0)
         taken, code, document = answer.status_code in (200, 202), *self._count(path.rpartition("/")[2], answer)
         if not taken and code not in REFUSALS.get(path, SLEEP_REFUSALS):
@@ -135,7 +135,7 @@ class SleepRig(References):
         return code, document
 
     def sleep(self, *, patient: bool = False, **body: Any) -> None:
-        """Ask for a sleep. The patient let it end, or the steps after it would find it draining, and never asleep."""
+        """Ask for a sleep. With `patient` wait for its end: otherwise later steps would find the worker draining, never asleep."""
         self._times.begin(Excuse.ASKED)
         self._last_sleep = {"operationId": uuid.uuid4().hex, **body}
         if self.call("/v1/sleep", self._last_sleep):
@@ -155,12 +155,12 @@ class SleepRig(References):
             self._policy_is(body.get("policy"))
 
     def two_at_once(self, first: str, level: str) -> None:
-        """A sleep, and beside it another or a wake."""
+        """Make a sleep call, and at the same time another one or a wake call."""
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda step: step(), (getattr(self, first), lambda: self.sleep(level=level))))
 
     def declare(self, policy: str) -> None:
-        """Put a policy in the desired file. It counts where the file had another; or else what a call said last does."""
+        """Put a policy in the desired file. It counts only where it differs from the file's former one; else the last call's counts."""
         cold = {"mode": "Hold", "maxHeld": MAX_HELD, "holdTimeoutSeconds": HOLD_S}
         write_desired(self.folder, policy, coldRequests=cold, adapters=[])
         if policy != self._declared:
@@ -174,7 +174,7 @@ class SleepRig(References):
                 self._times.begin(Excuse.ASKED)
 
     def put(self, name: str, content: int | None = None) -> None:
-        """Put or replace an adapter, or take it away, in a thread: one after the other."""
+        """Put or replace an adapter, or delete it, in a thread that does one change after the other."""
         self._changing.submit(self._change, name, content)
 
     delete = put
@@ -192,12 +192,12 @@ class SleepRig(References):
             self._wrong(f"{what} {name}: {answer.status_code} {document}")
 
     def lose_rank(self, rank: int, number: signal.Signals) -> None:
-        """Kill or stop one."""
+        """Kill or stop a rank."""
         self._times.begin(Excuse.KILLED)
         signal_rank(self.worker, rank, number)
 
     def kill_server(self) -> None:
-        """Kill it and start it again over what it left: asleep where it was, unless the declared policy is to be awake."""
+        """Kill the server and start it again over its files: it must come back asleep where it slept, unless the policy is to be awake."""
         document = self.worker.state()
         pids = [self.worker.pid, *descendants(self.worker.pid)]
         self._times.begin(Excuse.DOWN)
@@ -231,7 +231,7 @@ class SleepRig(References):
         time.sleep(seconds)
 
     def settle(self) -> None:
-        """The end of a sequence: awake, every request answered and judged, adapters as they were, nothing left; or a new worker."""
+        """End a sequence: wake the worker, judge every request, restore adapters and check for leaks; or replace the worker."""
         self.outcome.done += 1
         with self._trying():
             self._settle()
@@ -260,7 +260,7 @@ class SleepRig(References):
             self._wrong(*left_over(self.worker, self._before))
 
     def _is_awake(self) -> bool:
-        """Also by a call, as one may have said another policy since the file did."""
+        """Return whether the worker is awake by policy and idle. Otherwise wake it: a call may have set another policy than the file."""
         document = self.worker.state()
         state, running = document["state"], document["operation"] is not None
         if state == "draining" or (not running and (state == "asleep" or document["policy"] != "AlwaysAwake")):

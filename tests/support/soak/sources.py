@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sources' part of `make soak`: hostile and ordinary sources of adapters. Wrong is also a connection to another machine."""
+"""The sources' part of `make soak`: hostile and ordinary sources of adapters. A connection to another machine is a fault too."""
 
 import random
 from functools import partial
@@ -14,7 +14,7 @@ from support.worker.process import WorkerProcess
 
 
 def run_sources(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Put so many, or as many as there is time for."""
+    """Put so many sources, or as many as there is time for."""
     outcome, rng = outcome_of_puts(seed), random.Random(seed)
     with SourceServer().running() as server:
         lair = Lair(folder, server)

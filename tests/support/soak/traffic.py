@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The traffic of the soak: generated requests to a real worker of two ranks, and again while its ranks are killed.
 
-Good requests come from a small pool, so that each image can be compared with the one made alone; among them are requests
-that are wrong, that ask for what is not there, and whose client goes away. The same seed makes the same requests.
+Good requests come from a small pool, so each image can be compared with the one made alone. Among them are wrong requests, requests for
+missing models, and requests whose client leaves. The same seed makes the same requests.
 """
 
 import random
@@ -25,9 +25,9 @@ LORAS = {name: DIGITS / "loras" / name for name in ("stripes", "frame")}
 RANKS = 2
 IMAGES = 60
 MOST_STEPS = 12
-TOLERANCE = 1  # level of 255: a batch of another size rounds its sums in another order
+TOLERANCE = 1  # a level of 255, since a batch of another size rounds its sums in another order
 
-# What a wrong request is answered with.
+# Wrong requests, with the status of the answer.
 BAD: tuple[tuple[dict[str, Any], int], ...] = (
     ({"prompt": ""}, 400),
     ({"prompt": "p kumquatfen", "size": "33x32"}, 400),
@@ -42,7 +42,7 @@ BAD: tuple[tuple[dict[str, Any], int], ...] = (
 
 
 def pool(seed: int, size: int, *, most_steps: int = MOST_STEPS) -> list[dict[str, Any]]:
-    """Bodies of good requests."""
+    """Return bodies of good requests."""
     rng = random.Random(seed)
     return [
         {
@@ -58,7 +58,7 @@ def pool(seed: int, size: int, *, most_steps: int = MOST_STEPS) -> list[dict[str
 
 
 def traffic(seed: int, count: int, bodies: list[dict[str, Any]], *, bad: float, aborted: float) -> list[Asked]:
-    """`count` requests, of which these parts are wrong or given up by their client."""
+    """Return `count` requests. The shares `bad` and `aborted` of them are wrong, or given up by their client."""
     rng, found = random.Random(seed), []
     for kind in (rng.random() for _ in range(count)):
         if kind < bad:
@@ -71,7 +71,7 @@ def traffic(seed: int, count: int, bodies: list[dict[str, Any]], *, bad: float, 
 
 
 class TrafficSoak:
-    """Traffic on one worker, and the images of the pool, made alone, that all others are compared with.
+    """Traffic on one worker, and reference images of the pool that were made alone.
 
     Real: the worker, its two ranks and what kills them. Not real: nothing.
     """
@@ -82,7 +82,8 @@ class TrafficSoak:
         self._alone = [pixels(worker.request_images(**body).json()) for body in self._bodies]
 
     def run(self, seed: int, count: int, *, bad: float, aborted: float, limit_s: float, kill_every_s: float | None = None) -> Outcome:
-        """Send the requests until all are answered or the time is over. Failures are wrong, but `RankFailed` where ranks are killed."""
+        """Send the requests until all are answered or the time is over. Every failure is a fault, except `RankFailed` where ranks are
+        killed."""
         counts = "answered given_up refused_as_they_should replayed restarts worst_difference"
         outcome = Outcome(seed, counts=counts, tallies="failed losses")
         before, requests = self._lost(), traffic(seed, count, self._bodies, bad=bad, aborted=aborted)
@@ -125,7 +126,7 @@ class TrafficSoak:
 def run_both(
     folder: Path, requests: int, kill_requests: int, kill_every_s: float, *, seed: int, limit_s: float, images: int = IMAGES
 ) -> list[Outcome]:
-    """The soak, then the same worker with its ranks being killed; `folder` is for the worker's temporary files."""
+    """Run the soak, then again with ranks being killed; `folder` is for the worker's temporary files."""
     with WorkerProcess(ranks=RANKS, loras=LORAS, options=("--max-restarts=100000",), env={"TMPDIR": str(folder)}) as worker:
         worker.wait_ready()
         soak = TrafficSoak(worker, seed=seed, images=images)

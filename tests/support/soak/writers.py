@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges an API server's audit log: of several operators with one Lease, only the one that wrote the Lease last may write."""
+"""A judge of an API server's audit log: of several operators with one Lease, only the one that wrote the Lease last may write."""
 
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -17,13 +17,12 @@ class Writers(NamedTuple):
     lead_changes: int
     writes: int
     foreign: list[str]
-    """In words, those by a process that did not lead."""
+    """Descriptions of the writes by a process that did not lead."""
 
 
 def foreign_writes(entries: Iterable[Entry], who: Callable[[Entry], str | None]) -> Writers:
-    """`who` names the operator of an entry; None: it is not an operator's. Refused writes, dry runs, and writes before the first of the
-    Lease do not count.
-    """
+    """Return the writes of operators; `who` names the operator of an entry, or None. Refused writes, dry runs, and writes before the first
+    of the Lease do not count."""
     found = sorted((entry for entry in entries if _is_write(entry) and who(entry)), key=_time)
     holder, changes, writes, foreign = "", 0, 0, list[str]()
     renewed: datetime | None = None
@@ -43,7 +42,7 @@ def foreign_writes(entries: Iterable[Entry], who: Callable[[Entry], str | None])
 
 
 def pods_of(namespace: str) -> Callable[[Entry], str | None]:
-    """Name the operator's pod of an entry by its token, where it is one of the release in this namespace."""
+    """Return a function that names the operator's pod of an entry by its token, if it belongs to the release in this namespace."""
     account = f"system:serviceaccount:{namespace}:diffusion-operator"
 
     def pod_of(entry: Entry) -> str | None:
@@ -54,7 +53,7 @@ def pods_of(namespace: str) -> Callable[[Entry], str | None]:
 
 
 def _is_write(entry: Entry) -> bool:
-    """Return whether it changed something."""
+    """Return whether an entry changed something."""
     about, code = entry.get("objectRef"), entry.get("responseStatus", {}).get("code", 500)
     return bool(about) and entry["verb"] in WRITES and code < 300 and "dryRun=" not in entry["requestURI"]
 
