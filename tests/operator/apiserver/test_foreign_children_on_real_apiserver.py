@@ -109,7 +109,7 @@ class Place:
 
 
 class Everywhere:
-    """All cases, begun at once."""
+    """The namespaces of all cases, which begin at once."""
 
     def __init__(self, client: RestClient, webhook: Webhook) -> None:
         self.client = client

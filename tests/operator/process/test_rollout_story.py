@@ -18,7 +18,7 @@ COMBINATIONS = [(surge, unavailable) for surge in range(4) for unavailable in ra
 
 
 class Kubelet:
-    """Starts each pod some seconds after it was made, unless its template cannot start."""
+    """A kubelet that starts each pod some seconds after it was made, unless the pod's template cannot start."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig

@@ -30,7 +30,7 @@ MIXED: list[list[tuple[int, float]]] = [[(0, 1.0)], [], [(1, 0.5)], [(0, 0.3), (
 
 
 def compare(model: nn.Module, adapters: list[dict[str, LoRAFactors]], x: torch.Tensor, base: nn.Module, layers: AdapterLayers) -> None:
-    """Rows of all kinds against the base with each row's own adapters added to its weights, alike and mixed."""
+    """Check rows with mixed and equal adapters against the base with each row's own adapters added to its weights."""
     for slot, factors in enumerate(adapters):
         load(layers, slot, factors)
     for uses in (MIXED, [MIXED[3]] * 4, [MIXED[0]] * 4):
@@ -88,7 +88,7 @@ def test_a_point_convolution_and_a_linear_layer_take_each_others_factors() -> No
 
 
 class Attended(nn.Module):
-    """An attention of diffusers, of which both forms exist: with separate projections and with fused ones."""
+    """A module around diffusers' attention, which exists with separate projections and with fused ones."""
 
     def __init__(self, *, cross: int | None = None, kv_heads: int | None = None) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_parts_of_unequal_size_are_those_of_the_separate_layers_or_of_the_attent
     load(layers, 0, factors)
     expected = merged(copy.deepcopy(model), factors)
     together = torch.cat([expected.get_submodule(name).weight for name in names])
-    # The answer to the unit vectors is the weight with what the adapter adds to it.
+    # The output for unit vectors is the weight with the adapter's update.
     answers = run(layers, fused.attn.to_qkv, torch.eye(16).unsqueeze(0), [[(0, 1.0)]])
     torch.testing.assert_close(answers[0].T, together, **TIGHT)
     own: Any = fused.attn

@@ -262,7 +262,7 @@ def test_mixed_sizes_at_a_load_of_four_fifths_answer_small_requests_ten_times_so
 
 
 def mixed_arrivals(count: int, *, load: float) -> list[Arrival]:
-    """Nine small requests of 4 steps to each large one of 50, at random times from a fixed seed."""
+    """Return arrivals at random times from a fixed seed: nine small requests of 4 steps to each large one of 50."""
     import random
 
     rng = random.Random(4)
