@@ -41,7 +41,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> str:
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[_Run]:
     """Yield the tensors' bytes as runs. Tensors that lie side by side share one, as nearly all of a slab do.
 
-    A thousand separate sums would take longer than the summing itself.
+    A separate sum for each of a thousand tensors would cost more than the summing itself.
     """
     current: _Run | None = None
     for tensor in tensors:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy of a slab in host memory that an accelerator reads by itself: filled at load, so that sleep copies nothing.
 
-The sizes of its chunks are powers of two, because pinned blocks are rounded up to one. A single block of 33 GB would take 64.
+The sizes of its chunks are powers of two, because pinned blocks are rounded up to one. A single block of 33 GB would take 64 GB.
 """
 
 import contextlib

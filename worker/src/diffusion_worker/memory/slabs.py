@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that weights live in: one block whose pages are given back on sleep while every view of it stays valid.
 
-On a CPU a slab is a private anonymous mapping with huge pages, freed by MADV_DONTNEED, which measured faster than the alternatives. On an
+On a CPU a slab is a private anonymous mapping with huge pages, freed by MADV_DONTNEED, the fastest of the ways that were measured. On an
 accelerator it is one storage that is resized to nothing and back.
 """
 

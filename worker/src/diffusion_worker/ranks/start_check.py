@@ -31,7 +31,7 @@ def check_start(wanted: Device, rank: int, method: StartMethod) -> None:
 def require_usable_process(method: StartMethod, *, accelerator: bool, bad_fork: bool) -> None:
     """Raise ConfigError for a process that cannot use an accelerator because its parent asked for one.
 
-    A forked rank on a CPU is in a bad fork as well, and takes no harm. A spawned one has no such parent, so there it is a defect.
+    `bad_fork` is set in a forked rank on a CPU as well, where it does no harm. A spawned rank has no such parent, so there it is a defect.
     """
     if not bad_fork or not (accelerator or method is StartMethod.SPAWN):
         return

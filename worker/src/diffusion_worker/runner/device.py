@@ -11,7 +11,7 @@ def device_of(wanted: Device, local_rank: int) -> torch.device:
     """Choose the device of a rank: the accelerator with the rank's number, or the CPU.
 
     Raises:
-        ConfigError: there is no accelerator and `cuda` is asked for, or there are fewer than ranks.
+        ConfigError: there is no accelerator and `cuda` is asked for, or there are fewer accelerators than ranks.
     """
     if wanted is Device.CPU:
         return torch.device("cpu")

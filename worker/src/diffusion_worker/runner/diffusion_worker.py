@@ -132,7 +132,7 @@ class DiffusionWorker:
             uint8 [height, width, 3], or with frames before that.
 
         Raises:
-            RequestError: InvalidRequest without a prompt; AdapterNotLoaded; whatever the request fails with.
+            RequestError: InvalidRequest without a prompt; AdapterNotLoaded; the request's own error.
         """
         return self.model_runner.execute_model(request, frames)
 
@@ -203,7 +203,7 @@ class DiffusionWorker:
         """Compute checksums of all weights and adapters and, if `probe`, of one step's result; call it on all ranks together.
 
         Raises:
-            RequestError: Asleep; Busy while requests run; InvalidRequest, with these options there is no sleep to compare with.
+            RequestError: Asleep; Busy while requests run; InvalidRequest with --shard, whose weights cannot sleep.
         """
         if self._config.shard > 1:
             raise RequestError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fingerprint of a rank's weights and adapters, to compare the rank with itself after a sleep.
 
-The probe is a one-step request, run beside all others on a stepper of its own. It is exact: nothing compiled, cached or merged takes part,
-and every rank computes all of it from its own weights. Nothing is left of it but its digest.
+The probe is a request of few steps, run beside all others on a stepper of its own. It is exact: nothing compiled, cached or merged takes
+part, and every rank computes all of it from its own weights. Only its digest is kept.
 """
 
 import hashlib

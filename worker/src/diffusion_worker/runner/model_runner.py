@@ -299,8 +299,8 @@ class DiffusionModelRunner:
         first step and take it. An error of one request ends that request only.
 
         Raises:
-            DuplicateRequest: a request joins that runs already; then nothing was changed. Whatever else is raised, the
-                requests of this tick are gone and those of earlier ones are as they were.
+            DuplicateRequest: a request joins that runs already; then nothing was changed. After any other
+                exception the requests that join are gone, and the others are as they were.
         """
         # Torch gathers sharded weights without gradients. It does so in inference mode too on a CPU, but does not promise it.
         with torch.no_grad() if self._config.shard > 1 else torch.inference_mode():
@@ -364,8 +364,8 @@ class DiffusionModelRunner:
         """Run one request from start to end, with its adapters; running requests wait. `frames` are its images.
 
         Raises:
-            RequestError: InvalidRequest without a prompt; whatever the request fails with; RequestFailed where the pipeline
-                returned no image.
+            RequestError: InvalidRequest without a prompt; the request's own error; RequestFailed where the pipeline returned no
+                image.
         """
         if not spec.prompt:
             raise RequestError(ErrorCode.INVALID_REQUEST, "prompt: expected some text, found none", details={"field": "prompt"})
@@ -412,7 +412,8 @@ class DiffusionModelRunner:
         """Add a request whose fiber runs `body`; it takes its first step when a tick advances it.
 
         Raises:
-            DuplicateRequest. RequestError: Asleep; AdapterNotLoaded, or CapacityExceeded, other requests' adapters are in all slots.
+            DuplicateRequest: the id runs already. RequestError: Asleep; AdapterNotLoaded; CapacityExceeded, because other
+                requests' adapters are in all slots.
         """
         self._memory.require_awake(f"request {spec.request_id!r}")
         if spec.request_id in self._states:
@@ -457,7 +458,7 @@ class DiffusionModelRunner:
         """Restore the memory of these tags. No step is taken before all memory is back.
 
         Raises:
-            RequestError: InsufficientMemory; EngineFailed, a weights file is not what it was. Everything sleeps as before then.
+            RequestError: InsufficientMemory; EngineFailed, a weights file has changed. Everything sleeps as before then.
         """
         self._memory.restore(tags)
         self._measure_weights()

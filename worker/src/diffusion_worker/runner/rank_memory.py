@@ -68,7 +68,7 @@ class RankMemory:
         """Restore the memory of these tags, as far as it was given back.
 
         Raises:
-            RequestError: InsufficientMemory; EngineFailed, a weights file is not what it was. Everything sleeps as before then.
+            RequestError: InsufficientMemory; EngineFailed, a weights file has changed. Everything sleeps as before then.
         """
         wanted = [tag for tag in self.asleep if tag in tags]
         needed = sum(map(self._missing_bytes, wanted))

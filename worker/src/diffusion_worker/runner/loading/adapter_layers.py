@@ -69,7 +69,7 @@ def add_on_all_ranks(loras: DiffusionLoRAManager, parallel: Parallel, request: L
     """Register an adapter on every rank or on none: they agree before any of them evicts another adapter for it.
 
     Raises:
-        RequestError: on all ranks, what one of them found wrong.
+        RequestError: on all ranks, the error that a rank met.
     """
     candidate: Candidate | None = None
     refused: dict[str, ErrorReport] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights for a model that is loaded: named tensors in place of its own, without loading anything else again."""
+"""New weights for a loaded model: named tensors replace its own, and nothing else is loaded again."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

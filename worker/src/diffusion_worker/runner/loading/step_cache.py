@@ -25,7 +25,7 @@ def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Modul
     """Build the step cache that the worker is configured to use; return None where none is.
 
     Raises:
-        ConfigError: --step-cache, naming the class that cannot have it, why, and what can.
+        ConfigError: the pipeline cannot have it; the message names the class, the reason and the classes that can.
     """
     if kind is Kind.NONE:
         return None

@@ -16,7 +16,7 @@ class Contents:
 
     A tensor is hashed again only when it is another one or was written to. A write shows in a tensor's version. Tensors made in inference
     mode have none, so on a CPU those are compared with a copy. On an accelerator a comparison would stop the launching of kernels, so the
-    same tensor counts as unchanged there. No pipeline writes into one it passes again.
+    same tensor counts as unchanged there. No pipeline writes into a tensor that it passes again.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ class SplitJointAttention:
         """Compute the attention of `hidden_states` [rows, tokens, channels]; return it alone, or with the text's if there is text.
 
         Raises:
-            ValueError: another argument than these, as of an IP adapter or a mask.
+            ValueError: another argument is given, such as a mask or an IP adapter's.
         """
         if strangers := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"attention over split tokens takes no {', '.join(strangers)}")

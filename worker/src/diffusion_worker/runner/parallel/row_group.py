@@ -24,7 +24,7 @@ class RowGroup:
     def part(self, rows: int) -> slice:
         """Return the rows that are computed here. With fewer rows than parts the spare parts repeat the last row.
 
-        Spare ranks would wait anyway. So they know the shapes of the output, and take part in collectives inside the call.
+        Spare ranks would only wait. With a row to compute they know the shapes of the output, and take part in collectives inside the call.
         """
         cuts = self._cuts(rows)
         mine = slice(cuts[self.index], cuts[self.index + 1])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence parallel (Ulysses): each rank has some tokens of every row, and inside an attention all tokens of some heads.
 
-Diffusers' hooks split and gather the tokens, with its plan for a model or that in `FAMILIES`. Diffusers' own switch is not used, because it
-asks for an accelerator and takes the whole world for the group.
+Diffusers' hooks split and gather the tokens, by diffusers' plan for a model or the one in `FAMILIES`. Diffusers' own switch is not used,
+because it asks for an accelerator and takes the whole world for the group.
 """
 
 from collections.abc import Callable
@@ -147,7 +147,7 @@ class Ulysses:
         """Split the tokens of a model's calls from now on.
 
         Raises:
-            ConfigError: an attention would only see this rank's tokens, silently.
+            ConfigError: an attention does not support split tokens, and would silently use this rank's alone.
         """
         family = FAMILIES[type(model).__name__]
         for name, module in model.named_modules():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Application of the configured parallel kinds to a loaded pipeline, or the reasons why they do not fit it.
 
-All that can be known to be wrong is refused here, at the load of the model, before any request.
+Faults that can be known beforehand are refused here, when the model is loaded, so that no request meets them.
 """
 
 import functools

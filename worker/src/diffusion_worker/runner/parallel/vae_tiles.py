@@ -49,7 +49,7 @@ def check_vae(name: str, vae: nn.Module) -> None:
 class TileDecoder:
     """Replacement for a VAE decoder's forward: it decodes, records the tiles asked for, or returns tiles decoded elsewhere.
 
-    It goes with the decoder into a copy of the VAE (some pipelines decode in float32), bound to the copy's own forward.
+    A copy of the VAE, which some pipelines make to decode in float32, has its own, bound to the copy's forward.
     """
 
     def __init__(self, decoder: nn.Module, shape: Callable[[torch.Tensor], Shape]) -> None:

@@ -155,7 +155,7 @@ def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
 def _steps_left(pipeline: Any, steps: int, strength: float) -> int:
     """Return the steps that a strength leaves.
 
-    A part of a step is none to some classes (Stable Diffusion), and a whole one to others (Stable Diffusion 3, Flux).
+    Some classes drop a part of a step (Stable Diffusion), others count it as a whole one (Stable Diffusion 3, Flux).
     """
     timesteps = getattr(type(pipeline), "get_timesteps", None)
     if timesteps is None or "int(num_inference_steps * strength)" in source_of(timesteps):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that a pipeline wants to divide a side: read from the source of its check, so that no rank has to run it.
+"""Numbers that must divide a side of an image: read from the source of the pipeline's check, so that no rank has to run it.
 
 Most stand for whole latents and patches, which are known otherwise. CogView4 and SDXL write a number, and GLM-Image wants two patches a
 side.

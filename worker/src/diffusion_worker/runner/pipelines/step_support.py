@@ -2,7 +2,7 @@
 """Execution modes of pipeline classes, read from their source: step by step beside other requests, whole and alone, or impossible.
 
 The fibers need two things of a pipeline: that it steps a scheduler, and that it leaves the shared modules as they are. Stand-ins ensure the
-second (`SharedPart`): a request that would change a module is made once more by itself. The words searched for here only spare a first
+second (`SharedPart`): a request that would change a module is run again by itself. The words searched for here only spare a first
 attempt to the classes of diffusers that always do so. A step cache is refused for these at start, too.
 """
 

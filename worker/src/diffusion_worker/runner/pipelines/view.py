@@ -68,7 +68,7 @@ def compute_on(pipeline: Any, device: torch.device) -> None:
 
 @functools.cache
 def _class_of_views(kind: Any) -> Any:
-    """Return a class for views of a pipeline class, which remembers the device.
+    """Return a subclass of a pipeline class for views, which looks the device up once.
 
     Diffusers walks over all modules whenever it asks for the device, several times a request.
     """

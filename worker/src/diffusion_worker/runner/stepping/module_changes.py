@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes that a request makes to modules while it has the model alone: they are found, and put back at its end.
 
-Only changes made while the request's own code runs count: in between, the engine gives layers to adapters, and models keep things of their
+Only changes made while the request's own code runs count: in between, the engine gives layers to adapters, and models keep state of their
 calls. So the modules are compared at the begin and the end of each run of the fiber. In-place changes of a tensor's values, and of other
 objects than lists, sets and dicts, are not seen.
 """

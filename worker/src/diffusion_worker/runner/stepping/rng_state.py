@@ -3,7 +3,7 @@
 
 Some pipelines draw a few of their numbers without the generator they were given (SD 3's ControlNet, where it encodes the control image).
 Between the fibers of a process these numbers would depend on the other requests. So each fiber has a global state of its own, seeded like
-the request. Alone, this equals `torch.manual_seed(seed)` before diffusers' call.
+the request. For a request alone, this equals `torch.manual_seed(seed)` before diffusers' call.
 """
 
 from types import TracebackType

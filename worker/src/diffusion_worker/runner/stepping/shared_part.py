@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for a module that a request shares with other requests: it allows only what cannot change their images.
 
-Plain values and harmless methods are the module's own, and submodules follow the same rule. Anything else could change other requests'
-images. It ends the attempt by a switch of the fiber, because a pipeline may swallow an exception. The request is made once more while no
-other advances. Then it may change the model, and `ModuleChanges` puts everything back.
+Plain values and harmless methods are the module's own, and submodules follow the same rule. Any other use ends the attempt: the fiber is
+switched away for good, because a pipeline may swallow an exception. The request is then run again while no other advances. It may change
+the model in that run, and `ModuleChanges` puts everything back.
 """
 
 import functools

@@ -317,8 +317,8 @@ def _without_frames(error: Failure) -> Failure:
 def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
     """Return the error that the caller gets; raise RankFault where the rank cannot go on.
 
-    Only a lack of memory may pass: every other error comes of this request alone and would come again. Until its first model call (`asked`)
-    a pipeline only checks its inputs, so a ValueError before it is the caller's fault.
+    Only a lack of memory may pass: every other error comes of this request alone and would come again. `asked` is whether the pipeline had
+    called a model. Before that it only checks its inputs, so a ValueError is the caller's fault.
     """
     require_usable_rank(error)
     refusal = error.refusal if isinstance(error, CallFailed) else error
