@@ -214,7 +214,7 @@ def test_folded_rows_with_the_same_adapters_have_them_and_others_are_an_error_th
     both = merged(merged(copy.deepcopy(base), one, 0.5), two)
     torch.testing.assert_close(run(layers, net, x, [[(0, 0.5), (1, 1.0)], [(1, 1.0), (0, 0.5)]]), both(x), **TIGHT)
     for uses in ([[(0, 1.0)], [(1, 1.0)]], [[(0, 1.0)], []], [[(0, 1.0)], [(0, 0.5)]]):
-        with pytest.raises(RowsCannotBeToldApart, match="cannot be told apart"):
+        with pytest.raises(RowsCannotBeToldApart, match="cannot be kept apart"):
             run(layers, net, x, uses)
     made = run(layers, net, x, [[(2, 1.0)], []])
     torch.testing.assert_close(made[:1], with_peft(copy.deepcopy(base), outer)(x[:1]), **TIGHT)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters on a rank: reading, slots, layers, and who is in them.
+"""LoRA adapters on a rank: their files, layers with slots for them, and the managers of both.
 
-Importing this package imports no torch: whoever only names an adapter (`LoRARequest`) needs none.
+Importing this package imports no torch, because code that only names an adapter (`LoRARequest`) needs none.
 """
 
 import importlib
@@ -18,7 +18,7 @@ _HOMES = {"DiffusionLoRAManager": "diffusion_manager", "LoRARequest": "request"}
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, from its module."""
+    """Return a public name from its module, which is imported now; raises AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'model_manager')}"), name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter's weights file: its header, then in memory: read once, and its digest, tensors and values checked.
+"""An adapter's weights file: its header is checked first, then all bytes are read once, hashed and checked.
 
-The digest is of exactly the bytes that the tensors lie in. A file in place may change at any time, so nothing is read twice.
+The digest is computed from the very bytes in memory that become tensors, because a file in place may change at any time.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class AdapterFile(NamedTuple):
-    """The bytes of a file, all of them read; the tensors are views of one buffer, of which hashing may still go on."""
+    """A file that was read completely. The tensors are views of one buffer, whose hashing may still go on."""
 
     header: AdapterHeader
     hashed: Future[str]
@@ -41,15 +41,19 @@ class AdapterFile(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """sha256 of all bytes; waits for it."""
+        """The `sha256:<hex>` of all bytes; waits until it is computed."""
         return self.hashed.result()
 
 
 class OpenWeights:
-    """An open weights file of which the header was read and checked. Use as a context manager; `read` at most once."""
+    """An open weights file whose header was read and checked. Use it as a context manager, and call `read` at most once."""
 
     def __init__(self, path: Path, label: str, *, root: Path | None = None) -> None:
-        """Raises RequestError: InvalidAdapter with the first tensor that is wrong; UnsupportedFormat for a pickle."""
+        """Open a file, and read and check its header; messages begin with `label`.
+
+        Raises:
+            RequestError: InvalidAdapter with the first tensor that is wrong; UnsupportedFormat for a pickle.
+        """
         self._label = f"{label}: {path.name}"
         self._descriptor = open_file(path, self._label, root=root)
         try:
@@ -68,7 +72,7 @@ class OpenWeights:
         os.close(self._descriptor)
 
     def stand_ins(self) -> dict[str, torch.Tensor]:
-        """Tensors without values in the place of those of the file, but for alphas, which are a few bytes each.
+        """Return the file's tensors without their values, except alphas, which are read because they are a few bytes each.
 
         Raises:
             RequestError: InvalidAdapter for an alpha that is not finite.
@@ -78,13 +82,13 @@ class OpenWeights:
         return found | self._alphas
 
     def read(self) -> AdapterFile:
-        """Read the rest and check all of its values.
+        """Read the rest of the file and check all of its values.
 
         Raises:
             RequestError: InvalidAdapter with the first tensor that is wrong.
         """
         digest = hashlib.sha256()
-        # Beside all that is done with the tensors: it takes as long, and lets other threads run meanwhile.
+        # Hashing takes as long as all work on the tensors and lets other threads run, so it is done beside that work.
         hashing = ThreadPoolExecutor(max_workers=1)
         try:
             hashing.submit(digest.update, self._beginning)
@@ -122,7 +126,7 @@ def _is_alpha(name: str, entry: TensorEntry) -> bool:
 
 
 def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], object], label: str) -> torch.Tensor:
-    """The rest of an open file; each chunk is given away to be hashed when it is there."""
+    """Read the rest of an open file, `size` bytes, and pass each chunk to `hash_chunk`; raises RequestError (InvalidAdapter)."""
     buffer = torch.empty(size, dtype=torch.uint8)
     view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     at = 0
@@ -148,24 +152,27 @@ def _check_dtypes(header: AdapterHeader, label: str) -> None:
 
 
 def _numbers(buffer: torch.Tensor, dtype: str) -> torch.Tensor:
-    """All bytes looked at as numbers of a dtype, but for what is left over."""
+    """Return a view of all bytes as numbers of a dtype, without an incomplete last number."""
     kind = ALPHA_DTYPES[dtype]
     return buffer[: len(buffer) - len(buffer) % kind.itemsize].view(kind)
 
 
 def _view(buffer: torch.Tensor, numbers: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     item = numbers.dtype.itemsize
-    if entry.begin % item:  # only aligned bytes can be looked at as numbers
+    if entry.begin % item:  # torch views only aligned bytes as numbers
         return buffer[entry.begin : entry.end].clone().view(numbers.dtype).view(entry.shape)
     shape = entry.shape
     if len(shape) != 2:
         return numbers[entry.begin // item : entry.end // item].view(shape)
-    # Nearly all of them, some hundred: one call of torch each.
+    # Nearly all tensors, some hundred, are matrices: they take one call of torch each.
     return numbers.as_strided(shape, (shape[1], 1), entry.begin // item)
 
 
 def _check_finite(header: AdapterHeader, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, label: str) -> None:
-    """Runs of one dtype, which are one pass over memory; then tensor by tensor to name the first that is wrong."""
+    """Raise RequestError (InvalidAdapter) with the first tensor that has a value that is not finite.
+
+    Adjacent tensors of one dtype are checked together, in one pass over memory. After a failure each tensor is checked by itself.
+    """
     in_order = sorted(header.tensors.values(), key=operator.attrgetter("begin"))
     groups = [(dtype, list(group)) for dtype, group in itertools.groupby(in_order, key=operator.attrgetter("dtype"))]
     runs = [(dtype, group[0].begin, group[-1].end) for dtype, group in groups]
@@ -178,7 +185,7 @@ def _check_finite(header: AdapterHeader, tensors: dict[str, torch.Tensor], buffe
 
 
 def _at_most_single(name: str, tensor: torch.Tensor, label: str) -> torch.Tensor:
-    """No layer computes in double precision; what is too large without it is infinite."""
+    """Convert double precision, in which no layer computes, to single; raise RequestError if a value is then infinite."""
     if tensor.dtype is not torch.float64:
         return tensor
     tensor = tensor.float()
@@ -188,7 +195,7 @@ def _at_most_single(name: str, tensor: torch.Tensor, label: str) -> torch.Tensor
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is infinite or no number; the extremes tell, since no number is both of them."""
+    """Return whether no value is infinite or nan. Minimum and maximum suffice, because a nan makes both nan."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     return bool(torch.stack(tensor.aminmax()).isfinite().all())

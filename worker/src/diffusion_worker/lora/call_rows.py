@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a call use which rows of the slot bank, and how strongly.
+"""The rows of the slot bank that each row of a call uses, and their strengths.
 
-An adapter of rank r is r rows of the bank, so several adapters of one row of a call are simply more of them: each row has a
-list of bank rows with a strength for each, and all lists of a call have one length.
+An adapter of rank r is r rows of the bank, and several adapters are the rows of all. So each row of a call has a list of bank
+rows with a strength for each. All lists of a call have one length.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-# In compiled code lists have a multiple of this: torch makes code of its own for lengths of 0 and 1, kernels like 8.
+# Length of lists in compiled code, or a multiple: torch compiles lengths of 0 and 1 separately, and kernels are fast at multiples of 8.
 COMPILED_MULTIPLE = 8
 
 
 class SlotUse(NamedTuple):
-    """One adapter of a row: the slot it is in and how strongly it is applied."""
+    """The use of an adapter by a row of a call: the slot that it is in, and its strength."""
 
     slot: int
     scale: float
@@ -25,23 +25,23 @@ Uses = Sequence[Sequence[SlotUse]]
 
 
 class RowsCannotBeToldApart(ValueError):
-    """Raised when rows of one call use other adapters and a layer that these name does not see those rows: make a call for each."""
+    """Raised when rows of one call use different adapters, but a layer that these change does not see the rows: make a call for each."""
 
 
 class BankLayout(NamedTuple):
-    """How the slots lie in a bank: the rank of the adapter in each, the bank's largest, and where the bank is."""
+    """The layout of a slot bank: the rank of the adapter in each slot, the largest rank of a slot, and the bank's device."""
 
     ranks: list[int]
     max_rank: int
     device: torch.device
 
     def rows(self, use: SlotUse) -> range:
-        """The bank rows of an adapter."""
+        """Return the bank rows of the adapter in a slot."""
         return range(use.slot * self.max_rank, use.slot * self.max_rank + self.ranks[use.slot])
 
 
 class _Lists(NamedTuple):
-    """Bank rows and their strengths, the lists of all rows of a call one after the other; all of them have one length."""
+    """Bank rows and their strengths: the lists of all `rows` of a call one after the other, each of the same `length`."""
 
     places: list[int]
     scales: list[float]
@@ -56,14 +56,14 @@ class _Lists(NamedTuple):
 
 
 class RowAdapters:
-    """The adapters of the rows of one call, of which `total` are about to run.
+    """The adapters of the rows of one call, which are `total` rows.
 
-    With `shared` all rows use the same ones at the same strengths, and there is one list of bank rows. Otherwise there is one
-    for each of `rows`, those that use some (None: all of them). `mask` has a bit for each slot in use.
+    With `shared` all rows use the same adapters at the same strengths, and there is one list of bank rows. Otherwise each of
+    `rows`, the rows that use adapters (None: all of them), has a list. `mask` has a bit for each slot in use.
     """
 
     def __init__(self, uses: Uses, layout: BankLayout) -> None:
-        # In one order: what is the same is then seen to be.
+        # Sorted, so that rows with the same adapters are equal.
         used = [tuple(sorted(use for use in row if use.scale and layout.ranks[use.slot])) for row in uses]
         self.total = len(used)
         self.mask = sum(1 << slot for slot in {use.slot for row in used for use in row})
@@ -72,23 +72,23 @@ class RowAdapters:
         self.rows = None if self.shared or len(active) == self.total else _positions(active, layout.device)
         lists = _lists(used[:1] if self.shared else [used[number] for number in active], layout)
         self.count, self.length = lists.rows, lists.length
-        # Side by side they need not be gathered.
+        # The bank rows of a single adapter are adjacent, so they need not be gathered.
         alone = self.shared and len(used[0]) == 1
         self.index = slice(lists.places[0], lists.places[-1] + 1) if alone else lists.index_on(layout.device)
         plain = lists.scales.count(1.0) == len(lists.scales)
         self._scales: dict[torch.dtype, torch.Tensor] | None = None if plain else {torch.float32: lists.scales_on(layout.device)}
 
     def scales(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Strengths as [lists, length]; None where all are 1."""
+        """Return the strengths as [lists, length] in a dtype; None if all are 1."""
         if self._scales is not None and dtype not in self._scales:
             self._scales[dtype] = self._scales[torch.float32].to(dtype)
         return None if self._scales is None else self._scales[dtype]
 
 
 class CompiledRows:
-    """The same for compiled code, in which nothing but the number of rows and the length of their lists differs from call to call.
+    """The adapters of the rows of one call in compiled code, for which calls differ only in the number of rows and the lists' length.
 
-    A row that uses nothing has strengths of zero: what it adds is then computed too, and is zero.
+    A row without adapters has strengths of zero: its update is computed too, and is zero.
     """
 
     def __init__(self, uses: Uses, layout: BankLayout) -> None:
@@ -102,12 +102,12 @@ class CompiledRows:
 
 
 class RowAdaptersHolder:
-    """The one place where all layers of a model look up the rows of the running call; copies of a model look here too."""
+    """The holder of the running call's adapters, shared by all layers of a model and of its copies."""
 
     def __init__(self) -> None:
         self.current: RowAdapters | None = None
         self.compiled: CompiledRows | None = None
-        # By name: the layers that were found not to see the rows of a call.
+        # Layers, by name, that were found not to see the rows of a call.
         self.folding: dict[str, Any] = {}
 
     def __deepcopy__(self, memo: object) -> "RowAdaptersHolder":
@@ -115,7 +115,7 @@ class RowAdaptersHolder:
 
 
 def _lists(uses: Uses, layout: BankLayout, *, multiple: int = 1) -> _Lists:
-    """The lists of each row, filled up to one length by what counts for nothing."""
+    """Return a list of bank rows for each row of a call, padded to one length with strengths of zero."""
     most = max((sum(layout.ranks[use.slot] for use in row) for row in uses), default=0)
     length = max(multiple, -(-most // multiple) * multiple) if multiple > 1 else most
     index: list[int] = []
@@ -125,14 +125,14 @@ def _lists(uses: Uses, layout: BankLayout, *, multiple: int = 1) -> _Lists:
             index += layout.rows(use)
             scales += [use.scale] * layout.ranks[use.slot]
         missing = (number + 1) * length - len(index)
-        # By a row's own, where it has any: whatever another adapter holds then stays out of it.
+        # Padding repeats a bank row of the row's own adapters, if it has any, so that no value of another adapter is used.
         index += [index[-1] if length > missing else 0] * missing
         scales += [0.0] * missing
     return _Lists(index, scales, len(uses), length)
 
 
 def _positions(rows: list[int], device: torch.device) -> torch.Tensor | slice:
-    """A slice where they lie side by side: then nothing is gathered."""
+    """Return an index of these rows of a call: a slice if they are adjacent, so that nothing is gathered."""
     if rows and rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, dtype=torch.long, device=device)

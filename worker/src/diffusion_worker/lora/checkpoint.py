@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads an adapter's folder or file into factors by module, or refuses it: nothing of it is left out and nothing is guessed.
+"""The reading of an adapter's folder or file into factors by module; an adapter that is not completely understood is refused.
 
-Where it lies and what it holds is `adapter_file`'s, what names mean `formats`' and `naming`'s, peft's configuration is
-`peft_settings`'. Whether the modules are the model's is found where they are bound (`adapter_layers`).
+`located` finds the files, `adapter_file` reads the weights, `formats` and `naming` interpret names, and `peft_settings` reads
+peft's configuration. `loads.binding` checks that the model has these modules.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from diffusion_worker.messages import AdapterIdentity, Recipe
 
 BASE_MODEL_KEYS = ("modelspec.architecture", "ss_base_model_version", "ss_sd_model_name")
 FIRST, SECOND = "transformer", "transformer_2"
-# Asked for together they are what a model has of both: the file of an adapter may be for one of them.
+# A request for both accepts a file for either, because an adapter may be for one of them alone.
 BOTH_TRANSFORMERS = {FIRST, SECOND}
 PLAIN = LoadOptions()
 ANY_MODEL = AdaptedModel()
@@ -38,8 +38,8 @@ ANY_MODEL = AdaptedModel()
 class LoRAFactors(msgspec.Struct, frozen=True):
     """The update of one module, `scaling * b @ a`, in the file's own dtype.
 
-    Of a linear layer a is [rank, in] and b [out, rank]; of a convolution a is [rank, in, kh, kw] and b [out, rank, 1, 1] or
-    [out, rank].
+    For a linear layer a is [rank, in] and b is [out, rank]. For a convolution a is [rank, in, kh, kw], and b is [out, rank, 1, 1]
+    or [out, rank].
     """
 
     a: torch.Tensor
@@ -48,11 +48,11 @@ class LoRAFactors(msgspec.Struct, frozen=True):
 
 
 class LoRACheckpoint(msgspec.Struct, frozen=True):
-    """One adapter as read from its file. `digest` is the sha256 of the weights file; modules are named `component.path`.
+    """An adapter as read from its file. `digest` is the sha256 of the weights file; modules are named `component.path`.
 
-    The tensors are views of the file's bytes, all of which are in memory as long as one of them is.
-    `format` is how the file names its tensors, `alpha` is its own where there is one for all modules, `base_model` what its
-    metadata say it was made for.
+    The tensors are views of the file's bytes, all of which stay in memory as long as one of the tensors.
+    `format` is the naming of the file's tensors. `alpha` is set if all modules share one. `base_model` is the model that the
+    metadata name.
     """
 
     digest: str
@@ -70,13 +70,13 @@ class LoRACheckpoint(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> AdapterIdentity:
-        """The effect: the file, and the settings that its bytes alone do not say."""
+        """The identity of the effect, from the file's digest and from the rank and scaling of each module."""
         changes = (ModuleChange(name, LOW_RANK, factors.a.shape[0], factors.scaling) for name, factors in self.modules.items())
         return identity_of(self.digest, changes)
 
 
 def invalid(message: str) -> RequestError:
-    """The refusal of an adapter; not worth a retry before the adapter changes."""
+    """Return an InvalidAdapter error: no retry helps before the adapter changes."""
     return RequestError(ErrorCode.INVALID_ADAPTER, message)
 
 
@@ -92,8 +92,9 @@ def read_checkpoint(
 ) -> LoRACheckpoint:
     """Read and check an adapter; `path` is a folder of peft or diffusers, or one .safetensors file. `name` is for messages.
 
-    With a `root` nothing outside of that folder is read. Names, shapes, dtypes and alphas are judged before the factors are
-    read: `judge` sees the adapter with factors that have no values. `sized` hears of the file's size.
+    With a `root` nothing outside that folder is read. Names, shapes, dtypes and alphas are checked before the factors are read:
+    `judge` gets the adapter with factors without values, and may raise. It is not called if a conversion of names needs values.
+    `sized` gets the file's size in bytes.
 
     Raises:
         RequestError: InvalidAdapter, UnsupportedFormat, DigestMismatch, IdentityMismatch, or NoMatchingModules for components it has
@@ -106,14 +107,14 @@ def read_checkpoint(
     with OpenWeights(located.weights, label, root=beneath) as opened:
         sized(opened.header.size_bytes)
         reading = _Reading(opened.header, opened.stand_ins(), config, options, model, label)
-        # Some conversions of names look at values; those are made when the values are there.
+        # Some conversions of names need values; those are made after the factors are read.
         with contextlib.suppress(NeedsValues):
             judge(reading.checkpoint(reading.tensors, ""))
         file = opened.read()
     try:
         checkpoint = reading.checkpoint(file.tensors, file.digest)
     except RequestError:
-        # That it is another file than was asked for says more than what is wrong with it.
+        # A wrong digest is reported first, because it explains more than an error in the content.
         _require_digest(file, options, label)
         raise
     _require_digest(file, options, label)
@@ -129,7 +130,7 @@ def _require_digest(file: AdapterFile, options: LoadOptions, label: str) -> None
 
 
 class _Reading:
-    """The words of a file and its settings about an adapter, whatever its factors are; raises RequestError."""
+    """The names, shapes and settings of an adapter, known before the values of its factors; raises RequestError."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class _Reading:
             self._scaling = {module: _scaling(module, names, self._settings, model, label) for module, names in self._written.items()}
 
     def checkpoint(self, tensors: Mapping[str, torch.Tensor], digest: str) -> LoRACheckpoint:
-        """The adapter of these factors; raises RequestError, or NeedsValues where they have none."""
+        """Return the adapter with these tensors; raises RequestError, or NeedsValues if a conversion needs values that they lack."""
         options, label, metadata = self._options, self._label, self._header.metadata
         factors, found = bind(tensors, self._written, self._scaling.__getitem__, model=self._model, label=label)
         found = Format.PEFT if self._config else found
@@ -171,7 +172,11 @@ class _Reading:
 def _settings_of(
     header: AdapterHeader, config: PeftSettings | None, written: Mapping[str, RawLoRAModule], model: AdaptedModel, label: str
 ) -> dict[str, PeftSettings]:
-    """The settings by component, from one place; each module without an alpha of its own has some where there are any."""
+    """Return peft's settings by component, from the configuration or from the metadata; empty if there are none.
+
+    Raises:
+        RequestError: InvalidAdapter if both have settings, or if a module has neither settings nor an alpha of its own.
+    """
     settings = settings_in_metadata(header.metadata, label, denoiser=model.denoiser)
     if config and settings:
         raise invalid(f"{label}: expected settings in one place, found {CONFIG_FILE} and {METADATA_KEY} in the file's metadata")
@@ -185,7 +190,7 @@ def _settings_of(
 
 
 def _scaling(module: str, names: RawLoRAModule, settings: Mapping[str, PeftSettings], model: AdaptedModel, label: str) -> float:
-    """What a module's product is multiplied with: by its own alpha, by a configuration, or not at all, which is alpha = rank."""
+    """Return the factor of a module's product: from its own alpha, from peft's settings, or 1 without both. Raises RequestError."""
     component, _, path = module_path(module, denoiser=model.denoiser).partition(".") if settings else ("", "", "")
     of_component = settings.get(component)
     if of_component is None:
@@ -199,10 +204,13 @@ def _scaling(module: str, names: RawLoRAModule, settings: Mapping[str, PeftSetti
 
 
 def _of_components(factors: dict[str, Factors], components: list[str], label: str) -> dict[str, LoRAFactors]:
-    """Those of the components that are asked for, in the order of their names.
+    """Return the factors of the requested components (none: all), sorted by module.
 
-    Files for the second of two denoisers name the first one, as diffusers wants them (`load_into_transformer_2`): who asks for
-    the second alone says which of them is meant.
+    Files for the second of two denoisers name the first one, because diffusers expects that (`load_into_transformer_2`). So a
+    request for the second alone takes the factors of the first.
+
+    Raises:
+        RequestError: NoMatchingModules for a component without factors.
     """
     asked = set(components)
     if asked & BOTH_TRANSFORMERS == {SECOND} and not any(module.startswith(f"{SECOND}.") for module in factors):
@@ -223,7 +231,7 @@ def _common_alpha(written: Mapping[str, RawLoRAModule], settings: Mapping[str, P
 
 
 def _base_model(metadata: Mapping[str, str], config: PeftSettings | None) -> str | None:
-    """A hint for people: short, and without characters that act."""
+    """Return the name of the base model, a hint for people, as at most 200 printable characters; None if there is none."""
     texts = [metadata.get(key) for key in BASE_MODEL_KEYS] + [config.base_model_name_or_path if config else None]
     text = next((text for text in texts if text), None)
     return "".join(character for character in text if character.isprintable())[:200] if text else None

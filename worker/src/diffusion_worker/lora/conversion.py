@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of an original model's modules made into diffusers', by diffusers' own functions; the one file here that knows diffusers.
+"""Conversion of an original model's names of modules to diffusers', by diffusers' own functions; no other file here knows diffusers.
 
-Those functions drop what they do not know without a word, and change values. So every tensor they are given carries its name
-through all they do with it, and a conversion counts only when each of them arrives, with all of its values.
+Those functions silently drop tensors that they do not know, and change values. So every tensor carries its name through all
+operations, and a conversion is accepted only if each tensor arrives with all of its values.
 """
 
 import functools
@@ -23,7 +23,7 @@ from diffusion_worker.lora.loads.model_table import ConverterTable
 from diffusion_worker.lora.naming import NeedsValues
 from diffusion_worker.lora.whole_checkpoint import convert_sd3
 
-# Blocks are counted in loops up to the largest number in a name.
+# diffusers loops over blocks up to the largest number in a name, so such numbers are refused.
 _LARGE_NUMBER = re.compile(r"\d{4,}")
 
 
@@ -38,19 +38,19 @@ Convert = Callable[[Mapping[str, torch.Tensor], str], dict[str, Converted]]
 
 
 def converter_of(pipeline: Any) -> Convert | None:
-    """How files for this pipeline are converted; None where its class loads no adapters.
+    """Return the converter of files for a pipeline; None if its class loads no adapters.
 
-    The converter takes the tensors and a label for messages. What it is given may be changed by it.
+    The converter takes the tensors and a label for messages, and may change the tensors.
 
     Raises:
-        RequestError: InvalidAdapter, when diffusers does not know the names, or would drop some.
+        RequestError: InvalidAdapter, by the converter, if diffusers does not know the names or would drop some.
     """
     table = converter_table(pipeline)
     return None if table is None else _converter(type(pipeline), table)
 
 
 def converter_of_table(table: ConverterTable | None) -> Convert | None:
-    """The same for a pipeline that is elsewhere."""
+    """Return the converter of files for a pipeline that another process has; None without a table."""
     if table is None:
         return None
     module, _, name = table.pipeline.partition(":")
@@ -58,7 +58,7 @@ def converter_of_table(table: ConverterTable | None) -> Convert | None:
 
 
 def converter_table(pipeline: Any) -> ConverterTable | None:
-    """Describe a pipeline to a converter, as plain data; None where its class loads no adapters."""
+    """Describe a pipeline to a converter, as plain data; None if its class loads no adapters."""
     kind = next((each for each in type(pipeline).__mro__ if "lora_state_dict" in vars(each)), None)
     if kind is None:
         return None
@@ -67,7 +67,7 @@ def converter_table(pipeline: Any) -> ConverterTable | None:
     if isinstance(pipeline, SD3LoraLoaderMixin):
         config = pipeline.transformer.config
         return ConverterTable(where, blocks=config.num_layers, dual=tuple(config.dual_attention_layers))
-    # Blocks of the original U-Net are numbered through; only the configuration tells where one of ours ends.
+    # The original U-Net numbers its blocks consecutively; the configuration has the limits of diffusers' blocks.
     unet = getattr(pipeline, "unet", None)
     return ConverterTable(where, unet_config=None if unet is None else dict(unet.config))
 
@@ -91,7 +91,10 @@ def _converter(kind: Any, table: ConverterTable) -> Convert:
 
 
 def _load_sd3(load: Any, tensors: dict[str, Any], *, blocks: int, dual: tuple[int, ...]) -> dict[str, Any]:
-    """Diffusers has no conversion of adapters for Stable Diffusion 3; text encoders are named as with SDXL."""
+    """Load an adapter for Stable Diffusion 3 under diffusers' names; `load` is used if its names are diffusers' already.
+
+    Diffusers converts no adapters for this model. The names of text encoders are those of SDXL.
+    """
     encoders = {name: tensor for name, tensor in tensors.items() if name.startswith("lora_te")}
     denoiser = {name: tensor for name, tensor in tensors.items() if name not in encoders}
     if not encoders and not any("joint_blocks" in name for name in denoiser):
@@ -105,7 +108,7 @@ def _only_source(tensor: torch.Tensor) -> str | None:
 
 
 class _Traced(torch.Tensor):
-    """A tensor that knows the names of all tensors it was made of; `touched` has those of the last operation of a conversion."""
+    """A tensor with the names of all tensors that it was made of; `touched` has those of a conversion's last operation."""
 
     sources: frozenset[str]
     touched: list[str]
@@ -125,7 +128,7 @@ class _Traced(torch.Tensor):
         return result
 
 
-# Alphas that scale nothing are given, and diffusers multiplies by them: nothing changes, and nothing has to be copied.
+# Alphas given to diffusers scale nothing: a product with 1 is skipped, so that no tensor is copied.
 _PRODUCTS = {torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__imul__}
 
 
@@ -135,7 +138,7 @@ def _is_one(value: Any) -> bool:
 
 
 def _traced(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, _Traced], list[str]]:
-    """The tensors traced, and the list where the names of the last ones that were touched are."""
+    """Return the tensors as traced ones, and the list that will hold the names of the last operation's tensors."""
     touched: list[str] = []
     found = {}
     for name, tensor in tensors.items():
@@ -153,10 +156,14 @@ def _flat(value: Any) -> Iterable[Any]:
 
 
 def _converted(load: Callable[[dict[str, Any]], Any], tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, _Traced]:
-    """What diffusers makes of them. It says that it does not know a name, or a shape, by an error of any kind."""
+    """Convert tensors by `load`, a function of diffusers, which raises errors of any kind for an unknown name or shape.
+
+    Raises:
+        RequestError: InvalidAdapter for any such error. NeedsValues: the error is due to tensors without values.
+    """
     traced, touched = _traced(tensors)
     verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # what it drops is found, and told, here
+    logging.set_verbosity(logging.CRITICAL)  # dropped tensors are found and reported here
     try:
         result = load(dict(traced))
     except Exception as error:
@@ -172,7 +179,10 @@ def _converted(load: Callable[[dict[str, Any]], Any], tensors: Mapping[str, torc
 
 
 def _check_complete(tensors: Mapping[str, torch.Tensor], results: Collection[Converted], label: str) -> None:
-    """Every tensor is in some result; all of its values are, but for zeros (blocks of zeros between fused projections)."""
+    """Raise RequestError (InvalidAdapter) unless every factor arrived in a result, with all of its values.
+
+    Zeros may be dropped: a factor of fused projections has blocks of them.
+    """
     arrived: dict[str, list[torch.Tensor]] = {}
     for result in results:
         for name in result.sources:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A convolution with slots for adapters: A is a convolution of the layer's own shape to the rank, B one of a single point.
+"""A convolution with slots for adapters: A is a convolution with the layer's own kernel size, B one with a kernel of size 1.
 
-The rows of a call have kernels of their own, so they are computed as the groups of one convolution.
+The rows of a call have different kernels, so they are computed as the groups of one convolution.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class LoRAConvolution(LoRALayer):
         return out.add_(torch.bmm(b.transpose(1, 2), low).view(out.shape))
 
     def _convolved(self, x: torch.Tensor, kernels: torch.Tensor, *, groups: int) -> torch.Tensor:
-        """As the base does it, without its bias."""
+        """Convolve with the stride, padding and dilation of the base layer, without its bias."""
         base: Any = self.base
         padding = base.padding
         if base.padding_mode != "zeros":

@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is known of an id: how it was asked for, the number of its copy in the registry, and what the caller was told."""
+    """A registered id: its request, the number of its copy in the registry, and the report that the caller got."""
 
     request: LoRARequest
     copy: int
@@ -53,7 +53,7 @@ class _Known(NamedTuple):
 
 
 class DiffusionLoRAManager:
-    """Loads adapters for the components of a pipeline; their layers get slots when the first adapter names them."""
+    """A manager of the adapters of a pipeline's components, whose layers get slots when the first adapter names them."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class DiffusionLoRAManager:
         in_use: Callable[[], Iterable[LoRAUse]] = tuple,
         asleep: bool = False,
     ) -> None:
-        """`components` are what adapters may change, `denoiser` the name of the one that they are for unless they say.
+        """Manage adapters that may change `components`; modules without a component's name belong to the `denoiser`.
 
         `cached` adapters are kept in host memory, and one more while it replaces another; none at all without `slots`.
-        `convert` makes names of an original model diffusers', and `converter` says the same to a process without the model.
-        `device` is where the components compute, wherever their weights are; `in_use` tells what running requests use.
-        `asleep`: slots take no memory before `restore`.
+        `convert` converts names of an original model to diffusers', and `converter` describes that to a process without the model.
+        `device` is the device on which the components compute, wherever their weights are. `in_use` returns the adapters of running
+        requests. With `asleep` slots take no memory before `restore`.
         """
         self._components = dict(components)
         self._model = AdaptedModel(self._components, denoiser, convert)
@@ -104,7 +104,7 @@ class DiffusionLoRAManager:
         return self._layers
 
     def register_module(self, name: str) -> bool:
-        """Give the layer `component.path` its slots now, not when the first adapter names it; False if it has them.
+        """Give the layer `component.path` its slots now, not when the first adapter names it; return False if it has them.
 
         Raises:
             ValueError: there is no such layer, or none that may have adapters; or adapters are off.
@@ -114,12 +114,12 @@ class DiffusionLoRAManager:
         return self._copies.register_module(name)
 
     def unregister_modules(self) -> None:
-        """Forget every adapter, and have the model's layers as they were before the first. No request runs."""
+        """Forget every adapter, and put the model's own layers back. Call it while no request runs."""
         self.remove_all_adapters()
         self._layers.unregister_modules()
 
     def make_static(self, regions: Iterable[nn.Module]) -> None:
-        """Have the layers inside of these ready for every adapter before they are compiled."""
+        """Give slots to the layers inside these modules, before the modules are compiled."""
         if self._copies.lora_slots:
             self._layers.make_static(regions)
 
@@ -127,15 +127,16 @@ class DiffusionLoRAManager:
         """Read, check and register one adapter. A refused one leaves nothing behind, and nothing is evicted for it.
 
         Raises:
-            RequestError: what is wrong with it; CapacityExceeded; Conflict for an id that is another adapter's.
+            RequestError: the errors of `read`; CapacityExceeded if too few adapters in memory may be evicted.
         """
         return self.register(self.read(request, options))
 
     def read(self, request: LoRARequest, options: LoadOptions = PLAIN) -> Candidate:
-        """An adapter from its file, fit for the components. Nothing is changed.
+        """Read an adapter from its file, and check and lay it out for the components. Nothing is registered or evicted.
 
         Raises:
-            RequestError: as `add_adapter`, but for CapacityExceeded of what is in memory.
+            RequestError: the errors of `read_checkpoint` and `AdapterBinding.bind`; CapacityExceeded if adapters are off; Conflict
+                if the id is another adapter's.
         """
         name = request.lora_name
         self._require_free_id(request)
@@ -152,7 +153,7 @@ class DiffusionLoRAManager:
         """Register an adapter that the process of a load has read, checked and laid out for this rank.
 
         Raises:
-            RequestError: CapacityExceeded; Conflict for an id that is another adapter's; RankFailed where it is not for this model.
+            RequestError: CapacityExceeded; Conflict if the id is another adapter's; RankFailed if the layout is not for this model.
         """
         self._require_free_id(request)
         if request.lora_int_id in self._known:
@@ -186,7 +187,7 @@ class DiffusionLoRAManager:
             raise RequestError(ErrorCode.CONFLICT, message)
 
     def register(self, candidate: Candidate) -> LoadedLoRA:
-        """Keep an adapter in host memory, in the place of others where there is no room.
+        """Register an adapter, and keep it in host memory; others are evicted if there is no room.
 
         Raises:
             RequestError: CapacityExceeded, and nothing was evicted.
@@ -209,7 +210,7 @@ class DiffusionLoRAManager:
         return loaded
 
     def remove_adapter(self, lora_int_id: int) -> bool:
-        """Forget an adapter, and what it holds unless another id shares that; False if it was not registered."""
+        """Forget an adapter, and its copy unless another id shares it; return False if it was not registered."""
         known = self._known.pop(lora_int_id, None)
         if known is None:
             return False
@@ -225,27 +226,27 @@ class DiffusionLoRAManager:
         self._effects.clear()
 
     def list_adapters(self) -> list[int]:
-        """Ids of the registered adapters."""
+        """Return the ids of the registered adapters, sorted."""
         return sorted(self._known)
 
     @property
     def host_bytes(self) -> int:
-        """What the registered adapters take in host memory; those that share a copy count once."""
+        """Bytes of the registered adapters in host memory; a copy that several share counts once."""
         return sum(model.adapter.nbytes for model in self._copies.list_adapters().values())
 
     def release(self, *, forget: bool) -> None:
-        """Give the memory of all slots back, and with `forget` every adapter. None of them is in use."""
+        """Free the memory of all slots, and with `forget` forget every adapter. Call it while no adapter is in use."""
         if forget:
             self.remove_all_adapters()
         self._copies.deactivate_all()
         self._layers.release()
 
     def restore(self) -> None:
-        """Have empty slots again, which requests fill; raises MemoryError or torch's own error where there is no room."""
+        """Allocate empty slots again, which requests fill; raises MemoryError or torch's own error if there is no room."""
         self._layers.restore()
 
     def host_copies(self) -> dict[int, tuple[str, list[torch.Tensor]]]:
-        """Return, by id, the identity of each registered adapter and the tensors that are kept of it in host memory."""
+        """Return, by id, the identity of each registered adapter and the tensors of its copy in host memory."""
         found: dict[int, tuple[str, list[torch.Tensor]]] = {}
         for lora_int_id, known in self._known.items():
             model = self._copies.get_adapter(known.copy)
@@ -255,9 +256,10 @@ class DiffusionLoRAManager:
 
     @torch.inference_mode(mode=False)
     def misapplied(self) -> set[int]:
-        """Put adapters into slots as requests would, and tell whose slots do not hold what is kept of them. No request runs.
+        """Put adapters into slots as requests would, and return the ids whose slots differ from their copy in host memory.
 
-        The most recently used ones, as many as there are slots for: those are what requests most likely want next.
+        The most recently used adapters are checked, as many as there are slots, because requests most likely use them next.
+        Call it while no request runs.
         """
         wrong, slots = set(), self._copies.lora_slots
         for copy, model in list(self._copies.list_adapters().items())[-slots:] if slots else ():
@@ -268,22 +270,22 @@ class DiffusionLoRAManager:
         return wrong
 
     def pin_adapter(self, lora_int_id: int) -> bool:
-        """Keep an adapter in host memory whatever comes; False if it is not registered."""
+        """Keep an adapter in host memory until it is unpinned or removed; return False if it is not registered."""
         known = self._known.get(lora_int_id)
         return known is not None and self._copies.keep_adapter(known.copy)
 
     def unpin_adapter(self, lora_int_id: int) -> bool:
-        """Let a pinned adapter be evicted again; False if it was not pinned."""
+        """Let a pinned adapter be evicted again; return False if it was not pinned."""
         known = self._known.get(lora_int_id)
         return known is not None and self._copies.unpin_adapter(known.copy)
 
-    # Slots are written to in and between ticks, and tensors of inference mode only inside of it.
+    # Slots are written both in ticks and between them; tensors made in inference mode could be written only in that mode.
     @torch.inference_mode(mode=False)
     def activate(self, uses: Iterable[LoRAUse]) -> None:
-        """Have the adapters of a request in slots. They stay there for as long as `in_use` says.
+        """Put the adapters of a request into slots, where they stay as long as `in_use` returns them.
 
         Raises:
-            RequestError: AdapterNotLoaded; CapacityExceeded, the slots are in use by others.
+            RequestError: AdapterNotLoaded; CapacityExceeded if other requests use the slots.
         """
         for use in uses:
             copy = self._copy_of(use)
@@ -291,22 +293,22 @@ class DiffusionLoRAManager:
                 self._copies.activate_adapter(copy)
 
     def is_ready(self, uses: Iterable[LoRAUse]) -> bool:
-        """Return whether nothing of the adapters of a request is left to be copied into their slots."""
+        """Return whether no copy of a request's adapters into their slots is unfinished."""
         slots = [self._copies.slot_of(known.copy) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
         return all(slot is None or self._layers.is_filled(slot) for slot in slots)
 
     def fill(self, *, at_most: int | None = None) -> None:
-        """Go on with the copies into slots, until they are done or so many bytes were copied."""
+        """Continue the copies into slots, until they are done or `at_most` bytes were copied (None: no limit)."""
         self._layers.fill(at_most=at_most)
 
     def identity_in(self, component: str, uses: Sequence[LoRAUse]) -> str | None:
-        """What adapters with their strengths make of a component: equal only where it is the same. None for its own weights."""
-        # One that is gone is missed by the call itself.
+        """Return the identity of a component with adapters at these strengths: equal only if the effect is. None if nothing changes it."""
+        # An adapter that is gone is reported by the call itself.
         changing = [(known.copy, use.scale) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
         return identity_of_several((self._effects[copy], scale) for copy, scale in changing if component in self._components_of(copy))
 
     def set_adapter_mapping(self, component: str, uses: Sequence[Sequence[LoRAUse]]) -> AbstractContextManager[None]:
-        """Have each row of a call of a component use adapters, which are active; for the call inside of the `with` alone.
+        """Make each row of a call of a component use its adapters, which are active, inside the `with` block alone.
 
         Raises:
             RequestError: AdapterNotLoaded.
@@ -315,7 +317,10 @@ class DiffusionLoRAManager:
 
     @contextmanager
     def dummy_adapters(self, count: int) -> Iterator[list[int]]:
-        """Ids of adapters that change nothing, for a warm-up; as many as there are slots for, none where no layer has any."""
+        """Register adapters that change nothing, for a warm-up, and yield their ids.
+
+        There are `count`, but at most as many as there are slots, and none if no layer has slots. They are removed at the end.
+        """
         made = list(range(0, -min(count, self._copies.lora_slots), -1)) if self._layers.any_wrapped else []
         nothing = LoRARequest(lora_name="dummy", lora_int_id=0, lora_path="")
         for number in made:
@@ -331,7 +336,11 @@ class DiffusionLoRAManager:
                 self._copies.capacity -= 1
 
     def _making_room(self, candidate: Candidate) -> list[int]:
-        """The ids that go for an adapter. What the caller lists goes first to last; without a list the least recently used."""
+        """Return the ids to evict for an adapter: those that the caller lists, in that order, else the least recently used.
+
+        Raises:
+            RequestError: CapacityExceeded if too few may be evicted.
+        """
         evict = candidate.options.evict
         free = self._copies.evictable()
         if evict is None:
@@ -339,7 +348,7 @@ class DiffusionLoRAManager:
         else:
             named = dict.fromkeys(known.copy for lora_int_id in evict if (known := self._known.get(lora_int_id)))
             copies = [copy for copy in named if copy in free and self._ids_of(copy) <= set(evict)]
-            # A new version beside an old one.
+            # A new version may lie beside the old one.
             most = self._cached + 1
         count = len(self._copies)
         going = copies[: max(0, count + 1 - self._cached)]
@@ -349,7 +358,10 @@ class DiffusionLoRAManager:
         return [lora_int_id for copy in going for lora_int_id in sorted(self._ids_of(copy))]
 
     def _copies_of(self, component: str, uses: Sequence[LoRAUse]) -> dict[int, float]:
-        """The copies of one row. Ids that share a copy count together; copies that do not change the component are left out."""
+        """Return the strengths of one row by copy; raises RequestError (AdapterNotLoaded).
+
+        Strengths of ids that share a copy are added. Copies that do not change the component are left out.
+        """
         scales: dict[int, float] = {}
         for use in uses:
             copy = self._copy_of(use)
@@ -377,7 +389,7 @@ class DiffusionLoRAManager:
 
 
 def described(checkpoint: LoRACheckpoint, kept: torch.Tensor) -> LoadedLoRA:
-    """Describe an adapter to callers; `kept` are the bytes that a rank keeps of it."""
+    """Describe an adapter to callers; `kept` are the bytes of a rank's copy."""
     return LoadedLoRA(
         digest=checkpoint.digest,
         rank=checkpoint.rank,

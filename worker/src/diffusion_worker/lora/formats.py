@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the names in an adapter's file say: which module's factor each tensor is, in which format, and what is no plain LoRA.
+"""Names in an adapter's file: the module and the factor of each tensor, the format, and kinds of adapters that are no plain LoRA.
 
 Names of peft and diffusers are read here; those of the original models (Kohya's and other trainers') become diffusers' names
 in `conversion`.
@@ -15,7 +15,7 @@ from diffusion_worker.lora.header import shown
 
 
 class Format(enum.StrEnum):
-    """How a file names its tensors: `KOHYA` is by the modules of the original model, as Kohya's and other trainers write."""
+    """The naming of a file's tensors: `KOHYA` uses modules of the original model, as Kohya's and other trainers do."""
 
     PEFT = "peft"
     DIFFUSERS = "diffusers"
@@ -23,7 +23,7 @@ class Format(enum.StrEnum):
 
 
 class Part(enum.StrEnum):
-    """What a tensor is of its module."""
+    """The role of a tensor in its module: one of the factors, or alpha."""
 
     A = "A"
     B = "B"
@@ -31,14 +31,14 @@ class Part(enum.StrEnum):
 
 
 class TensorName(NamedTuple):
-    """A name taken apart; `module` is as the file writes it."""
+    """A tensor's name, split into module and part; `module` is as in the file."""
 
     module: str
     part: Part
 
 
 PEFT_PREFIX = "base_model.model."
-# No module of a diffusers model begins like this; without a model at hand they tell a file that has to be converted.
+# No module of a diffusers model begins like this: without a model at hand, these mark a file that has to be converted.
 ORIGINAL_PREFIXES = (
     "diffusion_model.",
     "lora_unet_",
@@ -52,16 +52,16 @@ ORIGINAL_PREFIXES = (
 _FACTOR = re.compile(
     r"(?P<module>.+?)\.(?:lora_(?P<letter>[AB])(?:\.[A-Za-z0-9_-]+)?|(?:lora_|lora\.|lora_linear_layer\.)?(?P<way>down|up))\.weight"
 )
-# Nearly all names end like this, and matching a pattern takes longer.
+# Nearly all names end like this, and a comparison is faster than a pattern.
 _COMMON_ENDS = (".lora_A.weight", ".lora_B.weight")
 _COMMON_LENGTH = len(_COMMON_ENDS[0])
 _COMMON_PARTS = {"A": Part.A, "B": Part.B}
 _ALPHA = re.compile(r"(?P<module>.+)\.alpha")
 _COMPONENT = re.compile(r"(?:transformer|unet|text_encoder)(?:_\d+)?")
-# Of the first attention processors of diffusers: their modules are named for their part in it.
+# Modules of diffusers' first attention processors, which are named for their role in the attention.
 _OLD_ATTENTION = {"to_q_lora": "to_q", "to_k_lora": "to_k", "to_v_lora": "to_v", "to_out_lora": "to_out.0"}
 _OLD_TEXT_ATTENTION = {"to_q_lora": "q_proj", "to_k_lora": "k_proj", "to_v_lora": "v_proj", "to_out_lora": "out_proj"}
-# What would not be applied exactly, by what tells it; the first that is found is told.
+# Patterns in names of adapters that would not be applied exactly, and their kinds; the first match is reported.
 _OTHER_KINDS = (
     (re.compile(r"dora_scale|lora_magnitude_vector"), "DoRA"),
     (re.compile(r"\.lokr_"), "LoKr"),
@@ -82,7 +82,7 @@ _OTHER_KINDS = (
 
 
 def refuse_other_kinds(names: Iterable[str], label: str) -> None:
-    """Raises RequestError (UnsupportedFormat) for a kind of adapter that is no plain LoRA, by its name."""
+    """Raise RequestError (UnsupportedFormat) with the kind of an adapter, if a name shows that it is no plain LoRA."""
     for name in names:
         for pattern, kind in _OTHER_KINDS:
             if pattern.search(name):
@@ -90,7 +90,7 @@ def refuse_other_kinds(names: Iterable[str], label: str) -> None:
 
 
 def take_apart(name: str) -> TensorName | None:
-    """Which part of which module a tensor is; None for what is no part of a LoRA."""
+    """Split a tensor's name into module and part; return None if it is no part of a LoRA."""
     if name.endswith(_COMMON_ENDS) and len(name) > _COMMON_LENGTH:
         return TensorName(name[:-_COMMON_LENGTH], _COMMON_PARTS[name[-8]])
     match = _FACTOR.fullmatch(name)
@@ -101,7 +101,7 @@ def take_apart(name: str) -> TensorName | None:
 
 
 def module_path(module: str, *, denoiser: str) -> str:
-    """`component.path` of a module in peft's or diffusers' naming; what names no component is of the denoiser."""
+    """Return `component.path` of a module in peft's or diffusers' naming; a name without a component is the denoiser's."""
     if module.startswith(PEFT_PREFIX):
         return f"{denoiser}.{module.removeprefix(PEFT_PREFIX)}"
     component, _, path = module.partition(".")
@@ -120,7 +120,7 @@ def is_component(name: str, *, denoiser: str) -> bool:
 
 
 def format_of(modules: Iterable[str], *, converted: bool) -> Format:
-    """The format of a file, by its modules' names as they are in it."""
+    """Return the format of a file, from the names of its modules in the file and from `converted`, which is set if they needed that."""
     if any(module.startswith(PEFT_PREFIX) for module in modules):
         return Format.PEFT
     return Format.KOHYA if converted else Format.DIFFUSERS

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The header of a safetensors file, checked before any tensor is read; without torch, so that a process that fetches can use it.
 
-The file is eight bytes with the header's length, the header (JSON: a dtype, a shape and a range of bytes for each tensor, and a
-table of strings named `__metadata__`), then the tensors' bytes. A header is believed only when all of it fits: each range is as
-long as its shape says, and together they cover the rest of the file once, without holes.
+The file is eight bytes with the header's length, the header, then the tensors' bytes. The header is JSON: a dtype, a shape and a
+range of bytes for each tensor, and a table of strings named `__metadata__`. It is accepted only if each range is as long as its
+shape says, and all ranges together cover the rest of the file once.
 """
 
 import json
@@ -19,17 +19,17 @@ import msgspec
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.regular_file import open_regular
 
-# Trainers keep statistics of their data sets in the metadata: some hundred KB. This bounds what parsing takes.
+# Trainers keep statistics of their data sets in the metadata: some hundred KB. This bounds the memory and time of parsing.
 MAX_HEADER_BYTES = 16 << 20
 # Far over any adapter: rank 256 of a model of 12 billion parameters in float32 is 4 GB.
 MAX_FILE_BYTES = 16 << 30
-# Each takes a table and two lists in the header. Adapters have up to some thousand; more would take long to make objects of.
+# Each tensor is a table and two lists in the header. Adapters have up to some thousand; objects for many more would take long to make.
 MAX_TENSORS = 20_000
 MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
 LENGTH_BYTES = 8
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
-# All that a file may hold; which of them an adapter may is for its reader.
+# Bytes of a number of each dtype that a file may hold; the reader of an adapter allows fewer dtypes.
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -51,7 +51,7 @@ _BEGINNINGS = (
 
 
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
-    """One tensor: `begin` and `end` are counted in bytes from the end of the header."""
+    """The entry of a tensor: `begin` and `end` are counted in bytes from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_FILE_BYTES)]
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """One tensor as the header writes it."""
+    """The entry of a tensor as the header writes it."""
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
@@ -76,7 +76,7 @@ _KEYS = (b'"dtype"', b'"shape"', b'"data_offsets"')
 
 
 class AdapterHeader(msgspec.Struct, frozen=True):
-    """What a file says of itself; `data_start` is where its tensors begin, `size_bytes` the file's size."""
+    """The checked header of a file; its tensors begin at byte `data_start`, and `size_bytes` is the file's size."""
 
     metadata: dict[str, str]
     tensors: dict[str, TensorEntry]
@@ -85,7 +85,7 @@ class AdapterHeader(msgspec.Struct, frozen=True):
 
 
 def read_header(path: str | Path, *, name: str | None = None) -> AdapterHeader:
-    """The checked header of a file; nothing after it is read. `name` is for messages, the path without one.
+    """Read and check the header of a file; nothing after it is read. Messages use `name`, or the path without one.
 
     Raises:
         RequestError: InvalidAdapter, or UnsupportedFormat for a pickle.
@@ -99,12 +99,16 @@ def read_header(path: str | Path, *, name: str | None = None) -> AdapterHeader:
 
 
 def read_header_of(descriptor: int, label: str) -> AdapterHeader:
-    """The checked header of an open file; raises as `read_header`."""
+    """Read and check the header of an open file; raises as `read_header`."""
     return parse_header(*read_beginning(descriptor, label), label=label)
 
 
 def open_file(path: Path, label: str, *, root: Path | None = None) -> int:
-    """A descriptor of a regular file, beneath a root where there is one; whatever could block or has no end is refused."""
+    """Open a regular file, beneath a root if there is one, and return its descriptor.
+
+    Raises:
+        RequestError: UnsupportedFormat for a pickle; InvalidAdapter for a pipe or a device, which could block or have no end.
+    """
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise RequestError(
             ErrorCode.UNSUPPORTED_FORMAT,
@@ -114,7 +118,10 @@ def open_file(path: Path, label: str, *, root: Path | None = None) -> int:
 
 
 def read_beginning(descriptor: int, label: str) -> tuple[bytes, int]:
-    """The length and the header of an open file as they are, and the file's size; the descriptor is then at the tensors."""
+    """Read the length and the header of an open file, and return these bytes and the file's size; raises RequestError.
+
+    The descriptor is then at the first tensor. The content of the header is not checked here.
+    """
     try:
         return _read_beginning(descriptor, label)
     except OSError as error:
@@ -138,7 +145,10 @@ def _read_beginning(descriptor: int, label: str) -> tuple[bytes, int]:
 
 
 def _no_header(beginning: bytes, length: int, size: int, label: str) -> RequestError:
-    """What else the file is, where that can be told; only asked then, since a length may look like the beginning of anything."""
+    """Return the error for a file without a usable header, which names the kind of file if its first bytes show it.
+
+    Call it only for such a file, because the length of a good header may look like those bytes.
+    """
     for magic, code, what in _BEGINNINGS:
         if beginning.startswith(magic[:LENGTH_BYTES]):
             return RequestError(code, f"{label}: expected a safetensors file, found {what}")
@@ -148,10 +158,10 @@ def _no_header(beginning: bytes, length: int, size: int, label: str) -> RequestE
 
 
 def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHeader:
-    """Check what `read_beginning` read of a file of `size_bytes`.
+    """Parse and check the bytes that `read_beginning` read from a file of `size_bytes`.
 
     Raises:
-        RequestError: InvalidAdapter with the first tensor that is not as it should be.
+        RequestError: InvalidAdapter with the first tensor that is wrong.
     """
     document = _decode(beginning[LENGTH_BYTES:], label)
     try:
@@ -164,7 +174,7 @@ def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHea
 
 
 def shown(name: str) -> str:
-    """A name out of a file as it may stand in a message: short, and without characters that act."""
+    """Return a name from a file for a message: shortened, and with unusual characters escaped."""
     return name if len(name) <= 160 and _NAME.fullmatch(name) else ascii(name[:160])
 
 
@@ -181,7 +191,7 @@ def _decode(data: bytes, label: str) -> dict[str, msgspec.Raw]:
 
 
 def _refuse_repeated_names(data: bytes, label: str) -> None:
-    """Of a name that is there twice the decoder keeps the last."""
+    """Raise RequestError (InvalidAdapter) for a name that is there twice; the decoder would keep the last one."""
 
     def unique(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
@@ -194,7 +204,7 @@ def _refuse_repeated_names(data: bytes, label: str) -> None:
 
 
 def _entry(name: str, raw: msgspec.Raw, label: str) -> TensorEntry:
-    """One tensor of the header, when what it says fits together."""
+    """Decode and check the entry of one tensor; raises RequestError (InvalidAdapter)."""
     if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name) or ".." in name:
         raise _invalid(f"{label}: {shown(name)} is no name of a tensor")
     try:
@@ -212,7 +222,7 @@ def _entry(name: str, raw: msgspec.Raw, label: str) -> TensorEntry:
 
 
 def _wrong_entry(name: str, raw: msgspec.Raw, label: str) -> RequestError:
-    """What is wrong with an entry that cannot be decoded."""
+    """Return the error for an entry that cannot be decoded, which names the wrong field."""
     try:
         value = json.loads(bytes(raw))
     except (ValueError, RecursionError):
@@ -233,7 +243,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_ranges(tensors: Mapping[str, TensorEntry], data_bytes: int, label: str) -> None:
-    """The ranges follow each other from the first byte of the data to the last."""
+    """Raise RequestError (InvalidAdapter) unless the ranges follow each other from the first byte of the data to the last."""
     at = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != at:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter in host memory, laid out as it lies in the slot bank: being written into a slot is a copy for each run of columns."""
+"""An adapter in host memory, laid out as in the slot bank: writing it into a slot takes one copy for each run of columns."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from diffusion_worker.lora.slot_bank import ColumnRun
 class HostAdapter(NamedTuple):
     """An adapter ready to be written into a slot. Layers that it does not name take no memory.
 
-    `kept` are the bytes that the runs lie in.
+    `kept` is the buffer of bytes that holds the values of all runs.
     """
 
     components: frozenset[str]
@@ -23,5 +23,5 @@ class HostAdapter(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Host memory that its factors take."""
+        """Bytes of its factors in host memory."""
         return sum(run.values.nbytes for run in self.runs)

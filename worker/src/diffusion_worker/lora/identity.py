@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from diffusion_worker.messages import AdapterIdentity
 
-# Raised when the same file is converted to something else than before; `tests/worker/lora/test_identity.py` says when.
+# Increased when the same file is converted to something else than before; `tests/worker/lora/test_identity.py` says when.
 CONVERTER_VERSION = 1
 # The only kind of change that is applied so far: scaling * B @ A.
 LOW_RANK = "lora"
@@ -28,7 +28,7 @@ class ModuleChange(NamedTuple):
 
 def identity_of(digest: str, changes: Iterable[ModuleChange], *, converter: int = CONVERTER_VERSION) -> AdapterIdentity:
     """Return the identity of a file, given by its digest, that is applied by these changes. Pure."""
-    # Exactly: a decimal may stand for several numbers.
+    # Scalings are written exactly, in hex: a short decimal may stand for several numbers.
     written = sorted((change.module, change.kind, change.rank, float(change.scaling).hex()) for change in changes)
     components = sorted({module.partition(".")[0] for module, *_ in written})
     text = json.dumps([converter, digest, components, written], separators=(",", ":"))
@@ -36,7 +36,7 @@ def identity_of(digest: str, changes: Iterable[ModuleChange], *, converter: int 
 
 
 def identity_of_several(parts: Iterable[tuple[AdapterIdentity, float]]) -> str | None:
-    """Return what several adapters at their strengths are together, in any order; None without any."""
+    """Return the identity of several adapters together at their strengths, the same in any order; None without any."""
     return " + ".join(sorted(f"{identity} x {float(scale).hex()}" for identity, scale in parts)) or None
 
 

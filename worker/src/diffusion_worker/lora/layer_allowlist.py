@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that adapters of this deployment may change, where it names them: the others are left as they are."""
+"""The layers that a deployment allows adapters to change; without such a list adapters may change any."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ MOST_NAMES = 3
 
 
 class LayerAllowlist:
-    """What the targets name: the ends of names, from a dot, or `all`. Without targets it is everything."""
+    """The layers that targets name: a target is a layer's name, the end of one after a dot, or `all`. Without targets all are allowed."""
 
     def __init__(self, targets: Sequence[str], model: ModelLayers) -> None:
-        """Raises ConfigError for a target that is the name of no layer that can be wrapped."""
+        """Find the layers of the targets; raises ConfigError for a target that names no layer that can be wrapped."""
         self.targets = tuple(targets)
         self.layers = list(dict.fromkeys(layer for target in self.targets for layer in _matching(target, model)))
         self._inside = set(self.layers)
@@ -26,7 +26,7 @@ class LayerAllowlist:
         return not self.targets or layer in self._inside
 
     def require(self, adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]]) -> None:
-        """Raises ModulesOutsideEnvelope."""
+        """Raise RequestError (ModulesOutsideEnvelope) if an adapter changes a layer that is not allowed."""
         outside = [name for name, piece, _ in found if not self.allows(piece.layer)]
         if outside:
             names = ", ".join(outside[:MOST_NAMES])

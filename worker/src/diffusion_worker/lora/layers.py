@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer with slots for adapters: each row of a call uses its own adapters, or none.
 
-What adapters hold is in a slot bank (`slot_bank.py`), allocated once: loading and removing an adapter only writes into it. Rows
-without an adapter get the base layer's result untouched, and so does a layer that no adapter of the call names.
+The factors of adapters are in a slot bank (`slot_bank.py`), allocated once: loading and removing an adapter only writes into it.
+Rows without an adapter get the base layer's result unchanged. So do all rows in a layer that no adapter of the call changes.
 
-In a compiled model each row has a list of bank rows, so that calls differ in nothing that is compiled but the number of rows
-and the length of the lists: what a row without an adapter adds is then computed too, and is zero.
+In a compiled model each row has a list of bank rows. So calls differ only in the number of rows and the length of the lists.
+The update of a row without an adapter is then computed too, and is zero.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ EXPERTS = ".experts."
 
 @dataclass(frozen=True)
 class LinearPart:
-    """How the factors of an adapter are cut for a layer of which this rank has a part, and what `A x` still lacks.
+    """The cut of an adapter's factors for a layer of which this rank has a part, and the sum of `A x` that the cut requires.
 
-    A layer cut by its outputs needs the same rows of B; one cut by its inputs the same columns of A, and the sum of
-    `A x` over the ranks, since its base result is summed already.
+    A layer cut by its outputs needs the same rows of B. A layer cut by its inputs needs the same columns of A. Then `add_up` sums
+    `A x` over the ranks, as the base layer sums its own result.
     """
 
     cut: PartCut
@@ -35,10 +35,10 @@ class LinearPart:
 
 
 class BankPart:
-    """What the bank has for one part of a layer: `a` [slots x largest rank, in], `b` [slots x largest rank, out].
+    """The bank's memory for one part of a layer: `a` [slots x largest rank, in], `b` [slots x largest rank, out].
 
-    `outputs` are those of the layer that the part computes: of a fused layer it is one of several. `named` has a bit for each
-    slot whose adapter changes it. Copies of a model share it.
+    `outputs` are the outputs of the layer that this part computes; a fused layer has several parts. `named` has a bit for each
+    slot whose adapter changes the part. Copies of a model share it.
     """
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor, outputs: slice, add_up: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
@@ -55,8 +55,8 @@ class BankPart:
 class LoRALayer(nn.Module):
     """A wrapped layer: base(x) plus, for the rows that ask for it, scale * B A x of their slots.
 
-    One that does not see the rows of a call (an expert of a mixture sees tokens) is in the holder's `folding`, at the latest once
-    it ran. Compiled code can only leave a mark for that, `folds`.
+    Some layers do not see the rows of a call: an expert of a mixture sees tokens. Such a layer is in the holder's `folding`, at the
+    latest after it ran. Compiled code cannot add it there, and sets `folds` instead.
     """
 
     def __init__(self, base: nn.Module, holder: RowAdaptersHolder, parts: tuple[BankPart, ...], *, name: str) -> None:
@@ -70,14 +70,14 @@ class LoRALayer(nn.Module):
             holder.folding[name] = self
 
     def __getattr__(self, name: str) -> Any:
-        """Pipelines look at a layer's own attributes (`weight.dtype`, `in_features`)."""
+        """Return an attribute of the base layer, because pipelines read those (`weight.dtype`, `in_features`)."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("base"), name)
 
     def named_by(self, mask: int) -> bool:
-        """Whether an adapter in one of these slots changes this layer."""
+        """Return whether an adapter in a slot of `mask`, which has a bit for each slot, changes this layer."""
         return any(part.named & mask for part in self.parts)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ class LoRALayer(nn.Module):
         if x.shape[0] not in (1, call.total):
             self._holder.folding[self.name] = self
         if x.shape[0] != call.total and not call.shared:
-            raise RowsCannotBeToldApart(f"{self.name} got {x.shape[0]} rows in a call of {call.total}: adapters cannot be told apart")
+            raise RowsCannotBeToldApart(f"{self.name} got {x.shape[0]} rows in a call of {call.total}: adapters cannot be kept apart")
         out = out if out.is_contiguous() or call.shared else out.contiguous()
         mine, target = x, out
         if call.rows is not None:
@@ -112,7 +112,7 @@ class LoRALayer(nn.Module):
         rows, length = call.index.shape
         shared = x.shape[0] != rows
         if shared:
-            # Right where all rows use the same; whoever sees the mark and that they do not asks for calls of their own.
+            # The result is right only if all rows use the same adapters. The mark makes `AdapterLayers.rows` refuse it otherwise.
             self.folds = True
         index = call.index[0] if shared else call.index.reshape(-1)
         scales = (call.scales[:1] if shared else call.scales).to(out.dtype)
@@ -127,18 +127,18 @@ class LoRALayer(nn.Module):
     def _add_shared(
         self, x: torch.Tensor, out: torch.Tensor, part: BankPart, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None
     ) -> torch.Tensor:
-        """`out` with the same added to all of it: a [length, in], b [length, out], scales [1, length]."""
+        """Add the same update to all rows of `out`, and return it: a [length, in], b [length, out], scales [1, length]."""
         raise NotImplementedError
 
     def _add_each(
         self, x: torch.Tensor, out: torch.Tensor, part: BankPart, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None
     ) -> torch.Tensor:
-        """`out`, which is contiguous, with what is each row's own added: a [rows, length, in], b [rows, length, out]."""
+        """Add each row's own update to `out`, which is contiguous, and return it: a [rows, length, in], b [rows, length, out]."""
         raise NotImplementedError
 
 
 class LoRALinear(LoRALayer):
-    """A wrapped `nn.Linear`, or what computes like one."""
+    """A wrapped `nn.Linear`, or a layer that computes like one."""
 
     def _add_shared(
         self, x: torch.Tensor, out: torch.Tensor, part: BankPart, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None
@@ -159,11 +159,11 @@ class LoRALinear(LoRALayer):
 
 
 def scaled(low: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """`A x` times the strengths."""
+    """Return `A x` times the strengths (None: all are 1)."""
     if scales is None:
         return low
     if torch.compiler.is_compiling():
-        # A row that uses nothing points at anybody's bank rows: what overflows in them is not to become NaN here.
+        # Padding may point at bank rows of any adapter: a value that overflows there, times 0, would be NaN.
         low = torch.where(scales == 0, 0, low)
     return low * scales
 
@@ -173,7 +173,7 @@ def _summed(low: torch.Tensor, part: BankPart) -> torch.Tensor:
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """As [rows, tokens, features]; a view of what is contiguous."""
+    """Reshape to [rows, tokens, features]; a contiguous tensor gives a view."""
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
@@ -182,7 +182,7 @@ def _rows_of(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
 
 
 def _take(bank: torch.Tensor, call: RowAdapters, dtype: torch.dtype) -> torch.Tensor:
-    """The bank rows of a call: [length, columns] if shared, else [rows, length, columns]."""
+    """Return the bank rows of a call: [length, columns] if shared, else [rows, length, columns]."""
     taken = bank[call.index] if isinstance(call.index, slice) else bank.index_select(0, call.index)
     taken = taken if taken.dtype == dtype else taken.to(dtype)
     return taken if call.shared else taken.view(call.count, call.length, -1)

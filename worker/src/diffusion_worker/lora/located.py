@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the files of an adapter: its weights, and its peft configuration where it has one. Without torch."""
+"""The search for an adapter's files: its weights, and its peft configuration if it has one. Without torch."""
 
 from pathlib import Path
 from typing import NamedTuple

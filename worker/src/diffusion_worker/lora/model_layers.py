@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a pipeline's components adapters can change, and which of them a name of an adapter means.
+"""The layers of a pipeline's components that adapters can change, and the layers that a name in an adapter means.
 
 A layer is named `component.path`. Projections of one attention may be fused in the model (`to_qkv`) and separate in the
-adapter (`to_q`, `to_k`, `to_v`), or the other way round: a name then means a part of a layer, or several layers.
+adapter (`to_q`, `to_k`, `to_v`), or the reverse. A name then means a part of a layer, or several layers.
 """
 
 import re
@@ -16,7 +16,7 @@ from torch import nn
 from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.lora.loads.model_table import ModelTable, PartCut, TableLayer, dtype_named, name_of
 
-# What diffusers calls fused projections, and their parts in order.
+# Names of fused projections in diffusers, and of their parts in order.
 FUSED = {
     "to_qkv": ("to_q", "to_k", "to_v"),
     "to_kv": ("to_k", "to_v"),
@@ -28,7 +28,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(eq=False)
 class ModelLayer:
-    """A layer that can be wrapped: where it is, and what an adapter's factors have to look like.
+    """A layer that can be wrapped: its places in the model, and the shapes that an adapter's factors must have.
 
     `inputs` is the shape of A without its rank, `outputs` the sizes of the parts of a fused layer (one for any other).
     `places` are the modules that hold it, and its name in each. A layer of a table has no `base`, but a `known_dtype`.
@@ -45,7 +45,7 @@ class ModelLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype in which the layer computes."""
         if self.known_dtype is not None:
             return self.known_dtype
         found: torch.dtype = getattr(self.base, "compute_dtype", None) or stored_as(self.base).dtype
@@ -53,14 +53,14 @@ class ModelLayer:
 
     @property
     def widths(self) -> tuple[int, list[int]]:
-        """Inputs, and outputs of each part, of what this rank has of it."""
+        """The inputs, and the outputs of each part, that this rank has of the layer."""
         shape = stored_as(self.base).shape
         inputs = int(torch.Size(shape[1:]).numel())
         return inputs, list(self.outputs) if self.cut is None else [int(shape[0])]
 
 
 class Piece(NamedTuple):
-    """What a name of an adapter means: a part of a layer, and which rows of B are for it (None: all)."""
+    """A part of a layer that a name in an adapter means, and the rows of B that are for it (None: all)."""
 
     layer: ModelLayer
     part: int
@@ -68,9 +68,9 @@ class Piece(NamedTuple):
 
 
 class LayerMatch(NamedTuple):
-    """What a name of an adapter means, and what its factors have to look like; no pieces where it means nothing.
+    """The pieces that a name in an adapter means, none if it is unknown, and the shapes that its factors must have.
 
-    `inputs` is the shape of A without its rank and its points, `outputs` the rows of B.
+    `inputs` is the shape of A without its rank and without sizes of 1 at the end, `outputs` the number of rows of B.
     """
 
     pieces: tuple[Piece, ...]
@@ -78,11 +78,11 @@ class LayerMatch(NamedTuple):
     outputs: int
 
     def fits(self, a: torch.Size, b: torch.Size) -> bool:
-        """Whether factors of these shapes are for it. A linear layer and a convolution of one point are the same to an adapter."""
+        """Return whether factors of these shapes fit. A linear layer also fits as a convolution with a kernel of size 1."""
         return b[0] == self.outputs and (a[1:] == self.inputs or without_points(a[1:]) == self.inputs)
 
     def misfit(self, a: torch.Size, b: torch.Size) -> str:
-        """What is wrong with factors of these shapes."""
+        """Return a text with the expected shapes and these, for factors that do not fit."""
         expected = " x ".join(map(str, self.pieces[0].layer.inputs))
         return f"expected {expected} -> {self.outputs}, found {' x '.join(map(str, a[1:]))} -> {b[0]}"
 
@@ -111,18 +111,18 @@ class ModelLayers:
 
     @classmethod
     def of_table(cls, table: ModelTable) -> "ModelLayers":
-        """The layers of a model that is elsewhere."""
+        """Return the layers of a model that another process has, from its table."""
         found = cls({}, lambda name: None)
         found._kinds = table.modules
         for entry in table.layers:
             layer = ModelLayer(entry.names[0], None, [], entry.inputs, entry.outputs, entry.cut, known_dtype=dtype_named(entry.dtype))
             found._layers.update(dict.fromkeys(entry.names, layer))
-        # In the order of the modules: of two names for a layer the first is its own.
+        # In the order of the modules, because the first of a layer's names is its own.
         found._layers = {name: found._layers[name] for name in table.modules if name in found._layers}
         return found
 
     def table(self) -> tuple[dict[str, str], list[TableLayer]]:
-        """The class of each module, and all layers, for a process that has no model."""
+        """Return the class of each module, and all layers, for a process that has no model."""
         names: dict[int, list[str]] = {}
         for name, layer in self._layers.items():
             names.setdefault(id(layer), []).append(name)
@@ -130,11 +130,11 @@ class ModelLayers:
         return self._kinds, [TableLayer(names[id(layer)], layer.inputs, layer.outputs, name_of(layer.dtype), layer.cut) for layer in layers]
 
     def __iter__(self) -> Iterator[tuple[str, ModelLayer]]:
-        """Every name and its layer; not those whose work a fused one does."""
+        """Iterate over all names and their layers, but for layers that a fused one replaces."""
         return ((name, layer) for name, layer in self._layers.items() if self._fused_for(name) is None)
 
     def names(self) -> Iterator[str]:
-        """The names of all modules that can be wrapped; of fused projections also those of their parts."""
+        """Yield the names of all modules that can be wrapped, and of the parts of fused projections."""
         for name, layer in self._layers.items():
             yield name
             path, _, leaf = name.rpartition(".")
@@ -142,11 +142,11 @@ class ModelLayers:
                 yield from (f"{path}.{part}" for part in FUSED[leaf])
 
     def names_of_other_modules(self) -> Iterator[str]:
-        """The names of the modules that cannot be wrapped."""
+        """Iterate over the names of the modules that cannot be wrapped."""
         return (name for name in self._kinds if name not in self._layers)
 
     def own(self, name: str) -> ModelLayer:
-        """The layer of this very name; raises KeyError."""
+        """Return the layer with exactly this name; raises KeyError."""
         return self._layers[name]
 
     @property
@@ -155,19 +155,19 @@ class ModelLayers:
         return bool(self._layers)
 
     def find(self, name: str) -> LayerMatch:
-        """What a name means."""
+        """Find the layers, or parts of layers, that a name in an adapter means."""
         found = self._found.get(name)
         if found is None:
             pieces = tuple(self._look_up(name))
             inputs = without_points(pieces[0].layer.inputs) if pieces else ()
             found = LayerMatch(pieces, inputs, sum(piece.layer.outputs[piece.part] for piece in pieces))
-            # Names that mean nothing are anybody's, and there is no end of them.
+            # Unknown names are not cached: adapters may bring any number of them.
             if pieces:
                 self._found[name] = found
         return found
 
     def kind_of(self, name: str) -> str | None:
-        """The class of the module of a name."""
+        """Return the name of a module's class; None if there is no such module."""
         return self._kinds.get(name)
 
     def _look_up(self, name: str) -> list[Piece]:
@@ -184,7 +184,7 @@ class ModelLayers:
         return [*_pieces([(layer, 0) for layer in found])] if alike else []
 
     def _fused_for(self, name: str) -> Piece | None:
-        """The part of a fused layer that does the work of the layer of this name."""
+        """Return the part of a fused layer that replaces the layer of this name; None if there is none."""
         path, _, leaf = name.rpartition(".")
         for fused, parts in FUSED.items():
             layer = self._layers.get(f"{path}.{fused}") if leaf in parts else None
@@ -194,7 +194,7 @@ class ModelLayers:
 
 
 def can_be_wrapped(module: nn.Module) -> bool:
-    """Whether a module computes like a linear layer or a convolution, by its own forward."""
+    """Return whether a module is a linear layer, or a convolution without groups whose forward is torch's own."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return False  # `nn.MultiheadAttention` reads its weight and never calls it
     if isinstance(module, nn.Linear):
@@ -204,18 +204,21 @@ def can_be_wrapped(module: nn.Module) -> bool:
 
 
 def without_points(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape without sizes of 1 at its end."""
+    """Return a shape without the sizes of 1 at its end; the first size stays."""
     last = max((number for number, size in enumerate(shape) if size != 1), default=0)
     return tuple(shape[: last + 1])
 
 
 def stored_as(module: Any) -> Any:
-    """What tells the shape and dtype of a layer's weight: of four bits only their state does."""
+    """Return the object that has the shape and dtype of a layer's weight: a 4-bit weight's quantization state, or the weight."""
     return getattr(module.weight, "quant_state", module.weight)
 
 
 def order_of(layer: ModelLayer) -> tuple[str, list[int]]:
-    """Layers of one kind side by side, over all blocks: adapters name some kinds, and are then written by few copies."""
+    """Return a sort key that puts layers of one kind side by side, over all blocks.
+
+    An adapter changes some kinds of layers, so few copies then write it into a slot.
+    """
     return re.sub(r"\d+", "#", layer.name), [int(number) for number in re.findall(r"\d+", layer.name)]
 
 
@@ -229,7 +232,10 @@ def _layer(name: str, module: Any, parent: nn.Module, part: LinearPart | None) -
 
 
 def _sizes(parent: Any, leaf: str, total: int) -> tuple[int, ...]:
-    """Outputs of the parts of a fused projection: those of the separate layers beside it, or as the attention says, or all alike."""
+    """Return the outputs of each part of a fused projection.
+
+    They are those of the separate layers beside it, else those that the attention's dimensions give, else equal shares.
+    """
     parts = FUSED[leaf]
     separate = [getattr(parent, part, None) for part in parts]
     if all(isinstance(layer, nn.Linear) for layer in separate):
@@ -243,7 +249,7 @@ def _sizes(parent: Any, leaf: str, total: int) -> tuple[int, ...]:
 
 
 def _pieces(parts: Sequence[tuple[ModelLayer, int]]) -> Iterator[Piece]:
-    """The parts that share an A, with the rows of B one after the other."""
+    """Yield the parts of layers that share an A, with consecutive rows of B."""
     start = 0
     for layer, number in parts:
         stop = start + layer.outputs[number]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters there are, on two levels: registered in host memory, and active in one of the slots of the layers.
+"""The adapters of a rank on two levels: registered in host memory, and active in one of the slots of the layers.
 
-The plain manager refuses what finds no room; the other one makes room by letting the least recently used go. Adapters are
-known here by numbers only. What they hold, and who asks for them, is `model_manager`'s.
+The plain manager refuses an adapter without room; the other one makes room by evicting the least recently used. Adapters are
+known here by number only. `diffusion_manager` knows their files and the requests that use them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,12 +14,12 @@ import msgspec
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.pipeline_layers import HostAdapter, SlotUse
 
-# Rank of the adapters that a warm-up makes: real ones mostly have as many or more.
+# Rank of the adapters of a warm-up: real ones mostly have this rank or a larger one.
 DUMMY_RANK = 8
 
 
 class Slots(Protocol):
-    """What adapters are active in: `AdapterLayers`."""
+    """The layers with the slots that adapters are active in: `AdapterLayers`."""
 
     @property
     def max_rank(self) -> int:
@@ -38,7 +38,7 @@ class Slots(Protocol):
         """Empty a slot."""
 
     def rows(self, uses: Sequence[Sequence[SlotUse]]) -> AbstractContextManager[None]:
-        """Have the rows of a call use slots."""
+        """Make the rows of a call use slots, inside the `with` block alone."""
 
 
 class LoRAModel(msgspec.Struct, frozen=True):
@@ -50,10 +50,10 @@ class LoRAModel(msgspec.Struct, frozen=True):
 
 
 class LoRAModelManager:
-    """Adapters up to a capacity, some of them active in slots. Nothing goes but by a call."""
+    """A manager of adapters up to a capacity, some of them active in slots. It removes none unless a call asks for it."""
 
     def __init__(self, layers: Slots, *, slots: int, capacity: int) -> None:
-        """Raises ValueError for a capacity below the number of slots: what is active is registered."""
+        """Manage no adapters yet; raises ValueError if `capacity` is below `slots`, because active adapters are registered too."""
         if capacity < slots:
             raise ValueError(f"a capacity of {capacity} adapters is less than {slots} slots")
         self.lora_slots = slots
@@ -64,16 +64,16 @@ class LoRAModelManager:
         self._active: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Return how many adapters are registered."""
+        """Return the number of registered adapters."""
         return len(self._registered)
 
     @property
     def adapter_slots(self) -> int:
-        """Return how many adapters can be active at once: `lora_slots`, under the name that managers of any adapters have."""
+        """The number of adapters that can be active at once: `lora_slots`, under the name that managers of any adapters use."""
         return self.lora_slots
 
     def register_module(self, name: str) -> bool:
-        """Give the layer `component.path` its slots now, not when the first adapter names it; False if it has them.
+        """Give the layer `component.path` its slots now, not when the first adapter names it; return False if it has them.
 
         Raises:
             ValueError: there is no such layer, or none that may have adapters.
@@ -89,11 +89,11 @@ class LoRAModelManager:
         return LoRAModel(lora_int_id, "dummy", self._layers.dummy(rank))
 
     def get_dummy_lora_warmup_rank(self, default_rank: int = DUMMY_RANK) -> int:
-        """Return the rank for an adapter of a warm-up: the default, or the largest that fits where that is less."""
+        """Return the rank for an adapter of a warm-up: the default, or the largest that fits if that is less."""
         return min(default_rank, self._layers.max_rank)
 
     def set_adapter_mapping(self, mapping: Sequence[Mapping[int, float]]) -> AbstractContextManager[None]:
-        """Have each row of a call use adapters, given by row as id and strength; for the call inside of the `with` alone.
+        """Make each row of a call use adapters, given as a strength by id, inside the `with` block alone.
 
         Raises:
             ValueError: an adapter is in no slot.
@@ -102,7 +102,7 @@ class LoRAModelManager:
         return self._layers.rows(rows)
 
     def add_adapter(self, model: LoRAModel) -> bool:
-        """Register an adapter; False if one of its id is there.
+        """Register an adapter; return False if its id is registered already.
 
         Raises:
             RequestError: CapacityExceeded.
@@ -115,7 +115,7 @@ class LoRAModelManager:
         return True
 
     def activate_adapter(self, lora_int_id: int) -> bool:
-        """Put a registered adapter into a slot; False if it is in one.
+        """Put a registered adapter into a slot; return False if it is in one already.
 
         Raises:
             ValueError: it is not registered. RequestError: CapacityExceeded, no slot is free.
@@ -131,7 +131,7 @@ class LoRAModelManager:
         return True
 
     def deactivate_adapter(self, lora_int_id: int) -> bool:
-        """Take an adapter out of its slot; False if it is in none."""
+        """Take an adapter out of its slot; return False if it is in none."""
         slot = self._active.pop(lora_int_id, None)
         if slot is None:
             return False
@@ -144,11 +144,11 @@ class LoRAModelManager:
             self.deactivate_adapter(lora_int_id)
 
     def pin_adapter(self, lora_int_id: int) -> bool:
-        """Nothing is evicted here, so there is nothing to keep: raises NotImplementedError."""
+        """Raise NotImplementedError, because this manager evicts nothing and so has nothing to pin."""
         raise NotImplementedError(f"adapter {lora_int_id}: pinning is LRUCacheLoRAModelManager's, this manager evicts nothing")
 
     def remove_adapter(self, lora_int_id: int) -> bool:
-        """Take an adapter out of its slot and forget it; False if it is not registered."""
+        """Take an adapter out of its slot and forget it; return False if it is not registered."""
         self.deactivate_adapter(lora_int_id)
         return self._registered.pop(lora_int_id, None) is not None
 
@@ -158,15 +158,15 @@ class LoRAModelManager:
             self.remove_adapter(lora_int_id)
 
     def list_adapters(self) -> dict[int, LoRAModel]:
-        """The registered adapters by id, the least recently used first; a copy."""
+        """Return the registered adapters by id, the least recently used first, as a copy."""
         return dict(self._registered)
 
     def get_adapter(self, lora_int_id: int) -> LoRAModel | None:
-        """A registered adapter."""
+        """Return a registered adapter; None if the id is not registered."""
         return self._registered.get(lora_int_id)
 
     def slot_of(self, lora_int_id: int) -> int | None:
-        """The slot an adapter is active in."""
+        """Return the slot that an adapter is active in; None if it is in none."""
         return self._active.get(lora_int_id)
 
     def _slot(self, lora_int_id: int) -> int:
@@ -182,9 +182,9 @@ class LoRAModelManager:
 
 
 class LRUCacheLoRAModelManager(LoRAModelManager):
-    """Lets the least recently used go where there is no room, but none that is pinned and none that is in use.
+    """A manager that makes room by evicting the least recently used adapter, but none that is pinned or in use.
 
-    `in_use` tells the ids that running rows use: on all ranks the same, so that all let the same one go.
+    `in_use` returns the ids that running rows use: the same ones on all ranks, so that all evict the same adapter.
     """
 
     def __init__(self, layers: Slots, *, slots: int, capacity: int, in_use: Callable[[], Collection[int]] = frozenset) -> None:
@@ -194,7 +194,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         self._kept_active: set[int] = set()
 
     def add_adapter(self, model: LoRAModel) -> bool:
-        """Register an adapter, in the place of another one where there is no room; False if it was there, and is the newest now."""
+        """Register an adapter, evicting another if there is no room; return False if it was registered, and count it as used."""
         if model.id in self._registered:
             self.touch(model.id)
             return False
@@ -203,7 +203,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return super().add_adapter(model)
 
     def activate_adapter(self, lora_int_id: int) -> bool:
-        """Put an adapter into a slot, in the place of another one where none is free; False if it is in one."""
+        """Put an adapter into a slot, in the place of another if none is free; return False if it is in one already."""
         self._require(lora_int_id)
         self.touch(lora_int_id)
         if lora_int_id not in self._active and len(self._active) >= self.lora_slots:
@@ -213,22 +213,22 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return super().activate_adapter(lora_int_id)
 
     def remove_adapter(self, lora_int_id: int) -> bool:
-        """As in the plain manager; a pin goes with its adapter."""
+        """Take an adapter out of its slot, unpin it and forget it; return False if it is not registered."""
         self.unpin_adapter(lora_int_id)
         return super().remove_adapter(lora_int_id)
 
     def remove_oldest_adapter(self) -> bool:
-        """Forget the least recently used adapter that may go; False without any."""
+        """Forget the least recently used adapter that may be evicted; return False if there is none."""
         oldest = next(iter(self.evictable()), None)
         return oldest is not None and self.remove_adapter(oldest)
 
     def evictable(self) -> list[int]:
-        """The adapters that may go, the least recently used first."""
+        """Return the ids of the adapters that may be evicted, the least recently used first."""
         busy = self._kept | set(self._in_use())
         return [known for known in self._registered if known not in busy]
 
     def touch(self, lora_int_id: int) -> bool:
-        """Count an adapter as used just now; False if it is not registered."""
+        """Count an adapter as used just now; return False if it is not registered."""
         if lora_int_id not in self._registered:
             return False
         self._registered[lora_int_id] = self._registered.pop(lora_int_id)
@@ -240,7 +240,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         """Keep an adapter registered and active, until it is unpinned or removed.
 
         Raises:
-            ValueError: it is not registered. RequestError: CapacityExceeded, no slot can be had.
+            ValueError: it is not registered. RequestError: CapacityExceeded, no slot can be freed.
         """
         self._require(lora_int_id)
         self.activate_adapter(lora_int_id)
@@ -248,13 +248,13 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return self.keep_adapter(lora_int_id)
 
     def keep_adapter(self, lora_int_id: int) -> bool:
-        """Keep an adapter registered, and leave its slot to whoever needs one; raises ValueError if it is not registered."""
+        """Keep an adapter registered, while other adapters may take its slot; raises ValueError if it is not registered."""
         self._require(lora_int_id)
         self._kept.add(lora_int_id)
         return True
 
     def unpin_adapter(self, lora_int_id: int) -> bool:
-        """Let an adapter go as others do; False if it was not pinned."""
+        """Let an adapter be evicted again; return False if it was not pinned."""
         pinned = lora_int_id in self._kept
         self._kept.discard(lora_int_id)
         self._kept_active.discard(lora_int_id)

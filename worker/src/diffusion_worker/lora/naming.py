@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tensors of a file to pairs of factors by the model's own modules, by their names or through a conversion.
+"""Pairs of factors by the model's own modules, from the tensors of a file, by their names or through a conversion.
 
-Every tensor ends in a pair or is the alpha of one; a file of which one does not is refused with the first names.
+Every tensor must be in a pair or be the alpha of one. A file with other tensors is refused with the names of the first.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class NeedsValues(Exception):
-    """Raised by a conversion that cannot be made with tensors that have no values."""
+    """Raised when a conversion needs the values of tensors that have none."""
 
 
 class AdaptedModel(NamedTuple):
     """The model for which an adapter is read: modules by component, the component of names without one, and a converter.
 
-    For a model that is elsewhere `names` are those of its modules, by `component.path`.
+    For a model in another process `names` are those of its modules, by `component.path`.
     """
 
     components: Mapping[str, torch.nn.Module] = {}
@@ -33,7 +33,7 @@ class AdaptedModel(NamedTuple):
     names: Collection[str] = ()
 
     def has(self, module: str) -> bool:
-        """Whether `component.path` is a module of the model; without its components, whether it does not look like another's."""
+        """Return whether `component.path` is a module of the model; without a model, whether it has no prefix of an original model."""
         component, _, path = module.partition(".")
         if self.names:
             return module in self.names
@@ -46,7 +46,7 @@ class AdaptedModel(NamedTuple):
         return True
 
     def own_name(self, module: str) -> str:
-        """The name as the model has it: a CLIP text model may or may not have an inner module that all others are in."""
+        """Return the model's name for a module: some CLIP text encoders lack the inner `text_model` that names in a file begin with."""
         if not module.startswith("text_encoder"):
             return module
         component, _, path = module.partition(".")
@@ -62,7 +62,7 @@ class AdaptedModel(NamedTuple):
 
 
 class RawLoRAModule(NamedTuple):
-    """A module as the file has it: the names of its two factors, its rank, and its alpha where it has one of its own."""
+    """A module as the file has it: the names of its two factors, its rank, and its own alpha if it has one."""
 
     a: str
     b: str
@@ -71,7 +71,7 @@ class RawLoRAModule(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A pair of factors and what their product is multiplied with."""
+    """A pair of factors and the scaling of their product."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -79,11 +79,11 @@ class Factors(NamedTuple):
 
 
 def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, RawLoRAModule]:
-    """The modules of a file under the names that it gives them.
+    """Group the tensors of a file by module, under the file's own names.
 
     Raises:
-        RequestError: InvalidAdapter with the first tensor that is no part of a LoRA, or does not fit its other factor;
-            UnsupportedFormat with the kind of adapter, where it is another that is known.
+        RequestError: InvalidAdapter with the first tensor that is no part of a LoRA, or does not fit its other factor.
+            UnsupportedFormat with the kind of adapter, if it is another known kind.
     """
     parts: dict[str, dict[Part, str]] = {}
     unmatched = []
@@ -107,7 +107,9 @@ def bind(
     model: AdaptedModel,
     label: str,
 ) -> tuple[dict[str, Factors], Format]:
-    """The factors by `component.path`, in the naming of diffusers; `scaling` is asked for a module as the file has it.
+    """Return the factors by `component.path` in diffusers' naming, and the format of the file.
+
+    `scaling` returns the scaling of a module by its name in the file.
 
     Raises:
         RequestError: InvalidAdapter, or UnsupportedFormat for names that the model's pipeline cannot convert.
@@ -142,7 +144,7 @@ def bind(
 
 
 def first_of(names: list[str], count: int = 3) -> str:
-    """The first names, as they stand in a message."""
+    """Return the first `count` names for a message, and the number of the others."""
     return ", ".join(shown(name) for name in names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
@@ -162,8 +164,8 @@ def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch
 
 
 def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
-    """The rank where two factors meet; of a convolution the second one is one of 1 x 1, or plain."""
-    # Looked at once: asking a tensor takes longer than all that is done with the answer.
+    """Return the rank at which two factors meet; B of a convolution is 1 x 1 or a matrix. Raises RequestError (InvalidAdapter)."""
+    # Each shape is read once: asking a tensor takes longer than all checks of the answer.
     left, right = a.shape, b.shape
     fits = len(left) >= 2 and len(right) in (2, len(left)) and left[0] == right[1] and right[2:].count(1) == len(right) - 2
     if not fits or 0 in left or 0 in right:
@@ -179,12 +181,15 @@ def _converted(
     model: AdaptedModel,
     label: str,
 ) -> dict[str, Factors]:
-    """The factors as diffusers names and splits them; scaling is applied here, exactly, and alphas that scale nothing are given."""
+    """Return the factors as diffusers names and splits them, each pair with its scaling in the file.
+
+    diffusers never applies a scaling, which would round: the alphas that it gets scale nothing.
+    """
     assert model.convert is not None
     factors = {name: tensors[name] for module in written.values() for name in (module.a, module.b)}
     neutral = {f"{module}.alpha": torch.tensor(float(names.rank)) for module, names in written.items()}
     try:
-        # Some of its functions do not know alphas where others write them; some know a file only by them.
+        # Some functions of diffusers refuse alphas, and some recognise a file only by them: try without alphas, then with them.
         pairs = _pairs(model.convert(factors, label), written, scaling, model=model, label=label)
         if any(model.has(module) for module in pairs):
             return pairs
@@ -204,7 +209,7 @@ def _pairs(
     model: AdaptedModel,
     label: str,
 ) -> dict[str, Factors]:
-    """Converted tensors as pairs, each with the scaling of the module of the file that it came from."""
+    """Pair the converted tensors, each pair with the scaling of its module in the file; raises RequestError (InvalidAdapter)."""
     module_of = {name: module for module, names in written.items() for name in (names.a, names.b)}
     pairs: dict[str, Factors] = {}
     for module, names in modules_of({name: converted.tensor for name, converted in found.items()}, label).items():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peft's configuration says of an adapter: its scaling, module by module, and whether it is a plain LoRA at all.
+"""The settings of peft for an adapter: the scaling of each module, and whether the adapter is a plain LoRA at all.
 
-It is `adapter_config.json` of a peft folder, or what diffusers writes into a file's metadata. There,
+They are in `adapter_config.json` of a peft folder, or diffusers writes them into a file's metadata. There,
 `pipeline.save_lora_weights` puts a component's name before each field, and `model.save_lora_adapter` puts none.
-The rules are those of `peft.LoraConfig` 0.21: a pattern is a regular expression for the end of a module's name, the first that
-fits counts. A field that is not known here refuses the adapter: nobody can tell if it changes the scaling.
+The rules are those of `peft.LoraConfig` 0.21. A pattern is a regular expression for the end of a module's name, and the first
+that fits counts. An adapter with an unknown field is refused, because that field may change the scaling.
 """
 
 import json
@@ -26,7 +26,7 @@ from diffusion_worker.lora.regular_file import open_regular
 
 METADATA_KEY = "lora_adapter_metadata"
 MAX_CONFIG_BYTES = 4 << 20
-# Initial values that change the base model itself when peft loads the adapter; and those that only begin a training.
+# Initialisations that change the base model itself when peft loads the adapter, and those that matter only in training.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 _PLAIN_INITS = ("none", "true", "false", "gaussian", "eva", "orthogonal")
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "none")
@@ -35,7 +35,7 @@ _OTHER_KINDS = (
     "alora_invocation_tokens", "layer_replication", "megatron_config", "monteclora_config", "kasa_config", "use_bdlora", "arrow_config",
     "velora_config",
 )  # fmt: skip
-# About training, or about which modules get factors, which the tensors themselves show.
+# Fields about training, or about the modules that get factors, which the tensors themselves show.
 _WITHOUT_EFFECT = (
     "peft_type", "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
     "init_lora_weights", "megatron_core", "loftq_config", "eva_config",
@@ -60,10 +60,10 @@ class PeftSettings(msgspec.Struct, frozen=True):
     base_model_name_or_path: str | None = None
 
     def scaling(self, module: str, rank: int, label: str) -> float:
-        """alpha / r (with rank-stabilised scaling alpha / sqrt(r)) of a module whose factors have this rank.
+        """Return alpha / r (with rank-stabilised scaling alpha / sqrt(r)) of a module whose factors have this rank.
 
         Raises:
-            RequestError: InvalidAdapter where the rank is another than here, or the module is no target.
+            RequestError: InvalidAdapter if the settings have another rank, or the module is no target.
         """
         expected = _first_fit(self.rank_pattern, module, self.r, label)
         if expected != rank:
@@ -77,7 +77,7 @@ class PeftSettings(msgspec.Struct, frozen=True):
 
     @property
     def alpha(self) -> float | None:
-        """The alpha where there is one for all modules."""
+        """The alpha, if all modules share one."""
         alphas = {self.lora_alpha, *(self.alpha_pattern or {}).values()}
         return float(self.lora_alpha) if len(alphas) == 1 else None
 
@@ -90,7 +90,7 @@ class PeftSettings(msgspec.Struct, frozen=True):
         return _named_in(targets, module)
 
     def _excluded_by(self, module: str, label: str) -> str | None:
-        """The setting by which peft gives a target module no factors; None where it gets them."""
+        """Return the setting by which peft excludes a target module; None if it does not."""
         excluded = self.exclude_modules
         if isinstance(excluded, str):
             named = bool(excluded) and _match(excluded, module, label, re.fullmatch) is not None
@@ -99,14 +99,14 @@ class PeftSettings(msgspec.Struct, frozen=True):
         if named:
             return "exclude_modules"
         layers = self.layers_to_transform
-        # A module with its full name among the targets is taken in any layer, like in peft.
+        # Like in peft, a module whose full name is among the targets is a target in any layer.
         if layers is None or layers == [] or (isinstance(self.target_modules, list) and module in self.target_modules):
             return None
         wanted = [layers] if isinstance(layers, int) else layers
         return None if self._layer_of(module, label) in wanted else "layers_to_transform"
 
     def _layer_of(self, module: str, label: str) -> int | None:
-        """The number of the layer that a module is in: the first one in its name, or after what `layers_pattern` says."""
+        """Return the number of a module's layer: the first one in its name, or the one after a name of `layers_pattern`."""
         names = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         if not names or names == [""]:
             patterns = [r".*?\.[^.]*\.(?P<idx>\d+)\."]
@@ -120,7 +120,7 @@ def read_settings(path: Path, label: str, *, root: Path | None = None) -> PeftSe
     """Read `adapter_config.json`.
 
     Raises:
-        RequestError: InvalidAdapter, or UnsupportedFormat for what is no plain LoRA.
+        RequestError: InvalidAdapter, or UnsupportedFormat if the adapter is no plain LoRA.
     """
     try:
         with os.fdopen(open_regular(path, label, root=root), "rb") as file:
@@ -134,13 +134,13 @@ def read_settings(path: Path, label: str, *, root: Path | None = None) -> PeftSe
 
 
 def settings_in_metadata(metadata: Mapping[str, str], label: str, *, denoiser: str) -> dict[str, PeftSettings]:
-    """By component, what diffusers wrote beside the tensors; empty where it wrote nothing.
+    """Read the settings that diffusers wrote beside the tensors, by component; empty if it wrote none.
 
     Fields without a component's name are the denoiser's: `save_lora_adapter` writes the adapter of a single model, and only
     denoisers have that method.
 
     Raises:
-        RequestError: InvalidAdapter, or UnsupportedFormat for what is no plain LoRA, or is not understood.
+        RequestError: InvalidAdapter, or UnsupportedFormat if the adapter is no plain LoRA or has unknown settings.
     """
     text = metadata.get(METADATA_KEY)
     if text is None:
@@ -171,7 +171,7 @@ def _decode(data: bytes, label: str) -> dict[str, Any]:
 
 
 def _settings(document: dict[str, Any], label: str) -> PeftSettings:
-    """What peft would not apply by these factors alone is refused by name."""
+    """Convert fields to settings; raises RequestError, UnsupportedFormat for fields that need more than the factors."""
     found = [f"{field} {ascii(document[field])[:80]}" for field in _OTHER_KINDS if document.get(field) not in _NEUTRAL]
     if document.get("peft_type", "LORA") != "LORA":
         found.insert(0, f"peft_type {ascii(document['peft_type'])[:80]}")
@@ -184,7 +184,7 @@ def _settings(document: dict[str, Any], label: str) -> PeftSettings:
         settings = msgspec.convert(document, PeftSettings)
     except msgspec.ValidationError as error:
         raise _invalid(f"{label} is wrong: {error}") from None
-    # A comparison: a whole number may be too large to be a float at all.
+    # Compared, because `math.isfinite` fails for a whole number that is too large for a float.
     if not all(abs(alpha) <= sys.float_info.max for alpha in (settings.lora_alpha, *(settings.alpha_pattern or {}).values())):
         raise _invalid(f"{label}: lora_alpha is not finite")
     _check_layers(settings, label)
@@ -192,7 +192,7 @@ def _settings(document: dict[str, Any], label: str) -> PeftSettings:
 
 
 def _check_layers(settings: PeftSettings, label: str) -> None:
-    """Refuse what `peft.LoraConfig` refuses: nobody can tell which modules are meant."""
+    """Refuse combinations of settings that `peft.LoraConfig` refuses, because their target modules are ambiguous."""
     layers = settings.layers_to_transform not in (None, [])
     if layers and isinstance(settings.target_modules, str):
         raise _invalid(f"{label}: expected target_modules as a list beside layers_to_transform, found {shown(settings.target_modules)}")

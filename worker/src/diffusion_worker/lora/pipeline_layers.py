@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All layers of a pipeline that adapters change: strict binding, the slots, and which rows of a call use which of them.
+"""All layers of a pipeline that adapters change: the binding of adapters, the slots, and the use of slots by the rows of a call.
 
-A layer is named `component.path` (`transformer.blocks.0.attn.to_q`, `text_encoder.…`) and is wrapped when the first adapter names it,
-before a model is compiled, or at once where the deployment names its target modules.
+A layer is named `component.path` (`transformer.blocks.0.attn.to_q`, `text_encoder.…`). It is wrapped when the first adapter names it,
+or before its model is compiled. If the deployment names target modules, these are wrapped at once.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from diffusion_worker.memory.slabs import resident_bytes
 
 __all__ = ["AdapterLayers", "HostAdapter", "SlotUse"]
 
-# Calls whose rows are remembered: requests ask for the same at every step.
+# Number of calls whose rows are cached: requests use the same adapters at every step.
 MOST_CALLS = 64
 
 
@@ -53,12 +53,11 @@ class AdapterLayers:
         target_modules: Sequence[str] = (),
         asleep: bool = False,
     ) -> None:
-        """`components` are the modules adapters may change, by component name; `device` is where they compute.
+        """Find the layers of `components`, the modules that adapters may change by component name, and wrap the targets.
 
-        `asleep`: slots take no memory before `restore`.
-
-        `part_of` tells, by the name of a linear layer, which part of it this rank has; None means all.
-        `target_modules` are suffixes of names, the only layers that adapters may change; none means any.
+        `device` is the device on which the components compute. With `asleep` slots take no memory before `restore`.
+        `part_of` returns this rank's part of a linear layer by its name; None means all of it.
+        `target_modules` are suffixes of the names of the only layers that adapters may change; none means any.
 
         Raises:
             ConfigError: a target is the name of no layer that can be wrapped.
@@ -82,7 +81,7 @@ class AdapterLayers:
 
     @property
     def any_wrapped(self) -> bool:
-        """Whether some layer has slots."""
+        """Return whether some layer has slots."""
         return bool(self._wrapped)
 
     @property
@@ -92,35 +91,35 @@ class AdapterLayers:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all slots on the device."""
+        """Bytes of all slots on the device."""
         return sum(segment.nbytes for segment in self._segments)
 
     @property
     def resident_bytes(self) -> int:
-        """What of it is taken now."""
+        """Bytes of all slots that are allocated now."""
         return resident_bytes([segment.slab for segment in self._segments])
 
     def release(self) -> None:
-        """Give the memory of all slots back, in which nothing is active any more."""
+        """Free the memory of all slots. Call it while no adapter is active."""
         self._asleep = True
         for segment in self._segments:
             segment.release()
 
     def restore(self) -> None:
-        """Have all slots again, empty; raises MemoryError or torch's own error where there is no room."""
+        """Allocate all slots again, empty; raises MemoryError or torch's own error if there is no room."""
         for segment in self._segments:
             segment.restore()
         self._asleep = False
 
     def make_static(self, regions: Iterable[nn.Module]) -> None:
-        """Give every layer inside of these its slots now: what is compiled then knows them, whoever uses them later."""
+        """Give every layer inside these modules its slots now, so that compiled code has them for any later adapter."""
         self._static = True
         inside = {id(part) for region in regions for part in region.modules()}
         if not self._envelope.targets:
             self._wrap(layer for _, layer in self._model if id(layer.base) in inside)
 
     def register_module(self, name: str) -> bool:
-        """Give the layer `component.path` its slots now, not when the first adapter names it; False if it has them.
+        """Give the layer `component.path` its slots now, not when the first adapter names it; return False if it has them.
 
         Raises:
             ValueError: there is no such layer, or none that may have adapters.
@@ -133,7 +132,7 @@ class AdapterLayers:
         return bool(new)
 
     def unregister_modules(self) -> None:
-        """Put every layer back in the place of its wrapper, and give the memory of all slots back. No call runs."""
+        """Put every layer back in the place of its wrapper, and free the memory of all slots. Call it while no call runs."""
         for layer in self._wrapped:
             for parent, child in layer.places:
                 setattr(parent, child, layer.base)
@@ -175,7 +174,7 @@ class AdapterLayers:
         return self.open(laid_out.layout, buffer)
 
     def open(self, layout: Layout, buffer: torch.Tensor) -> HostAdapter:
-        """Use an adapter where it lies, and give its layers slots. Raises KeyError or ValueError for one of another model."""
+        """Return an adapter that uses the buffer in place, and give its layers slots; raises KeyError or ValueError for another model's."""
         self._wrap(self._model.own(block.layer) for block in layout.blocks)
         return open_layout(layout, buffer, lambda layer: self._wrapped[self._model.own(layer)])
 
@@ -184,13 +183,13 @@ class AdapterLayers:
         return self._model.table()
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
-        """Put an adapter into a slot, in the place of whatever is there. It is copied by `fill`, at the latest when it is used."""
+        """Put an adapter into a slot, in the place of another. `fill` makes the copy, at the latest when the slot is used."""
         self.clear(slot)
         self._filling[slot] = self._pieces(slot, adapter)
 
     def _pieces(self, slot: int, adapter: HostAdapter) -> Iterator[int]:
-        """Copy an adapter piece by piece; yields the bytes of each."""
-        # Also where it has nothing: compiled code looks there all the same.
+        """Copy an adapter into a slot piece by piece, and yield the bytes of each piece."""
+        # Segments without values of the adapter are written too, because compiled code reads them.
         for segment in self._segments:
             yield from segment.write_in_pieces(slot, [run for run in adapter.runs if run.segment is segment])
         for layer, part in adapter.parts:
@@ -200,7 +199,7 @@ class AdapterLayers:
 
     @torch.inference_mode(mode=False)
     def fill(self, slots: Container[int] | None = None, *, at_most: int | None = None) -> None:
-        """Go on with the copies of slots, of all by default, until they are done or so many bytes were copied."""
+        """Continue the copies into `slots` (None: all), until they are done or `at_most` bytes were copied."""
         done = 0
         for slot in [slot for slot in self._filling if slots is None or slot in slots]:
             for size in self._filling[slot]:
@@ -210,17 +209,17 @@ class AdapterLayers:
             del self._filling[slot]
 
     def is_filled(self, slot: int) -> bool:
-        """Return whether nothing of a slot is left to be copied."""
+        """Return whether the copy into a slot is complete."""
         return slot not in self._filling
 
     def holds(self, slot: int, adapter: HostAdapter) -> bool:
-        """Whether a slot is what `write` makes of an adapter: its layers look there, and find its factors."""
+        """Return whether a slot is as `write` leaves it for an adapter: its layers use the slot and find the adapter's factors."""
         self.fill([slot])
         named = all(layer.parts[part].named >> slot & 1 for layer, part in adapter.parts)
         return named and self._layout.ranks[slot] == adapter.rank and all(run.segment.holds(slot, run) for run in adapter.runs)
 
     def clear(self, slot: int) -> None:
-        """Empty a slot. Its memory is as it was until something else is written there, and nothing looks at it."""
+        """Empty a slot. The memory keeps the old values until the next write, but no layer uses them."""
         self._filling.pop(slot, None)
         adapter = self._active.pop(slot, None)
         for layer, part in adapter.parts if adapter else ():
@@ -230,10 +229,10 @@ class AdapterLayers:
 
     @contextmanager
     def rows(self, uses: Uses) -> Iterator[None]:
-        """While a call of a component runs: the adapters of each of its rows.
+        """Make each row of a call of a component use its slots, inside the `with` block alone.
 
         Raises:
-            RowsCannotBeToldApart: rows use other adapters, and a layer that these name does not see those rows.
+            RowsCannotBeToldApart: rows use different adapters, but a layer that these change does not see the rows.
         """
         if not any(use.scale for row in uses for use in row):
             yield
@@ -261,14 +260,14 @@ class AdapterLayers:
     def _require_told_apart(self, call: RowAdapters) -> None:
         for name, layer in self._holder.folding.items() if not call.shared else ():
             if layer.named_by(call.mask):
-                raise RowsCannotBeToldApart(f"{name} does not see the rows of a call: adapters cannot be told apart")
+                raise RowsCannotBeToldApart(f"{name} does not see the rows of a call: adapters cannot be kept apart")
 
     def _learn_from_compiled(self) -> None:
-        """What compiled code found out about its layers when it ran, and could not say."""
+        """Add the layers that compiled code has marked as not seeing the rows of a call to the holder's `folding`."""
         self._holder.folding |= {layer.name: layer for layer, _, _ in self._wrapped.values() if layer.folds}
 
     def _wrap(self, layers: Iterable[ModelLayer]) -> None:
-        """Give layers their slots, those that have none: one segment for all of a dtype."""
+        """Wrap the layers that have no slots yet, and give them slots: one segment for all layers of a dtype."""
         new = sorted(dict.fromkeys(layer for layer in layers if layer not in self._wrapped), key=lambda layer: order_of(layer))
         alike: dict[torch.dtype, list[ModelLayer]] = {}
         for layer in new:
@@ -294,6 +293,6 @@ class AdapterLayers:
 
 
 def _zeros(columns: Columns, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """An A and a B that fill these columns."""
+    """Return an A [rank, in] and a B [out, rank] of zeros that fill these columns."""
     a, b = columns.a.stop - columns.a.start, columns.b.stop - columns.b.start
     return torch.zeros(rank, a, dtype=dtype), torch.zeros(b, rank, dtype=dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a few-step adapter wants to be used: JSON in its file's metadata, under `diffusion_recipe`."""
+"""The settings that a few-step adapter requires: JSON in its file's metadata, under `diffusion_recipe`."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ MAX_STEPS = 1000
 
 
 def read_recipe(metadata: Mapping[str, str], label: str) -> Recipe | None:
-    """The recipe of a file; None where it has none.
+    """Read the recipe from a file's metadata; None if there is none.
 
     Raises:
         RequestError: InvalidAdapter that names the field.
@@ -35,7 +35,7 @@ def read_recipe(metadata: Mapping[str, str], label: str) -> Recipe | None:
 
 
 def _rules(recipe: Recipe) -> list[tuple[str, str, bool]]:
-    """For each field that is there: its name, what is expected of it, and whether it is so."""
+    """Return, for each field that is set, its name, the expected value, and whether the field is as expected."""
     sigmas = recipe.sigmas
     rules = []
     if recipe.steps is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens what an adapter brings: regular files and folders only, which nothing makes wait, beneath a root where there is one.
+"""Safe opening of an adapter's files: regular files and folders only, which cannot block, and beneath a root if there is one.
 
 The kernel itself refuses names and links that lead out of the root (`openat2`), so nothing can be exchanged between a check and the
-opening. Kernels and sandboxes without that call get a walk from folder to folder. A file is looked at by a descriptor that opens
-nothing, and only a regular one is then opened through it.
+opening. Kernels and sandboxes without that call get a walk from folder to folder. A file is first inspected through an `O_PATH`
+descriptor, which does not open it. Only a regular file is then opened through that descriptor.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ from diffusion_worker.errors import ErrorCode, RequestError
 OPENAT2 = 437
 RESOLVE_NO_MAGICLINKS, RESOLVE_BENEATH = 0x02, 0x08
 MAX_LINKS = 40
-# Renames on the way make the kernel ask for another try.
+# Renames during the call make the kernel ask for another try.
 TRIES = 20
-# Without the call: the kernel's own answer, and that of a sandbox that does not know it.
+# Errors where the call is missing: a kernel's own, and that of a sandbox that does not know the call.
 _NO_CALL = (errno.ENOSYS, errno.EPERM)
 _LOOK = os.O_PATH | os.O_CLOEXEC
 _KINDS = {
@@ -55,7 +55,7 @@ def open_regular(path: Path, label: str, *, root: Path | None = None) -> int:
 
 
 def names_in(path: Path, label: str, *, root: Path | None = None) -> list[str] | None:
-    """List a folder's names in order; None where it is no folder.
+    """List a folder's names in order; None if it is no folder.
 
     Raises:
         RequestError: InvalidAdapter as `open_regular`.
@@ -71,7 +71,7 @@ def names_in(path: Path, label: str, *, root: Path | None = None) -> list[str] |
 
 @contextmanager
 def _looked_at(path: Path, label: str, root: Path | None) -> Iterator[int]:
-    """A descriptor of what has this name, which is not opened by it."""
+    """Yield an `O_PATH` descriptor of a file or folder, which does not open it; raises RequestError (InvalidAdapter)."""
     try:
         found = os.open(path, _LOOK) if root is None else open_beneath(root, path)
     except (OSError, ValueError) as error:
@@ -83,7 +83,7 @@ def _looked_at(path: Path, label: str, root: Path | None) -> Iterator[int]:
 
 
 def open_beneath(root: Path, path: Path) -> int:
-    """Find a name beneath a root without opening it; raises OSError (EXDEV where it or a link leads out), or ValueError."""
+    """Return an `O_PATH` descriptor of a path beneath a root; raises OSError (EXDEV if it or a link leads out) or ValueError."""
     try:
         names = path.relative_to(root)
     except ValueError:

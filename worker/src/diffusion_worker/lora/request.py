@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapter: its name, the id it is registered under in this rank group, and the folder or file it comes from."""
+"""Requests for adapters: a name, the id in this rank group, the folder or file, and the options of the load."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ import msgspec
 class LoRARequest(msgspec.Struct, frozen=True):
     """An adapter to load, by an id above 0 that no other load in the life of a rank group has.
 
-    With a `lora_root` nothing outside of that folder is read.
+    With a `lora_root` nothing outside that folder is read.
     """
 
     lora_name: str
@@ -17,11 +17,11 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a load beside the adapter: what its file must be, and who may go for it.
+    """Conditions of a load: requirements on the adapter, and the adapters that may be evicted for it.
 
-    `digest` is that of the weights file, `identity` that of its effect. Only `components` are used; none stands for all that it
-    has. `format` says how it must be written, `expected_rank` its rank. `evict` are the ids that may be evicted for it, the first
-    ones first; None leaves the choice to the manager. Nothing is evicted for an adapter that is refused.
+    `digest` is the required digest of the weights file, `identity` that of the effect; `format` and `expected_rank` are required
+    too if set. Only `components` are used; none means all that the adapter has. `evict` lists the ids that may be evicted, in
+    this order; None leaves the choice to the manager. Nothing is evicted for an adapter that is refused.
     """
 
     digest: str | None = None

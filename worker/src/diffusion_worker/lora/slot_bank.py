@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device memory of adapters: layers that were wrapped together share one buffer [slots, largest rank, columns].
 
-Every part of a layer has columns for its A and, behind the A of all, columns for its B, transposed. The rank is outermost in a
-slot, so an adapter of rank r is the first r rows of it: one that names all layers is written by two copies of rows, and
-what it does not reach is zero. A buffer never moves, and while the model sleeps it has no memory: its slots are empty then.
+Every part of a layer has columns for its A and, behind the A of all parts, columns for its B, transposed. The rank is a slot's
+outer dimension, so an adapter of rank r fills the slot's first r rows. An adapter that changes all layers is written by two
+copies; columns that it does not fill are zero. A buffer never moves. While the model sleeps it has no memory, and its slots
+are empty.
 """
 
 import functools
@@ -16,7 +17,7 @@ from diffusion_worker.memory.slabs import Slab, blank, make_slab
 
 # Columns of a part begin at multiples of this, so that the rows of a slot are aligned for the matrix kernels.
 ALIGNMENT = 8
-# Zeroing or copying so much takes a few milliseconds at most, also where it is scaled and rounded by one thread.
+# Zeroing or copying a piece of this size takes a few milliseconds at most, even if one thread scales and rounds it.
 PIECE_BYTES = 8 << 20
 # The first write to a slot takes its pages from the system: 3 ms a MiB on a CPU, in place of 0.1 ms.
 FRESH_COST = 8
@@ -30,7 +31,7 @@ class Widths(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Where the A and the B of a part are."""
+    """The columns of a part's A and of its B."""
 
     a: slice
     b: slice
@@ -45,7 +46,7 @@ class Scaling(NamedTuple):
 
 
 class ColumnRun(NamedTuple):
-    """What an adapter has for adjacent columns of a segment: [rank, columns], in the dtype of its file."""
+    """The values of an adapter for adjacent columns of a segment: [rank, columns], in the dtype of its file."""
 
     segment: "Segment"
     start: int
@@ -54,12 +55,12 @@ class ColumnRun(NamedTuple):
 
     @property
     def span(self) -> "Span":
-        """The place that it fills."""
+        """The columns and rows of a slot that it fills."""
         return Span(self.start, self.start + self.values.shape[1], self.values.shape[0])
 
 
 class Span(NamedTuple):
-    """Columns of a slot whose first rows hold something."""
+    """Columns of a slot, of which the first `rank` rows are filled."""
 
     start: int
     stop: int
@@ -67,7 +68,7 @@ class Span(NamedTuple):
 
 
 class Segment:
-    """The buffer of some layers."""
+    """The buffer of the layers of one dtype that were wrapped together."""
 
     @torch.inference_mode(False)
     def __init__(
@@ -80,7 +81,7 @@ class Segment:
         device: torch.device,
         released: bool = False,
     ) -> None:
-        """A `released` one takes no memory of the device before `restore`, and must not be written to."""
+        """Allocate empty slots; with `released` they have no device memory, and must not be written to, before `restore`."""
         self._slots, self._max_rank = slots, max_rank
         self.columns, self._total = _layout(widths)
         self._dtype = dtype
@@ -99,28 +100,28 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all slots."""
+        """Bytes of all slots."""
         return self.rows.numel() * self.rows.element_size()
 
     def release(self) -> None:
-        """Give the memory back; what was in the slots is gone."""
+        """Free the memory; the content of all slots is lost."""
         self._slab.release()
         self._written = [[] for _ in range(self._slots)]
         self._used.clear()
 
     def restore(self) -> None:
-        """Have empty slots again; raises MemoryError or torch's own error where there is no room."""
+        """Allocate empty slots again; raises MemoryError or torch's own error if there is no room."""
         self._slab.restore()
         if self._slab.address_range is None:  # the pages of a CPU's are zero, and cost nothing before they are written
             self._slab.bytes.zero_()
 
     @torch.inference_mode(False)
     def of(self, columns: slice) -> torch.Tensor:
-        """Some columns of all slots: [slots x largest rank, columns]."""
+        """Return some columns of all slots: [slots x largest rank, columns]."""
         shape = torch.Size((self._slots * self._max_rank, columns.stop - columns.start))
 
         def part(slab: torch.Tensor) -> torch.Tensor:
-            # A tensor of its own and no view: what compiles a layer looks at what a view is made of.
+            # A tensor of its own and no view, because the compiler of a layer also inspects the base of a view.
             like = torch.empty(0, dtype=self._dtype, device=slab.device)
             found: torch.Tensor = like.set_(slab.untyped_storage(), columns.start, shape, (self._total, 1))
             return found
@@ -130,19 +131,19 @@ class Segment:
         return lent
 
     def of_slot(self, slot: int) -> torch.Tensor:
-        """The rows of a slot."""
+        """Return the rows of a slot: [largest rank, all columns]."""
         return self.rows[slot * self._max_rank : (slot + 1) * self._max_rank]
 
     def write(self, slot: int, runs: Sequence[ColumnRun]) -> None:
-        """Have these in a slot and nothing else. No more is zeroed than what was there and is not overwritten."""
+        """Fill a slot with these runs alone; of its old values only those that are not overwritten are zeroed."""
         for _ in self.write_in_pieces(slot, runs):
             pass
 
     def write_in_pieces(self, slot: int, runs: Sequence[ColumnRun]) -> Iterator[int]:
-        """Do as `write`, and yield after each piece its bytes, weighed by their cost: few enough that a step may wait for one."""
+        """Do as `write`, and yield after each piece its bytes, weighted by their cost; a step may wait for one piece."""
         rows = self.of_slot(slot)
         ranks = {(run.span.start, run.span.stop): run.span.rank for run in runs}
-        # On all ranks alike, so that all of them are done in one tick.
+        # The cost is the same on all ranks, so that all of them finish in the same tick.
         cost = 1 if slot in self._used else FRESH_COST
         before, self._written[slot] = self._written[slot], [*self._written[slot], *(run.span for run in runs)]
         for span in before:
@@ -155,7 +156,7 @@ class Segment:
 
     @torch.no_grad()
     def holds(self, slot: int, run: ColumnRun) -> bool:
-        """Whether a slot has what `write` makes of this run."""
+        """Return whether a slot has the values that `write` makes of this run."""
         span = run.span
         found = self.of_slot(slot)[: span.rank, span.start : span.stop]
         expected = torch.empty(found.shape, dtype=found.dtype, device=found.device)
@@ -164,7 +165,7 @@ class Segment:
 
 
 def _layout(widths: Sequence[Widths]) -> tuple[list[Columns], int]:
-    """The columns of each part, and how many there are in all."""
+    """Return the columns of each part, and the number of columns in all."""
     starts, end = [], 0
     for width in (*(each.a for each in widths), *(each.b for each in widths)):
         starts.append(end)
@@ -183,9 +184,9 @@ def fits(values: torch.Tensor, factor: float, dtype: torch.dtype) -> bool:
 
 
 def _in_pieces(target: torch.Tensor, act: Callable[[torch.Tensor, int, int], None], cost: int) -> Iterator[int]:
-    """Act on some rows after the others, on a long row part by part, with the numbers of the first row and column.
+    """Call `act` on each piece of the target, with the numbers of its first row and column, and yield the bytes times `cost`.
 
-    Rows first: what lies side by side touches the fewest pages, and pages of a slot that was never used are costly.
+    A piece is some whole rows, or a part of a long row. Adjacent bytes touch the fewest pages, and pages of a new slot are costly.
     """
     rows, columns = target.shape
     most = max(1, PIECE_BYTES // cost)

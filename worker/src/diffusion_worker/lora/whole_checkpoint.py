@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters by a conversion that was written for whole checkpoints of a model, where diffusers has none for adapters.
+"""Conversion of adapters by a function for whole checkpoints of a model, used if diffusers has none for adapters.
 
-Such a conversion renames weights, splits their rows and swaps halves of them. All of that is as right for the second factor of
-a LoRA, which has the rows of its weight, so it is given that in the weight's place; the first factor is the same for all parts.
-Weights that the adapter says nothing of are stood in for by a few rows, and forgotten.
+Such a function renames weights, splits their rows and swaps halves of them. All of that is right for the second factor of a LoRA
+too, because it has the rows of its weight. So the function gets this factor in the weight's place; the first factor is the same
+for all parts. A few rows stand in for weights that the adapter does not change, and are dropped afterwards.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,17 +14,17 @@ import torch
 from diffusion_worker.lora.formats import Part, take_apart
 
 PREFIXES = ("lora_unet_", "diffusion_model.")
-# Rows of what stands in: projections are split in three, modulations in two.
+# Rows of a stand-in: projections are split in three, modulations in two.
 STAND_IN_ROWS = 6
 
 
 class PaddedSD3Checkpoint(dict[str, torch.Tensor]):
-    """What the conversion of Stable Diffusion 3 takes for a whole checkpoint."""
+    """A mapping that the conversion of Stable Diffusion 3 takes for a whole checkpoint."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], *, blocks: int, dual: tuple[int, ...]) -> None:
-        """`weights` by names with underscores only.
+        """Present `weights`, given by names with underscores only, as a checkpoint.
 
-        It looks at names for the number of blocks, and for those that have a second attention: both are told here.
+        The conversion derives from names the number of blocks, and the blocks with a second attention: `blocks` and `dual`.
         """
         super().__init__()
         self._weights = weights
@@ -35,7 +35,7 @@ class PaddedSD3Checkpoint(dict[str, torch.Tensor]):
         return iter([self._last])
 
     def keys(self) -> Any:
-        """Names by which it finds the blocks with a second attention."""
+        """Return names from which the conversion finds the blocks with a second attention."""
         return self._dual.keys()
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -44,7 +44,7 @@ class PaddedSD3Checkpoint(dict[str, torch.Tensor]):
         return torch.zeros(STAND_IN_ROWS, 1) if found is None else found
 
     def pop(self, name: str, *_: Any) -> torch.Tensor:
-        """The weight of a name; nothing is taken out."""
+        """Return the weight of a name, without removing it."""
         return self[name]
 
 
@@ -56,9 +56,9 @@ def convert_sd3(
     dual: tuple[int, ...],
     source_of: Callable[[torch.Tensor], str | None],
 ) -> dict[str, torch.Tensor]:
-    """The factors of the denoiser under diffusers' names, without those whose weights the conversion does not ask for.
+    """Return the factors of the denoiser under diffusers' names, without those whose weights the conversion does not use.
 
-    `source_of` tells the name of the tensor that a converted one was made of.
+    `source_of` returns the name of the tensor that a converted one was made of.
     """
     first: dict[str, torch.Tensor] = {}
     second: dict[str, torch.Tensor] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the layers that an adapter's names mean, all of them, or refuses it by the first names that mean nothing here."""
+"""Binding of an adapter's names to the model's layers; an adapter is refused with the first names that are unknown or do not fit."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ MOST_NAMES = 3
 
 
 class AdapterBinding:
-    """Binds adapters to a model, whose layers are its own or those of a table. `components` are the classes of its components."""
+    """The binding of adapters to the layers of a model, or of its table. `components` has the class of each component."""
 
     def __init__(self, model: ModelLayers, allowlist: LayerAllowlist, components: Mapping[str, str], *, max_rank: int) -> None:
         self._model = model
@@ -63,7 +63,7 @@ class AdapterBinding:
 
 
 def write_checked(laid_out: LaidOut, buffer: torch.Tensor, *, name: str) -> None:
-    """Write an adapter; raises RequestError (InvalidAdapter) with the first module whose factors a slot cannot hold."""
+    """Write an adapter into a buffer; raises RequestError (InvalidAdapter) with the first module whose values overflow in a slot."""
     if (wrong := laid_out.write(buffer)) is not None:
         kind = str(wrong.layer.dtype).removeprefix("torch.")
         found = f"with its scaling of {wrong.scaling:g} it has values that are not finite in {kind}"
@@ -71,7 +71,7 @@ def write_checked(laid_out: LaidOut, buffer: torch.Tensor, *, name: str) -> None
 
 
 def components_of(checkpoint: LoRACheckpoint) -> frozenset[str]:
-    """The components that an adapter changes."""
+    """Return the components that an adapter changes."""
     return frozenset(module.partition(".")[0] for module in checkpoint.modules)
 
 
@@ -88,7 +88,7 @@ def _flat(factor: torch.Tensor) -> torch.Tensor:
 
 
 def _require_once(adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]]) -> None:
-    """Refuse an adapter that has a layer by two names: which of both is meant?"""
+    """Refuse an adapter that names a layer twice, because it is unclear which factors are meant."""
     counts = Counter([(id(piece.layer), piece.part) for _, piece, _ in found])
     if len(counts) < len(found):
         twice = [name for name, piece, _ in found if counts[id(piece.layer), piece.part] > 1]

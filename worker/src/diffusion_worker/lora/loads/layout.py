@@ -2,7 +2,7 @@
 """An adapter laid out in one run of bytes: its factors side by side in matrices [rank, columns], in the order of the slot bank.
 
 The process of a load writes it, and a rank uses it where it lies. Columns that are adjacent here and in the bank are one copy.
-Nothing of it depends on which layers a rank has slots for by now.
+The layout does not depend on the layers that have slots at the time.
 """
 
 import itertools
@@ -26,7 +26,7 @@ ALIGNMENT = 64
 class Bound(NamedTuple):
     """Factors for one part of a layer, as a rank has it: `a` [rank, in], `b` [out, rank], in the dtype of their file.
 
-    `name` is the adapter's for the module.
+    `name` is the adapter's name for the module.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Bound(NamedTuple):
 
 
 class Matrix(msgspec.Struct, frozen=True, array_like=True):
-    """A matrix: all of it is of A, or all of B, which is transposed."""
+    """A matrix [rank, columns] of A factors only, or of transposed B factors only."""
 
     dtype: str
     rank: int
@@ -58,7 +58,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """All of an adapter; blocks are in the order of their matrices, and side by side in them."""
+    """The layout of a whole adapter; blocks are in the order of their matrices, and side by side in them."""
 
     components: list[str]
     rank: int
@@ -72,7 +72,7 @@ Place = Callable[[str], tuple[LoRALayer, Segment, Sequence[Columns]]]
 
 
 class _Factor(NamedTuple):
-    """A block with its values; sorted by what comes first."""
+    """A block with its values; `kind` and `order` are its sort key."""
 
     kind: tuple[str, str, int, bool]
     order: tuple[str, list[int], int]
@@ -81,7 +81,7 @@ class _Factor(NamedTuple):
 
 
 class LaidOut:
-    """An adapter that is about to be written."""
+    """An adapter with its layout, ready to be written."""
 
     def __init__(self, bound: Sequence[Bound], components: frozenset[str]) -> None:
         factors = [factor for each in bound for factor in _factors(each)]
@@ -102,10 +102,10 @@ class LaidOut:
     @torch.inference_mode(False)
     @torch.no_grad()
     def write(self, buffer: torch.Tensor) -> Bound | None:
-        """Write it into so many bytes; returns the first factors that no slot can hold, as they are not finite there."""
+        """Write the adapter into `layout.nbytes` bytes, and return the first factors that are not finite in a slot's dtype, if any."""
         wrong = None
         for matrix, view, group in zip(self.layout.matrices, _views(self.layout, buffer), self._groups, strict=True):
-            # Turning all at once takes less than each by itself.
+            # Transposing all at once takes less time than each by itself.
             if matrix.is_b:
                 view.copy_(torch.cat([factor.values for factor in group]).t())
             else:
@@ -161,7 +161,7 @@ class _Run:
 
 @torch.inference_mode(False)
 def open_layout(layout: Layout, buffer: torch.Tensor, place: Place) -> HostAdapter:
-    """Use an adapter where it lies. Raises ValueError where a block does not fit its layer."""
+    """Return an adapter that uses the buffer in place; raises ValueError if a block does not fit its layer."""
     views, runs, parts = _views(layout, buffer), list[_Run](), dict[tuple[int, int], tuple[LoRALayer, int]]()
     matrix, at = -1, 0
     for block in layout.blocks:

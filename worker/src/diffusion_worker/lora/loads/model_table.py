@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's model as the process of a load knows it: its modules by name, and the shapes that an adapter's factors must have.
 
-A rank says it once, as plain data: so an adapter is checked and laid out for that rank without its model at hand.
+A rank reports it once, as plain data, so that an adapter can be checked and laid out for that rank without its model.
 """
 
 import msgspec
@@ -17,21 +17,21 @@ class PartCut(msgspec.Struct, frozen=True, array_like=True):
     index: int
 
     def of_a(self, a: torch.Tensor) -> torch.Tensor:
-        """A layer cut by its inputs needs the same columns of A."""
+        """Return this rank's part of A: the columns of the inputs that it has, or all of A."""
         return self.of(a, 1) if self.dim == 1 else a
 
     def of_b(self, b: torch.Tensor) -> torch.Tensor:
-        """A layer cut by its outputs needs the same rows of B."""
+        """Return this rank's part of B: the rows of the outputs that it has, or all of B."""
         return self.of(b, 0) if self.dim == 0 else b
 
     def of(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """The part of each block: layers that were fused are cut one by one."""
+        """Return this rank's part of each block along a dimension, because layers that were fused are cut one by one."""
         parts = [block.chunk(self.count, dim)[self.index] for block in torch.split(whole, list(self.blocks), dim)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class TableLayer(msgspec.Struct, frozen=True, array_like=True):
-    """A layer that adapters can change, by all of its names; else as `ModelLayer`."""
+    """A layer that adapters can change, with all of its names; the other fields are as in `ModelLayer`."""
 
     names: list[str]
     inputs: tuple[int, ...]
@@ -64,7 +64,7 @@ class ModelTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name such as `float16`."""
+    """Return the dtype of a name such as `float16`; raises ValueError for any other name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"expected the name of a dtype, found {name!r}")
@@ -72,5 +72,5 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype."""
+    """Return the name of a dtype, such as `float16`."""
     return str(dtype).removeprefix("torch.")

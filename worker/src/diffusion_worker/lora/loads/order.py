@@ -8,7 +8,7 @@ from diffusion_worker.messages import ErrorReport, PreparedPart
 
 
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A load: for each kind of rank its model as `ModelTable`, encoded, its ranks, and where the memory for it is."""
+    """The order of a load: for each kind of rank an encoded `ModelTable`, its ranks, and the path of the memory for it."""
 
     request: LoRARequest
     options: LoadOptions
@@ -19,7 +19,7 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadOutcome(msgspec.Struct, frozen=True):
-    """The parts in the order of the tables, or why there are none."""
+    """The parts in the order of the tables, or the error of the load."""
 
     parts: list[PreparedPart] = []
     error: ErrorReport | None = None

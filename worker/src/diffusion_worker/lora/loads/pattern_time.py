@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds the time that the patterns of an adapter's configuration take: they are a stranger's, and run as peft runs them.
+"""A bound on the time of the patterns in an adapter's configuration, which are untrusted and are run as peft runs them.
 
-Python's `re` can take for ever on a short pattern, and cannot be interrupted. So the kernel ends the process of the load, by the
-signal of a timer that counts its CPU. Elsewhere nothing is bounded.
+Python's `re` can take forever on a short pattern, and cannot be interrupted. So the kernel ends the process of the load, by the
+signal of a timer that counts its CPU time. In other processes nothing is bounded.
 """
 
 import signal
@@ -14,7 +14,7 @@ _left_s: float | None = None
 
 
 def limit(seconds: float) -> None:
-    """From now on this process ends when patterns have taken so much CPU."""
+    """Bound the CPU time of all patterns together from now on; this process is killed when they exceed it."""
     global _left_s
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _left_s = seconds
@@ -22,12 +22,12 @@ def limit(seconds: float) -> None:
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """Count the time of what runs inside, which is on the main thread and while no other computes."""
+    """Count the CPU time of the `with` block, which runs on the main thread while no other thread computes."""
     global _left_s
     if _left_s is None:
         yield
         return
-    # A time of zero would mean none.
+    # A timer of zero seconds would be off.
     signal.setitimer(signal.ITIMER_PROF, max(_left_s, 0.001))
     try:
         yield

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one load: reads an adapter's files, checks them, and writes for each kind of rank what it keeps of the adapter.
+"""The process of one load: it reads and checks an adapter's files, and writes the copy that each kind of rank keeps.
 
-It yields to steps, is bounded in memory and time, and takes nobody with it: killed, it is an error of its own put alone.
+The process has a low priority, and bounds on memory and time. If it is killed, only its own load fails.
 """
 
 import functools
@@ -30,15 +30,15 @@ from diffusion_worker.messages import ErrorReport, PreparedPart
 
 NICE = 10
 PATTERN_SECONDS = 1.0
-# Beside the deadline, so that it is the server that ends a load, and says why.
+# Seconds beyond the deadline, so that the server ends a load first and reports the reason.
 MORE_S = 30.0
-# A file is held once as it is read and once as it is laid out; conversions and checks hold some of it again.
+# Bound of memory in sizes of the file: it is held as read and as laid out. Conversions and checks hold parts of it again.
 COPIES = 5
 MORE_BYTES = 1 << 30
 
 
 def prepare_bounded(order: LoadOrder) -> LoadOutcome:
-    """Do the load in this process, which is for nothing else; every outcome but its death is returned."""
+    """Do a load within its bounds, in a process that does nothing else; return its parts or its error."""
     os.nice(NICE)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, order.deadline_s + MORE_S)
@@ -58,7 +58,7 @@ def prepare_bounded(order: LoadOrder) -> LoadOutcome:
 
 
 def prepare(order: LoadOrder, *, sized: Callable[[int], None] = lambda size: None) -> list[PreparedPart]:
-    """Read an adapter once, and write it for each kind of rank; `sized` hears of the file's size. Raises RequestError."""
+    """Read an adapter once, and write it for each kind of rank; `sized` gets the file's size in bytes. Raises RequestError."""
     tables = [msgspec.msgpack.decode(table, type=ModelTable) for table in order.tables]
     name = order.request.lora_name
     require_layers(tables[0], name)
@@ -82,7 +82,7 @@ def prepare(order: LoadOrder, *, sized: Callable[[int], None] = lambda size: Non
 
 
 def require_layers(table: ModelTable, name: str) -> None:
-    """Raises RequestError where adapters are off, or the model has nothing that they can change."""
+    """Raise RequestError if adapters are off, or if the model has no layer that they can change."""
     if not table.slots:
         raise RequestError(ErrorCode.CAPACITY_EXCEEDED, f"adapter {name!r}: adapters are off, --max-loras is 0")
     if not table.layers:
@@ -99,13 +99,13 @@ def _part(checkpoint: LoRACheckpoint, binding: AdapterBinding, ranks: list[int],
     laid_out = LaidOut(binding.bind(checkpoint, name=name), components_of(checkpoint))
     size = laid_out.layout.nbytes
     write_sealed(memory, size, functools.partial(write_checked, laid_out, name=name))
-    # The checksum is of the bytes that ranks will read: nobody can change them from here on.
+    # The checksum is computed from the sealed bytes, which ranks will read and nobody can change any more.
     loaded = described(checkpoint, map_sealed(memory, size))
     return PreparedPart(ranks, memory, size, msgspec.msgpack.encode(laid_out.layout), loaded)
 
 
 def _bound_memory(file_bytes: int) -> None:
-    """No adapter of this size needs more."""
+    """Limit this process's memory to its present size plus what an adapter of this file size needs at most."""
     with open("/proc/self/statm", "rb") as statm:  # noqa: PTH123
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
     limit = mapped + COPIES * file_bytes + MORE_BYTES

@@ -12,11 +12,11 @@ SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SE
 
 
 def write_sealed(path: str, size: int, write: Callable[[torch.Tensor], None]) -> None:
-    """Give the empty memory at a path its size, have it written, and seal it."""
+    """Set the size of the empty memory at a path, call `write` with its bytes, and seal it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)
-        # It can be sealed only when nobody has it mapped to write.
+        # Memory can be sealed only while nobody has it mapped for writing.
         with mmap.mmap(descriptor, size) as mapped:
             buffer = torch.frombuffer(mapped, dtype=torch.uint8)
             write(buffer)
@@ -27,7 +27,7 @@ def write_sealed(path: str, size: int, write: Callable[[torch.Tensor], None]) ->
 
 
 def map_sealed(path: str, size: int) -> torch.Tensor:
-    """Map sealed memory to read it; it stays as long as the tensor.
+    """Map sealed memory for reading; it stays mapped as long as the tensor exists.
 
     Raises:
         OSError: it is not there. ValueError: it is not sealed, or of another size.
@@ -37,7 +37,7 @@ def map_sealed(path: str, size: int) -> torch.Tensor:
         found, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if found != size or seals & SEALS != SEALS:
             raise ValueError(f"expected {size} sealed bytes, found {found} with seals {seals:#x}")
-        # Torch keeps no descriptor, of which a rank may have few. Nothing writes to what it maps, which would be a copy.
+        # torch keeps no descriptor open, of which a rank may have few. The mapping is private, and nothing writes to it.
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=False, size=size, dtype=torch.uint8)
     finally:
         os.close(descriptor)
