@@ -7,7 +7,7 @@ from benchmarks.result import Measured
 
 
 def assert_whole(measured: Measured) -> None:
-    """A figure for each target and no other in the results, samples behind them, and all of them numbers."""
+    """Check an outcome: a figure for each target and no other in the results, samples behind them, and all of them finite numbers."""
     assert measured.results.keys() == measured.targets.keys()
     assert measured.targets and measured.samples
     values = [*measured.figures.values(), *(value for sample in measured.samples for value in sample.values())]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python sources as syntax trees, and the private names of libraries in our own: imports, attributes and strings with one underscore.
+"""Python sources as syntax trees, and the private names of libraries in our sources: imports, attributes and strings with one underscore.
 
-An attribute of an object counts as a library's where nothing in our own sources is called so. A library's name
-that our sources use for something else is missed.
+An attribute of an object counts as a library's where no name in our sources is the same. A library's name that our sources use for
+something else is missed.
 """
 
 import ast
@@ -30,7 +30,7 @@ def parse(source: str) -> ast.Module:
 
 
 def used_names() -> dict[str, set[str]]:
-    """List by name the files that use it: `torch._C._nn._parse_to` where the library is known, else `._blocks`."""
+    """Return the files that use each private name: `torch._C._nn._parse_to` where the library is known, else `._blocks`."""
     trees = {path: parse(path.read_text()) for folder in SOURCES for path in sorted(folder.rglob("*.py"))}
     ours = {name for tree in trees.values() for name in _defined(tree)}
     found: dict[str, set[str]] = {}

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class EarlierVersion:
-    """The files in a folder."""
+    """The files of an earlier version in a folder."""
 
     def __init__(self, folder: Path, version: str, *, clone: Path = ROOT) -> None:
         """Write the files of a version in `UPGRADES_FROM`. Fail where the clone lacks its commit: a test of upgrades is never skipped."""
@@ -48,7 +48,7 @@ class EarlierVersion:
 
     @property
     def support(self) -> Path:
-        """The rigs and fakes, which know the modules of then."""
+        """Return the folder of that version's rigs and fakes, which match its modules."""
         return self.root / "tests" / "support"
 
     operator_program = "operator_process"

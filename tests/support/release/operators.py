@@ -31,7 +31,7 @@ def operator(
 ) -> Iterator[OperatorProcess]:
     """Run this version's operator, or the earlier one's, over all namespaces; `image` is the default for workers.
 
-    This version elects its own, by a Lease in the namespace `default`.
+    Operators of this version elect a leader by a Lease in the namespace `default`.
     """
     options: dict[str, Any] = {"arguments": ("--all-namespaces", *OWN_PODS, *ELECTION), "control_port": control_port, "image": image}
     if earlier is not None:
@@ -42,7 +42,7 @@ def operator(
 
 
 def actions(process: OperatorProcess) -> dict[str, int]:
-    """Count what it began to do, by the action and the kind of object."""
+    """Return the number of actions that an operator began, by the action and the kind of object."""
     return {
         name.partition('what="')[2].partition('"')[0]: int(value)
         for name, value in process.metrics().items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A registry of a test's own: the program that the development cluster's node has, on a free port and in a folder."""
+"""A container registry for a test: the program that the development cluster's node has, on a free port and in a folder."""
 
 import json
 import time
@@ -17,7 +17,7 @@ START_S = 20.0
 
 @contextmanager
 def registry(folder: Path) -> Iterator[str]:
-    """Run one for as long as the block lasts; give its address."""
+    """Run a registry while the block lasts, and provide its address."""
     address, log = f"127.0.0.1:{unused_port()}", folder / "registry.log"
     settings = {"version": 0.1, "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}}, "http": {"addr": address}}
     (folder / "registry.json").write_text(json.dumps(settings))

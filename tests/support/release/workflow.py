@@ -20,7 +20,7 @@ STEP_S = 500
 
 
 def run_step(name: str, variables: Mapping[str, str], output: Path) -> dict[str, str]:
-    """Run a step of the release by its id as the runner would; return its outputs."""
+    """Run a step of the release by its id as the runner would, and return its outputs."""
     (words,) = (step["run"] for step in PUBLISH if step.get("id") == name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "GITHUB_OUTPUT": str(output), **variables}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of adapters that mean harm, drawn from a seed: where they lead, how they are served, and files that are none.
+"""Hostile sources of adapters, drawn from a seed: bad addresses, bad servers, and files that are no adapters.
 
-Each says the codes that it may be refused with. An ordinary one, where `loads` is true, must be loaded. It may be loaded
-where that is None.
+Each has the codes that may refuse it. An ordinary source, where `loads` is true, must be loaded. It may be loaded where `loads` is None.
 """
 
 import gzip
@@ -28,9 +27,9 @@ TENSORS = {
     name.replace("base_model.model.", "transformer."): tensor
     for name, tensor in load_file(DIGITS / "loras" / "stripes" / "adapter_model.safetensors").items()
 }
-# Nothing may ever be there; the second is that of a whole network.
+# Addresses that are always refused; the second stands for a whole network.
 NEVER = ("169.254.169.254", "169.254.0.0/16", "0.0.0.0", "224.0.0.1", "255.255.255.255", "100.100.100.200")
-# Answers for names of two addresses, in turn or at once, as a resolver of the attacker would give them.
+# A resolver as an attacker has it: it gives names two addresses, in turn or at once.
 RESOLVER = """
 import socket
 from pathlib import Path
@@ -60,7 +59,7 @@ socket.getaddrinfo, socket.socket.connect = getaddrinfo, connect
 
 
 class Hostile(NamedTuple):
-    """The `source` of a put, its deadline, and how it may end."""
+    """The `source` of a put, its deadline, and its allowed results."""
 
     kind: str
     source: dict[str, Any]
@@ -70,7 +69,7 @@ class Hostile(NamedTuple):
 
 
 class Lair:
-    """A server and folders with what hostile sources lead to."""
+    """A server and folders to which hostile sources lead."""
 
     def __init__(self, folder: Path, server: SourceServer) -> None:
         self.folder, self.server = folder, server
@@ -81,29 +80,29 @@ class Lair:
         self._number = 0
 
     def draw(self, rng: random.Random) -> Hostile:
-        """The next one."""
+        """Return the next source, of a random kind."""
         self._number += 1
         return rng.choice(KINDS)(rng, self)
 
     def serve(self, served: Served) -> str:
-        """Serve it at a new address; the path."""
+        """Serve a file at a new address, and return its path."""
         path = f"/{self._number}/{len(self.server.files)}.safetensors"
         self.server.files[path] = served
         return path
 
     def place(self, name: str) -> Path:
-        """A new path for a file."""
+        """Return a new path for a file."""
         return self.files / f"{self._number}-{name}"
 
     def connections(self) -> set[str]:
-        """Return the addresses that a fetch connected to."""
+        """Return the addresses that fetches connected to."""
         with suppress(FileNotFoundError):
             return {line.partition(" ")[0] for line in (self.folder / "resolver" / "connections").read_text().splitlines()}
         return set()
 
 
 def good(rng: random.Random) -> bytes:
-    """An adapter of the digits model, other bytes each time."""
+    """Return an adapter of the digits model, with other bytes each time."""
     return save(TENSORS, metadata={"drawn": str(rng.random())})
 
 
@@ -112,7 +111,7 @@ def over_http(url: str, served: Served | None = None) -> dict[str, Any]:
 
 
 def refused_address(rng: random.Random) -> str:
-    """An address where no source may be, in one of the forms that lead there."""
+    """Return an address that every source must refuse, in one of the notations that lead to it."""
     network = ipaddress.ip_network(rng.choice(NEVER))
     inner = int(network[rng.randrange(network.num_addresses)])
     plain = str(ipaddress.ip_address(inner))
@@ -132,24 +131,24 @@ def at_an_address(rng: random.Random, lair: Lair) -> Hostile:
 
 
 def at_a_name(rng: random.Random, lair: Lair) -> Hostile:
-    """A name that resolves to a good address, then or also to one that is refused."""
+    """Return a source at a name that resolves to a good address, and later or also to a refused one."""
     refused = ipaddress.ip_network(rng.choice(NEVER)).network_address
     joined = rng.choice(("-then-", "-and-"))
     name = f"7f000001{joined}{int(refused):08x}.rebinding.example"
     whole = Served(good(rng), break_after=50 if rng.random() < 0.5 else None)
     url = f"http://{name}:{lair.server.server_port}"
     if rng.random() < 0.3:
-        # Listed by a library that resolves names by itself.
+        # A library lists buckets and resolves names by itself.
         listing = {"s3": {"uri": f"s3://b{rng.randrange(1 << 40):x}/style/", "endpoint": url}}
         return Hostile("rebinding bucket", listing, frozenset({NETWORK, GONE}))
     path = lair.serve(whole)
-    # In turn, all is well as long as the first connection holds; a second one asks again and is refused.
+    # In turn, the load succeeds while the first connection holds; a second connection resolves again and is refused.
     loads = None if joined == "-then-" else False
     return Hostile("rebinding", over_http(url + path, whole), frozenset({NETWORK}), loads)
 
 
 def redirected(rng: random.Random, lair: Lair) -> Hostile:
-    """A chain of redirects to a good file, a refused address, another scheme, or to its own beginning."""
+    """Return a source with a chain of redirects: to a good file, a refused address, another scheme, or its own beginning."""
     whole = Served(good(rng))
     hops = rng.randrange(1, 8)
     end = rng.choice(("good", "address", "scheme", "loop"))
@@ -186,7 +185,7 @@ def badly_served(rng: random.Random, lair: Lair) -> Hostile:
 
 
 def no_adapter(rng: random.Random) -> bytes:
-    """Bytes that are no safetensors file."""
+    """Return bytes that are no safetensors file."""
     header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
     return rng.choice(
         [
@@ -203,7 +202,7 @@ def other_bytes(rng: random.Random, lair: Lair) -> Hostile:
 
 
 def on_a_hub(rng: random.Random, lair: Lair) -> Hostile:
-    """A hub that answers with nonsense, or whose repository has names that lead elsewhere."""
+    """Return a source at a hub that answers with nonsense, or whose repository has names that lead elsewhere."""
     repo = f"org/r{rng.randrange(1 << 40):x}"
     names = ["../../etc/passwd.safetensors", "/etc/a.safetensors", "a\x00b.safetensors", "..", "x/../../a.safetensors"]
     lair.server.push(repo, {rng.choice(names): good(rng), "adapter_config.json": b"{}"})
@@ -211,12 +210,12 @@ def on_a_hub(rng: random.Random, lair: Lair) -> Hostile:
         nonsense = [b"", b"[]", b"null", b"[" * 50_000, b'{"sha": 1}', b'{"sha": "x", "siblings": [1]}', b"\xff\xfe", b'{"siblings": {}}']
         lair.server.files[f"/api/models/{repo}"] = answer = Served(rng.choice(nonsense), headers={"Content-Type": "application/json"})
         lair.server.files[f"/api/models/{repo}/revision/main"] = answer
-    # Names of a hub become none of the cache's, so a strange one may be loaded.
+    # Names of a hub do not become names in the cache, so a file with a strange name may be loaded.
     return Hostile("hub", {"huggingFace": {"repo": repo}}, frozenset({NETWORK, ADAPTER, GONE, FORMAT}), None)
 
 
 def local(rng: random.Random, lair: Lair) -> Hostile:
-    """A path to what is no file, or to what no file is."""
+    """Return a path to something that is no regular file, or to something missing."""
     place = lair.place(rng.choice(("pipe", "socket", "loop", "device", "folder", "long", "nul", "sparse")) + ".safetensors")
     kind = place.name.partition("-")[2].partition(".")[0]
     written = str(place)
@@ -238,7 +237,7 @@ def local(rng: random.Random, lair: Lair) -> Hostile:
 
 
 def _bind(place: Path) -> None:
-    """Make a socket; its own path may be longer than an address has room for."""
+    """Create a socket, whose path may be longer than an address has room for."""
     folder = os.open(place.parent, os.O_PATH)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"/proc/self/fd/{folder}/{place.name}")
@@ -246,7 +245,7 @@ def _bind(place: Path) -> None:
 
 
 def on_a_claim(rng: random.Random, lair: Lair) -> Hostile:
-    """A link, or a name, that leads out of a claim."""
+    """Return a source whose link, or name, leads out of a claim."""
     outside = lair.place("outside.safetensors")
     outside.write_bytes(good(rng))
     link = lair.claims / "styles" / outside.name
@@ -256,7 +255,7 @@ def on_a_claim(rng: random.Random, lair: Lair) -> Hostile:
 
 
 def swapped(rng: random.Random, lair: Lair) -> Hostile:
-    """A file that is another one each time it is looked at; a thread of `Swaps` sees to that."""
+    """Return a source whose file a thread of `Swaps` keeps replacing."""
     place = lair.place("swapped.safetensors")
     place.write_bytes(good(rng))
     return Hostile("swapped", {"path": str(place)}, frozenset({ADAPTER, GONE, FORMAT}), None)
@@ -274,7 +273,7 @@ KINDS: list[Draw] = [
 
 
 def swap(lair: Lair, rng: random.Random) -> None:
-    """Put another file in the place of each that is swapped."""
+    """Replace the file of each swapped source."""
     for place in lair.files.glob("*-swapped.safetensors"):
         draft = place.with_suffix(".draft")
         with suppress(FileNotFoundError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools for tests of sources: adapters as bytes, a fetcher on a folder, the processes that it started, and an S3 server on loopback.
 
-Real: the fetcher, its processes and its cache, and HTTP. Not real: tensors, which are one number over and over, and S3. It is moto's,
-and checks signatures for their form only.
+Real: the fetcher, its processes and its cache, and HTTP. Not real: tensors, which repeat one number, and S3. It is moto's, and checks
+signatures for their form only.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ VERSIONING = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-
 
 
 def adapter_bytes(size: int = 4000, *, fill: int = 1) -> bytes:
-    """A safetensors file of one tensor of so many bytes."""
+    """Return a safetensors file with one tensor of so many bytes."""
     header = json.dumps({"x.lora_A.weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes([fill]) * size
 
@@ -57,38 +57,38 @@ class SourceRig:
             (self.secrets / name / key).write_text(f"{value}\n")
 
     async def adapter(self, source: Source, *, digest: str | None = None, deadline_s: float = DEADLINE_S) -> Fetched:
-        """Fetch it."""
+        """Fetch an adapter."""
         return await self.fetcher.fetch_adapter(source, digest=digest, deadline_s=deadline_s, report=self._report, name="papercut")
 
     async def model(self, source: Source, **pin: str | None) -> Fetched:
-        """Fetch it; `pin` is a revision, a digest or both."""
+        """Fetch a model; `pin` is a revision, a digest or both."""
         return await self.fetcher.fetch_model(source, deadline_s=DEADLINE_S, report=self._report, **pin)
 
     async def refusal(self, source: Source, **options: Any) -> RequestError:
-        """The error that a fetch of an adapter ends with; options as for `adapter`."""
+        """Fetch an adapter that must be refused, and return the error; options as for `adapter`."""
         with pytest.raises(RequestError) as refused:
             await self.adapter(source, **options)
         return refused.value
 
     def files(self, folder: str) -> list[str]:
-        """Names in a folder of the cache."""
+        """Return the names in a folder of the cache."""
         return sorted(path.name for path in (self.cache / folder).iterdir())
 
 
 def http_source(url: str, served: Served, path: str = "/a.safetensors") -> Source:
-    """What is served at an address, with its right digest."""
+    """Return the source of a served file, with its right digest."""
     return Source(http=HttpSource(f"{url}{path}", served.sha256))
 
 
 async def until(condition: Callable[[], object], *, deadline_s: float = 60.0) -> None:
-    """Wait until it holds."""
+    """Wait until `condition` is true."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 def fetch_processes(parent: int | None = None) -> list[int]:
-    """The processes that fetch for a process, this one by default."""
+    """Return the pids of the processes that fetch for a process, this one by default."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, IndexError, ValueError):
@@ -99,7 +99,7 @@ def fetch_processes(parent: int | None = None) -> list[int]:
 
 
 class S3Server(NamedTuple):
-    """The endpoint `url`; a test's own requests to it need no signature."""
+    """An S3 server with the endpoint `url`; a test's own requests to it need no signature."""
 
     url: str
 
@@ -122,8 +122,8 @@ class S3Server(NamedTuple):
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """An empty server until the end of the block."""
-    from moto.server import ThreadedMotoServer  # in seconds, which most users of this file save
+    """Start an empty server, and stop it at the end of the block."""
+    from moto.server import ThreadedMotoServer  # takes seconds, which most users of this file save
 
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of files that count what they are asked for: at plain addresses, as a hub, and for cluster tests as a bucket too.
+"""Servers of files that count requests: at plain addresses, as a hub, and for cluster tests as a bucket too.
 
-Real: HTTP and its sockets, and TLS in a pod. Not real: the hub, the bucket and the files, each of which is served well, badly or not
-at all, as a test says. A pod runs this file with the worker image's own Python, so it imports the standard library alone.
-Arguments there: folder, certificate, key, the key that clients must know, without a check of signatures.
+Real: HTTP and its sockets, and TLS in a pod. Not real: the hub, the bucket and the files, each of which is served well, badly or not at
+all, as a test says. A pod runs this file with the worker image's own Python, so it imports the standard library alone. Arguments there:
+folder, certificate, key, the key that clients must know, without a check of signatures.
 """
 
 import hashlib
@@ -24,33 +24,33 @@ INFO = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?")
 FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 PORT = 9000
 COMMIT = "c" * 40
-# In a pod a test writes there the commit that every branch is at from then on. Nothing in it, and the hub has no repository any more.
+# In a pod a test writes the commit of every branch to this file. With an empty file the hub has no repository any more.
 MAIN = Path("/tmp/main")
 
 
 @dataclass
 class Served:
-    """One path: its bytes, and what is wrong with how it is served."""
+    """The bytes of one path, and the faults of the server for it."""
 
     content: bytes = b""
     ranges: bool = True
     if_range: bool = True
-    # Sends so many bytes of each answer, then closes the connection, or waits for `gate` and sends the rest.
+    # So many bytes of each answer are sent. Then the connection is closed, or the rest follows when `gate` is set.
     break_after: int | None = None
     gate_after: int | None = None
     gate: threading.Event = field(default_factory=threading.Event)
-    # What it says its length is; False says none at all.
+    # The Content-Length header; False: there is none.
     length: int | bool | None = None
     redirect: str | None = None
     status: int | None = None
     etag: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
-    # What it serves at the next request.
+    # The answer to the next request.
     then: "Served | None" = None
 
     @property
     def sha256(self) -> str:
-        """Of its bytes, in hex."""
+        """Return the SHA-256 of the bytes, in hex."""
         return hashlib.sha256(self.content).hexdigest()
 
 
@@ -109,9 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class SourceServer(ThreadingHTTPServer):
-    """Serves `files` by their paths, and repositories by name; with a token it wants that as a bearer's.
+    """A server of `files` by their paths, and of repositories by name. A `token` that is set must come as the bearer's.
 
-    Every `push` is a commit, which `main` and the branches given to it then are.
+    Every `push` is a commit, to which `main` or the given branch then points.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -123,12 +123,12 @@ class SourceServer(ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.ranges: list[str | None] = []
         self.authorizations: list[str | None] = []
-        # Reached when an answer waits at its gate.
+        # Set when an answer waits at its gate.
         self.at_gate = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def answer(self, target: str, authorization: str | None) -> Served:
-        """Count a request, and return what it gets."""
+        """Count a request, and return its answer."""
         path = urlsplit(target).path
         self.asked[path] += 1
         self.authorizations.append(authorization)
@@ -152,7 +152,7 @@ class SourceServer(ThreadingHTTPServer):
             self.server_close()
 
     def push(self, repo: str, files: dict[str, bytes | Served], *, branch: str = "main") -> str:
-        """Make these the files of a branch; returns the commit."""
+        """Make these the files of a branch, and return the commit."""
         served = {path: file if isinstance(file, Served) else Served(file) for path, file in files.items()}
         state = "".join(f"{path} {file.sha256}\n" for path, file in sorted(served.items()))
         commit = hashlib.sha1(f"{repo} {state}".encode()).hexdigest()
@@ -161,7 +161,7 @@ class SourceServer(ThreadingHTTPServer):
         return commit
 
     def delete(self, repo: str) -> None:
-        """The repository is gone, with all its files."""
+        """Delete a repository with all its files."""
         self._branches = {key: commit for key, commit in self._branches.items() if key[0] != repo}
         self._commits = {key: files for key, files in self._commits.items() if not key.startswith(f"{repo}@")}
 
@@ -176,7 +176,7 @@ class SourceServer(ThreadingHTTPServer):
         return self.files_at(found[1], found[2]).get(found[3]) if found else None
 
     def commit_of(self, repo: str, revision: str) -> str:
-        """Return the commit that a revision is; itself where it is no branch."""
+        """Return the commit of a branch; a revision that is no branch is returned unchanged."""
         return self._branches.get((repo, revision), revision)
 
     def files_at(self, repo: str, commit: str) -> dict[str, Served]:
@@ -195,7 +195,7 @@ class SourceServer(ThreadingHTTPServer):
 
 
 class FolderServer(SourceServer):
-    """A folder as any bucket, by `/BUCKET/KEY`, and as the repositories `OWNER/SUBFOLDER`, with the same files at every commit."""
+    """A server of a folder as any bucket, at `/BUCKET/KEY`, and as repositories `OWNER/SUBFOLDER`, with the same files at every commit."""
 
     def __init__(self, folder: Path, access_key: str) -> None:
         super().__init__(("", PORT))
