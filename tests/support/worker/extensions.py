@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker extensions, which tests load into ranks by `support.worker.extensions:Polite` and the like.
 
-Real: the ranks that they are mixed into, whose `_rank`, `_config` and `model_runner` they use. Not real: the faults of a memory, a
-device or a process, which they make themselves.
+Real: the ranks that they are mixed into, whose `_rank`, `_config` and `model_runner` they use. Not real: the faults of memory, a device or
+a process, which the extensions make.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from diffusion_worker.memory import device_memory
 from diffusion_worker.messages import RequestSpec
 
 GATES = "DIFFUSION_TEST_GATES"
-# A test that forgets its gate fails by a deadline of the worker's own, and not never.
+# A test that never opens its gate fails at a deadline of the worker.
 LONGEST_S = 60.0
 
 
 class Polite:
-    """Answers with things that a rank knows, as a user's own extension would, and misbehaves when asked to."""
+    """An extension that answers with facts about its rank, as a user's own would, and misbehaves on request."""
 
     def greet(self, name: str) -> str:
         return f"hello {name} from rank {self._rank}"
@@ -36,14 +36,14 @@ class Polite:
             raise ValueError("tripped")
 
     def lose_device(self) -> None:
-        """Fail in CUDA's words for a device that is lost to this process."""
+        """Fail with CUDA's message for a device that is lost to this process."""
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def leave(self, code: int) -> None:
         os._exit(code)
 
     def make(self, prompt: str) -> str:
-        """Make an image on all ranks together; returns the digest of its pixels."""
+        """Make an image on all ranks together, and return the digest of its pixels."""
         spec = RequestSpec(request_id="made", prompt=prompt, seed=1, height=32, width=32, steps=2)
         return hashlib.sha256(self.generate(spec).tobytes()).hexdigest()  # type: ignore[attr-defined]
 
@@ -52,7 +52,7 @@ class Polite:
 
 
 class EarlyDeath:
-    """Ends the process of rank 1 before it has loaded; the others hang until their server gives them up."""
+    """An extension that ends the process of rank 1 before it has loaded; the others hang until their server gives them up."""
 
     def load_model(self, report: Any, *, asleep: bool = False) -> Any:
         if self._rank == 1:
@@ -61,7 +61,7 @@ class EarlyDeath:
 
 
 class Stuck:
-    """Hangs in every step, on rank 1; the others wait for it where they need its rows."""
+    """An extension that hangs in every step on rank 1; the others wait where they need its rows."""
 
     def execute_stepwise(self, tick: Any, frames: Any) -> Any:
         if self._rank == 1:
@@ -70,31 +70,31 @@ class Stuck:
 
 
 class Corrupting:
-    """Spoils one bit at a time, on the ranks that are called; the fingerprint has to see each change. Or leaves a rank no memory."""
+    """An extension that flips one bit at a time on the ranks that are called, for the fingerprint to detect, or limits a rank's memory."""
 
     def flip_weight(self) -> None:
-        """In the first tensor on the device."""
+        """Flip a bit in the first tensor on the device."""
         flip(self.model_runner.weights.tensors()[0])
 
     def flip_adapter(self, lora_int_id: int) -> None:
-        """In what is kept of an adapter in host memory."""
+        """Flip a bit in the host memory's copy of an adapter."""
         flip(self.model_runner.loras.host_copies()[lora_int_id][1][0])
 
     def flip_mirror(self) -> None:
-        """In what is in host memory to fill the weights from again, as it is in no file."""
+        """Flip a bit in the host memory's copy of weights that are in no file."""
         flip(next(placed.kept for placed in self.model_runner.weights._placed if placed.kept is not None))
 
     def limit_memory(self, cgroup: str) -> None:
-        """Have a folder in the place of the kernel's, whose files say how much memory a rank may have and has."""
+        """Replace the kernel's cgroup folder by one whose files say how much memory a rank may use and uses."""
         device_memory.CGROUP = Path(cgroup)
 
 
 class Gated:
-    """Stops real ranks in the middle of a sleep, a wake or an adapter's load, until a test lets them go on.
+    """An extension that stops real ranks in the middle of a sleep, a wake or an adapter's load, until a test lets them go on.
 
-    A gate is a file in the folder of `GATES`: while `wake` is there, every rank but the first waits before it wakes; the first has
-    done its part by then. With one rank, that one waits. With `spoil` the next wake brings back weights of which one bit is another. With
-    `spoil-adapters` so are the copies of adapters in host memory.
+    A gate is a file in the folder of `GATES`. While `wake` exists, every rank but the first waits before it wakes; the first has done its
+    part by then. With one rank, that one waits. With `spoil` the next wake restores weights with one wrong bit. With `spoil-adapters` it
+    negates a tensor of each adapter's copy in host memory.
     """
 
     def handle_sleep_task(self, **arguments: Any) -> Any:
@@ -130,7 +130,7 @@ class Gated:
 
 
 class Gates(NamedTuple):
-    """The test's side of `Gated`: closes and opens them."""
+    """The test's side of `Gated`: it closes and opens gates."""
 
     folder: Path
 
@@ -139,16 +139,16 @@ class Gates(NamedTuple):
         return {GATES: str(self.folder)}
 
     def close(self, name: str) -> None:
-        """Have the ranks that come to it wait from now on."""
+        """Stop the ranks that reach this gate from now on."""
         (self.folder / name).touch()
 
     def open(self, name: str) -> None:
-        """Let those that wait go on."""
+        """Let the ranks at this gate go on."""
         (self.folder / name).unlink(missing_ok=True)
 
 
 def write_limit(cgroup: Path, *, free_bytes: int) -> None:
-    """The files of a folder for `limit_memory`, in which so much is left."""
+    """Write the files of a folder for `limit_memory`, with so much memory left."""
     used = 1 << 30
     (cgroup / "memory.max").write_text(f"{used + free_bytes}\n")
     (cgroup / "memory.current").write_text(f"{used}\n")
@@ -156,7 +156,7 @@ def write_limit(cgroup: Path, *, free_bytes: int) -> None:
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """The lowest bit of the last byte of a contiguous tensor."""
+    """Flip the lowest bit of the last byte of a contiguous tensor."""
     assert tensor.is_contiguous()
     with torch.inference_mode():
         tensor.detach().view(-1).view(torch.uint8)[-1] ^= 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state that a `FakeRankGroup` holds: of each rank its memory, adapters and faults, and of all of them the requests and their steps.
+"""The state that a `FakeRankGroup` holds: the memory, adapters and faults of each rank, and the requests and steps of all ranks.
 
-Real: the answers to ticks and tasks, as ranks send them. Not real: the memory, the adapters, and the images, whose bytes follow from
-the request alone.
+Real: the answers to ticks and tasks, as ranks send them. Not real: the memory, the adapters, and the images, whose bytes follow from the
+request alone.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from diffusion_worker.messages import ErrorReport, MemoryTag, RequestSpec, Sleep
 WEIGHTS_BYTES = 1_000_000
 DEFAULT_STEPS = 4
 DEFAULT_SIZE = 64
-# What every image is said to have taken.
+# The seconds and memory that are reported for every image.
 FAKE_STAGES = messages.StageSeconds(encode=0.01, denoise=0.08, decode=0.02, post=0.005, peak_bytes=2_000_000)
-# The reason why requests need the model alone, where `changing` says so.
+# The reason for which requests need the model alone, where `changing` is set.
 CHANGE = "calls vae.enable_tiling()"
 OUT_OF_MEMORY = ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "rank 0: out of memory")
 NOT_LOADED = ErrorReport(ErrorCode.ADAPTER_NOT_LOADED, "rank 0: the adapter is not loaded")
@@ -35,19 +35,19 @@ class FakeRank:
     number: int
     asleep: list[MemoryTag] = field(default_factory=list)
     level: SleepLevel | None = None
-    # Other weights than it should hold, or other things that it makes of a fixed seed.
+    # The checksum of wrong weights, or of a wrong result for a fixed seed.
     checksum: str | None = None
     probe: str | None = None
-    # Bytes of its weights that it keeps when it sleeps.
+    # Bytes of weights that stay resident in a sleep.
     leaked: int = 0
-    # What is kept of adapters whose copies in memory are not what they were, by their ids.
+    # Faulty contents of adapters' copies in memory, by the adapters' ids.
     spoilt: dict[int, str] = field(default_factory=dict)
-    # They stay so although the adapters are loaded again.
+    # True: these faults outlast another load of the adapters.
     spoils_for_good: bool = False
 
     @property
     def resident(self) -> int:
-        """Bytes of weights on the device."""
+        """Return the bytes of weights on the device."""
         return self.leaked if MemoryTag.WEIGHTS in self.asleep else WEIGHTS_BYTES
 
     def load_adapter(self, lora_int_id: int) -> None:
@@ -55,13 +55,13 @@ class FakeRank:
             self.spoilt.pop(lora_int_id, None)
 
     def sleep(self, level: SleepLevel) -> int:
-        """Give everything back; returns the bytes."""
+        """Release all memory, and return the bytes of weights released."""
         before = self.resident
         self.asleep, self.level = list(MemoryTag), level
         return before - self.resident
 
     def act(self, task: Any, error: ErrorReport | None) -> TaskAck:
-        """Do a task, of sleep or of waking, or fail with the error."""
+        """Do a task of sleep or of waking, or fail with the error."""
         if error is not None:
             return TaskAck(task.task_id, TaskStatus.ERROR, self.number, 0, self.resident, error.code, error.message)
         freed = 0
@@ -73,7 +73,7 @@ class FakeRank:
         return TaskAck(task.task_id, TaskStatus.SUCCESS, self.number, freed, self.resident)
 
     def fingerprint(self, adapters: dict[int, str], weights: str, probe: str) -> messages.Fingerprint:
-        """These weights, this probe and the adapters in these folders, but for what is spoilt on this rank."""
+        """Return the fingerprint of these weights, this probe and the adapters in these folders, with the faults of this rank."""
         assert not self.asleep, "there is nothing to fingerprint on a rank that sleeps"
         kept = {lora_int_id: f"{fake_identity(path)} {self.spoilt.get(lora_int_id, 'kept')}" for lora_int_id, path in adapters.items()}
         return messages.Fingerprint(self.checksum or weights, kept, self.probe or probe)
@@ -83,22 +83,22 @@ class FakeRank:
 
 
 class FakeRequests:
-    """Requests that joined a generation of ranks, and the adapters that it holds. A test may add one or take one away."""
+    """The requests of a generation of ranks, and its adapters. A test may add an adapter or remove one."""
 
-    # Images of so many pixels and more are out of memory.
+    # Images of so many pixels or more run out of memory.
     out_of_memory_pixels: int | None = None
-    # At which of its steps a request needs the model alone.
+    # The step at which a request needs the model alone.
     changing: int | None = None
-    # Adapters that requests used at once, at the most.
+    # The most adapters that requests used at once.
     most_active = 0
 
     def __init__(self) -> None:
-        # Requests that joined, each with whether it is made with the model alone.
+        # The ids of requests that joined; True: it was made with the model alone.
         self.joined: list[tuple[str, bool]] = []
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing of an earlier generation is left."""
+        """Forget everything of the earlier generation."""
         self._frames: dict[str, list[bytes | memoryview]] = {}
         # Requests that the ranks know, by their ids, with the steps that are left.
         self.active: dict[str, tuple[RequestSpec, int]] = {}
@@ -140,10 +140,10 @@ class FakeRequests:
         return TickReport(done, frames)
 
     def _step(self, spec: RequestSpec, step: int, done: TickDone, frames: list[bytes | memoryview]) -> None:
-        """A request's step, its preview where one is due, and its image after the last one."""
+        """Report a request's step, a preview where one is due, and the image after the last step."""
         steps = spec.steps or DEFAULT_STEPS
         done.progress.append(messages.Progress(spec.request_id, step, steps))
-        # Evenly spaced, none at the start.
+        # Previews are evenly spaced, without one at the start.
         due = sorted({number * steps // (spec.previews + 1) for number in range(1, spec.previews + 1)} - {0})
         if step in due:
             number = due.index(step)
@@ -156,17 +156,17 @@ class FakeRequests:
 
 
 def fake_digest(path: str) -> str:
-    """The digest of the adapter in a folder that need not exist."""
+    """Return the digest of the adapter in a folder that need not exist."""
     return "sha256:" + hashlib.sha256(path.encode()).hexdigest()
 
 
 def fake_identity(path: str) -> messages.AdapterIdentity:
-    """The identity of that adapter: as if its folder had no configuration that may change."""
+    """Return the identity of that adapter, as of a folder without a configuration that may change."""
     return messages.AdapterIdentity("v1:" + hashlib.sha256(path.encode()).hexdigest())
 
 
 def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequence[bytes | memoryview] = ()) -> bytes:
-    """The image of a request and the frames of its images: the same for the same request, another for another."""
+    """Return the pixels of a request's image, which depend on the request and its image frames alone."""
     lora = (adapter_path, [use.scale for use in spec.loras]) if spec.loras else None
     fields = (spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width, spec.steps, spec.guidance_scale, lora)
     edit = (spec.task, spec.strength, spec.images, spec.mask, [hashlib.sha256(frame).digest() for frame in frames]) if frames else ()
@@ -174,12 +174,12 @@ def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequ
 
 
 def fake_preview(spec: RequestSpec, number: int) -> bytes:
-    """A preview of a request: every one of its previews and its image look different."""
+    """Return the pixels of a preview: all previews and the image of a request differ."""
     return _filled(spec, f"{number} {spec.seed}")
 
 
 def _filled(spec: RequestSpec, text: str) -> bytes:
-    """An image of the size of a request's that repeats the digest of a text."""
+    """Return pixels of the request's size that repeat the digest of a text."""
     pattern, size = hashlib.sha256(text.encode()).digest(), math.prod(fake_shape(spec))
     return (pattern * (size // len(pattern) + 1))[:size]
 

@@ -3,8 +3,8 @@
 
 Real: the protocol `RankGroup` and its messages. Not real: the model, its memory and the processes.
 
-A test sees what was asked of them, and makes loads, steps and calls wait. It makes an adapter, a sleep, a wake, a restart or any
-method fail, on one rank too, or hang or kill. It corrupts what a rank holds, or lets it keep it.
+A test can read the calls, and make loads, steps and calls wait. It can make an adapter, a sleep, a wake, a restart or any method fail, also
+on one rank, or hang or kill. It can corrupt or keep memory of a rank.
 """
 
 import asyncio
@@ -47,12 +47,12 @@ __all__ = ["CHANGE", "FAKE_STAGES", "WEIGHTS_BYTES", "FakeRankGroup", "fake_dige
 
 
 class NothingPrepared:
-    """An adapter as no rank needs it here."""
+    """A prepared adapter without parts, since no rank here needs any."""
 
     parts: ClassVar[list[PreparedPart]] = []
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing, since there is nothing to release."""
 
 
 class FakeRankGroup(FakeRequests):
@@ -62,33 +62,33 @@ class FakeRankGroup(FakeRequests):
         self.loading, self.stepping, self.calling = asyncio.Event(), asyncio.Event(), asyncio.Event()
         for gate in (self.loading, self.stepping, self.calling):
             gate.set()
-        # Errors of a load of the adapter in this folder on all ranks, or on the last one alone, and of a method on all.
+        # Errors of loads by the adapter's folder, on all ranks or on the last one alone, and of methods on all ranks.
         self.adapter_errors: dict[str, ErrorReport] = {}
         self.adapter_errors_of_one: dict[str, ErrorReport] = {}
         self.method_errors: dict[str, ErrorReport] = {}
-        # What a load of the adapter in this folder says beside its digest.
+        # Recipes that loads report beside the digest, by the adapter's folder.
         self.adapter_recipes: dict[str, Recipe] = {}
-        # Copies that the ranks keep of adapters; one more while one replaces another.
+        # The most copies of adapters that ranks keep; one more while one replaces another.
         self.max_cached = 16
-        # What the ranks say of the model they loaded.
+        # The model as the ranks report it.
         self.model = ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)
-        # Methods that were called, over all generations; those of every start and of every sleep are only counted.
+        # Methods that were called, over all generations; those of every start and every sleep are only counted.
         self.calls: list[str] = []
         self.counts = dict.fromkeys(("warm_up", "fingerprint", "synchronize"), 0)
-        # What became of the worker's options, as the ranks say after their warm-up.
+        # The effects of the worker's options, as the ranks report them after their warm-up.
         self.features: dict[str, str] = {}
-        # What the ranks say of their weights and make of a fixed seed.
+        # The checksum of the weights, and the result for a fixed seed, as the ranks report them.
         self.weights_checksum, self.probe = "weights", "probe"
-        # How the next sleeps and wakes end on the last rank: an error that it acknowledges, or None. The others succeed.
+        # Results of the next sleeps and wakes on the last rank: an error that it acknowledges, or None. The others succeed.
         self.sleep_errors: list[ErrorReport | None] = []
         self.wake_errors: list[ErrorReport | None] = []
-        # Methods that no rank answers, and those whose next call kills the group, with the reason that is told then.
+        # Methods that no rank answers, and methods whose next call kills the group, with the reason of the loss.
         self.hanging: set[str] = set()
         self.killers: dict[str, str] = {}
-        # Whether each start of a generation, in order, was one into sleep.
+        # For each start of a generation, in order, True if it was into sleep.
         self.starts_asleep: list[bool] = []
         self.stopped = False
-        # How the next restarts end, in order: an error to raise, or None; past them every restart works.
+        # Results of the next restarts, in order: an error to raise, or None. Later restarts succeed.
         self.restart_errors: list[Exception | None] = []
         self.generation = 1
         self.dropped_frames = (0, 0)
@@ -99,14 +99,14 @@ class FakeRankGroup(FakeRequests):
         super()._forget()
         self._failure: asyncio.Future[Loss] = asyncio.get_running_loop().create_future()
         self._ticks: asyncio.Queue[tuple[Tick, list[bytes | memoryview]]] = asyncio.Queue()
-        # A test corrupts what one of them holds, which ends with the generation.
+        # A test may corrupt a rank; the fault ends with the generation.
         self.members = [FakeRank(number) for number in range(self._count)]
         # The state of all ranks; None where each is ready or asleep.
         self._state: RankState | None = RankState.STARTING
 
     @property
     def loss(self) -> Loss | None:
-        """The reason that `lose` was given first."""
+        """Return the loss of the first `lose`; None while the group lives."""
         return self._failure.result() if self._failure.done() else None
 
     def lose(self, reason: str, fault: Fault = Fault.DIED) -> None:
@@ -116,7 +116,7 @@ class FakeRankGroup(FakeRequests):
             self._failure.set_result(Loss(reason, fault))
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
-        """Load; waits for `loading`."""
+        """Load the model, after waiting for `loading`."""
         if self._config_error is not None:
             raise ConfigError(self._config_error)
         self.starts_asleep.append(asleep)
@@ -127,7 +127,7 @@ class FakeRankGroup(FakeRequests):
         return self.model
 
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
-        """The next generation, unless `restart_errors` says otherwise; waits for `loading`."""
+        """Start the next generation, unless `restart_errors` has an error for it; wait for `loading`."""
         self._forget()
         self.generation += 1
         error = self.restart_errors.pop(0) if self.restart_errors else None
@@ -141,7 +141,7 @@ class FakeRankGroup(FakeRequests):
         self._ticks.put_nowait((tick, list(frames)))
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
-        """Run the next queued tick; waits for `stepping`."""
+        """Run the next queued tick, after waiting for `stepping`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait(self.stepping)
@@ -158,7 +158,7 @@ class FakeRankGroup(FakeRequests):
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
     ) -> list[RpcReply]:
-        """Run a method of the worker on every rank; waits for `calling`, but for one that only waits itself."""
+        """Run a method of the worker on every rank, after waiting for `calling`, except for `synchronize`."""
         self._check()
         if method in self.counts:
             self.counts[method] += 1
@@ -203,12 +203,12 @@ class FakeRankGroup(FakeRequests):
         raise AssertionError(f"the worker has no method {method}")
 
     async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> "NothingPrepared":
-        """Prepare nothing: `add_lora` says what is wrong with an adapter."""
+        """Prepare nothing: `add_lora` reports the faults of an adapter."""
         self._check()
         return NothingPrepared()
 
     def _acked(self, task: SleepTask | WakeTask, errors: list[ErrorReport | None]) -> list[RpcReply]:
-        """Have the task done; the last rank fails where the next of the errors is one."""
+        """Acknowledge a task on all ranks; the last rank fails where the next of the errors is not None."""
         error = errors.pop(0) if errors else None
         return self._each([rank.act(task, error if rank is self.members[-1] else None) for rank in self.members])
 
@@ -246,11 +246,11 @@ class FakeRankGroup(FakeRequests):
         return [RpcReply(1, rank.number, encode(result), None, rank.memory()) for rank, result in zip(self.members, results, strict=True)]
 
     async def failed(self) -> Loss:
-        """Returns when `lose` was called."""
+        """Wait until `lose` is called, and return the loss."""
         return await asyncio.shield(self._failure)
 
     def documents(self) -> list[RankDocument]:
-        """The ranks, all with the pid of this process."""
+        """Return the documents of all ranks, each with the pid of this process."""
         states = [self._state or (RankState.ASLEEP if rank.asleep else RankState.READY) for rank in self.members]
         return [RankDocument(rank.number, os.getpid(), states[rank.number], 0.0, rank.memory()) for rank in self.members]
 
@@ -265,7 +265,7 @@ class FakeRankGroup(FakeRequests):
             raise GroupFailed(self._failure.result().reason)
 
     async def _wait(self, event: asyncio.Event) -> None:
-        """Wait for the event, or raise when the group is lost before."""
+        """Wait for an event; raise if the group is lost first."""
         waiting = asyncio.ensure_future(event.wait())
         try:
             await asyncio.wait({waiting, self._failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -3,10 +3,10 @@
 
 Real: the server, its ports, signals and exit codes. Not real: the ranks, so there is no torch.
 
-`FAKE_WORKER` in the environment is a JSON object that says how the ranks behave: `loadSeconds`, `stepSeconds`, `configError`,
-`dieAfterSeconds`, `hangAtStop`, `sleepSeconds`, `wakeSeconds`, and `wakeErrors`, the codes that the next wakes fail with. How an
-adapter goes is in the name of its folder: one of `REFUSED` is refused by the ranks, one named `slow` takes forever. The ranks
-keep as many adapters as the options say.
+`FAKE_WORKER` in the environment is a JSON object with the ranks' behaviour: `loadSeconds`, `stepSeconds`, `configError`, `dieAfterSeconds`,
+`hangAtStop`, `sleepSeconds`, `wakeSeconds`, and `wakeErrors`. The last one has the codes with which the next wakes fail. The name of an
+adapter's folder decides over its load: ranks refuse a name in `REFUSED`, and `slow` takes forever. The ranks keep as many adapters as the
+options say.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ REFUSED = {
     "elsewhere": (ErrorCode.MODULES_OUTSIDE_ENVELOPE, "changes norm_out.linear"),
     "crowded": (ErrorCode.INSUFFICIENT_MEMORY, "no room"),
 }
-# What says how long a method takes.
+# The fields with the duration of a method.
 SECONDS = {"handle_sleep_task": "sleepSeconds", "handle_wake_task": "wakeSeconds"}
 
 
 class ScriptedRankGroup(FakeRankGroup):
-    """A fake group that does by itself what a test in another process cannot make it do."""
+    """A fake group with scripted faults, since a test in another process cannot call its methods."""
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config.ranks, config_error=BEHAVIOUR.get("configError"), step_s=BEHAVIOUR.get("stepSeconds", 0.0))

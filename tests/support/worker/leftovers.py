@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory, descriptors, processes, requests and folders that a worker should not have more of after much work than before.
+"""Leaks of a worker: memory, descriptors, processes, requests and folders that it has more of after much work than before.
 
 Real: all of it, as the kernel and the worker itself show it.
 """
@@ -11,10 +11,10 @@ import psutil
 
 from support.worker.process import WorkerProcess, process_exists
 
-# What a process may grow by after its first requests: arenas, caches of compiled patterns, log buffers.
+# The allowed growth of a process after its first requests: arenas, caches of compiled patterns, log buffers.
 GROWTH_BYTES = 96 * 2**20
 GROWTH_DESCRIPTORS = 8
-# The fork server has torch in its memory, and ends by itself when its server is gone: on a machine full of work that takes its time.
+# The fork server has torch in its memory, and ends by itself after its server: on a busy machine that takes long.
 ENDED_WITHIN_S = 60.0
 
 # Resident bytes and open descriptors by process.
@@ -22,12 +22,12 @@ Footprint = dict[int, tuple[int, int]]
 
 
 def footprint(worker: WorkerProcess) -> Footprint:
-    """Of every process of the worker."""
+    """Return the footprint of every process of the worker."""
     return {process.pid: (process.memory_info().rss, process.num_fds()) for process in _processes(worker)}
 
 
 def left_over(worker: WorkerProcess, before: Footprint) -> list[str]:
-    """Return the things that are there and were not there before, once the worker is idle."""
+    """List the leaks since `before`, once the worker is idle."""
     worker.wait_for(lambda: worker.state()["state"] == "ready" and worker.state()["inFlight"] == 0, what="idle")
     state, after = worker.state(), footprint(worker)
     counts = {"queued": state["queued"], **{adapter["name"]: adapter["refs"] for adapter in state["adapters"]}}
@@ -44,13 +44,13 @@ def left_over(worker: WorkerProcess, before: Footprint) -> list[str]:
 
 
 def left_at_end(worker: WorkerProcess, folder: Path) -> list[str]:
-    """Ends the worker: it should end with 0, all its processes with it, and leave nothing in its temporary folder."""
+    """End the worker, and list what is wrong: an exit code other than 0, remaining processes, and files in its temporary folder."""
     names = {process.pid: process.as_dict(["cmdline"])["cmdline"] for process in _processes(worker)}
     code = worker.terminate()
     deadline = time.monotonic() + ENDED_WITHIN_S
     while (left := [pid for pid in names if process_exists(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)  # the fork server ends when it notices
-    # Not what torch keeps for itself there.
+    # Torch's own files in the folder are ignored.
     folders = sorted(path.name for path in folder.iterdir() if path.name.startswith(("diffusion-worker", "pymp")))
     processes = [f"{pid} ({names[pid]})" for pid in left]
     return [f"end: exit code {code}, processes {processes}, folders {folders}"] if code or left or folders else []

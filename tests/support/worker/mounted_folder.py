@@ -21,7 +21,7 @@ def wanted(name: str, **fields: Any) -> DesiredAdapter:
 
 
 class MountedFolder:
-    """The main file names each shard as it was written last. A shard is there where it was brought."""
+    """A folder with the main file and shards. The main file names each shard as written last, whether it is in the folder or not."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,18 +29,18 @@ class MountedFolder:
         self._shards: dict[str, tuple[bytes, int]] = {}
 
     def shard(self, file: str, *adapters: DesiredAdapter, brought: bool = True) -> None:
-        """Write a shard that the next main file names; `brought`: it is in the folder, too."""
+        """Write a shard that the next main file names; with `brought` it is put into the folder too."""
         content = gzip.compress(msgspec.json.encode({"adapters": adapters}), mtime=0)
         self._shards[file] = content, len(adapters)
         if brought:
             self.bring(file)
 
     def bring(self, file: str) -> None:
-        """The kubelet brings a shard that was written."""
+        """Put a written shard into the folder, as the kubelet does."""
         _replace(self.folder / file, self._shards[file][0])
 
     def write(self, *listed: DesiredAdapter, age_s: float = 0.0, **fields: Any) -> str:
-        """Write the main file, so long ago, with these adapters in its list; return its path."""
+        """Write the main file with these adapters in its list, dated `age_s` ago; return its path."""
         shards = [DesiredShard(file, hashlib.sha256(content).hexdigest(), count) for file, (content, count) in self._shards.items()]
         _replace(self.main, msgspec.json.encode(DesiredState(adapters=list(listed), shards=shards, **fields)))
         at_s = self.main.stat().st_mtime - age_s

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real `diffusion-worker serve` in a process of its own, for tests: started on free ports, waited for, read, ended.
 
-Real: all of it, but for the ranks and the model where the program is `FAKE_PROGRAM`. Every wait has a deadline and fails with the
-worker's output. Leaving the block of a `WorkerProcess` ends the worker and its ranks.
+Real: all of it, except the ranks and the model where the program is `FAKE_PROGRAM`. Every wait has a deadline and fails with the worker's
+output. Leaving the block of a `WorkerProcess` ends the worker and its ranks.
 """
 
 import base64
@@ -32,10 +32,10 @@ from tools.suite import canary
 REPOSITORY = Path(__file__).resolve().parents[3]
 DIGITS = REPOSITORY / "examples" / "digits"
 DIGITS_MODEL = DIGITS / "model"
-# The same server over `FakeRankGroup`: starts in half a second.
+# The same server over `FakeRankGroup`, which starts in half a second.
 FAKE_PROGRAM = ("-m", "support.worker.fake_worker")
 LISTENING = re.compile(r"listening data=\S+:(\d+) control=\S+:(\d+) boot_id=(\S+)")
-# Ten seconds on an idle machine; torch is imported.
+# A start takes ten seconds on an idle machine, since torch is imported.
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 40.0
 
@@ -45,7 +45,7 @@ SEARCHED = ("/metrics", "/v1/status")
 
 
 class WorkerProcess(contextlib.ExitStack):
-    """One worker. Make it as a context manager, or call `start` and `close`; a `wrapper` is put before its command and becomes it."""
+    """A worker. Use it as a context manager, or call `start` and `close`; a `wrapper` is put before its command, which replaces it."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class WorkerProcess(contextlib.ExitStack):
         self._env = {**os.environ, "PYTHONUNBUFFERED": "1", "DIFFUSION_TERMINATION_LOG": str(self.termination_log), **(env or {})}
         paths = [str(REPOSITORY / "worker" / "src"), str(REPOSITORY / "tests"), self._env.get("PYTHONPATH")]
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        # There since `launch`.
+        # Set by `launch`.
         self._process: subprocess.Popen[bytes]
         self._http = self.enter_context(httpx2.Client(timeout=120))
         self.boot_id = self.url = self.control_url = ""
 
     def __enter__(self) -> "WorkerProcess":
-        """Start it; one that misses its deadline does not stay behind."""
+        """Start the worker; a worker that misses its deadline is ended."""
         with contextlib.ExitStack() as stack:
             stack.push(self)
             self.start()
@@ -96,14 +96,14 @@ class WorkerProcess(contextlib.ExitStack):
         replacement.rename(self._token_path)
 
     def start(self) -> None:
-        """Start it and wait until both ports answer; fails if it ends before."""
+        """Start the worker and wait until both ports answer; fail if it ends before."""
         self.launch()
         found = self.wait_for(lambda: LISTENING.search(self.output), what="listening", timeout_s=30)
         self.url, self.control_url = (f"http://127.0.0.1:{port}" for port in found.group(1, 2))
         self.boot_id = found[3]
 
     def launch(self) -> None:
-        """Start the process and wait for nothing."""
+        """Start the process without waiting."""
         self.started_at = time.monotonic()
         with self._output_path.open("wb") as output:
             self._process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.STDOUT, env=self._env, cwd=self.folder)
@@ -112,32 +112,32 @@ class WorkerProcess(contextlib.ExitStack):
 
     @property
     def pid(self) -> int:
-        """The server process."""
+        """Return the pid of the server process."""
         return self._process.pid
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until `/readyz` answers 200."""
 
         def is_ready() -> bool:
-            with contextlib.suppress(httpx2.TransportError):  # it ended: `wait_for` says how
+            with contextlib.suppress(httpx2.TransportError):  # the worker ended: `wait_for` reports how
                 return self.get("/readyz").status_code == 200
             return False
 
         self.wait_for(is_ready, what="ready", timeout_s=timeout_s)
 
     def wait_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Its exit code, once it ends."""
+        """Wait until the worker ends, and return its exit code."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the worker did not end within {timeout_s:g} s\n{self.output}") from None
 
     def wait_for(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0) -> Any:
-        """Poll until `check` gives something true; fails at once when the worker ends."""
+        """Poll until `check` returns something true, and return it; fail at once when the worker ends."""
         return self.wait_until(check, what=what, timeout_s=timeout_s, lives=True)
 
     def wait_until(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0, lives: bool = False) -> Any:
-        """Poll until `check` gives something true, whether the worker lives or not unless it has to."""
+        """Poll until `check` returns something true, and return it; the worker may end meanwhile unless `lives` is set."""
         deadline = time.monotonic() + timeout_s
         while not (result := check()):
             ended = self._process.poll()
@@ -150,13 +150,13 @@ class WorkerProcess(contextlib.ExitStack):
         self._process.send_signal(number)
 
     def terminate(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """SIGTERM, and its exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.send_signal(signal.SIGTERM)
         return self.wait_exit(timeout_s)
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes]) -> None:
-        """However it is; its ranks follow the server."""
+        """End the process in whatever state it is; its ranks follow the server."""
         process.terminate()
         try:
             process.wait(STOP_TIMEOUT_S)
@@ -165,14 +165,14 @@ class WorkerProcess(contextlib.ExitStack):
             process.wait(10)
 
     def _search(self) -> None:
-        """Look for prompts in all that it wrote; it has ended."""
+        """Search the whole output for prompts after the worker has ended."""
         canary.search(self.output, "the worker's output")
         if self.termination_log.exists():
             canary.search(self.termination_log.read_text(errors="replace"), "the worker's last words")
 
     @property
     def output(self) -> str:
-        """What it and its ranks printed so far."""
+        """Return the output of the worker and its ranks so far."""
         return self._output_path.read_text(errors="replace")
 
     def openai(self) -> OpenAI:
@@ -185,39 +185,39 @@ class WorkerProcess(contextlib.ExitStack):
         return answer
 
     def request_images(self, **body: Any) -> httpx2.Response:
-        """The answer to an image request, whatever it is."""
+        """Send an image request, and return the answer with any status."""
         return self._http.post(f"{self.url}/v1/images/generations", json=body)
 
     def image(self, **body: Any) -> Image.Image:
-        """The first image of a request; fails on any other answer."""
+        """Return the first image of a request; fail on any other answer."""
         answer = self.request_images(**body)
         assert answer.status_code == 200, answer.text
         return decode_image(answer.json()["data"][0]["b64_json"])
 
     def control(self, method: str, path: str, *, token: str | None = None, **options: Any) -> httpx2.Response:
-        """A call on the control port, with the worker's own token unless another is given."""
+        """Make a call on the control port, with the worker's own token unless another is given."""
         used = token if token is not None else self.token
         headers = {"Authorization": f"Bearer {used}"} if used else {}
         return self._http.request(method, self.control_url + path, headers=headers, **options)
 
     def state(self) -> dict[str, Any]:
-        """The state document."""
+        """Return the state document."""
         answer = self.control("GET", "/v1/state")
         assert answer.status_code == 200, answer.text
         canary.search(answer.text, "/v1/state")
         return dict(answer.json())
 
     def wait_state(self, state: str, timeout_s: float = 60.0) -> dict[str, Any]:
-        """The state document, once it has that state."""
+        """Wait until the worker has this state, and return the state document."""
         self.wait_for(lambda: self.state()["state"] == state, what=state, timeout_s=timeout_s)
         return self.state()
 
     def sleep(self, timeout_s: float = 60.0, **body: Any) -> dict[str, Any]:
-        """Put it to sleep and wait until it is; the state document."""
+        """Put the worker to sleep, wait until it sleeps, and return the state document."""
         return self._operate("/v1/sleep", "asleep", timeout_s, body)
 
     def wake(self, timeout_s: float = 60.0, **body: Any) -> dict[str, Any]:
-        """Wake it and wait until it is ready; the state document."""
+        """Wake the worker, wait until it is ready, and return the state document."""
         return self._operate("/v1/wake", "ready", timeout_s, body)
 
     def _operate(self, path: str, goal: str, timeout_s: float, body: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class WorkerProcess(contextlib.ExitStack):
         return {"operationId": uuid.uuid4().hex, "bootId": self.boot_id, **fields}
 
     def rank_pids(self) -> list[int]:
-        """The rank processes, in rank order."""
+        """Return the pids of the rank processes, in rank order."""
         return [rank["pid"] for rank in self.state()["ranks"]]
 
 
@@ -253,10 +253,10 @@ def process_exists(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """List the processes below one."""
+    """Return the pids of all processes below one."""
     return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
 def resident_bytes(pid: int, mappings: list[str]) -> int:
-    """Rss in a process's smaps of the mappings that overlap these address ranges (`start-end` in hex)."""
+    """Return the resident bytes of the mappings in a process's smaps that overlap these address ranges (`start-end` in hex)."""
     return weights_memory.resident_bytes(Path(f"/proc/{pid}/smaps").read_text(), [weights_memory.parse_range(text) for text in mappings])

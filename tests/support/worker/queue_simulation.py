@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that come to a bounded queue on a virtual clock, and come back when they were promised a place.
+"""Clients of a bounded queue on a virtual clock, who come back at the time for which they were promised a place.
 
-Real: the bounds, the scheduler, and what both learn from reports. Not real: the device, which takes what a cost function says.
+Real: the bounds, the scheduler, and what both learn from reports. Not real: the device, whose seconds come from a cost function.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from diffusion_worker.messages import RequestSpec, TickDone
 
 
 class Client(msgspec.Struct):
-    """A request and its sender, who comes back after a refusal unless it `leaves`, a little late by the network."""
+    """A request and its sender, who comes back after a refusal unless it `leaves`, slightly late because of the network."""
 
     at_s: float
     spec: RequestSpec
@@ -46,12 +46,12 @@ class Counts(msgspec.Struct):
 
     @property
     def kept(self) -> float:
-        """The share of promises that were kept."""
+        """Return the share of promises that were kept."""
         return self.admitted_then / self.came_back if self.came_back else 1.0
 
 
 class QueueSimulation:
-    """A worker whose decode takes `decode_s`, which no report of a step tells."""
+    """A worker whose decode takes `decode_s`, which no report of a step includes."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory at its real size for a real worker: a model of over a gigabyte, and a cgroup with a limit like a container's.
 
-Real: the pipeline of the digits, the kernel's limit and its files. Not real: the weights of the transformer, which are random, and
-the container. The cgroup needs root, a writable hierarchy of version 1 and `unshare`; where one is missing `why_not` says which.
+Real: the pipeline of the digits, the kernel's limit and its files. Not real: the weights of the transformer, which are random, and the
+container. The cgroup needs root, a writable hierarchy of version 1 and `unshare`; `why_not` names what is missing.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 
 def make_big_model(folder: Path) -> Path:
     """Write the model (0.6 GB on disk, in float16) and return its folder."""
-    # Late: a test session that makes no big model need not import torch.
+    # Imported late: a test session that makes no big model need not import torch.
     import torch
     from diffusers import SD3Transformer2DModel
 
@@ -44,7 +44,7 @@ def why_not() -> str | None:
 
 
 class MemoryCgroup:
-    """Make it as a context manager; leaving it takes it away, and leaves what still ends in it to its parent."""
+    """A memory cgroup, used as a context manager; leaving it deletes the cgroup and moves remaining processes to its parent."""
 
     def __init__(self) -> None:
         self._folder = MEMORY / f"worker-test-{uuid.uuid4().hex[:8]}"
@@ -61,15 +61,15 @@ class MemoryCgroup:
 
     @property
     def wrapper(self) -> list[str]:
-        """Put before a command: it then runs in the cgroup, and finds its limit where a container's is."""
+        """Return the prefix of a command that runs in the cgroup and finds its limit where a container's is."""
         script = f'echo $$ > {self._folder}/cgroup.procs && mount --bind {self._folder} {MEMORY} && exec "$@"'
         return ["unshare", "--mount", "sh", "-c", script, "in-cgroup"]
 
     @property
     def anonymous_bytes(self) -> int:
-        """Memory that is used but for pages of files."""
+        """Return the used memory without pages of files."""
         return int(dict(map(str.split, (self._folder / "memory.stat").open()))["total_rss"])
 
     def limit(self, bytes_: int | None) -> None:
-        """Allow so much from now on; None: any."""
+        """Limit the memory to so many bytes; None: no limit."""
         (self._folder / "memory.limit_in_bytes").write_text(str(-1 if bytes_ is None else bytes_))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real rank processes of the digits model behind a `RankExecutor`, in the test's own process and without a server.
 
-The first start imports torch in the fork server; later ones take a second, spawned ones as long as the first.
-Nothing of the ranks is left afterwards.
+The first start imports torch in the fork server. Later starts take a second, but spawned ones take as long as the first. Nothing of the
+ranks is left afterwards.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ CALL_S = 60.0
 
 @asynccontextmanager
 async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) -> AsyncIterator[RankExecutor]:
-    """Two ranks of the digits model, or as many as `settings` say, that have started."""
+    """Start two ranks of the digits model, or as many as `settings` say; check afterwards that nothing of them is left."""
     config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits", "ranks": 2, "tick_timeout_s": 60.0} | settings)
-    # The fork server's folder, which outlives the test, is made by the first who asks.
+    # The first call makes the fork server's folder, which outlives the test.
     util.get_temp_dir()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        # So that what is left of the sockets is known to be the test's own.
+        # In a separate folder any remaining sockets are known to be the test's own.
         patch.setattr(tempfile, "tempdir", folder)
         executor = RankExecutor(config)
         pids: list[int] = []
@@ -42,7 +42,7 @@ async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) 
                 pids = pids_of(executor)
                 yield executor
                 pids += pids_of(executor)
-                # A killed process leaves what it has in shared memory.
+                # A killed process would leave its shared memory.
                 assert not any(map(has_shared_memory, pids_of(executor)))
         finally:
             await executor.stop()
@@ -63,12 +63,16 @@ def pids_of(executor: RankExecutor) -> list[int]:
 
 
 def results(replies: list[RpcReply]) -> list[Any]:
-    """What each rank returned; None for one that sent nothing."""
+    """Return the decoded result of each rank; None for a rank that sent none."""
     return [msgspec.msgpack.decode(reply.result) if reply.result is not None else None for reply in replies]
 
 
 async def call(executor: RankExecutor, method: str, kind: type[Any] | None = None, **arguments: Any) -> list[Any]:
-    """What a method returned on each rank, as a kind; raises AssertionError where one answered with an error."""
+    """Call a method on all ranks, and return the results decoded as a kind.
+
+    Raises:
+        AssertionError: a rank answered with an error.
+    """
     replies = await executor.call(method, timeout_s=CALL_S, **arguments)
     assert [reply.error for reply in replies] == [None] * len(replies)
     return [msgspec.msgpack.decode(reply.result or b"", type=kind or Any) for reply in replies]
@@ -87,7 +91,7 @@ async def fingerprints(executor: RankExecutor) -> list[Fingerprint]:
 
 
 async def image(executor: RankExecutor) -> bytes:
-    """An image of three steps."""
+    """Return an image of three steps."""
     for number in range(5):
         executor.broadcast_tick(Tick(number + 1, [] if number else [request("a")]))
     frame = b""

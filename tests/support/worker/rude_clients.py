@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients over bare sockets that send no request at all, or leave in the middle of one; the same ones from the same seed.
+"""Clients over bare sockets that send no request at all, or leave in the middle of one; the same clients from the same seed.
 
-Real: the sockets and their bytes. Not real: the answers, of which at most the first part is read.
+Real: the sockets and their bytes. Not real: the reading of answers, of which at most the first part is read.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ PLAIN = json.dumps({"prompt": "p kumquatfen", "num_inference_steps": 3}).encode(
 HEAD = b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 DEADLINE_S = 60.0
 
-# What is sent, and how many bytes of an answer are read before the client leaves.
+# The bytes that are sent, and the number of bytes of the answer that are read before the client leaves.
 RUDE: tuple[tuple[bytes, int], ...] = (
     (b"", 0),
     (b"GET", 0),
@@ -36,7 +36,7 @@ RUDE: tuple[tuple[bytes, int], ...] = (
 
 
 async def be_rude(port: int, *, seed: int, count: int, at_once: int = 4) -> None:
-    """Let `count` clients come and go. What they are answered does not matter, only what is left of them."""
+    """Let `count` clients come and go. Their answers do not matter, only what they leave behind."""
     rng = random.Random(seed)
     waiting = iter([rng.choice(RUDE) for _ in range(count)])
 

@@ -23,13 +23,13 @@ DEADLINE_S = 10.0
 
 
 class Edge(SleepRig):
-    """One engine with both of its applications, and a client for each."""
+    """An engine with both of its applications, and a client for each."""
 
     def __init__(self, group: FakeRankGroup, *, token_path: Path | None = None, local: bool = False, **settings: Any) -> None:
         super().__init__(group, **settings)
         self.data_application = data_app(self.engine, local=local)
         self.data = _client(self.data_application)
-        # Without a token it takes loopback hosts only.
+        # Without a token the control port accepts loopback hosts only.
         self.control = _client(control_app(self.engine, token_path), "http://worker" if token_path else "http://127.0.0.1:8001")
 
     async def request_images(self, **body: Any) -> httpx2.Response:
@@ -45,20 +45,20 @@ class Edge(SleepRig):
         return await self.control.delete(f"/v1/adapters/{name}", params=_call(**{"drainSeconds": 5, **query}))
 
     async def state(self) -> dict[str, Any]:
-        """The state document."""
+        """Return the state document."""
         answer = await self.control.get("/v1/state")
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
     async def wait_state(self, **wanted: Any) -> dict[str, Any]:
-        """The state document, once these fields have these values."""
+        """Wait until these fields of the state document have these values, and return it."""
         async with asyncio.timeout(DEADLINE_S):
             while not wanted.items() <= (document := await self.state()).items():  # noqa: ASYNC110
                 await asyncio.sleep(0)
         return document
 
     async def wait_held(self, count: int) -> None:
-        """Returns when so many requests wait until the model serves."""
+        """Wait until so many requests are held."""
 
         async def held() -> bool:
             return bool((await self.state())["held"]["current"] == count)
@@ -66,7 +66,7 @@ class Edge(SleepRig):
         await self.wait_for(held)
 
     async def wait_tasks(self, before: set[asyncio.Task[Any]]) -> None:
-        """Returns when no task is left that was not there before."""
+        """Wait until no task is left other than those in `before`."""
 
         async def gone() -> bool:
             return asyncio.all_tasks() - before <= {asyncio.current_task()}
@@ -84,7 +84,7 @@ class Edge(SleepRig):
 async def serving_edge(
     *, token_path: Path | None = None, local: bool = False, model: ModelInfo | None = None, **settings: Any
 ) -> AsyncIterator[Edge]:
-    """An edge whose engine has started and is ended afterwards; `model` is what its ranks say that they loaded."""
+    """Start an edge and its engine, and end them afterwards; `model` is the model that its ranks report."""
     edge = Edge(FakeRankGroup(settings.get("ranks", 1)), token_path=token_path, local=local, **settings)
     edge.ranks.model = model or edge.ranks.model
     async with edge.serving(DEADLINE_S):
@@ -95,7 +95,7 @@ async def serving_edge(
 async def sleeping_edge(
     folder: Path, policy: str = "OnIdle", *, settings: dict[str, Any] | None = None, **cold: Any
 ) -> AsyncIterator[Edge]:
-    """An edge whose model sleeps, and whose ranks answer no call until `edge.ranks.calling` is set."""
+    """Start an edge whose model sleeps, and whose ranks answer no call until `edge.ranks.calling` is set."""
     async with serving_edge(desired_path=write_desired(folder, policy, coldRequests=cold), **(settings or {})) as edge:
         await fall_asleep(edge)
         yield edge
@@ -122,9 +122,9 @@ def _call(**fields: Any) -> dict[str, Any]:
 
 
 class Client:
-    """A request for images whose ASGI messages are read one by one. It has a JSON body of these fields, or `parts` of one that stops.
+    """A request for images whose ASGI messages are read one by one. The body is JSON with these fields, or `parts` of an unfinished one.
 
-    The client leaves when `gone` is set, and takes nothing more while `reading` is cleared.
+    The client leaves when `gone` is set, and accepts no message while `reading` is cleared.
     """
 
     def __init__(self, application: Any, *parts: bytes, request_id: str | None = None, **body: Any) -> None:
@@ -154,27 +154,27 @@ class Client:
         self.sent.put_nowait(message)
 
     async def message(self) -> dict[str, Any]:
-        """The next message of the answer."""
+        """Return the next message of the answer."""
         async with asyncio.timeout(DEADLINE_S):
             return await self.sent.get()
 
     async def body(self) -> str:
-        """The next part of the answer's body."""
+        """Return the next part of the answer's body."""
         return bytes((await self.message())["body"]).decode()
 
     async def event(self) -> dict[str, Any]:
-        """The next event, past signs of life."""
+        """Return the data of the next event, skipping keep-alive comments."""
         text = ""
         while not (text.startswith("event: ") and text.endswith("\n\n")):
             text = (text + await self.body()).removeprefix(": keep-alive\n\n")
         return dict(json.loads(text.partition("data: ")[2]))
 
     async def end(self) -> None:
-        """Returns when the application is through with the request."""
+        """Wait until the application has finished the request."""
         async with asyncio.timeout(DEADLINE_S):
             await self._answering
 
     async def leave(self) -> None:
-        """Go, and return when the application has noticed."""
+        """Leave, and wait until the application has noticed."""
         self.gone.set()
         await self.end()

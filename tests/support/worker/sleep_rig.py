@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine over fake ranks, called without HTTP, mostly by a clock that turns by itself.
+"""An engine over fake ranks, called without HTTP, mostly on a clock that advances by itself.
 
-Real: the engine, and the calls of `Fetcher` and how they end. Not real: its ranks, which are a `FakeRankGroup`, and the files that
-its `FakeFetcher` fetches, none of which is there.
+Real: the engine, and the calls of `Fetcher` and how they end. Not real: its ranks, which are a `FakeRankGroup`, and the files that its
+`FakeFetcher` fetches, which do not exist.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ KILLED = "rank 1 (pid 7) was ended by SIGKILL"
 
 
 def write_desired(folder: Path, policy: str, **fields: Any) -> str:
-    """A mounted file with a sleep policy; replaced as a whole, as the kubelet does it."""
+    """Write a mounted file with a sleep policy, replaced atomically as the kubelet does; return its path."""
     path = folder / "desired.json"
     replacement = path.with_suffix(".new")
     replacement.write_text(json.dumps({"sleep": {"policy": policy, **fields.pop("sleep", {})}, **fields}))
@@ -39,17 +39,18 @@ def write_desired(folder: Path, policy: str, **fields: Any) -> str:
 
 
 class FakeFetcher(Fetcher):
-    """Takes paths as they are. Other sources wait for `arriving` halfway. `errors` are raised for a path or repository instead."""
+    """A fetcher that takes paths as they are. Other sources wait for `arriving` halfway. `errors` are raised for a path or repository
+    instead."""
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
         self.arriving = asyncio.Event()
         self.arriving.set()
         self.errors: dict[str, RequestError] = {}
-        # What is wrong with the adapter at a path, as far as that can be told without the ranks.
+        # Errors of adapters by path, as far as they can be found without the ranks.
         self.unread_errors: dict[str, RequestError] = {}
         self.fetches: list[str] = []
-        # When files at a path were written last.
+        # The modification times of files, by path.
         self.stamps: dict[str, int] = {}
         self.public_only: dict[str, bool] = {}
         self.cancelled: list[str] = []
@@ -87,7 +88,7 @@ class FakeFetcher(Fetcher):
 
 
 class SleepRig:
-    """One engine and its ranks."""
+    """An engine and its ranks."""
 
     def __init__(self, group: FakeRankGroup, *, pod_uid: str = "", **settings: Any) -> None:
         self.config = WorkerConfig(**{"model": "/models/digits", "served_name": "digits", **settings})
@@ -99,7 +100,7 @@ class SleepRig:
 
     @asynccontextmanager
     async def serving(self, deadline_s: float) -> AsyncIterator[None]:
-        """Start the engine and end it afterwards, the latter within the deadline."""
+        """Start the engine, and end it afterwards within the deadline."""
         await self.engine.start()
         try:
             yield
@@ -122,7 +123,7 @@ class SleepRig:
             await self.engine.life.wait_for_change()
 
     def begin_sleep(self, **fields: Any) -> str:
-        """Begin a sleep; returns the operation's id."""
+        """Begin a sleep, and return the operation's id."""
         return self._begin(SleepCall, self.engine.sleep, fields)
 
     def begin_wake(self, **fields: Any) -> str:
@@ -134,7 +135,7 @@ class SleepRig:
         return str(call.operation_id)
 
     async def over(self, operation_id: str) -> OperationResult:
-        """How an operation ended."""
+        """Wait until an operation has ended, and return its result."""
         result = await self.engine.operation_over(operation_id)
         assert result is not None
         return result
@@ -149,7 +150,7 @@ class SleepRig:
         return await self.engine.generate(GenerationParams(prompt="p kumquatfen", seed=seed, **fields))
 
     async def running(self, seed: int = 0, **fields: Any) -> "asyncio.Task[Generation]":
-        """A request whose first step runs until `stepping` is set."""
+        """Send a request whose first step runs until `stepping` is set, and return its task."""
         self.ranks.stepping.clear()
         task = asyncio.create_task(self.image(seed, **fields))
         for _ in range(100):  # turns of the loop, as the clock may stand still
@@ -161,13 +162,13 @@ class SleepRig:
         await self.engine.put_adapter(name, AdapterCall(operation_id=f"put-{name}", source=Source(path=f"/loras/{name}")))
 
     def adapters(self) -> dict[str, str]:
-        """The states of the adapters by name."""
+        """Return the states of the adapters by name."""
         return {adapter.name: adapter.state.value for adapter in self.document.adapters}
 
 
 @asynccontextmanager
 async def sleep_rig(ranks: int = 2, *, group: FakeRankGroup | None = None, **settings: Any) -> AsyncIterator[SleepRig]:
-    """A rig whose engine has started and is ended afterwards."""
+    """Start a rig's engine, and end it afterwards."""
     rig = SleepRig(group or FakeRankGroup(ranks), ranks=ranks, **settings)
     async with rig.serving(60):
         yield rig

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of 300 random words by a tiny pipeline of each family of text encoder, in a process whose logs are a rank's.
+"""Prompts of 300 random words, encoded by a tiny pipeline of each family of text encoder, in a process whose logs are a rank's.
 
-Real: the pipelines, the runner and the logging. Not real: the weights, which are few and random.
-Each is asked twice: as it is, and with an encoder that fails and quotes what it was asked. Errors go where a client would read
-them, so they are not printed. The last line of the output is `WORDS` and all words.
+Real: the pipelines, the runner and the logging. Not real: the weights, which are few and random. Each pipeline gets the prompt twice: with
+an encoder that fails and quotes the prompt, and as it is. Errors go to the client, so they are not printed. The last line of the output is
+`WORDS` and all words.
 """
 
 import logging
@@ -28,11 +28,11 @@ from support.families.rig.texts import letters, tiny_mt5, tiny_umt5
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 GROUPED = {**SIZES, "num_key_value_heads": 1, "head_dim": 16}
 SEED = 11
-# A small image; its prompt is another one.
+# A request for a small image, whose prompt is replaced.
 ASKED = asking(32, prompt="a red fox")
-# With few tokens; the tiny Lumina 2 has positions for no more.
+# A request with few tokens, since the tiny Lumina 2 has positions for no more.
 SHORT = more(ASKED, max_sequence_length=16)
-# Language models whose hidden states are the prompt's.
+# Language models whose hidden states are the prompt's embeddings.
 CAUSAL = [
     ("gemma", transformers.GemmaModel, transformers.GemmaConfig),
     ("gemma2", transformers.Gemma2Model, transformers.Gemma2Config),
@@ -47,13 +47,13 @@ Case = tuple[str, str, Family]
 
 
 def words(count: int) -> list[str]:
-    """Words of eight letters that are in no source file."""
+    """Return random words of eight letters that are in no source file."""
     rng = random.Random(SEED)
     return ["".join(rng.choices(string.ascii_lowercase, k=8)) for _ in range(count)]
 
 
 def with_words(name: str, make: Callable[[], Any], encoder: Callable[[], Any], request: Request = ASKED) -> Case:
-    """A pipeline of a family that is asked with embeddings, with a text encoder of its kind and a tokenizer of letters."""
+    """Return a case: a pipeline of a family that otherwise takes embeddings, with a text encoder of its kind and a tokenizer of letters."""
 
     def build() -> Any:
         pipeline, tokenizer = make(), letters()
@@ -87,7 +87,7 @@ def served(rig: FamilyRig, prompt: str) -> bool:
 
 
 def breaks(prompt: str) -> Callable[..., Any]:
-    """Make the forward method of an encoder that warns and fails in the words of a prompt."""
+    """Return a forward method that warns and fails with the words of a prompt."""
 
     def broken(*_: Any, **__: Any) -> Any:
         warnings.warn(f"about to fail at {prompt}", stacklevel=1)
@@ -97,11 +97,11 @@ def breaks(prompt: str) -> Callable[..., Any]:
 
 
 def run(name: str, component: str, family: Family, prompt: str) -> bool:
-    """Ask twice, and say how each ended; return whether that is how it should."""
+    """Send the prompt with a broken encoder and with a working one, print both results, and return whether only the second succeeded."""
     withheld.withhold(False)
     rig = FamilyRig(family)
     withheld.withhold()
-    # First, as an encoded prompt is kept.
+    # The broken encoder comes first, since an encoded prompt is cached.
     encoder = rig.pipeline.components[component]
     encoder.forward = breaks(prompt)
     first = served(rig, prompt)
@@ -113,7 +113,7 @@ def run(name: str, component: str, family: Family, prompt: str) -> bool:
 
 
 def main() -> int:
-    """The exit code: 0 where each request ended as it should."""
+    """Run all cases; return 0 where each request ended as it should, else 1."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     withheld.install()
     prompt = " ".join(words(300))
