@@ -75,7 +75,7 @@ class RankGeneration:
         return self.wire.dropped, sum(rank.dropped_frames for rank in self.ranks)
 
     async def start(self) -> ModelInfo:
-        """Start the processes and wait until all have loaded; raises ConfigError, LoadTimeout or GroupFailed."""
+        """Start the processes, wait until all have loaded, and return the model's description; raise ConfigError, LoadTimeout or GroupFailed."""
         self._tasks += [asyncio.create_task(self._read_answers()), asyncio.create_task(self._watch_for_stopped())]
         limit_s = self._config.startup_timeout_s
         try:
@@ -98,7 +98,7 @@ class RankGeneration:
         return model
 
     def send(self, message: ToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue a message for every rank, with its frames; raises GroupFailed."""
+        """Queue a message for every rank, with its frames; raise GroupFailed if the generation is lost."""
         if self.loss.done():
             raise GroupFailed(self.loss.result().reason)
         self.wire.send(message, frames)

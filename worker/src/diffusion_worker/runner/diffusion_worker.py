@@ -95,7 +95,7 @@ class DiffusionWorker:
         return PrefixStore(f"generation-{place.generation}", store)
 
     def load_model(self, report: ReportProgress, *, asleep: bool = False) -> ModelInfo:
-        """Load the model, or with `asleep` all of it but its weights; raises ConfigError."""
+        """Load the model, without its weights if `asleep`, and return its description. Raises ConfigError."""
         check_device(self._config.offload, self.device)
         model = self.model_runner.load_model(report, asleep=asleep)
         freeze_gc()
@@ -173,7 +173,7 @@ class DiffusionWorker:
         return loras is not None and loras.unpin_adapter(lora_int_id)
 
     def load_weights(self, *, path: str) -> list[str]:
-        """Replace tensors of the loaded model by those of the same names in a safetensors file or folder; returns the names."""
+        """Replace tensors of the loaded model by those of the same names in a safetensors file or folder; return the names."""
         return sorted(self.model_runner.load_weights(read_weights(Path(path))))
 
     def sleep(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> int:

@@ -61,7 +61,7 @@ def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placehold
 
 
 def check_pipeline_class(config: WorkerConfig) -> None:
-    """Check that the pipeline class exists, before anything is given up for it; raises ConfigError."""
+    """Raise ConfigError if the pipeline class does not exist, before the loaded pipeline is given up for it."""
     _pipeline_class(config, read_model_index(config.model))
 
 

@@ -62,7 +62,7 @@ class PreviewState(DiffusionRequestState):
         self._fiber.replay = self._replayed
 
     def report(self, error: BaseException) -> ErrorReport:
-        """Report a preview's failure; raises RankFault if the rank cannot continue."""
+        """Report the failure of a preview; raise RankFault if the rank cannot continue."""
         require_usable_rank(error)
         return ErrorReport(ErrorCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
 
