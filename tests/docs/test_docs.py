@@ -8,6 +8,7 @@ import pytest
 
 from diffusion_operator.plan.observed.replica_state import Problem
 from diffusion_worker.errors import ErrorCode
+from tools.demo.walkthrough import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -35,6 +36,15 @@ def test_the_oldest_driver_is_named_for_the_cuda_that_torch_is_built_for() -> No
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     version, cuda = pins["torch"], pins["nvidia-cuda-runtime"].rpartition(".")[0]
     assert f"torch {version} is built for CUDA {cuda}" in (ROOT / "docs" / "install.md").read_text()
+
+
+def test_the_quickstart_shows_the_steps_that_the_demo_takes() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    begun = re.findall(r"^\[ *\d+:\d\d\]  (.+)$", page, re.MULTILINE)
+    table = page.partition("\nwhat ")[2].partition("\nin all")[0]
+    listed = re.findall(r"^(\S.*?) {2,}\d+\.\d\b", table, re.MULTILINE)
+    assert begun[-len(STEPS) :] == [title for title, _ in STEPS]
+    assert set(begun[-len(STEPS) :]) <= set(listed)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
