@@ -52,7 +52,7 @@ class RankExecutor:
         return self._dropped_before[0] + now[0], self._dropped_before[1] + now[1]
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
-        """Start the processes, wait until all have loaded, and return the model's description; raise ConfigError, LoadTimeout or GroupFailed."""
+        """Start the processes and return the model's description once all have loaded; raise ConfigError, LoadTimeout or GroupFailed."""
         if self._stopped:
             raise GroupFailed("the ranks were ended")
         self._tables = {}

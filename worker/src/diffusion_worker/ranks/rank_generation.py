@@ -75,7 +75,7 @@ class RankGeneration:
         return self.wire.dropped, sum(rank.dropped_frames for rank in self.ranks)
 
     async def start(self) -> ModelInfo:
-        """Start the processes, wait until all have loaded, and return the model's description; raise ConfigError, LoadTimeout or GroupFailed."""
+        """Start the processes and return the model's description once all have loaded; raise ConfigError, LoadTimeout or GroupFailed."""
         self._tasks += [asyncio.create_task(self._read_answers()), asyncio.create_task(self._watch_for_stopped())]
         limit_s = self._config.startup_timeout_s
         try:
