@@ -185,7 +185,7 @@ async def test_an_edit_by_an_adapter_that_is_not_there_is_never_the_bases(edge: 
 
 async def test_adapters_that_an_sdk_took_apart_into_fields_are_refused_with_what_to_do(edge: Edge) -> None:
     async with sdk(edge) as client:
-        with pytest.raises(openai.BadRequestError, match="lora: expected one text of JSON"):
+        with pytest.raises(openai.BadRequestError, match="lora: expected a JSON text"):
             await client.images.edit(image=red(), prompt="p kumquatfen", extra_body={"lora": {"name": "stripes"}})
 
 

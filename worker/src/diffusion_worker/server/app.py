@@ -29,7 +29,7 @@ from diffusion_worker.server.metrics.page import Metrics
 from diffusion_worker.server.schemas.problems import install_error_answers
 from diffusion_worker.server.ui import page_router, status_router
 
-# A prompt is a few kilobytes; only edits bring images.
+# Most bytes of a body: a prompt is a few kilobytes, and only edits bring images.
 MAX_BODY_BYTES = 1_048_576
 LARGER_BODIES = {"/v1/images/edits": 67_108_864}
 # Methods that a page of an allowed origin may use, and headers of answers that it may read.
@@ -38,9 +38,9 @@ READ_BY_PAGES = ("X-Request-ID", "X-Replica", "Retry-After", "X-Should-Retry")
 
 
 def data_app(engine: Engine, *, local: bool = False) -> FastAPI:
-    """The data port's application: images, models, probes, metrics. With an API key its API wants that.
+    """Return the data port's application: images, models, probes, metrics. With an API key, its API requires that key.
 
-    Without one a `local` listener, which is on loopback, takes requests to loopback hosts only.
+    Without a key, a `local` listener, which is on loopback, takes requests to loopback hosts only.
 
     Raises:
         ConfigError: the file of the API key is missing or empty.
@@ -73,7 +73,7 @@ def data_app(engine: Engine, *, local: bool = False) -> FastAPI:
 
 
 def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
-    """The control port's application; without a token it must listen on loopback only.
+    """Return the control port's application; without a token it must listen on loopback only.
 
     Raises:
         ConfigError: the token file is missing or empty.
@@ -82,7 +82,7 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     secured = []
     if token_path is not None:
         token_file = app.state.token_file = TokenFile(token_path, "--control-token-file")
-        # The API's description is no secret, and who asks for a proof has sent no token yet.
+        # The API's description is no secret, and a client that asks for a proof has sent no token yet.
         secured = _require(app, token_file, "the control token", lambda path: path not in ("/openapi.json", identity.PATH))
         app.include_router(identity.router)
     if engine.pod_uid:
@@ -95,14 +95,14 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
 
 
 def _require(app: FastAPI, token_file: TokenFile, what: str, guards: Callable[[str], bool]) -> list[params.Depends]:
-    """Guard paths by a token; what is returned checks nothing, the middleware did, but puts it into the OpenAPI document."""
+    """Guard paths by a token in a middleware; return dependencies that check nothing but put the token into the OpenAPI document."""
     token_file.require()
     app.add_middleware(RequireToken, token_file=token_file, what=what, guards=guards)
     return [Depends(HTTPBearer(auto_error=False))]
 
 
 def _is_api(path: str) -> bool:
-    """Probes and metrics are asked by a cluster that has no key, and the page asks for the key itself."""
+    """Return whether a path is of the API. A cluster has no key for probes and metrics, and the page asks for the key itself."""
     return path.startswith("/v1/")
 
 

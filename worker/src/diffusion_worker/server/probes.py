@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of the data port that need no key: what a cluster asks of a worker."""
+"""Routes of the data port that need no key: probes and metrics for a cluster."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -15,14 +15,14 @@ READY_RETRY_S = 1.0
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """The process lives and its event loop turns."""
+    """Answer 200 while the process lives and its event loop runs."""
     return {"status": "ok"}
 
 
 @router.get("/health", responses=ERRORS)  # vLLM's name
 @router.get("/readyz", responses=ERRORS)
 async def readyz(request: Request) -> dict[str, str]:
-    """200 from the end of the first load until the drain for termination, also asleep."""
+    """Answer 200 from the end of the first load until termination or failure, also while asleep; otherwise an error."""
     engine: Engine = request.app.state.engine
     ending = engine.state in (EngineState.TERMINATING, EngineState.FAILED)
     if engine.loaded and not ending:
@@ -33,6 +33,6 @@ async def readyz(request: Request) -> dict[str, str]:
 
 @router.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     content, media_type = await request.app.state.metrics.exposition()
     return Response(content, headers={"Content-Type": media_type})

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a worker: two listeners and the engine in one event loop, from the first answer to the exit code.
 
-The listeners answer while the ranks load, or are started again. SIGTERM ends it with 0 after the running requests; a group
-lost for good, with 70, after they were answered with an error. Nothing here waits without end: a watchdog thread ends the
-process where the loop does not.
+The listeners answer while the ranks load, or are started again. SIGTERM ends the worker with 0 after the running requests. A lost group
+that cannot be started again ends it with 70, after its requests were answered with an error. Every wait is bounded: a watchdog thread
+ends the process if the loop does not.
 """
 
 import asyncio
@@ -38,19 +38,19 @@ LOOPBACK = "127.0.0.1"
 # Seconds from the end of the drain to the end of the process. Ranks have 5 s to leave before they are killed, clients 3 s to read. The
 # operator's pods allow 15 s.
 STOP_TIMEOUT_S = 12.0
-# A finished answer still has to reach a slow client.
+# Seconds for a finished answer to reach a slow client.
 SEND_TIMEOUT_S = 3
-# Longer than clients keep an idle connection (aiohttp 15 s, nginx 60 s), so that none meets one that closes under its request.
+# Longer than clients keep an idle connection (aiohttp 15 s, nginx 60 s), so that no connection closes under a client's request.
 KEEP_ALIVE_S = 75
-# The kernel ends a connection whose client took nothing of what was sent for so long.
+# Seconds after which the kernel ends a connection whose client read nothing of the sent data.
 UNREAD_TIMEOUT_S = 60
-# Seconds that the loop waits for the GIL while a thread encodes an image. Python's own 5 ms are longer than all else it waits for. With
+# Seconds that the loop waits for the GIL while a thread encodes an image. Python's own 5 ms exceed any other wait of the loop. With
 # shorter intervals the two threads switch too often (P10: 3.0, 2.0, 1.4 and 1.9 ms at 5, 0.5, 0.2 and 0.1 ms).
 SWITCH_INTERVAL_S = 0.0002
 # Set by the pod's template; an older operator sets none.
 POD_UID_VARIABLE = "DIFFUSION_POD_UID"
 TERMINATION_LOG = "/dev/termination-log"
-# The kubelet reads this much.
+# Bytes that the kubelet reads of it.
 TERMINATION_LOG_BYTES = 4096
 
 log = logging.getLogger(__name__)
@@ -76,30 +76,30 @@ class Listener(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: two servers in one loop cannot both have them."""
+        """Leave the signals alone: two servers in one loop cannot both have them."""
         yield
 
 
 class Watchdog:
-    """Ends the process from another thread if it outlives its deadline after the order to end, even if the loop hangs."""
+    """A timer in another thread that ends the process after its deadline, even if the loop hangs."""
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
 
     def arm(self, ending: Ending, timeout_s: float) -> None:
-        """From now on the process has `timeout_s`."""
+        """Give the process `timeout_s` from now on to end."""
         self._timer = threading.Timer(timeout_s, _end_at_once, (ending, timeout_s))
         self._timer.daemon = True
         self._timer.start()
 
     def disarm(self) -> None:
-        """The loop is closed, nothing can hang any more."""
+        """Cancel the timer: the loop is closed, so nothing can hang any more."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 def run(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup]) -> int:
-    """Serve until SIGTERM or a failure; returns the exit code. `make_ranks` is called on the loop.
+    """Serve until SIGTERM or a failure; return the exit code. `make_ranks` is called on the loop.
 
     Raises:
         ConfigError: a port cannot be bound or the control token cannot be read.
@@ -127,7 +127,7 @@ async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], R
     ending = life.result() if life.done() else Ending(EXIT_OK, "asked to terminate")
     watchdog.arm(ending, config.drain_timeout_s + STOP_TIMEOUT_S)
     if life.done():
-        # A client that waits for an image has its error already; only the sending is left.
+        # A client that waits for an image has its error by now, and only has to receive it.
         await _close(engine, listeners, serving)
         await engine.terminate()
     else:
@@ -156,7 +156,7 @@ def _start_listeners(engine: Engine, config: WorkerConfig, listen: Listen) -> tu
 
 
 async def _life(engine: Engine) -> Ending:
-    """Start and run; returns when the worker cannot go on."""
+    """Start the engine and wait until it cannot go on; return the worker's end."""
     try:
         await engine.start()
         log.info("started state=%s", engine.state)
@@ -171,7 +171,7 @@ async def _life(engine: Engine) -> Ending:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set; the second one ends the process at once (the ranks follow their parent)."""
+    """Return an event that SIGTERM and SIGINT set. A second signal ends the process at once; the ranks follow their parent."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -191,7 +191,7 @@ def _bind(option: str, host: str, port: int) -> socket.socket:
         bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
     except OSError as error:
         raise ConfigError(f"{option} {port} on {host}: cannot listen: {error.strerror or error}") from None
-    # Accepted connections inherit it. asyncio sets it only if the socket's protocol is TCP's number, and here it is 0. On a kept connection
+    # Accepted connections inherit this option. asyncio sets it only if the socket's protocol is TCP's number, and here it is 0. On a kept
     # every answer, sent in two parts, then waited 40 ms for the client's delayed acknowledgement.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A client that reads nothing would keep its answer in our memory, and its connection, as long as it likes.
@@ -216,7 +216,7 @@ def _listener(app: FastAPI, protocol: type[BoundedConnection]) -> Listener:
 
 
 async def _close(engine: Engine, listeners: list[Listener], serving: list[asyncio.Task[None]]) -> None:
-    """Stop listening, send what is finished, close the connections."""
+    """Stop listening, send finished answers, and close the connections."""
     engine.end_watches()
     for listener in listeners:
         listener.should_exit = True
@@ -231,7 +231,7 @@ def _end_at_once(ending: Ending, timeout_s: float) -> None:
 
 
 def write_termination_log(reason: str) -> None:
-    """Leave the reason where the kubelet looks for it; only where that file is there already."""
+    """Write the reason to the kubelet's termination log, if that file exists."""
     path = Path(os.environ.get("DIFFUSION_TERMINATION_LOG", TERMINATION_LOG))
     try:
         with path.open("r+b") as file:

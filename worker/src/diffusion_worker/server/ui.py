@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page at `/` of the data port: three files that a browser needs nothing else for, and the state they show.
 
-The files need no key, as they hold nothing; `/v1/status` is part of the API, and wants it where there is one.
+The files need no key, as they hold no data; `/v1/status` is part of the API, and requires the API key if there is one.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.state.state_document import EngineState, LoadStage, RankState, SleepPolicy, StateDocument
 from diffusion_worker.errors import ErrorCode
 
-# Nothing from elsewhere, nothing inline, in nobody's frame; images are made of answers.
+# No content from elsewhere, no inline code, no frames around the page; images are made from answers.
 POLICY = "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Asked for each time, and sent again only after the worker was replaced by another one.
+    # The browser asks each time, and gets the file again only from a worker with another version of it.
     "Cache-Control": "no-cache",
 }
 
@@ -43,9 +43,9 @@ class RankStatus(BaseModel):
 
 
 class Status(BaseModel):
-    """The worker's state for people. `percent` is how much of the model is loaded, null where none is being loaded.
+    """The worker's state for people. `percent` is the loaded part of the model, null while no model loads.
 
-    `generation` counts the lives of the rank group, `problem` is the code of what keeps it from serving. `queued` images wait
+    `generation` counts the lives of the rank group, `problem` is the code of the fault that keeps it from serving. `queued` images wait
     for a place on the ranks, `held` requests until the model serves; with the policy OnIdle they wake it.
     """
 
@@ -65,7 +65,7 @@ class Status(BaseModel):
 
 
 def page_router() -> APIRouter:
-    """The routes of the page's files, which are no part of the API's description."""
+    """Return the routes of the page's files, which are no part of the API's description."""
     router = APIRouter(include_in_schema=False)
     for path, name, media_type in (
         ("/", "page.html", "text/html"),
@@ -87,7 +87,7 @@ async def status(request: Request) -> Status:
 
 
 def status_of(document: StateDocument) -> Status:
-    """The state document without what is for the operator alone: paths, processes, messages, memory."""
+    """Return the state document's part for users: without paths, processes, messages and memory, which are for the operator."""
     loading = document.state in (EngineState.STARTING, EngineState.RESTARTING)
     done, total = document.load.bytes_done, document.load.bytes_total
     return Status(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker proves that it is the one that a client means, before the client sends it the control token.
+"""The proof that a worker is the one that a client means, before the client sends it the control token.
 
 An address may belong to another pod by the time it is called. So a client asks first, with a nonce of its own. The proof is an HMAC
-with the control token over the nonce, the address that was called and the pod's UID. It shows the token to nobody. A pod that passes
+with the control token over the nonce, the address that was called and the pod's UID. It reveals the token to nobody. A pod that passes
 the question on to the real worker gets a proof for another address.
 """
 
@@ -34,7 +34,7 @@ class IdentityQuery(BaseModel):
 
 
 class IdentityAnswer(BaseModel):
-    """`podUid` is empty where the pod does not say it; `proof` is in hexadecimal digits."""
+    """The worker's identity. `podUid` is empty if the pod's template does not set it; `proof` is in hexadecimal digits."""
 
     podUid: str
     proof: str
@@ -42,7 +42,7 @@ class IdentityAnswer(BaseModel):
 
 @router.get(PATH, responses=ERRORS)
 async def identity(query: Annotated[IdentityQuery, Query()], request: Request) -> IdentityAnswer:
-    """Prove that this worker has the control token, without a token and without showing it."""
+    """Prove that this worker has the control token, without revealing it; the call needs no token."""
     token_file: TokenFile = request.app.state.token_file
     pod_uid: str = request.app.state.engine.pod_uid
     proof = token_file.sign("\n".join((CONTEXT, query.nonce, _address(request), pod_uid)).encode())
@@ -52,7 +52,7 @@ async def identity(query: Annotated[IdentityQuery, Query()], request: Request) -
 
 
 def _address(request: Request) -> str:
-    """Return the address that was called, in the one form that both sides know."""
+    """Return the address that was called, in the form that both sides agree on."""
     host = (request.scope.get("server") or ("", 0))[0]
     try:
         address = ipaddress.ip_address(host)
@@ -63,7 +63,7 @@ def _address(request: Request) -> str:
 
 
 class NamePod:
-    """ASGI middleware: every answer names the pod's UID."""
+    """ASGI middleware that adds the pod's UID to every answer."""
 
     def __init__(self, app: ASGIApp, pod_uid: str) -> None:
         self._app = app

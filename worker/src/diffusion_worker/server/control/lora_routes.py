@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's two routes for adapters, for clients that know those: the same loads as by `PUT` and `DELETE /v1/adapters/{name}`.
+"""vLLM's two routes for adapters, for its clients: the same loads as by `PUT` and `DELETE /v1/adapters/{name}`.
 
-They answer a sentence in place of a record. If the operator's file lists the adapters, they are refused, because their changes would be
+They answer a sentence instead of a record. If the operator's file lists the adapters, they are refused, because their changes would be
 undone.
 """
 
@@ -22,7 +22,7 @@ from diffusion_worker.sources.source import Source
 router = APIRouter()
 
 DRAIN_S = 60.0
-# `ERRORS` by hand: the framework would document every answer of these routes as text.
+# Written by hand, as the framework would document every answer of these routes as text.
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "A sentence.", "content": {"text/plain": {"schema": {"type": "string"}}}},
     "default": {"description": "Any error.", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}},
@@ -36,7 +36,7 @@ class LoadLoRABody(BaseModel):
 
     lora_name: AdapterName
     lora_path: Annotated[str, Field(min_length=1, max_length=4096, description="A folder, a file, or a source of another kind.")]
-    load_inplace: Annotated[bool, Field(description="Also where the name has an adapter, which is always read again.")] = False
+    load_inplace: Annotated[bool, Field(description="Replace the adapter of the name, if any; the source is always read again.")] = False
 
 
 class UnloadLoRABody(BaseModel):
@@ -45,12 +45,12 @@ class UnloadLoRABody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     lora_name: AdapterName
-    lora_int_id: Annotated[int | None, Field(ge=1, le=2**63 - 1, description="Accepted; the name says which.")] = None
+    lora_int_id: Annotated[int | None, Field(ge=1, le=2**63 - 1, description="Ignored; the name identifies the adapter.")] = None
 
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=ANSWERS)
 async def load_lora_adapter(body: LoadLoRABody, request: Request) -> str:
-    """Load an adapter under a name that has none yet; with `load_inplace` in place of the one it has."""
+    """Load an adapter under a new name, or with `load_inplace` also under a name in use, whose adapter it replaces."""
     engine = _own_engine(request)
     if not body.load_inplace and engine.adapter_source(body.lora_name) is not None:
         raise RequestError(
@@ -72,7 +72,7 @@ async def load_lora_adapter(body: LoadLoRABody, request: Request) -> str:
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=ANSWERS)
 async def unload_lora_adapter(body: UnloadLoRABody, request: Request) -> str:
-    """Take an adapter away: new requests are refused at once, running ones have a minute."""
+    """Remove an adapter: new requests are refused at once, running ones have a minute."""
     engine = _own_engine(request)
     await engine.delete_adapter(body.lora_name, operation_id=uuid.uuid4().hex, boot_id=None, drain_s=DRAIN_S)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
@@ -86,9 +86,9 @@ def _source(path: str) -> Source:
 
 
 def _own_engine(request: Request) -> Engine:
-    """The engine, where it is not the operator who says which adapters it has; raises RequestError (Managed)."""
+    """Return the engine, if calls may change its adapters; raise RequestError (Managed) if the operator manages them."""
     engine: Engine = request.app.state.engine
     if engine.config.desired_path is not None:
-        message = "adapters: expected to be asked for by LoRAAdapter objects, as the operator says which this worker has"
+        message = "adapters: expected LoRAAdapter objects instead of this call, as the operator manages this worker's adapters"
         raise RequestError(ErrorCode.MANAGED, message)
     return engine

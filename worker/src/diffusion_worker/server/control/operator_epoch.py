@@ -22,7 +22,7 @@ async def admit_epoch(
         ),
     ] = None,
 ) -> None:
-    """Refuse a call of a leader that was replaced. A call without the header is served: it is from another program, or an earlier operator.
+    """Refuse a call of a replaced leader. A call without the header, of another program or an earlier operator, is served.
 
     Raises:
         RequestError: StaleEpoch.

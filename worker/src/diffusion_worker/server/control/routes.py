@@ -41,9 +41,9 @@ OPERATION: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer}, 2
 
 @router.get("/v1/state", response_model=None, responses=ERRORS)
 async def state(query: Annotated[StateQuery, Query()], request: Request) -> Response:
-    """Everything there is to know of this worker; cheap, and answered in every state.
+    """Return the whole state of this worker; cheap, and answered in every state.
 
-    With `after`, the answer comes as soon as the revision is another one, or after `wait` seconds. It has only the adapters that changed
+    With `after`, the answer comes as soon as the revision differs, or after `wait` seconds. It has only the adapters that changed
     since then. With `limit`, adapters come in pages, and `continue` asks for the next one.
     """
     engine, limit = _engine(request), query.limit or MAX_LIMIT
@@ -63,26 +63,26 @@ async def state(query: Annotated[StateQuery, Query()], request: Request) -> Resp
 
 @router.post("/v1/sleep", response_model=None, responses=OPERATION)
 async def sleep(body: SleepBody, request: Request) -> Response:
-    """Start to sleep: 202, also where it does already; 200 where that operation is over or there is nothing to do."""
+    """Start to sleep: 202, also for a running sleep; 200 if the operation is over or there is nothing to do."""
     return _operation(_engine(request), body.operation_id, running=_engine(request).sleep(body.call()))
 
 
 @router.post("/v1/wake", response_model=None, responses=OPERATION)
 async def wake(body: WakeBody, request: Request) -> Response:
-    """Start to wake, or cancel a drain: 202; 200 where that operation is over or there is nothing to do."""
+    """Start to wake, or cancel a drain: 202; 200 if the operation is over or there is nothing to do."""
     return _operation(_engine(request), body.operation_id, running=_engine(request).wake(body.call()))
 
 
 @router.post("/v1/drain", status_code=HTTPStatus.ACCEPTED, responses=ERRORS)
 async def drain(body: DrainBody, request: Request) -> OperationAnswer:
-    """Accept no request any more, before the process is ended: 202. Those that wait for the model are refused, those that run finish."""
+    """Accept no request any more, before the process ends: 202. Held requests are refused, running ones finish."""
     _engine(request).drain(body.call())
     return OperationAnswer(operationId=body.operation_id, state=_engine(request).state)
 
 
 @router.post("/v1/pause", responses=ERRORS)
 async def pause(body: PauseBody, request: Request) -> PauseAnswer:
-    """Make no more steps; answered when the ranks' work of those that were begun is over. Requests are queued meanwhile."""
+    """Make no more steps; the answer comes when running steps are over on the ranks. Requests are queued meanwhile."""
     await _engine(request).pause(body.call())
     return _paused(_engine(request), body.operation_id)
 
@@ -96,7 +96,7 @@ async def resume(body: ResumeBody, request: Request) -> PauseAnswer:
 
 @router.post("/v1/probe", responses=ERRORS)
 async def probe(body: ProbeBody, request: Request) -> ProbeAnswer:
-    """Return the contents of every rank and its result for a fixed seed: the comparison that a wake makes."""
+    """Return the checksums of every rank's contents and of its result for a fixed seed, which a wake compares."""
     fingerprints = await _engine(request).probe(body.call())
     ranks = [
         FingerprintAnswer(rank=rank, weights=each.weights, adapters=sorted(each.adapters.values()), probe=each.probe)
@@ -107,21 +107,21 @@ async def probe(body: ProbeBody, request: Request) -> ProbeAnswer:
 
 @router.put("/v1/adapters/{name}", response_model=None, responses=ERRORS)
 async def put_adapter(name: AdapterName, body: AdapterBody, request: Request) -> Response:
-    """Load an adapter on every rank, or update its scale; answers its record as in `/v1/state`. For a sleeping model it is Deferred."""
+    """Load an adapter on every rank, or update its scale; return its record as in `/v1/state`. For a sleeping model it is Deferred."""
     call = msgspec.structs.replace(body.call(), public_only=not request.app.state.has_token)
     return _encoded(await _engine(request).put_adapter(name, call))
 
 
 @router.delete("/v1/adapters/{name}", responses=ERRORS)
 async def delete_adapter(name: AdapterName, query: Annotated[AdapterRemoval, Query()], request: Request) -> RemovedAdapter:
-    """Take an adapter away: new requests are refused at once, running ones have `drainSeconds`."""
+    """Remove an adapter: new requests are refused at once, running ones have `drainSeconds`."""
     await _engine(request).delete_adapter(name, operation_id=query.operation_id, boot_id=query.boot_id, drain_s=query.drain_seconds)
     return RemovedAdapter(name=name)
 
 
 @router.post("/v1/profile", response_model=None, responses={200: {"model": ProfileAnswer}, **ERRORS})
 async def profile(body: ProfileBody, request: Request) -> Response:
-    """Begin or end a trace on every rank; without `--profile-dir` nothing happens, and the answer says so."""
+    """Begin or end a trace on every rank. Without `--profile-dir` no trace is taken, and `running` is false."""
     return _encoded(await _engine(request).profile(body.call()))
 
 

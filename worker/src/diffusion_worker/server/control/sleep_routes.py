@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sleep and wake for clients that know the routes of vLLM (`/sleep`) or vLLM-Omni (`/v1/omni/sleep`).
 
-They do what `POST /v1/sleep` and `/v1/wake` do, but answer when it is over: with nothing, or with what each rank acknowledged.
+They do the same as `POST /v1/sleep` and `/v1/wake`, but answer when it is over: with no content, or with each rank's acknowledgement.
 An error of a rank is an HTTP error that names it.
 """
 
@@ -25,14 +25,14 @@ router = APIRouter()
 
 LEVELS = {1: SleepLevel.HOST_MEMORY, 2: SleepLevel.DISCARD}
 MODES = {"wait": SleepMode.WAIT, "abort": SleepMode.ABORT}
-# Their clients know tags of a language model. Tags of the KV cache stand for everything that is no weight.
+# Clients of vLLM use the tags of a language model. The tag of the KV cache stands for all memory but the weights.
 TAGS: dict[str, tuple[MemoryTag, ...]] = {
     **{tag.value: (tag,) for tag in MemoryTag},
     "kv_cache": (MemoryTag.ADAPTERS, MemoryTag.CACHES),
 }
 # A worker is a single stage.
 STAGE = 0
-# Drain, ranks, and a start again where they fail: past this the operation goes on, and `/v1/state` tells of it.
+# Longest wait for a drain, the ranks, and a restart after a failure. Past it the operation goes on; its result is in `/v1/state`.
 OVER_TIMEOUT_S = 900.0
 NOT_IMPLEMENTED = 501
 GIB = 1 << 30
@@ -50,7 +50,7 @@ class SleepQuery(BaseModel):
 
 
 class WakeQuery(BaseModel):
-    """Query of `POST /wake_up`: only these tags, all without any."""
+    """Query of `POST /wake_up`: the tags to wake, all if absent."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,11 +58,11 @@ class WakeQuery(BaseModel):
 
 
 class OmniBody(BaseModel):
-    """Body of `POST /v1/omni/wakeup`: the stages that are meant, of which a worker has one, 0."""
+    """Body of `POST /v1/omni/wakeup`: the stages to wake. A worker has a single one, 0."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    stage_ids: Annotated[list[int] | None, Field(min_length=1, max_length=64, description="All without any.")] = None
+    stage_ids: Annotated[list[int] | None, Field(min_length=1, max_length=64, description="Stages; all if absent.")] = None
 
 
 class OmniSleepBody(OmniBody):
@@ -72,7 +72,7 @@ class OmniSleepBody(OmniBody):
 
 
 class AckAnswer(BaseModel):
-    """A rank's report: `freed_bytes` of a sleep, and its current memory by place."""
+    """A rank's acknowledgement: `freed_bytes` of a sleep, and in `metadata` its memory now."""
 
     task_id: str
     status: str
@@ -84,21 +84,21 @@ class AckAnswer(BaseModel):
 
 
 class OmniAnswer(BaseModel):
-    """`SKIPPED` where there was nothing to wake."""
+    """The acknowledgements of all ranks; `SKIPPED` if there was nothing to wake."""
 
     status: Literal["SUCCESS", "SKIPPED"]
     acks: list[AckAnswer]
 
 
 class SleepingAnswer(BaseModel):
-    """State of the sleep, or of a pause by `POST /sleep?level=0`."""
+    """Answer to `GET /is_sleeping`; true for a pause as well."""
 
     is_sleeping: bool
 
 
 @router.post("/sleep", response_class=Response, responses=NOTHING)
 async def sleep(query: Annotated[SleepQuery, Query()], request: Request) -> Response:
-    """vLLM's sleep: answers when the memory is given back. Level 0 only pauses."""
+    """Put the model to sleep as vLLM does; the answer comes when the memory is freed. Level 0 only pauses."""
     engine: Engine = request.app.state.engine
     if (refusal := _cannot_sleep(engine, request)) is not None:
         return refusal
@@ -111,7 +111,7 @@ async def sleep(query: Annotated[SleepQuery, Query()], request: Request) -> Resp
 
 @router.post("/wake_up", response_class=Response, responses=NOTHING)
 async def wake_up(query: Annotated[WakeQuery, Query()], request: Request) -> Response:
-    """vLLM's wake: answers when the model serves again, or with tags when these are back. Ends a pause as well."""
+    """Wake the model as vLLM does; the answer comes when it serves again, or when the tags are back. Ends a pause as well."""
     engine: Engine = request.app.state.engine
     if (refusal := _cannot_sleep(engine, request)) is not None:
         return refusal
@@ -129,7 +129,7 @@ async def is_sleeping(request: Request) -> SleepingAnswer:
 
 @router.post("/v1/omni/sleep", response_model=OmniAnswer, responses=ERRORS)
 async def omni_sleep(body: OmniSleepBody, request: Request) -> OmniAnswer | Response:
-    """vLLM-Omni's sleep: what each rank gave back, once it did. Running requests have their time."""
+    """Put the model to sleep as vLLM-Omni does, and return each rank's freed memory. Running requests may finish."""
     engine: Engine = request.app.state.engine
     _require_stage(body)
     if (refusal := _cannot_sleep(engine, request)) is not None:
@@ -140,7 +140,7 @@ async def omni_sleep(body: OmniSleepBody, request: Request) -> OmniAnswer | Resp
 
 @router.post("/v1/omni/wakeup", response_model=OmniAnswer, responses=ERRORS)
 async def omni_wakeup(body: OmniBody, request: Request) -> OmniAnswer | Response:
-    """vLLM-Omni's wake: what each rank says, once the model serves again."""
+    """Wake the model as vLLM-Omni does, and return each rank's acknowledgement once the model serves again."""
     engine: Engine = request.app.state.engine
     _require_stage(body)
     if (refusal := _cannot_sleep(engine, request)) is not None:
@@ -162,14 +162,14 @@ async def _woken(engine: Engine, tags: list[MemoryTag] | None) -> OperationResul
 
 
 async def _over(engine: Engine, operation_id: str, kind: str) -> OperationResult | None:
-    """Return an operation's result, None if there was nothing to do; raises RequestError if it failed."""
+    """Wait for an operation and return its result, None if there was nothing to do; raise RequestError if it failed."""
     try:
         async with asyncio.timeout(OVER_TIMEOUT_S):
             result = await engine.operation_over(operation_id)
     except TimeoutError:
         raise RequestError(ErrorCode.TIMEOUT, f"expected the operation to be over within {OVER_TIMEOUT_S:g} s; it goes on") from None
     if result is None or result.kind != kind:
-        return None  # a wake while the model drains: the sleep is cancelled, and nothing slept
+        return None  # a wake during the drain cancelled the sleep, so nothing slept
     if result.error is not None:
         raise RequestError(ErrorCode(result.error.code), result.error.message)
     return result
@@ -207,7 +207,7 @@ def _require_stage(body: OmniBody) -> None:
 
 
 def _cannot_sleep(engine: Engine, request: Request) -> Response | None:
-    """The reference's status for a model that is not made to sleep, with the option that says so."""
+    """Return the reference's answer for a model that cannot sleep, with the option that excludes it; None if it can."""
     option = sleep_blocker(engine.config)
     if option is None:
         return None

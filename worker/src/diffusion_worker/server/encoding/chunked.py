@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large bodies as pieces, made and sent one after the other.
+"""Large bodies in pieces, made and sent one after the other.
 
 Base64 of an image in one call would keep the GIL, and so the event loop, for many steps of a small model. A single body of many megabytes
 would be copied on the loop.
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 Pieces = list[bytes]
 
-# A multiple of 3, so that pieces of base64 follow each other without padding; a fraction of a millisecond each.
+# A multiple of 3, so that pieces of base64 follow each other without padding. A piece takes a fraction of a millisecond.
 PIECE_BYTES = 98_304
 
 
@@ -28,7 +28,7 @@ class PiecedResponse(Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all."""
+        """Send the whole answer."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self._pieces:
             await send_piece(send, piece)
@@ -36,16 +36,16 @@ class PiecedResponse(Response):
 
 
 async def send_piece(send: Send, piece: bytes) -> None:
-    """Send a part of a body, and let others have the loop: `send` itself waits only where the socket is full."""
+    """Send a part of a body, and yield to the event loop: `send` itself waits only while the socket is full."""
     await send({"type": "http.response.body", "body": piece, "more_body": True})
     await asyncio.sleep(0)
 
 
 def cut(content: bytes) -> Pieces:
-    """The same bytes in pieces."""
+    """Return the same bytes in pieces."""
     return [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
 
 
 def json_with_file(file: bytes, content: Mapping[str, object]) -> Pieces:
-    """A JSON object with a file in base64 as its `b64_json`, and with other fields, at least one."""
+    """Return a JSON object with a file in base64 as `b64_json`, and with other fields, at least one."""
     return [b'{"b64_json":"', *map(base64.b64encode, cut(file)), b'",' + msgspec.json.encode(content)[1:]]

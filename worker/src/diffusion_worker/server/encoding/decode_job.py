@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file to decode and its outcome, as the server and its decoding process send them to each other."""
+"""A file to decode and its outcome, as the server and its decoding process exchange them."""
 
 import msgspec
 
@@ -7,8 +7,8 @@ import msgspec
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
     """A file that a client sent in the form field `field`.
 
-    The image is scaled down to `max_pixels`. `as_mask`: make a mask by luminance where the file has no transparency. The process of the
-    file may take `cpu_s` of CPU and `memory_bytes`.
+    The image is scaled down to `max_pixels`. With `as_mask`, a file without transparency makes a mask by luminance. The file's process may
+    use `cpu_s` of CPU time and `memory_bytes`.
     """
 
     field: str
@@ -19,7 +19,7 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):
-    """The size of the file's image, and of what follows: an image of 3 bytes a pixel and, with `masked`, a mask of 1."""
+    """The sizes of the file's image and of the pixels that follow: 3 bytes a pixel and, with `masked`, a mask of 1 byte."""
 
     file_height: int
     file_width: int
@@ -29,13 +29,13 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The file cannot be used: InvalidRequest with this message."""
+    """A file that cannot be used: InvalidRequest with this message."""
 
     message: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The process cannot decode anything."""
+    """A process that cannot decode any file, with the reason."""
 
     why: str
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding as the server sees it: a process for each file, killed alone when its time is over or its client has gone."""
+"""Decoding of files for the server: a process for each file, killed alone when its time is over or its client has gone."""
 
 import asyncio
 import contextlib
@@ -19,17 +19,17 @@ from diffusion_worker.errors import ErrorCode, RequestError, refused
 from diffusion_worker.server.encoding.decode_job import Decoded, DecodeJob, Failed, Outcome, Refused
 from diffusion_worker.server.encoding.input_images import DecodedImage
 
-# Decoding that has not ended then was starved by others: its own limits are far below.
+# Longest wall-clock time: a decoding beyond it was starved by others, as its own limits are far below.
 DEADLINE_S = 60.0
 START_S = 20.0
 RETRY_S = 5.0
 MAX_OUTCOME_BYTES = 65_536
-# Tokens and keys stay out of a process that reads strangers' files.
+# Variables that the process inherits, so that tokens and keys stay out of a process that reads clients' files.
 INHERITED = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR")
 
 
 class Decoders:
-    """Decodes files, one at a time a core, each in a process of its own."""
+    """Decoders of files, one at a time for each core, each in a process of its own."""
 
     def __init__(self) -> None:
         self.waited, self.worked = Durations(), Durations()
@@ -37,10 +37,10 @@ class Decoders:
         self._process: DecodingProcess | None = None
 
     async def decode(self, content: bytes, job: DecodeJob) -> DecodedImage:
-        """Return the image of a file. Cancelled, the file's process is killed.
+        """Return the image of a file. A cancelled call kills the file's process.
 
         Raises:
-            RequestError: InvalidRequest that names the field; Busy, the machine had no time or memory for it.
+            RequestError: InvalidRequest that names the field; Busy, the machine has no time or memory for the file.
         """
         asked = time.monotonic()
         async with self._turns:
@@ -71,7 +71,7 @@ class Decoders:
                 return await _read(reader, job)
             except asyncio.IncompleteReadError:
                 limits = f"{job.cpu_s} s of CPU and {job.memory_bytes >> 20} MiB"
-                raise refused(job.field, f"an image that decodes within {limits}", "another one") from None
+                raise refused(job.field, f"an image that decodes within {limits}", "an image that takes more") from None
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -79,7 +79,7 @@ class Decoders:
 
 
 class DecodingProcess:
-    """The process that forks one for each file. It ends with this object."""
+    """The process that forks a process for each file. It ends with this object."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,11 +97,11 @@ class DecodingProcess:
             )
 
     def has_ended(self) -> bool:
-        """Return whether it is gone, killed for memory for example."""
+        """Return whether the process is gone, killed for memory for example."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """End it; files that are being decoded already are not concerned."""
+        """Kill the process; files that are being decoded already are not affected."""
         self._process.kill()
         self._process.wait()
 
@@ -112,7 +112,7 @@ class DecodingProcess:
         try:
             with open(file, "wb", closefd=False) as written:
                 written.write(content)
-            with theirs, contextlib.suppress(OSError):  # it has ended: the outcome ends as well
+            with theirs, contextlib.suppress(OSError):  # the process has ended, so the outcome ends as well
                 socket.send_fds(self._control, [msgspec.json.encode(job)], [file, theirs.fileno()])
         finally:
             os.close(file)
@@ -120,7 +120,7 @@ class DecodingProcess:
 
 
 async def _read(reader: asyncio.StreamReader, job: DecodeJob) -> DecodedImage:
-    """Read an outcome. Nothing in it is believed that does not fit the job."""
+    """Read an outcome, and refuse one that does not fit the job, as the process may be compromised."""
     length = int.from_bytes(await reader.readexactly(4))
     outcome = msgspec.json.decode(await reader.readexactly(min(length, MAX_OUTCOME_BYTES)), type=Outcome)
     if isinstance(outcome, Refused):

@@ -2,8 +2,8 @@
 """The process that decodes: it has Pillow in memory, and forks a process for each file, which never decodes another one.
 
 `python -m diffusion_worker.server.encoding.decoding_process FD` takes jobs from the socket FD, each with the file and a socket for its
-outcome. It ends when the server closes the other end. The process of a file sends its number, by which the server may kill it. It waits for
-a byte of the server before it begins, so the number is still right when the server looks.
+outcome. It ends when the server closes the other end. The process of a file sends its pid, by which the server may kill it. It waits for
+a byte of the server before it begins, so the pid is still its own when the server opens it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from diffusion_worker.server.encoding.decode_job import Decoded, DecodeJob, Fail
 from diffusion_worker.server.encoding.input_images import DecodedImage, decode, mask_by_luminance
 from diffusion_worker.server.encoding.sandbox import filter_calls, limit
 
-# The event loop, the ranks and encoding go first.
+# Lower priority than that of the event loop, the ranks and encoding.
 NICENESS = 10
 MAX_JOB_BYTES = 4096
 
@@ -32,14 +32,14 @@ def main() -> None:
     """Fork for each job until the server is gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICENESS)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes the ended ones
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended processes
     large = os.memfd_create("large")
     _import_all()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_JOB_BYTES, 2)
         if not message:
             return
-        # Without a process for it the server reads the end of the outcome, and says that it is busy.
+        # If no process can be forked, the server reads the end of the outcome, and answers Busy.
         with contextlib.suppress(OSError):
             if os.fork() == 0:
                 control.close()
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _import_all() -> None:
-    """Decode a little of each format, since Pillow imports on the way and a confined process cannot."""
+    """Decode a small image of each format, since Pillow imports modules on the way and a confined process cannot."""
     for format_ in ("PNG", "JPEG", "WEBP"):
         out = io.BytesIO()
         exif = Image.Exif()
@@ -60,7 +60,7 @@ def _import_all() -> None:
 
 
 def _answer(job: DecodeJob, file: int, answer: int, large: int) -> None:
-    """Decode one file, and end this process."""
+    """Decode one file, send the outcome, and end this process."""
     try:
         os.write(answer, os.getpid().to_bytes(4))
         if os.read(answer, 1):
@@ -71,7 +71,7 @@ def _answer(job: DecodeJob, file: int, answer: int, large: int) -> None:
 
 
 def _parts(job: DecodeJob, file: int, large: int) -> list[bytes]:
-    """Return the outcome as it is sent: its length, itself, and the pixels."""
+    """Return the outcome as it is sent: its length, the outcome itself, and the pixels."""
     outcome, pixels = _decoded(job, file, large)
     header = msgspec.json.encode(outcome)
     return [len(header).to_bytes(4), header, *pixels]
@@ -90,7 +90,9 @@ def _decoded(job: DecodeJob, file: int, large: int) -> tuple[Outcome, list[bytes
     except RequestError as error:
         return Refused(error.message), []
     except MemoryError:
-        return Refused(f"{job.field}: expected an image that decodes within {job.memory_bytes >> 20} MiB, found one that takes more"), []
+        return Refused(
+            f"{job.field}: expected an image that decodes within {job.memory_bytes >> 20} MiB, found an image that takes more"
+        ), []
     return _outcome(found, mask is not None), [found.image.pixels, *([mask.pixels] if mask is not None else [])]
 
 
@@ -100,7 +102,7 @@ def _outcome(found: DecodedImage, masked: bool) -> Decoded:
 
 @contextlib.contextmanager
 def _turn_of_the_large(large: int) -> Iterator[None]:
-    """Decode no other large file meanwhile. The lock ends with this process."""
+    """Hold the lock for large files while entered; it also ends with this process."""
     fcntl.lockf(large, fcntl.LOCK_EX)
     yield
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pixels to files: PNG, JPEG and WebP with what made the image written into them. Slow for large images: call it in a thread.
+"""Pixels to files: PNG, JPEG and WebP with the image's provenance in them. Slow for large images: call it in a thread.
 
-PNG's rows are filtered by Pillow and compressed by ISA-L, which takes a twentieth of the time of Pillow's own. Numpy would
-do the filter as well, and cost the server process more memory than everything else in it.
+PNG's rows are filtered by Pillow and compressed by ISA-L, which takes a twentieth of the time of Pillow's own compression. Numpy
+could filter as well, but would take more memory of the server process than everything else in it.
 """
 
 import enum
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 from isal import isal_zlib
 
-# The formats are known to Pillow once their modules are imported; without that it imports all it has, forty of them.
+# Importing a format's module registers it with Pillow; otherwise Pillow imports all its forty.
 from PIL import Image, ImageChops, JpegImagePlugin, WebPImagePlugin  # noqa: F401
 
 from diffusion_worker.engine.state.request_events import FinishedImage, Provenance
@@ -24,10 +24,10 @@ from diffusion_worker.errors import ErrorCode, RequestError
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 UP_FILTER = b"\x02"
 ISAL_LEVEL = 1
-# So much is filtered at a time, with the GIL; it is released for the compression between.
+# Bytes that are filtered at a time, with the GIL; it is released for the compression between.
 BAND_BYTES = 131_072
 
-# Under this keyword a PNG holds the metadata as JSON; JPEG and WebP have it as their EXIF description.
+# Keyword of a PNG's text with the metadata as JSON; JPEG and WebP have it as their EXIF description.
 METADATA_KEYWORD = "provenance"
 EXIF_DESCRIPTION = 0x010E
 EXIF_SOFTWARE = 0x0131
@@ -36,14 +36,14 @@ DEFAULT_QUALITY = 90
 
 
 class OutputFormat(enum.StrEnum):
-    """The files that a client can ask for."""
+    """The file formats that a client can request."""
 
     PNG = "png"
     JPEG = "jpeg"
     WEBP = "webp"
 
 
-# Limits of libwebp and libjpeg; a PNG takes everything that the limits of requests allow.
+# Limits of libwebp and libjpeg; a PNG can be as large as the limits of requests allow.
 MOST_PIXELS_A_SIDE = {OutputFormat.WEBP: 16_383, OutputFormat.JPEG: 65_500}
 
 
@@ -56,9 +56,9 @@ def encode(
     compression: int | None = None,
     metadata: Mapping[str, object] | None = None,
 ) -> bytes:
-    """The file of one image from its rows of RGB bytes.
+    """Return the file of one image from its rows of RGB bytes.
 
-    `compression` is the quality of JPEG and WebP, 0 to 100; PNG has none, it is lossless and as fast as it gets.
+    `compression` is the quality of JPEG and WebP, 0 to 100. PNG ignores it, as it is lossless and always compressed the fastest way.
 
     Raises:
         RequestError: InvalidRequest for a side that the format cannot have.
@@ -85,7 +85,7 @@ def check_sides(output_format: OutputFormat, height: int | None, width: int | No
 
 
 def metadata_of(provenance: Provenance, image: FinishedImage) -> dict[str, object]:
-    """Return an image's provenance as plain JSON data, the same in the answer and in the file. It has no prompt."""
+    """Return an image's provenance as plain JSON data, the same in the answer and in the file, without the prompt."""
     made_by: dict[str, object] = msgspec.to_builtins(provenance)
     return made_by | {"seed": image.seed, "width": image.width, "height": image.height}
 
@@ -104,7 +104,7 @@ def _png(pixels: memoryview, height: int, width: int, metadata: Mapping[str, obj
 
 
 def _filtered_bands(pixels: memoryview, height: int, row_bytes: int) -> Iterator[bytes]:
-    """Yield PNG's rows in bands: the first as it is, which is Up of a row of zeros, the others less the row above them."""
+    """Yield PNG's rows in bands, filtered: the first row as it is, and each other row less the row above it."""
     yield UP_FILTER + pixels[:row_bytes]
     band = max(1, BAND_BYTES // row_bytes)
     for first in range(1, height, band):
@@ -117,7 +117,7 @@ def _filtered_bands(pixels: memoryview, height: int, row_bytes: int) -> Iterator
 
 
 def _image(mode: str, size: tuple[int, int], pixels: bytes | memoryview) -> Image.Image:
-    # Pillow takes any buffer, its types do not say so.
+    # Pillow takes any buffer, unlike its type hints.
     return Image.frombuffer(mode, size, pixels, "raw", mode, 0, 1)  # type: ignore[arg-type]
 
 
@@ -128,7 +128,7 @@ def _chunk(kind: bytes, content: bytes) -> tuple[bytes, bytes, bytes, bytes]:
 def _exif(metadata: Mapping[str, object]) -> Image.Exif:
     exif = Image.Exif()
     if metadata:
-        # EXIF's text is ASCII: JSON can be written in it.
+        # EXIF's text is ASCII, in which JSON can be written.
         exif[EXIF_DESCRIPTION] = json.dumps(metadata)
         exif[EXIF_SOFTWARE] = f"diffusion-worker {metadata.get('engine', '')}".strip()
     return exif

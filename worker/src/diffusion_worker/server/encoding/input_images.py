@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that a client sent, from the bytes of a file to pixels. Slow, and the bytes are anybody's: called in a process of its own.
+"""Images that a client sent, from the bytes of a file to pixels. Slow and untrusted, so it runs in a process of its own.
 
-PNG, JPEG and WebP are recognised by their first bytes, regardless of the name a client gives. The number of pixels is read from the header,
-before anything is decoded. Pillow's own check comes later, and is a setting of the whole process.
+PNG, JPEG and WebP are recognised by their first bytes, regardless of the name a client gives. The number of pixels is read from the
+header, before anything is decoded. Pillow's own check comes later, and is a setting of the whole process.
 """
 
 import contextlib
@@ -22,22 +22,22 @@ from PIL.WebPImagePlugin import WebPImageFile
 from diffusion_worker.engine.requests.admission import InputImage
 from diffusion_worker.errors import refused
 
-# OpenAI's limit. Forty million pixels are an image of 8K and more; decoded with transparency they are 160 MB.
+# OpenAI's limit on files. An image of 8K has fewer than forty million pixels; decoded with transparency these take 160 MB.
 MAX_FILE_BYTES = 50_000_000
 MAX_FILE_PIXELS = 40_000_000
-# Images over this are decoded one after the other: with copies the largest take half a gigabyte for a moment.
+# Larger images are decoded one after the other, as with copies the largest take half a gigabyte for a moment.
 LARGE_PIXELS = 10_000_000
-# Each scan of a JPEG goes over the whole image. Encoders write ten.
+# Most scans of a JPEG, each of which goes over the whole image. Encoders write ten.
 MAX_SCANS = 64
-# Markers of JPEG: what ends its scans, and those without a length (its temporary one, restarts, its start).
+# Markers of JPEG: a scan, the end, and those without a length (a temporary one, restarts, the start).
 SCAN, END, BARE = 0xDA, 0xD9, (0x01, *range(0xD0, 0xD9))
 
-# In EXIF: how a camera was held, and the ways that swap width and height.
+# EXIF's tag for the orientation of the camera, and its values that swap width and height.
 ORIENTATION = 0x0112
 LYING = (5, 6, 7, 8)
 # Errors that Pillow raises for broken files.
 BROKEN = (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, OverflowError, ZeroDivisionError, struct.error)
-# Sixteen bits a pixel of grey, which Pillow cuts off at 255 where it makes colours of them.
+# Modes with sixteen bits of grey a pixel, which Pillow cuts off at 255 in a conversion to colours.
 SIXTEEN_BITS = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 # The darkest grey of a mask that counts as white.
@@ -45,9 +45,9 @@ LIGHT = 128
 
 
 class DecodedImage(NamedTuple):
-    """`image` has at most the pixels that were asked for; `height` and `width` are those of the file.
+    """A decoded image of at most the allowed pixels. `height` and `width` are those of the file.
 
-    `mask` is 255 where the file is fully transparent; None where every pixel is opaque.
+    `mask` is 255 where the file is fully transparent; None if every pixel is opaque.
     """
 
     image: InputImage
@@ -57,19 +57,19 @@ class DecodedImage(NamedTuple):
 
 
 class UploadFormat(NamedTuple):
-    """A format of files: how they begin, the size in pixels that they claim, and what reads them."""
+    """A file format: its name, the reader of the claimed size in pixels, and the decoder."""
 
     name: str
     size: Callable[[bytes], tuple[int, int] | None]
     opened: Callable[[io.BytesIO], Image]
 
 
-# For a caller that decodes one image at a time.
+# The default lock, for a caller that decodes one image at a time.
 ALONE = contextlib.nullcontext()
 
 
 def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContextManager[None] = ALONE) -> DecodedImage:
-    """Return an image as it is seen: turned as its EXIF says, transparent parts on white, scaled down to `max_pixels`.
+    """Return an image as a viewer shows it: turned by its EXIF, transparent parts on white, scaled down to `max_pixels`.
 
     `large` is entered while an image of more than `LARGE_PIXELS` is decoded.
 
@@ -95,11 +95,11 @@ def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContex
                 width, height, target = height, width, target[::-1]
             return decoded(ImageOps.exif_transpose(image), target)._replace(height=height, width=width)
     except BROKEN as error:
-        raise refused(field, f"a whole {format_.name} file", f"one that cannot be decoded ({type(error).__name__})") from None
+        raise refused(field, f"a whole {format_.name} file", f"a file that cannot be decoded ({type(error).__name__})") from None
 
 
 def decoded(image: Image, target: tuple[int, int]) -> DecodedImage:
-    """An open image in the size `target` (width, height), transparent parts on white."""
+    """Return an open image in the size `target` (width, height), transparent parts on white."""
     height, width = image.height, image.width
     if image.mode in SIXTEEN_BITS:
         image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
@@ -127,7 +127,7 @@ def mask_by_luminance(image: InputImage) -> InputImage:
 
 
 def _in_mode(image: Image, mode: str) -> Image:
-    """Pillow copies an image that is in its mode already."""
+    """Return an image in a mode, without the copy that Pillow makes of an image in that mode already."""
     return image if image.mode == mode else image.convert(mode)
 
 
@@ -137,11 +137,11 @@ def _pixels(image: Image, channels: int) -> InputImage:
 
 def _check_pixels(field: str, width: int, height: int) -> None:
     if width * height > MAX_FILE_PIXELS:
-        raise refused(field, f"an image of at most {MAX_FILE_PIXELS} pixels", f"one of {width}x{height}")
+        raise refused(field, f"an image of at most {MAX_FILE_PIXELS} pixels", f"{width}x{height}")
 
 
 def _fitting(width: int, height: int, max_pixels: int) -> tuple[int, int]:
-    """The size of an image that is scaled down until it has no more than so many pixels."""
+    """Return width and height scaled down to at most `max_pixels`, each at least 1."""
     scale = min(1.0, math.sqrt(max_pixels / (width * height))) if width and height else 1.0
     return max(1, int(width * scale)), max(1, int(height * scale))
 
@@ -155,7 +155,7 @@ def _format_of(content: bytes) -> UploadFormat | None:
 
 
 def scans_of(content: bytes) -> int:
-    """Count the scans of a JPEG. The length of a segment is skipped with it, so that nothing in metadata counts."""
+    """Count the scans of a JPEG. Segments are skipped by their length, so that metadata does not count."""
     scans, at = 0, 2
     while (at := content.find(b"\xff", at)) >= 0 and at + 1 < len(content):
         marker = content[at + 1]
@@ -174,7 +174,7 @@ def _png_size(content: bytes) -> tuple[int, int] | None:
 
 
 def _webp_size(content: bytes) -> tuple[int, int] | None:
-    """The reader allocates memory for all pixels before it reports their number."""
+    """Return the size from a WebP's header, as the reader allocates memory for all pixels before it reports their number."""
     kind = content[12:16]
     if kind == b"VP8X":
         return 1 + int.from_bytes(content[24:27], "little"), 1 + int.from_bytes(content[27:30], "little")
@@ -187,6 +187,6 @@ def _webp_size(content: bytes) -> tuple[int, int] | None:
 
 
 PNG = UploadFormat("PNG", _png_size, PngImageFile)
-# The reader stops at the header.
+# Without an own reader of sizes, as Pillow's stops at the header.
 JPEG = UploadFormat("JPEG", lambda content: None, JpegImageFile)
 WEBP = UploadFormat("WebP", _webp_size, WebPImageFile)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits of a process that reads a stranger's file: time, memory, and the system calls that computing takes.
+"""The limits of a process that reads a client's file: time, memory, and the system calls that computing takes.
 
 The filter is a program of the kernel's classic BPF (seccomp(2)). A call that is not on the list fails with EPERM. So the process opens
-no file and no socket, and starts nothing. The filter takes no right of the container, and it cannot be taken off again.
+no file and no socket, and starts no process. The filter needs no privilege of the container, and it cannot be removed again.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 CALL_AT, ARCHITECTURE_AT = 0, 4
 
 
-# Reading and writing of open files, memory, time, signals, and the end. Numbers of x86_64 and of aarch64.
+# Allowed calls, with their numbers on x86_64 and aarch64: open files, memory, time, signals, and the end.
 CALLS = {
     "read": (0, 63),
     "write": (1, 64),
@@ -62,7 +62,7 @@ class _Program(ctypes.Structure):
 
 
 def limit(*, cpu_s: int, memory_bytes: int) -> None:
-    """Let the kernel end this process after `cpu_s` of CPU, and refuse it more than `memory_bytes` beside what it has."""
+    """Let the kernel end this process after `cpu_s` of CPU time, and refuse it more than `memory_bytes` beyond its current memory."""
     has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_AS, (has + memory_bytes, has + memory_bytes))
@@ -70,10 +70,10 @@ def limit(*, cpu_s: int, memory_bytes: int) -> None:
 
 
 def filter_calls() -> None:
-    """Allow this process the calls of its architecture's list alone.
+    """Allow this process only the calls of its architecture's list, from now on.
 
     Raises:
-        OSError: the kernel has no such filter, or the architecture no list.
+        OSError: the kernel has no such filter, or the architecture has no list.
     """
     if (machine := platform.machine()) not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"expected one of {', '.join(ARCHITECTURES)} for a filter of system calls, found {machine}")

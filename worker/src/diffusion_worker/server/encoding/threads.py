@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for what is slow about images, so that it is never on the event loop: few of them, and behind it in priority.
+"""Threads for the slow work on images, which keep it off the event loop: few, and of lower priority than the loop.
 
-Without a bound, twenty large images would occupy twenty threads. These would take the cores and the GIL from the loop, whose steps
-everybody waits for. Further work waits in order.
+Without a bound, twenty large images would occupy twenty threads. These would take the cores and the GIL from the loop, which
+every request waits for. Further work waits in order.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from diffusion_worker.engine.state.histogram import Durations
 
 # Half of the cores are left to the loop and to ranks on CPUs. Four encode 300 images of 1024x1024 a second.
 MAX_THREADS = 4
-# Linux has it for each thread. The loop and the ranks go first; ten is a tenth of their weight.
+# Added niceness, which Linux has for each thread. Ten is a tenth of the weight of the loop and the ranks, which go first.
 NICENESS = 10
 
 P = ParamSpec("P")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class EncodingThreads:
-    """Runs functions in a bounded number of threads."""
+    """A bounded number of threads that run functions."""
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or max(1, min(MAX_THREADS, usable_cores() // 2))
@@ -35,7 +35,7 @@ class EncodingThreads:
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="encoding", initializer=_go_behind)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return or raise the function's result. Cancelled before its turn, it never runs."""
+        """Run a function in a thread, and return its result or raise its error. Cancelled before its turn, it never runs."""
         times = [time.monotonic()]
 
         def work() -> T:

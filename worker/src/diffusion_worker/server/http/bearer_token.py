@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bearer tokens, that of the control port and the API key: read from a file, and again whenever that changes, as in a rotation."""
+"""The bearer tokens of the control port and of the API: read from a file, and read again whenever it changes, as in a rotation."""
 
 import hashlib
 import hmac
@@ -26,7 +26,7 @@ class TokenFile:
         self._token = b""
 
     def require(self) -> None:
-        """Raises ConfigError where the file holds no token."""
+        """Raise ConfigError if the file holds no token."""
         try:
             token = self._path.read_bytes().strip()
         except OSError as error:
@@ -38,7 +38,7 @@ class TokenFile:
         """Return whether a request with this `Authorization` header may pass."""
         scheme, _, given = (authorization or "").partition(" ")
         expected = self._current()
-        # compare_digest first, so that time tells nothing of the token.
+        # compare_digest runs in any case, so that the time reveals nothing about the token.
         same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), expected)
         return same and bool(expected) and scheme.lower() == "bearer"
 
@@ -49,7 +49,7 @@ class TokenFile:
 
     def _current(self) -> bytes:
         try:
-            # Follows the symbolic link that Kubernetes swaps when a mounted Secret changes: another file, another inode.
+            # `stat` follows the symbolic link that Kubernetes swaps when a mounted Secret changes: the inode is then another one.
             stat = self._path.stat()
             stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if stamp != self._stamp:
@@ -63,7 +63,7 @@ class TokenFile:
 
 
 class RequireToken:
-    """ASGI middleware in front of a port: nothing of a guarded path is parsed before the token is right."""
+    """ASGI middleware in front of a port: a request to a guarded path is parsed only with the right token."""
 
     def __init__(self, app: ASGIApp, token_file: TokenFile, *, what: str, guards: Callable[[str], bool]) -> None:
         self._app = app

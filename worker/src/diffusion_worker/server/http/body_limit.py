@@ -19,13 +19,13 @@ from diffusion_worker.server.schemas.problems import CLIENT_CLOSED_REQUEST, erro
 PAYLOAD_TOO_LARGE = 413
 REQUEST_TIMEOUT = 408
 
-# The time a body has: so much, and one second more for so many bytes that are there.
+# The time for a body: a grace period, and one second more for every so many bytes received.
 GRACE_S = 20.0
 SLOWEST_BYTES_PER_S = 16_384
 
 
 class BodyLimit:
-    """Refuses bodies of more than `max_bytes`, or what `larger` has for their path, and those that arrive too slowly."""
+    """ASGI middleware that refuses bodies over `max_bytes`, or over their path's limit in `larger`, and those that arrive too slowly."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, *, larger: Mapping[str, int] | None = None, grace_s: float = GRACE_S) -> None:
         self._app = app
@@ -38,7 +38,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         max_bytes = self._larger.get(scope["path"], self._max_bytes)
-        # The HTTP parser lets nothing but digits through.
+        # The HTTP parser lets only digits through.
         if int(Headers(scope=scope).get("content-length", "0")) > max_bytes:
             error = RequestError(ErrorCode.INVALID_REQUEST, _too_large(max_bytes), details={"field": "body"})
             await error_answer(error, Request(scope), status=PAYLOAD_TOO_LARGE)(scope, receive, send)
@@ -47,7 +47,7 @@ class BodyLimit:
 
 
 class _Body:
-    """The messages of one request. FastAPI passes on no exception from here but HTTPException."""
+    """The messages of one request, within the limits. FastAPI passes on no exception from here but HTTPException."""
 
     def __init__(self, receive: Receive, max_bytes: int, grace_s: float) -> None:
         self._receive = receive
@@ -59,7 +59,7 @@ class _Body:
 
     async def receive(self) -> Message:
         if self._complete:
-            # Only the client's disconnect can follow, and a waiter for that waits as long as the answer takes.
+            # Only the client's disconnect can follow, and waiting for it may take as long as the answer.
             return await self._receive()
         message = await self._next_part()
         if message["type"] == "http.disconnect":

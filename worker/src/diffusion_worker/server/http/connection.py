@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection of a listener, with limits that uvicorn lacks: a deadline for heads of requests, and a number that spares probes.
+"""A listener's connection with limits that uvicorn lacks: a deadline for heads of requests, and a bound that spares probes.
 
 Without the deadline a client that sends a byte of a header now and then, or nothing at all, holds its connection for ever.
 """
@@ -13,12 +13,12 @@ from diffusion_worker.server.http.connection_limit import ConnectionLimit
 
 # The timeout of common proxies; a kept connection has longer until the first byte of its next request.
 HEAD_TIMEOUT_S = 60.0
-# Probes are on their way already when they connect.
+# Deadline of a connection beyond the bound: a probe sends its request as soon as it is connected.
 BEYOND_HEAD_TIMEOUT_S = 5.0
 
 
 class BoundedConnection(H11Protocol):
-    """Closes itself where a request was not begun in time: after it was opened, and after the first byte of a next one."""
+    """A connection that closes itself if a head is not complete in time, counted from its opening or from the head's first byte."""
 
     head_timeout_s: float = HEAD_TIMEOUT_S
     # None: any number of connections.
@@ -42,13 +42,13 @@ class BoundedConnection(H11Protocol):
         self._unwatch_head()
 
     def _count(self, limit: ConnectionLimit, transport: asyncio.Transport) -> None:
-        """Serve only probes where there are too many connections."""
+        """Count the connection; serve only probes if there are too many."""
         if not limit.opened(transport):
             self.app = limit.only_probes(self.app)
             self.head_timeout_s = min(self.head_timeout_s, BEYOND_HEAD_TIMEOUT_S)
 
     def _watch_head(self) -> None:
-        """The time runs from the first byte of a head to its last. The rest of a refused body counts as the next head."""
+        """Start or stop the deadline: it runs from a head's first byte to its last. A refused body's rest counts as a head."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._unwatch_head()
         elif self._head_due is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bound on connections of the data port. Probes and metrics are answered beyond it: a full worker is alive, and no other is.
+"""The bound on connections of the data port. Probes and metrics are answered beyond it, as a full worker is alive.
 
-uvicorn's own bound refuses probes as well, and a cluster would restart the worker for its success.
+uvicorn's own bound refuses probes as well, so a cluster would restart a worker for being busy.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from diffusion_worker.server.metrics.families import counter, gauge
 from diffusion_worker.server.schemas.problems import error_answer
 
 EXEMPT = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
-# Connections of clients go as their answers are read.
+# Suggested wait: connections close as clients read their answers.
 RETRY_AFTER_S = 5.0
-# Connections beyond the bound that may be open at once, each for one answer. The oldest goes for the next.
+# Connections beyond the bound that may be open at once, each for one answer. The oldest is aborted for the next.
 MOST_BEYOND = 64
 
 
 class ConnectionLimit:
-    """Counts the connections of one port. A request over a connection beyond the bound is refused, and ends it."""
+    """The count of one port's connections. A request over a connection beyond the bound is refused, and ends it."""
 
     def __init__(self, application: Starlette, most: int) -> None:
         self.most = most
@@ -37,7 +37,7 @@ class ConnectionLimit:
         self._beyond: dict[asyncio.Transport, None] = {}
 
     def opened(self, transport: asyncio.Transport) -> bool:
-        """Count a connection; return whether it is within the bound."""
+        """Count an opened connection; return whether it is within the bound."""
         self.open += 1
         if self.open - len(self._beyond) <= self.most:
             return True
@@ -47,12 +47,12 @@ class ConnectionLimit:
         return False
 
     def closed(self, transport: asyncio.Transport) -> None:
-        """Count a connection no more."""
+        """Uncount a closed connection."""
         self.open -= 1
         self._beyond.pop(transport, None)
 
     def only_probes(self, served: ASGIApp) -> ASGIApp:
-        """Return the application of a connection beyond the bound."""
+        """Return the application for a connection beyond the bound: it serves probes, refuses all else, and then closes."""
 
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
             async def send_last(message: Message) -> None:
@@ -82,7 +82,7 @@ class ConnectionCollector(Collector):
         self._limit = limit
 
     def collect(self) -> Iterator[Metric]:
-        """All families; called by the registry."""
+        """Yield all families; called by the registry."""
         yield gauge("connections", "Connections of the data port.", self._limit.open)
-        yield gauge("connections_max", "Connections of the data port that are served at once, beside probes.", self._limit.most)
-        yield counter("connections_refused", "Requests refused as they came over a connection too many.", self._limit.refused)
+        yield gauge("connections_max", "Most connections of the data port that are served at once, probes aside.", self._limit.most)
+        yield counter("connections_refused", "Requests refused on connections beyond the bound.", self._limit.refused)

@@ -20,12 +20,12 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 ANY_ORIGIN = "*"
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
-# Host and port.
+# A host and a port.
 Place = tuple[str, int]
 
 
 class OwnOrigin:
-    """Refuses what other origins change, and where `local` is set every `Host` that is neither loopback nor of an allowed origin."""
+    """ASGI middleware that refuses changes by other origins, and with `local` every `Host` but loopback and hosts of allowed origins."""
 
     def __init__(self, app: ASGIApp, *, allowed: Sequence[str] = (), local: bool = False) -> None:
         self._app = app
@@ -55,7 +55,7 @@ class OwnOrigin:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is this machine's own, by its form alone."""
+    """Return whether a name or an address is this machine's own, judged by its form alone."""
     name = host.lower().rstrip(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -66,13 +66,13 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_place_of(origin: str, host: str) -> bool:
-    """Return whether an origin is at the host of a request; a proxy may have ended its TLS, so its scheme does not count."""
+    """Return whether an origin is at the host of a request. The scheme does not count, as a proxy may have ended the TLS."""
     place = _place(origin)
     return place is not None and place == _place(f"{origin.partition('://')[0]}://{host}")
 
 
 def _place(address: str) -> Place | None:
-    """Return host and port of an address; None where it has none."""
+    """Return host and port of an address; None if it has none."""
     try:
         parts = urlsplit(address)
         port = parts.port or DEFAULT_PORTS[parts.scheme]

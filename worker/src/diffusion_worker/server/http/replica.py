@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of this replica, and the ids of requests that carry it, so that a Service's client learns which replica has a request."""
+"""The name of this replica, and request ids that carry it, so that a Service's client learns which replica has a request."""
 
 import re
 import socket
 import uuid
 
 UNNAMED = "worker"
-# The name of a replica, a dot, and the 32 digits of a UUID.
+# The form of a drawn id: the name of a replica, a dot, and the 32 digits of a UUID.
 DRAWN = re.compile(r"([A-Za-z0-9_-]{1,63})\.[0-9a-f]{32}")
 
 
 def replica_name() -> str:
-    """Return the first label of this machine's name, which in a pod is the pod's."""
+    """Return the first label of this machine's host name, which in a pod is the pod's name."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])[:63] or UNNAMED
 
 
@@ -21,6 +21,6 @@ def draw_id(replica: str) -> str:
 
 
 def replica_of(request_id: str) -> str | None:
-    """Return the replica that drew an id; None of an id that a client made."""
+    """Return the replica that drew an id; None for an id that a client made."""
     drawn = DRAWN.fullmatch(request_id)
     return drawn[1] if drawn else None

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Adds `X-Request-ID` and `X-Replica` to every answer; never sees a prompt."""
+    """ASGI middleware that adds `X-Request-ID` and `X-Replica` to every answer; it never reads a prompt."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, replica: str) -> None:
         self._app = app

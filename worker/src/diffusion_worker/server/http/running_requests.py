@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the data port that wait for their answer, by their `X-Request-ID`, and how they end before they have one."""
+"""The data port's unanswered requests, by their `X-Request-ID`, and the ways to end them early."""
 
 import asyncio
 import hashlib
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed its connection, or reads nothing, before it had all of its answer; nobody is left to be answered."""
+    """The client closed its connection, or stopped reading, before it had all of its answer: there is nobody to answer."""
 
 
 class RunningRequests:
-    """Every generating route registers here. Clients choose ids freely, so one may stand for several requests of an owner."""
+    """The running requests, which every generating route registers. Ids are the clients' choice, so an owner may use one several times."""
 
     def __init__(self) -> None:
         self._cancelled: dict[tuple[bytes, str], list[asyncio.Event]] = {}
@@ -37,7 +37,7 @@ class RunningRequests:
                 del self._cancelled[key]
 
     def cancel(self, owner: bytes, request_id: str) -> bool:
-        """Cancel what an owner runs under an id; False where nothing does."""
+        """Cancel the requests that an owner runs under an id; return False if there are none."""
         found = self._cancelled.get((owner, request_id), [])
         for cancelled in found:
             cancelled.set()
@@ -45,12 +45,12 @@ class RunningRequests:
 
 
 def owner_of(request: Request) -> bytes:
-    """Return a digest of the key that a request was sent with, right or not; one value stands for none."""
+    """Return a digest of the key that a request was sent with, whether right or wrong. Requests without a key share one digest."""
     return hashlib.sha256(request.headers.get("authorization", "").encode("utf-8", "surrogateescape")).digest()
 
 
 async def run_cancellable(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; end it when the client closes the connection or somebody cancels it, so that its rows are free for others.
+    """Await `work`; cancel it when the client closes the connection or cancels the request, so that its rows are free for others.
 
     Raises:
         ClientGone: nobody is there to be answered. RequestError: Cancelled.
@@ -74,7 +74,7 @@ async def run_cancellable(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; end it when the client closes the connection.
+    """Await `work`; cancel it when the client closes the connection.
 
     Raises:
         ClientGone: nobody is there to be answered.
@@ -93,6 +93,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _disconnected(request: Request) -> None:
-    """Returns when the client is gone; the body was read before, so nothing else can arrive."""
+    """Wait until the client is gone; the body was read before, so no other message can arrive."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

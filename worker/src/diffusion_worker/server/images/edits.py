@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/images/edits`: images made of images, as `client.images.edit(...)` of the OpenAI SDK asks for them.
+"""`POST /v1/images/edits`: images made from images, as `client.images.edit(...)` of the OpenAI SDK requests them.
 
-The body is a form whose images are files (`image`, or several `image[]`) or `data:` URLs (`url`). Nothing is ever fetched
-from an address that a client names: it would be this server that asks there.
+The body is a form whose images are files (`image`, or several `image[]`) or `data:` URLs (`url`). No other URL is fetched.
 """
 
 import asyncio
@@ -31,10 +30,10 @@ from diffusion_worker.server.schemas.images import ERRORS, IMAGE_ANSWERS, Finite
 from diffusion_worker.server.schemas.lora import LoRAText, require_own_paths
 from diffusion_worker.server.schemas.problems import client_gone, shortened
 
-# OpenAI's number of images, and a mask.
+# OpenAI's most images, and a mask.
 MAX_FILES = 17
 MAX_FIELDS = 64
-# A field that is no file holds the largest image in base64, a third longer than its file, with the head of a `data:` URL.
+# Most bytes of a text field: the largest image in base64, a third longer than its file, with the head of a `data:` URL.
 MAX_TEXT_BYTES = MAX_FILE_BYTES * 4 // 3 + 64
 IMAGES = ("image", "image[]", "url", "url[]")
 
@@ -42,19 +41,19 @@ router = APIRouter()
 
 
 class EditRequest(ImageRequest):
-    """The fields of an edit beside its images. A form has only texts, so they are read as what they stand for."""
+    """The fields of an edit beside its images. A form has only texts, so each is converted to its field's type."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
     lora: LoRAText = None
-    strength: Annotated[Finite | None, Field(gt=0, le=1, description="The distance from the image, for models that start from it.")] = None
-    input_fidelity: Annotated[
-        Literal["low"] | None, Field(description="Accepted; how close to its image an edit stays is said by strength.")
-    ] = None
+    strength: Annotated[Finite | None, Field(gt=0, le=1, description="Distance from the image, for models that start from it.")] = None
+    input_fidelity: Annotated[Literal["low"] | None, Field(description="Accepted; strength sets how close an edit stays to its image.")] = (
+        None
+    )
 
 
 class EditForm(NamedTuple):
-    """A form taken apart: texts by field, and images as files or `data:` URLs in their order."""
+    """The parts of a form: texts by field, and images as files or `data:` URLs in their order."""
 
     texts: dict[str, str]
     images: list[tuple[str, UploadFile | str]]
@@ -62,14 +61,14 @@ class EditForm(NamedTuple):
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field that may be null, for a place where there is no null."""
+    """Return the schema of a nullable field for a form, which has no null."""
     kinds = [kind for kind in schema.get("anyOf", []) if kind.get("type") != "null"]
     rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
     return rest | kinds[0] if len(kinds) == 1 else schema
 
 
 def form_schema() -> dict[str, Any]:
-    """The body for the OpenAPI document. In a form there is no null, so what may be null may be absent."""
+    """Return the body's schema for the OpenAPI document. A form has no null, so nullable fields may be absent instead."""
     fields = EditRequest.model_json_schema()["properties"]
     properties = {name: _without_null(schema) for name, schema in fields.items() if schema.get("type") != "null"}
     file = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."}
@@ -87,7 +86,7 @@ BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"s
 
 @router.post("/v1/images/edits", response_model=None, openapi_extra=BODY, responses=IMAGE_ANSWERS | ERRORS)
 async def edit_images(request: Request) -> Response:
-    """Make `n` images from one or several images and a prompt; a mask limits the change to a part of the first one."""
+    """Make `n` images from one or several images and a prompt; a mask limits the change to a part of the first image."""
     form = await _read_form(request)
     try:
         fields = _fields(form.texts)
@@ -104,10 +103,10 @@ async def edit_images(request: Request) -> Response:
 
 
 async def _read_form(request: Request) -> EditForm:
-    """The form; large files wait on disk, without a name.
+    """Return the form; large files are kept on disk, in files without a name.
 
     Raises:
-        RequestError: InvalidRequest, it is none, or one with other things in it.
+        RequestError: InvalidRequest, the body is no form, or has parts that no edit has.
     """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "multipart/form-data":
@@ -116,7 +115,7 @@ async def _read_form(request: Request) -> EditForm:
     try:
         parsed = await parser.parse()
     except MultiPartException as error:
-        raise refused("body", "a form, sent as multipart/form-data", f"one that cannot be read: {error.message}") from None
+        raise refused("body", "a form, sent as multipart/form-data", f"a form that cannot be read: {error.message}") from None
     try:
         return _sorted(parsed.multi_items())
     except BaseException:
@@ -125,7 +124,7 @@ async def _read_form(request: Request) -> EditForm:
 
 
 def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
-    """The parts of a form by what they are; raises RequestError (InvalidRequest)."""
+    """Return the parts of a form, sorted into texts, images and mask; raise RequestError (InvalidRequest)."""
     texts: dict[str, str] = {}
     images: list[tuple[str, UploadFile | str]] = []
     mask = None
@@ -139,23 +138,23 @@ def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
             raise refused(name, "none, as an image is changed by words and a mask only", "one")
         elif name == "mask":
             if mask is not None or not isinstance(value, UploadFile):
-                raise refused(name, "one file", "a text" if mask is None else "a second one")
+                raise refused(name, "a single file", "a text" if mask is None else "a second one")
             mask = value
         elif isinstance(value, UploadFile):
             raise refused(shortened(name), "a text, as files are for image, image[] and mask", "a file")
         elif root == "lora" and name != root:  # the SDK's form of an object in a form
-            raise refused(root, "one text of JSON, as a form has no objects", f"the field {shortened(name)}")
+            raise refused(root, "a JSON text, as a form has no objects", f"the field {shortened(name)}")
         elif root == "svg":  # svg[model] and the like
             texts[root] = value
         elif name in texts:
-            raise refused(shortened(name), "one value", "a second one")
+            raise refused(shortened(name), "a single value", "a second one")
         else:
             texts[name] = value
     return EditForm(texts, images, mask)
 
 
 def _fields(texts: dict[str, str]) -> EditRequest:
-    """Raises RequestValidationError, which is answered as that of any other body."""
+    """Return the fields of a form; raise RequestValidationError, which is answered as for any other body."""
     try:
         return EditRequest.model_validate(texts)
     except ValidationError as error:
@@ -163,17 +162,17 @@ def _fields(texts: dict[str, str]) -> EditRequest:
 
 
 async def _with_images(request: Request, form: EditForm, params: GenerationParams, strength: float | None) -> GenerationParams:
-    """The request with its images, decoded one after the other.
+    """Return the request with its images, decoded one after the other.
 
     Raises:
-        RequestError: InvalidRequest, there is none, one cannot be used, or the mask is none for it.
+        RequestError: InvalidRequest, there is no image, an image cannot be used, or the mask does not fit the image.
     """
     engine: Engine = request.app.state.engine
     decoders: Decoders = request.app.state.decoders
     if not form.images:
         raise refused("image", "an image", "none")
     if engine.model is not None and not (form.mask is None and only_inpaints(engine.model)):
-        # Before anything is decoded; all else is checked by the engine.
+        # Checked before decoding; the engine checks all else.
         check_served(Task.EDIT if form.mask is None else Task.INPAINT, engine.model)
     names = [name if len(form.images) == 1 else f"{name}[{index}]" for index, (name, _) in enumerate(form.images)]
     most = engine.config.limits.max_pixels
@@ -183,7 +182,7 @@ async def _with_images(request: Request, form: EditForm, params: GenerationParam
     ]
     mask = None
     if form.mask is not None:
-        # Without transparency its light part is the one to make again, since other tools write masks so.
+        # In a mask without transparency the light part is to be made again, since other tools write masks so.
         job = DecodeJob(field="mask", max_pixels=most, as_mask=True)
         mask = _usable_mask(await decoders.decode(await _content("mask", form.mask), job), images[0])
     return msgspec.structs.replace(
@@ -214,10 +213,10 @@ async def _content(field: str, sent: UploadFile | str) -> bytes:
 def _content_of_url(field: str, url: str) -> bytes:
     head, comma, content = url.partition(",")
     if not head.startswith("data:"):
-        raise refused(field, "a data: URL, as nothing is fetched from elsewhere", "another one")
+        raise refused(field, "a data: URL, as nothing is fetched from elsewhere", "another URL")
     if not comma or not head.endswith(";base64"):
-        raise refused(field, "a data: URL in base64", "another one")
+        raise refused(field, "a data: URL in base64", "another encoding")
     try:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError):
-        raise refused(field, "a data: URL in base64", "one that is none") from None
+        raise refused(field, "a data: URL in base64", "invalid base64") from None

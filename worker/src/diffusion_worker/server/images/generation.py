@@ -21,7 +21,7 @@ __all__ = ["AnswerOptions", "answer_generation"]
 
 
 async def answer_generation(request: Request, params: GenerationParams, options: AnswerOptions) -> Response:
-    """Make the images and answer with them. The work ends when the client goes away, or somebody cancels the request.
+    """Make the images and answer with them. The work ends when the client goes away or cancels the request.
 
     Raises:
         RequestError, GroupFailed: see `Engine.generate`; RequestError (Cancelled).

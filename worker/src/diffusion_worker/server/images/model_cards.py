@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/models`: what this worker serves and what can be asked of it. The SDK hands on the fields that OpenAI does not have."""
+"""`/v1/models`: the models that this worker serves, and the limits of requests. The SDK passes on fields that OpenAI does not have."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ from diffusion_worker.server.schemas.images import MAX_PARTIAL_IMAGES
 
 
 class LimitsCard(BaseModel):
-    """Bounds of one request; sides of an image are multiples of `size_multiple`. Some are known once the model is loaded."""
+    """Bounds of one request; sides of an image are multiples of `size_multiple`. Fields of the model are null until it is loaded."""
 
     max_images: int
     max_steps: int
@@ -28,7 +28,7 @@ class LimitsCard(BaseModel):
 
 
 class DefaultsCard(BaseModel):
-    """Default values of a request; absent if the pipeline decides by its other arguments."""
+    """Default values of a request; absent if the pipeline derives them from other arguments."""
 
     size: str | None = None
     num_inference_steps: int | None = None
@@ -45,9 +45,9 @@ class RecipeCard(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """The base model, or an adapter with the `parent` it belongs to. `tasks` and `pipeline` are known once it is loaded.
+    """The base model, or an adapter with the `parent` it belongs to. `tasks` and `pipeline` are known once the model is loaded.
 
-    `state` is the worker's for the base model; an adapter is `Loaded`, or `Cached` where a request for it waits for its load.
+    `state` is the worker's for the base model; an adapter is `Loaded`, or `Cached` if a request for it waits for its load.
     """
 
     id: str
@@ -56,7 +56,7 @@ class ModelCard(BaseModel):
     owned_by: Literal["diffusion-worker"] = "diffusion-worker"
     parent: str | None = None
     digest: str | None = None
-    # For an adapter: its effect, of which the file's digest is a part.
+    # For an adapter: the identity of its effect, of which the file's digest is a part.
     identity: str | None = None
     state: EngineState | AdapterState
     # For an adapter: its default strength, its largest rank, and its recipe.
@@ -79,13 +79,13 @@ class ModelList(BaseModel):
 
 
 def model_cards(engine: Engine, *, created: int) -> list[ModelCard]:
-    """The base model, then the adapters; all have the same limits."""
+    """Return the cards of the base model and then of the adapters; all have the same limits."""
     base = _base(engine, created)
     return [base, *(_of_adapter(base, adapter) for _, adapter in engine.served_models() if adapter is not None)]
 
 
 def model_card(engine: Engine, name: str, *, created: int) -> ModelCard:
-    """Return a model's card; raises the RequestError that a request for it would get."""
+    """Return a model's card; raise the RequestError that a request for the model would get."""
     adapter = engine.model_document(name)
     base = _base(engine, created)
     return base if adapter is None else _of_adapter(base, adapter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of the data port's API: images as the OpenAI SDK asks for them, the end of a request, models."""
+"""Routes of the data port's API: generated images, cancelled requests, and models, as the OpenAI SDK uses them."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -24,9 +24,9 @@ async def generate_images(body: ImagesRequest, request: Request) -> Response:
 
 @router.delete("/v1/requests/{request_id}", status_code=204, responses=ERRORS)
 async def cancel_request(request_id: str, request: Request) -> None:
-    """Cancel the request that was sent with, or answered by, this `X-Request-ID`. The slot is free at the next step.
+    """Cancel the request that was sent with, or answered by, this `X-Request-ID`. The place is free at the next step.
 
-    Only who sends the same `Authorization` can. An id that another replica drew is its to cancel; the error names that replica.
+    The call needs the same `Authorization`. Only the replica that drew an id can cancel it; the error names that replica.
     """
     running: RunningRequests = request.app.state.running
     if running.cancel(owner_of(request), request_id):
@@ -39,11 +39,11 @@ async def cancel_request(request_id: str, request: Request) -> None:
 
 @router.get("/v1/models", response_model_exclude_none=True)
 async def list_models(request: Request) -> ModelList:
-    """The base model first, then the adapters that a request would be served by; answered in every state."""
+    """Return the base model, then the adapters that a request may name now; answered in every state."""
     return ModelList(data=model_cards(request.app.state.engine, created=request.app.state.started_at))
 
 
 @router.get("/v1/models/{model}", response_model_exclude_none=True, responses=ERRORS)
 async def retrieve_model(model: str, request: Request) -> ModelCard:
-    """Return a model's card; a model that cannot be served is the same error as a request for it."""
+    """Return a model's card. A model that cannot be served gets the same error as a request for it."""
     return model_card(request.app.state.engine, model, created=request.app.state.started_at)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request for images whose answer is a stream of server-sent events: each step, previews, the finished images.
 
-An error before the stream began is answered without a stream, with its status. After that it is an event `error`, which makes the SDK
-raise. While nothing happens, also in the queue, a comment keeps proxies from closing the stream.
+An error before the stream begins is answered without a stream, with its status. A later one is an event `error`, which makes the SDK
+raise. While there are no events, as in the queue, a comment keeps proxies from closing the stream.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from diffusion_worker.server.http.running_requests import ClientGone, run_cancel
 from diffusion_worker.server.schemas.answers import AnswerOptions, completed_event, held_event, preview_event, progress_event, server_sent
 from diffusion_worker.server.schemas.problems import client_gone, error_envelope, lost_ranks, settled_status, unexpected_error
 
-# A refusal comes at once. Later the stream begins, so that a queued client sees that the request was accepted.
+# A refusal comes at once. After this time the stream begins, so that a queued client sees that the request was accepted.
 FIRST_WORD_S = 1.0
 # Proxies close a connection on which nothing was sent for half a minute or more.
 KEEP_ALIVE_S = 10.0
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 
 class EventStream(Response):
-    """The answer; it makes the images while it is sent."""
+    """An answer that makes the images while it is sent."""
 
     media_type = "text/event-stream"
 
     def __init__(self, request: Request, params: GenerationParams, options: AnswerOptions) -> None:
-        # Proxies are not to keep events until they have many.
+        # Keeps proxies from buffering events.
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._request = request
@@ -71,7 +71,7 @@ class EventStream(Response):
             await self._fail(send, unexpected_error(error))
 
     async def _run(self, send: Send) -> None:
-        """From the request to the end of its stream."""
+        """Make the images, and send the events of the request until the end of its stream."""
         events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()
         work = asyncio.create_task(self._engine.generate(self._params, on_event=events.put_nowait))
         work.add_done_callback(lambda _: events.put_nowait(None))
@@ -88,7 +88,7 @@ class EventStream(Response):
         await self._send(send, [], more=False)
 
     async def _send_next(self, send: Send, events: asyncio.Queue[RequestEvent | None]) -> None:
-        """Send the next event, or a sign of life where there is none for long."""
+        """Send the next event, or a comment if there is none for long."""
         try:
             async with asyncio.timeout(KEEP_ALIVE_S if self._begun else FIRST_WORD_S):
                 event = await events.get()
@@ -108,7 +108,7 @@ class EventStream(Response):
         return await self._encoding.run(preview_event, event, self._options, accelerated=accelerated, created=created)
 
     async def _fail(self, send: Send, error: RequestError) -> None:
-        """The last event of a stream that ends with an error. The SDK raises on this form."""
+        """Send an error as the last event of a stream, in the form on which the SDK raises."""
         self._request.state.error_code = error.code
         try:
             status = settled_status(error.status, retryable=error.retryable)
@@ -117,7 +117,7 @@ class EventStream(Response):
             log.debug("nobody reads the error of this stream any more")
 
     async def _send(self, send: Send, content: Pieces, *, more: bool = True) -> None:
-        """Send all of it, each part in time; raises ClientGone."""
+        """Send all pieces, each in time; raise ClientGone if the client does not read."""
         try:
             if not self._begun:
                 async with asyncio.timeout(SEND_TIMEOUT_S):

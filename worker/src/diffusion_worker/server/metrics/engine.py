@@ -17,9 +17,9 @@ from diffusion_worker.messages import PromptCacheStats
 from diffusion_worker.server.metrics.families import PREFIX, by_state, counter, gauge, histogram, labelled
 
 OK = "OK"
-# A request's own faults leave the group running; the codes of `requests` count those.
+# Faults that lose the group. A request's own faults do not, and the codes of `requests` count them.
 GROUP_FAULTS = [fault for fault in Fault if fault is not Fault.REQUEST]
-# Results of an adapter's load; its source, its file and the ranks have codes of their own.
+# Results of an adapter's load. Errors of its source, its file and the ranks have codes of their own.
 LOAD_CODES = (OK, *ErrorCode)
 RANK_MEMORY = {
     "rank_weights_bytes": ("Size of a rank's weights.", "weights_bytes"),
@@ -32,18 +32,18 @@ RANK_MEMORY = {
 
 
 class EngineCollector(Collector):
-    """Turns the engine's counters and its state document into metrics when they are scraped."""
+    """The engine's counters and state document as metrics, read when they are scraped."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """All families; called by the registry."""
+        """Yield all families; called by the registry."""
         document = self._engine.state_document()
         yield by_state("state", "1 for the state the worker is in.", EngineState, {document.state: 1})
-        yield gauge("state_age_seconds", "Time since the worker is in it.", document.state_age_seconds)
-        yield by_state("sleep_policy", "1 for the policy that the worker acts by.", SleepPolicy, {document.policy: 1}, label="policy")
-        yield gauge("paused", "1 while requests are taken and no step is made.", document.paused)
+        yield gauge("state_age_seconds", "Time since the worker entered its state.", document.state_age_seconds)
+        yield by_state("sleep_policy", "1 for the sleep policy in force.", SleepPolicy, {document.policy: 1}, label="policy")
+        yield gauge("paused", "1 while requests are accepted but no step is made.", document.paused)
         yield gauge("requests_in_flight", "Images that are being made.", document.in_flight)
         yield gauge("requests_queued", "Images that wait for a place in the batch.", document.queued)
         yield from self._held(document)
@@ -61,20 +61,20 @@ class EngineCollector(Collector):
         held = self._engine.held
         outcomes = {outcome.value: held.outcomes[outcome] for outcome in HeldOutcome}
         yield gauge("requests_held", "Requests that wait until the model serves.", document.held.current)
-        yield gauge("held_oldest_seconds", "Time that the first of them waits.", document.held.oldest_age_seconds or 0.0)
-        yield labelled("held_requests", "Requests that met a model which did not serve, by what became of them.", "outcome", outcomes)
-        yield histogram("held_seconds", "Time that requests waited until the model served, or in vain.", {"": held.waited})
+        yield gauge("held_oldest_seconds", "Waiting time of the oldest held request.", document.held.oldest_age_seconds or 0.0)
+        yield labelled("held_requests", "Requests for a model that did not serve, by outcome.", "outcome", outcomes)
+        yield histogram("held_seconds", "Time that requests were held, with and without success.", {"": held.waited})
 
     def _queue(self) -> Iterator[Metric]:
         queue, limits = self._engine.queue, self._engine.config.queue
         refusals = {bound.value: queue.refusals[bound] for bound in Bound}
-        yield labelled("queue_refusals", "Requests refused as the queue was full, by the bound that they met.", "bound", refusals)
+        yield labelled("queue_refusals", "Requests refused because the queue was full, by bound.", "bound", refusals)
         yield gauge("queue_requests", "Requests that wait for their first step, held ones among them.", queue.bounds.waiting)
-        yield gauge("queue_requests_max", "Requests that may wait.", limits.max_queued)
-        yield gauge("queue_work_seconds", "Time that the device is expected to need for all requests.", queue.bounds.left_s)
-        yield gauge("queue_work_seconds_max", "The bound of that time.", limits.max_queued_seconds)
+        yield gauge("queue_requests_max", "Most requests that may wait for their first step.", limits.max_queued)
+        yield gauge("queue_work_seconds", "Expected device time of all requests.", queue.bounds.left_s)
+        yield gauge("queue_work_seconds_max", "Bound on the expected device time of all requests.", limits.max_queued_seconds)
         yield gauge("queue_image_bytes", "Bytes of the decoded images of all requests.", queue.bounds.size_bytes)
-        yield gauge("queue_image_bytes_max", "The bound of those bytes.", limits.max_queued_bytes)
+        yield gauge("queue_image_bytes_max", "Bound on the bytes of the decoded images of all requests.", limits.max_queued_bytes)
         yield gauge("queue_promises", "Refused requests for which a place is kept.", queue.bounds.promised)
 
     def _steps(self) -> Iterator[Metric]:
@@ -90,19 +90,19 @@ class EngineCollector(Collector):
 
     def _prompt_cache(self, cache: PromptCacheStats) -> Iterator[Metric]:
         results = {"hit": cache.hits, "miss": cache.misses, "bypassed": cache.bypassed}
-        yield labelled("prompt_cache_lookups", "Calls of text encoders, by whether the prompt cache answered.", "result", results)
-        yield gauge("prompt_cache_entries", "Encoded prompts that are kept.", cache.size)
-        yield gauge("prompt_cache_entries_max", "Encoded prompts that may be kept.", cache.max_size)
+        yield labelled("prompt_cache_lookups", "Calls of text encoders, by result of the prompt cache.", "result", results)
+        yield gauge("prompt_cache_entries", "Encoded prompts in the prompt cache.", cache.size)
+        yield gauge("prompt_cache_entries_max", "Most encoded prompts in the prompt cache.", cache.max_size)
 
     def _adapters(self, document: StateDocument) -> Iterator[Metric]:
         adapters, loads = document.adapters, self._engine.adapter_loads
         kept = {each.digest: each.size_bytes or 0 for each in adapters if each.state in (AdapterState.LOADED, AdapterState.DRAINING)}
         yield by_state("adapters", "Adapters by state.", AdapterState, Tally[str](adapter.state for adapter in adapters))
         yield gauge("adapters_registered", "Adapters that the ranks have in host memory.", self._engine.registered_adapters)
-        yield gauge("adapters_registered_max", "Adapters that they may have there.", self._engine.config.max_cached_loras)
+        yield gauge("adapters_registered_max", "Most adapters in the ranks' host memory.", self._engine.config.max_cached_loras)
         yield gauge("adapters_active", "Adapters that images in the batch use.", self._engine.active_adapters)
-        yield gauge("adapter_slots", "Adapters that images in the batch can use at once.", self._engine.config.max_loras)
-        yield counter("adapter_evictions", "Adapters that went from memory for others.", loads.evictions)
+        yield gauge("adapter_slots", "Most adapters that images in the batch can use at once.", self._engine.config.max_loras)
+        yield counter("adapter_evictions", "Adapters evicted from memory for others.", loads.evictions)
         yield gauge("adapters_in_use", "Adapters that a request uses now.", sum(adapter.refs > 0 for adapter in adapters))
         yield gauge("adapter_bytes", "Size of the files of all adapters that are loaded.", sum(kept.values()))
         yield labelled("adapter_loads", "Loads of adapters, by error code or OK.", "code", {code: loads.codes[code] for code in LOAD_CODES})
@@ -114,7 +114,7 @@ class EngineCollector(Collector):
         done = self._engine.operations_done
         failures = {kind: done.failures[kind] for kind in OPERATION_KINDS}
         yield histogram("operation_seconds", "Time of the sleeps and wakes that succeeded.", done.durations, label="kind")
-        yield counter("sleep_freed_bytes", "Memory that sleeps gave back, all ranks.", done.freed_bytes)
+        yield counter("sleep_freed_bytes", "Memory freed by sleeps, all ranks.", done.freed_bytes)
         yield labelled("operation_failures", "Sleeps and wakes that failed.", "kind", failures)
 
     def _group(self, restarts: int) -> Iterator[Metric]:
@@ -123,7 +123,7 @@ class EngineCollector(Collector):
         dropped = dict(zip(("server", "ranks"), self._engine.dropped_frames, strict=True))
         yield counter("rank_group_restarts", "Times the rank group was started again.", restarts)
         yield labelled("rank_group_losses", "Losses of the rank group by kind of fault.", "fault", losses)
-        yield labelled("frames_dropped", "Frames between server and ranks that were no message.", "end", dropped)
+        yield labelled("frames_dropped", "Invalid frames between server and ranks, by end.", "end", dropped)
 
 
 def _rank_memory(ranks: list[RankDocument]) -> Iterator[Metric]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics from values that are counted elsewhere, for collectors: every name with the worker's prefix."""
+"""Metrics from values that are counted elsewhere, for collectors; every name has the worker's prefix."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,17 +12,17 @@ PREFIX = "diffusion_worker_"
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
-    """A value that goes up and down."""
+    """Return a gauge: a value that goes up and down."""
     return GaugeMetricFamily(PREFIX + name, text, value)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
-    """A value that only grows; `_total` is added to its name."""
+    """Return a counter: a value that only grows. The suffix `_total` is added to its name."""
     return CounterMetricFamily(PREFIX + name, text, value)
 
 
 def labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    """A counter for each value of a label."""
+    """Return a counter for each value of a label."""
     family = CounterMetricFamily(PREFIX + name, text, labels=[label])
     for value, count in values.items():
         family.add_metric([str(value)], count)
@@ -30,7 +30,7 @@ def labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> M
 
 
 def histogram(name: str, text: str, durations: Mapping[str, Durations], *, label: str | None = None) -> Metric:
-    """A histogram for each value of a label; without one the key is empty."""
+    """Return a histogram for each value of a label; without a label, `durations` has one entry, whose key is ignored."""
     family = HistogramMetricFamily(PREFIX + name, text, labels=[label] if label else [])
     for value, each in durations.items():
         buckets = [("+Inf" if math.isinf(bound) else str(bound), float(count)) for bound, count in each.cumulative()]
@@ -39,7 +39,7 @@ def histogram(name: str, text: str, durations: Mapping[str, Durations], *, label
 
 
 def by_state(name: str, text: str, states: Iterable[str], counts: Mapping[str, int], *, label: str = "state") -> Metric:
-    """A gauge for each state, 0 where nothing is in it."""
+    """Return a gauge for each state, 0 for states that nothing is in."""
     family = GaugeMetricFamily(PREFIX + name, text, labels=[label])
     for state in states:
         family.add_metric([str(state)], counts.get(state, 0))

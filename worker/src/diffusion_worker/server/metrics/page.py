@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The content of `/metrics`: counters of the HTTP edge, the engine, and the server process.
 
-Labels are bounded: codes, routes, states and phases come from closed lists, ranks from the configuration. No adapter's name,
-no request's id. `docs/metrics.md` has them all, and a test holds it to that.
+Labels are bounded: codes, routes, states and phases come from closed lists, ranks from the configuration. No label holds an adapter's
+name or a request's id. `docs/metrics.md` lists all metrics, and a test compares it.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from diffusion_worker.server.encoding.threads import EncodingThreads
 from diffusion_worker.server.metrics.engine import OK, EngineCollector
 from diffusion_worker.server.metrics.families import PREFIX, gauge, histogram
 
-# The routes that make images, by the path that a client asks for.
+# The routes that make images, by path.
 ROUTES = {"/v1/images/generations": "generations", "/v1/images/edits": "edits"}
 CLIENT_GONE = "ClientGone"
 CODES = (OK, CLIENT_GONE, *ErrorCode)
-# The fields of `Timings` that are one after the other; `total` has what lies between them as well.
+# The fields of `Timings` that follow one another; `total` includes the time between them as well.
 PHASES = tuple(name for name in Timings.__struct_fields__ if name != "total")
-# From a small model on a GPU to a large image on a CPU.
+# Buckets from a small model on a GPU to a large image on a CPU.
 REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
-# 16 MiB to 256 GiB.
+# Buckets from 16 MiB to 256 GiB.
 MEMORY_BUCKETS = tuple(float(2**power) for power in range(24, 39, 2))
 
 
@@ -39,25 +39,23 @@ class Metrics:
     """The registry of one server process."""
 
     def __init__(self, engine: Engine, encoding: EncodingThreads, decoders: Decoders) -> None:
-        # A second series beside each counter that says when it was made: all are made here, at the start of the process.
+        # No second series with the creation time of each counter: all counters are created here, at the start of the process.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         counters, histograms = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
         requests = counters(PREFIX + "requests", "Requests for images answered, by error code or OK.", ["code", "route"])
         seconds = histograms(PREFIX + "request_seconds", "Time from a request to its answer.", ["route"], buckets=REQUEST_BUCKETS)
         phases = histograms(PREFIX + "phase_seconds", "Time of an image's phases.", ["phase"], buckets=BOUNDS_S)
-        # Made here, so that they are 0 before the first event, and found without a search in every request.
+        # Created here, so that they are 0 before the first event, and need no lookup in every request.
         self._requests = {(code, path): requests.labels(code, route) for code in CODES for path, route in ROUTES.items()}
         self._seconds = {path: seconds.labels(route) for path, route in ROUTES.items()}
         self._phases = {phase: phases.labels(phase) for phase in PHASES}
         self._first_step = histograms(PREFIX + "first_step_seconds", "Time from an image's request to its first step.", buckets=BOUNDS_S)
         self._peak_bytes = histograms(PREFIX + "image_peak_bytes", "Memory of an image's steps.", buckets=MEMORY_BUCKETS)
         self._with_adapter = counters(PREFIX + "adapter_images", "Images made with an adapter and answered.")
-        by_adapters = counters(
-            PREFIX + "requests_with_adapters", "Requests answered with images, by how many adapters they had.", ["adapters"]
-        )
+        by_adapters = counters(PREFIX + "requests_with_adapters", "Requests answered with images, by number of adapters.", ["adapters"])
         self._by_adapters = [by_adapters.labels(str(count)) for count in range(engine.config.max_loras_per_request + 1)]
-        info = Gauge(PREFIX + "info", "Always 1; tells the worker's version.", ["version"], registry=self.registry)
+        info = Gauge(PREFIX + "info", "Always 1; the label is the worker's version.", ["version"], registry=self.registry)
         info.labels(engine.version).set(1)
         self.registry.register(EncodingCollector(encoding, decoders))
         self.registry.register(EngineCollector(engine))
@@ -65,13 +63,13 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def observe_request(self, path: str, code: str, seconds: float) -> None:
-        """Count one answered request of a path in `ROUTES`; only images go into the histogram, refusals would hide them."""
+        """Count one answered request of a path in `ROUTES`. Only requests with images go into the histogram; refusals would hide them."""
         self._requests[code, path].inc()
         if code == OK:
             self._seconds[path].observe(seconds)
 
     def observe_generation(self, made: Generation) -> None:
-        """The phases of every image of an answered request, its memory, and how many adapters it has."""
+        """Observe the phases and the memory of every image of an answered request, and count its adapters."""
         self._by_adapters[len(made.provenance.adapters)].inc()
         for image in made.images:
             for phase, seconds in self._phases.items():
@@ -83,7 +81,7 @@ class Metrics:
             self._with_adapter.inc(len(made.images))
 
     async def exposition(self) -> tuple[bytes, str]:
-        """The text of all metrics and its media type.
+        """Return the text of all metrics and its media type.
 
         Values are read on the event loop, which owns them. Formatting takes longer, so a thread does it. The encoding threads are not used,
         so that no scrape waits behind images.
@@ -92,13 +90,13 @@ class Metrics:
 
 
 class Collected(Collector):
-    """Metrics that were read before."""
+    """A collector of metrics that were read before."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> list[Metric]:
-        """Return the values read."""
+        """Return the metrics that were read."""
         return self._metrics
 
 
@@ -109,12 +107,12 @@ class EncodingCollector(Collector):
         self._encoding, self._decoders = encoding, decoders
 
     def collect(self) -> Iterator[Metric]:
-        """All families; called by the registry."""
+        """Yield all families; called by the registry."""
         encoding = self._encoding
         yield gauge("encoding_threads", "Threads that encode images.", encoding.threads)
-        yield gauge("encoding_pending", "Pieces of work that encoding threads have or will take.", encoding.pending)
-        yield histogram("encoding_wait_seconds", "Time until an encoding thread took a piece of work.", {"": encoding.waited})
-        yield histogram("encoding_seconds", "Time an encoding thread took for a piece of work.", {"": encoding.worked})
+        yield gauge("encoding_pending", "Pieces of work that encoding threads work on or that wait for one.", encoding.pending)
+        yield histogram("encoding_wait_seconds", "Waiting time of a piece of work for an encoding thread.", {"": encoding.waited})
+        yield histogram("encoding_seconds", "Time of an encoding thread for a piece of work.", {"": encoding.worked})
         decoders = self._decoders
-        yield histogram("decoding_wait_seconds", "Time until a file that a client sent was decoded.", {"": decoders.waited})
-        yield histogram("decoding_seconds", "Time that the process of a file took to decode it.", {"": decoders.worked})
+        yield histogram("decoding_wait_seconds", "Waiting time of a client's file for its decoding.", {"": decoders.waited})
+        yield histogram("decoding_seconds", "Time of decoding a client's file.", {"": decoders.worked})

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON that goes in and out, and the errors."""
+"""The JSON of requests and answers, and the errors."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finished images as the body of an answer: the JSON that the OpenAI SDK reads, a file, or the events of a stream. Pure.
 
-All of it is slow for large images and is called in threads.
+All of it is slow for large images, and is called in threads.
 """
 
 import enum
@@ -28,11 +28,11 @@ class Quality(enum.StrEnum):
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's choice of the answer's form. `output_compression` is 0 to 100; `events` is the first part of its events' names."""
+    """A client's choice of the answer's form. `output_compression` is 0 to 100; `events` is the prefix of the names of its events."""
 
     output_format: OutputFormat = OutputFormat.PNG
     output_compression: int | None = None
-    # The image itself in place of JSON; several are in a ZIP.
+    # True for the image itself instead of JSON; several are in a ZIP.
     as_file: bool = False
     stream: bool = False
     # Add the seconds of each image's stages to the answer.
@@ -53,12 +53,12 @@ def image_file(made: Generation, image: FinishedImage, options: AnswerOptions) -
 
 
 def image_json(made: Generation, image: FinishedImage, options: AnswerOptions) -> Pieces:
-    """Return an image as `schemas.ImageData`."""
+    """Return an image as `ImageData`."""
     return json_with_file(image_file(made, image, options), _described(made, image, options))
 
 
 def json_answer(made: Generation, images: Sequence[Pieces], options: AnswerOptions, *, created: int) -> Pieces:
-    """The body of `schemas.ImagesAnswer`; past pydantic, which would copy and check megabytes of base64."""
+    """Return the body of `ImagesAnswer`, made without pydantic, which would copy and check megabytes of base64."""
     first = made.images[0]
     form = _form(first.height, first.width, made.provenance.accelerated, options)
     body = [msgspec.json.encode({"created": created} | form)[:-1] + b',"data":[']
@@ -80,17 +80,17 @@ def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces,
 
 
 def progress_event(step: StepTaken, options: AnswerOptions) -> Pieces:
-    """Format a step that an image has taken, as our own event, which the SDK passes on with its `type`."""
+    """Format the event of a step that an image has taken. It is our own event, which the SDK passes on with its `type`."""
     return server_sent(f"{options.events}.progress", {"index": step.index, "attempt": step.attempt, "step": step.step, "steps": step.steps})
 
 
 def held_event(held: Held, options: AnswerOptions) -> Pieces:
-    """Format our own event that the request waits for the model."""
+    """Format the event of a request that waits for the model, our own as well."""
     return server_sent(f"{options.events}.held", {"state": held.state, "ahead": held.ahead})
 
 
 def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: bool, created: int) -> Pieces:
-    """Format an unfinished image. It has no provenance: it is not yet what the request makes."""
+    """Format the event of an unfinished image. It has no provenance, as it is not the request's result."""
     height, width, compression = preview.height, preview.width, options.output_compression
     file = encode(preview.pixels, height, width, output_format=options.output_format, compression=compression)
     content = {"partial_image_index": preview.number, "index": preview.index, "attempt": preview.attempt, "created_at": created}
@@ -98,9 +98,9 @@ def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: 
 
 
 def completed_event(made: Generation, index: int, options: AnswerOptions, *, created: int) -> Pieces:
-    """A finished image."""
+    """Format the event of a finished image."""
     image = made.images[index]
-    # The SDK's type has `usage`; tokens are not what a diffusion model counts.
+    # The SDK's type has `usage`, in tokens, which a diffusion model does not count.
     content: dict[str, object] = {"index": index, "created_at": created, "usage": None}
     content |= _form(image.height, image.width, made.provenance.accelerated, options) | _described(made, image, options)
     return server_sent(f"{options.events}.completed", content, image_file(made, image, options))
@@ -115,7 +115,7 @@ def server_sent(kind: str, content: dict[str, object], file: bytes | None = None
 
 
 def _form(height: int, width: int, accelerated: bool, options: AnswerOptions) -> dict[str, object]:
-    """Return the fields of an image's form, in the SDK's words. `quality` is what ran, not what was asked."""
+    """Return the fields of an image's form, in the SDK's words. `quality` is the one that ran, not the requested one."""
     quality = Quality.MEDIUM if accelerated else Quality.HIGH
     return {"background": "opaque", "output_format": options.output_format, "quality": quality, "size": f"{width}x{height}"}
 

@@ -2,7 +2,7 @@
 """Bodies of requests and answers as pydantic models, so that `/openapi.json` is right and unknown fields are refused.
 
 Pydantic stays in this package: each body turns itself into the struct that the engine takes. Only the form is checked here;
-what depends on the model, on limits or on the engine's state is the engine's to judge.
+the engine checks all that depends on the model, on limits or on its state.
 """
 
 from typing import Annotated, Any, Literal
@@ -27,13 +27,13 @@ from diffusion_worker.messages import MemoryTag, SleepLevel
 from diffusion_worker.server.schemas.images import Finite
 from diffusion_worker.server.schemas.sources import ControlBody, SourceBody
 
-# An operation that takes longer than a day is a mistake of the caller.
+# Longest deadline: an operation of more than a day is a mistake of the caller.
 MAX_DEADLINE_S = 86_400.0
 
 ADAPTER_NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]*[a-z0-9])?$"
 COMPONENT_PATTERN = r"^[a-z][a-z0-9_]*$"
 MAX_RANK = 4096
-# bootId.n
+# A revision, `bootId.n`.
 REVISION_PATTERN = r"^[A-Za-z0-9-]+\.[0-9]{1,18}$"
 MAX_WAIT_S = 60.0
 MAX_LIMIT = 100_000
@@ -43,13 +43,13 @@ OperationId = Annotated[str, Field(min_length=1, max_length=128)]
 BootId = Annotated[str, Field(min_length=1, max_length=128)]
 AdapterName = Annotated[str, Field(pattern=ADAPTER_NAME_PATTERN, max_length=63)]
 Tag = Literal["weights", "adapters", "caches"]
-# From now on, as the operator's file says it too, only later.
+# The sleep policy from now on; the operator's file will say the same, only later.
 Policy = Literal["AlwaysAwake", "Asleep", "OnIdle"]
 ComponentName = Annotated[str, Field(pattern=COMPONENT_PATTERN, max_length=64)]
 
 
 class ErrorBody(BaseModel):
-    """Every answer of the control port that is an error."""
+    """The body of every error of the control port."""
 
     code: str
     message: str
@@ -58,23 +58,24 @@ class ErrorBody(BaseModel):
     details: dict[str, object]
 
 
-# For `responses` of every route of that port: one form for all errors, and no mention of the framework's own.
+# `responses` of every route of that port: one form for all errors, instead of the framework's own.
 ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "Any error."}}
 
 
 class WakeBody(ControlBody):
-    """Body of `POST /v1/wake`. Without `bootId` the call is for whatever runs."""
+    """Body of `POST /v1/wake`. A call without `bootId` is for any life of the server."""
 
     operation_id: OperationId
     boot_id: BootId | None = None
     deadline_seconds: Deadline = 120.0
     tags: Annotated[
-        list[Tag] | None, Field(min_length=1, max_length=8, description="Only these; nothing is served before all are awake.")
+        list[Tag] | None,
+        Field(min_length=1, max_length=8, description="Memory to restore, all if absent; nothing is served before all is awake."),
     ] = None
     policy: Policy | None = None
 
     def call(self) -> WakeCall:
-        """The body as the engine takes it."""
+        """Return the body as the engine takes it."""
         return WakeCall(
             operation_id=self.operation_id,
             boot_id=self.boot_id,
@@ -92,7 +93,7 @@ class DrainBody(ControlBody):
     deadline_seconds: Deadline = 300.0
 
     def call(self) -> DrainCall:
-        """The body as the engine takes it."""
+        """Return the body as the engine takes it."""
         return DrainCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
 
 
@@ -111,7 +112,7 @@ class SleepBody(ControlBody):
     policy: Policy | None = None
 
     def call(self) -> SleepCall:
-        """The body as the engine takes it."""
+        """Return the body as the engine takes it."""
         return SleepCall(
             operation_id=self.operation_id,
             boot_id=self.boot_id,
@@ -130,19 +131,19 @@ class ResumeBody(ControlBody):
     boot_id: BootId | None = None
 
     def call(self) -> OperationCall:
-        """The body as the engine takes it."""
+        """Return the body as the engine takes it."""
         return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id)
 
 
 class PauseBody(ControlBody):
-    """Body of `POST /v1/pause`. A pause that does not begin in time changes nothing."""
+    """Body of `POST /v1/pause`. A pause that does not take effect in time changes nothing."""
 
     operation_id: OperationId
     boot_id: BootId | None = None
     deadline_seconds: Deadline = 60.0
 
     def call(self) -> PauseCall:
-        """The body as the engine takes it."""
+        """Return the body as the engine takes it."""
         return PauseCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
 
 
@@ -154,7 +155,7 @@ class ProbeBody(ControlBody):
     deadline_seconds: Deadline = 120.0
 
     def call(self) -> OperationCall:
-        """The body as the engine takes it."""
+        """Return the body as the engine takes it."""
         return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
 
 
@@ -166,18 +167,18 @@ class AdapterBody(ControlBody):
     deadline_seconds: Deadline = 120.0
     source: SourceBody
     digest: Annotated[str | None, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = None
-    identity: Annotated[str | None, Field(pattern=r"^v[0-9]{1,9}:[0-9a-f]{64}$", description="The effect that the load must have.")] = None
+    identity: Annotated[str | None, Field(pattern=r"^v[0-9]{1,9}:[0-9a-f]{64}$", description="Identity that the load must have.")] = None
     scale: Annotated[Finite, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE)] = 1.0
     components: Annotated[
-        list[ComponentName], Field(default_factory=list, max_length=8, description="Only these of the file; all that it has if empty.")
+        list[ComponentName], Field(default_factory=list, max_length=8, description="Components of the file to use; all if empty.")
     ]
-    format: Annotated[Literal["peft", "diffusers", "kohya"] | None, Field(description="The file's required format.")] = None
-    expected_rank: Annotated[int | None, Field(ge=1, le=MAX_RANK, description="The rank that it must have.")] = None
+    format: Annotated[Literal["peft", "diffusers", "kohya"] | None, Field(description="Required format of the file.")] = None
+    expected_rank: Annotated[int | None, Field(ge=1, le=MAX_RANK, description="Required rank of the adapter.")] = None
     residency: Literal["Resident", "Cached", "OnDemand"] = "Cached"
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31, description="Among evictable adapters the lowest goes first.")] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31, description="Adapters of the lowest priority are evicted first.")] = 0
 
     def call(self) -> AdapterCall:
-        """The body as the engine takes it."""
+        """Return the body as the engine takes it."""
         return AdapterCall(
             operation_id=self.operation_id,
             boot_id=self.boot_id,
@@ -204,7 +205,7 @@ class ProfileBody(ControlBody):
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)] = "trace"
 
     def call(self) -> ProfileCall:
-        """The body as the engine takes it."""
+        """Return the body as the engine takes it."""
         return ProfileCall(
             operation_id=self.operation_id,
             boot_id=self.boot_id,
@@ -220,14 +221,12 @@ class StateQuery(BaseModel):
     # Not strict: a query has only strings.
     model_config = ConfigDict(extra="forbid")
 
-    after: Annotated[
-        str | None, Field(pattern=REVISION_PATTERN, max_length=150, description="A revision, as an earlier answer had it.")
-    ] = None
+    after: Annotated[str | None, Field(pattern=REVISION_PATTERN, max_length=150, description="Revision of an earlier answer.")] = None
     wait: Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Seconds to wait for another revision.")] = 0.0
     limit: Annotated[int | None, Field(ge=1, le=MAX_LIMIT, description="Most names of adapters in an answer; all if absent.")] = None
     token: Annotated[
         str | None,
-        Field(alias="continue", pattern=REVISION_PATTERN, max_length=150, description="The `adaptersContinue` of the answer before."),
+        Field(alias="continue", pattern=REVISION_PATTERN, max_length=150, description="`adaptersContinue` of the answer before."),
     ] = None
 
 
@@ -243,21 +242,21 @@ class AdapterRemoval(BaseModel):
 
 
 class OperationAnswer(BaseModel):
-    """Outcome of a sleep or wake call; the operation's result is in `/v1/state`."""
+    """Answer to a sleep, wake or drain call; an operation's result is in `/v1/state`."""
 
     operationId: str
     state: str
 
 
 class PauseAnswer(BaseModel):
-    """Set while steps are made."""
+    """Answer to a pause or a resume; `paused` is true while no steps are made."""
 
     operationId: str
     paused: bool
 
 
 class FingerprintAnswer(BaseModel):
-    """A rank's checksums: of its weights, of each of its adapters after its identity, and of a step from a fixed seed."""
+    """A rank's checksums: of its weights, of each adapter with its identity, and of a step from a fixed seed."""
 
     rank: int
     weights: str
@@ -266,20 +265,20 @@ class FingerprintAnswer(BaseModel):
 
 
 class ProbeAnswer(BaseModel):
-    """The ranks, in their order."""
+    """The checksums of all ranks, in rank order."""
 
     operationId: str
     ranks: list[FingerprintAnswer]
 
 
 class ProfileAnswer(BaseModel):
-    """Set while a trace is being taken, and the files that were written, as paths on the worker."""
+    """State of a trace: whether it runs, and the files that were written, as paths on the worker."""
 
     running: bool
     files: list[str]
 
 
 class RemovedAdapter(BaseModel):
-    """The adapter that is gone."""
+    """The adapter that was removed."""
 
     name: str

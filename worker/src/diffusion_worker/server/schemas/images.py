@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request and answer bodies of the data port, as pydantic models: all of OpenAI's fields, and those that diffusion adds.
 
-A field of OpenAI's is used, or accepted where it asks for nothing that could be missed, or refused by its name; none is
-dropped. Null stands for a field that is absent. Only the form is checked here; what depends on the model, on limits or on the
-engine's state is the engine's to judge.
+A field of OpenAI's is used, or accepted if ignoring it changes nothing that a client could miss, or refused by name. None is
+dropped silently. Null stands for an absent field. Only the form is checked here; the engine checks all that depends on the model, on
+limits or on its state.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,17 +21,17 @@ MAX_PARTIAL_IMAGES = 3
 
 SIZE_PATTERN = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 
-# Values of `quality` that let the worker's step cache skip work, and those that want every step computed.
+# Values of `quality` that let the worker's step cache skip work, and values for which every step is computed.
 ACCELERATED_QUALITIES = ("low", "medium")
 COMPUTED_QUALITIES = ("high", "hd", "xhigh", "max")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# Without a bound pydantic lets texts through that are no Unicode (a half of a surrogate pair), which nothing behind it can send.
-# Prompts have a limit of their own; this one is no smaller.
+# Without a bound pydantic lets texts through that are no valid Unicode (half of a surrogate pair), which cannot be encoded later.
+# Prompts have a limit of their own, which is no larger.
 Text = Annotated[str, Field(max_length=1_000_000)]
 ModelName = Annotated[str, Field(max_length=256)]
 
-# Reasons why a field, or a value of it, is refused, and the alternative.
+# Reasons for refusing a field, or a value of it, with the alternative.
 REFUSED = {
     "style": "there are no styles; say it in the prompt",
     "complexity": "no image is planned here; use num_inference_steps or quality",
@@ -43,12 +43,12 @@ REFUSED = {
     "image": "images to start from are for /v1/images/edits",
     "mask": "images to start from are for /v1/images/edits",
     "strength": "images to start from are for /v1/images/edits",
-    "input_fidelity": "how close an edit stays to its image is said by strength, at /v1/images/edits",
+    "input_fidelity": "strength sets how close an edit stays to its image, at /v1/images/edits",
 }
 
 
 class ImageRequest(BaseModel):
-    """The fields that every route has which makes images."""
+    """The fields of every route that makes images."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -62,9 +62,10 @@ class ImageRequest(BaseModel):
     negative_prompt: Annotated[Text | None, Field(description="Content that the image must not show.")] = None
     lora: LoRAObjects = None
     lora_scale: Annotated[
-        Finite | None, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, description="Strength of the request's only adapter; else its own.")
+        Finite | None,
+        Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, description="Strength of the request's only adapter; the adapter's own if absent."),
     ] = None
-    exact: Annotated[bool | None, Field(description="Share no model call with other requests: the same bits under any load.")] = None
+    exact: Annotated[bool | None, Field(description="Share no model call with other requests, for the same bits under any load.")] = None
     quality: Annotated[
         Literal["auto", "standard", "low", "medium", "high", "hd", "xhigh", "max"] | None,
         Field(
@@ -91,14 +92,14 @@ class ImageRequest(BaseModel):
     frame_duration_ms: Annotated[None, Field(description="Refused: " + REFUSED["frame_duration_ms"])] = None
 
     def adapters(self) -> list[AskedAdapter]:
-        """The adapters of `lora`; raises RequestError (InvalidRequest) for an object that names none."""
+        """Return the adapters of `lora`; raise RequestError (InvalidRequest) for an object without a name."""
         return asked_adapters(self.lora)
 
     def params(self) -> GenerationParams:
-        """The request as the engine takes it.
+        """Return the request as the engine takes it.
 
         Raises:
-            RequestError: previews were asked for without a stream to send them in, or an adapter without its name.
+            RequestError: previews are requested without a stream to send them in, or an adapter without its name.
         """
         if self.partial_images and not self.stream:
             raise refused("partial_images", "0 without stream", self.partial_images)
@@ -124,7 +125,7 @@ class ImageRequest(BaseModel):
         """Return the form of the answer.
 
         Raises:
-            RequestError: a compression of what has none, or a file and a stream at once.
+            RequestError: a compression of a format without any, or a file and a stream at once.
         """
         output_format = OutputFormat(self.output_format or OutputFormat.PNG)
         if self.output_compression is not None and output_format is OutputFormat.PNG:
@@ -189,7 +190,7 @@ class ProvenanceBody(BaseModel):
 
 
 class ImageData(BaseModel):
-    """An image of the answer. `timings` and `peak_memory_bytes` are there if asked for; the latter is null where it is not known."""
+    """An image of the answer. `timings` and `peak_memory_bytes` are there if requested; the latter is null if unknown."""
 
     b64_json: str
     seed: int
@@ -199,7 +200,7 @@ class ImageData(BaseModel):
 
 
 class ImagesAnswer(BaseModel):
-    """The images in base64. `quality` says what ran: high is every step computed, medium is with the step cache."""
+    """The images in base64. `quality` is the one that ran: high computes every step, medium uses the step cache."""
 
     created: int
     background: Literal["opaque"]
@@ -213,7 +214,7 @@ ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit
 
 
 class ErrorObject(BaseModel):
-    """An error in OpenAI's fields and some of this worker. `param` is the field of the request that is at fault, if one is."""
+    """An error in OpenAI's fields and some of this worker. `param` is the faulty field of the request, if there is one."""
 
     message: str
     type: ErrorType
@@ -225,15 +226,15 @@ class ErrorObject(BaseModel):
 
 
 class ErrorEnvelope(BaseModel):
-    """Every answer of the data port that is an error, and the data of an event `error`."""
+    """The body of every error of the data port, and the data of an event `error`."""
 
     error: ErrorObject
 
 
-# For `responses` of every route of the data port.
+# `responses` of every route of the data port.
 ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorEnvelope, "description": "Any error."}}
 
-# With `stream`: one of the events. OpenAPI 3.1 has no way to say that there are many.
+# The schema of an event with `stream`, for any of the events: OpenAPI 3.1 cannot describe a sequence.
 EVENT = {
     "type": "object",
     "description": "A server-sent event. The data is a JSON object with its type: a step, a preview, an image, or an error.",
@@ -243,7 +244,7 @@ EVENT = {
         "data": {"type": "string", "contentMediaType": "application/json"},
     },
 }
-# For `responses` of the routes that make images: the forms of an answer by media type.
+# `responses` of the routes that make images: the forms of an answer by media type.
 IMAGE_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ImagesAnswer,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters that a request for images asks for, in all forms of the reference's `lora` object.
+"""The adapters that a request for images names, in all forms of the reference's `lora` object.
 
-The name alone counts, and the worker must know it. A path is only compared with the adapter's own: no client of the data port makes the
-worker read one. An integer id is accepted and means nothing here, as an adapter's identity is its content.
+Only the name counts, and the worker must know it. A path is only compared with the adapter's own: no client of the data port makes the
+worker read one. An integer id is accepted and ignored, as an adapter's identity is its content.
 """
 
 import posixpath
@@ -23,7 +23,7 @@ NAMES = ("name", "lora_name", "adapter")
 SCALES = ("scale", "lora_scale")
 PATHS = ("path", "local_path", "lora_path", "lora_local_path")
 IDS = ("int_id", "lora_int_id")
-# More than any worker takes; how many one takes is its own to say.
+# More objects than any worker takes; each worker has its own limit.
 MAX_OBJECTS = 64
 MAX_ID = 2**63 - 1
 # Characters of a path shown in a message.
@@ -36,7 +36,7 @@ Id = Annotated[int | None, Field(ge=1, le=MAX_ID)]
 
 
 class LoRAObject(BaseModel):
-    """An adapter and its strength. A name is required; of several names for one thing only one is allowed."""
+    """An adapter and its strength. A name is required; each value may be given under only one of its names."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -54,7 +54,7 @@ class LoRAObject(BaseModel):
 
 
 class AskedAdapter(NamedTuple):
-    """An object of a request: its adapter, and a path that must be the adapter's own. `field` is its place."""
+    """An adapter of a request, and a path that must be the adapter's own. `field` is the object's place in the request."""
 
     field: str
     choice: AdapterChoice
@@ -71,7 +71,7 @@ def _listed(value: Any) -> Any:
 
 
 def _listed_of_text(value: Any) -> Any:
-    """The same in a form, which has texts only."""
+    """Parse the JSON text of a form's field, and turn a single object into a list of it."""
     try:
         return _listed(msgspec.json.decode(value) if isinstance(value, str) else value)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -92,7 +92,7 @@ def asked_adapters(objects: Sequence[LoRAObject] | None) -> list[AskedAdapter]:
     """Return the adapters that the objects ask for.
 
     Raises:
-        RequestError: InvalidRequest, one has no name, or two names for one thing.
+        RequestError: InvalidRequest, an object has no name, or gives a value under two names.
     """
     return [_asked(f"lora[{index}]", each) for index, each in enumerate(objects or [])]
 
@@ -116,7 +116,7 @@ def require_own_paths(engine: Engine, asked: Sequence[AskedAdapter]) -> None:
     """Check that every path in a request is its adapter's source; an unknown name is left to the engine to refuse.
 
     Raises:
-        RequestError: InvalidRequest that names the field and the path that was given.
+        RequestError: InvalidRequest that names the field and the path.
     """
     for field, choice, path in asked:
         own = engine.adapter_source(choice.name) if path is not None else None
@@ -127,7 +127,7 @@ def require_own_paths(engine: Engine, asked: Sequence[AskedAdapter]) -> None:
 
 
 def place_of_text(text: str) -> str:
-    """The place that a client names, in the form of `place_of`; what is no source is left as it is."""
+    """Return the location that a client's text names, in the form of `place_of`; a text that is no source is returned as it is."""
     try:
         return place_of(parse_source(text))
     except ConfigError:

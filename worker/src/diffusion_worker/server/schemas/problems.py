@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error as the one body of its port.
+"""Every error as a body in the one form of its port.
 
-The data port answers as OpenAI does: `{"error": {message, type, param, code, …}}`, by a status that is right by itself. Clients
-repeat 408, 409, 429 and every 5xx (OpenAI's SDKs where `x-should-retry` does not say otherwise, Vercel's by the status alone).
-So no other error has one of these. The control port's body is flat: `{code, message, retryable, retryAfterSeconds, details}`.
+The data port answers as OpenAI does: `{"error": {message, type, param, code, …}}`, with a status that is right by itself. Clients
+repeat 408, 409, 429 and every 5xx (OpenAI's SDKs unless `x-should-retry` forbids it, Vercel's by the status alone).
+So no error that cannot succeed later has one of these. The control port's body is flat:
+`{code, message, retryable, retryAfterSeconds, details}`.
 
 Messages name the field, what was expected and what was found. Prompts are never repeated, other values shortened.
 """
@@ -24,18 +25,18 @@ from diffusion_worker.server.schemas.control import ADAPTER_NAME_PATTERN, COMPON
 from diffusion_worker.server.schemas.images import REFUSED, SIZE_PATTERN, ErrorType
 from diffusion_worker.server.schemas.sources import SOURCE_FORMS
 
-# A user's text is private: it goes into no message and no log.
+# Fields of a user's private text, which goes into no message and no log.
 PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
 SHOWN_CHARS = 80
-# nginx's number for a client that went away; nobody receives it.
+# nginx's status for a client that went away; nobody receives it.
 CLIENT_CLOSED_REQUEST = 499
 REQUEST_ID, REPLICA = "X-Request-ID", "X-Replica"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-# Errors of the framework and of the body's arrival; all others are InvalidRequest.
+# Codes of the framework's errors and of a body's arrival; all others are InvalidRequest.
 HTTP_CODES: dict[int, ErrorCode] = {HTTPStatus.NOT_FOUND: ErrorCode.NOT_FOUND, HTTPStatus.REQUEST_TIMEOUT: ErrorCode.TIMEOUT}
-# Routes of OpenAI's images API that have none here, and the way to the same.
+# Hints for routes of OpenAI's images API that do not exist here.
 INSTEAD = {"/v1/images/variations": "; POST /v1/images/edits without a mask makes variations, by its strength and seed"}
-# Patterns in the words of their readers.
+# Patterns in words for users.
 FORMS = {
     SIZE_PATTERN: "WIDTHxHEIGHT in pixels or 'auto'",
     ADAPTER_NAME_PATTERN: "a name of a-z, 0-9, '.', '_' and '-'",
@@ -46,7 +47,7 @@ FORMS = {
 
 
 def install_error_answers(app: FastAPI, *, flat: bool) -> None:
-    """Answer every error that leaves a route, and those of routing itself, in the port's one form: `flat`, or as OpenAI does."""
+    """Answer every error of routes and of routing in the port's one form: `flat`, or as OpenAI does."""
     app.state.flat_errors = flat
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(GroupFailed, _group_failed)
@@ -56,7 +57,7 @@ def install_error_answers(app: FastAPI, *, flat: bool) -> None:
 
 
 def error_answer(error: RequestError, request: Request, *, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer to `error` in the form of the request's port; leaves its code with the request for log and metrics."""
+    """Return the answer to an error in the form of the request's port, and keep its code for log and metrics."""
     request.state.error_code = error.code
     sent = dict(headers or {})
     if error.retryable and error.retry_after_s is not None:
@@ -66,13 +67,13 @@ def error_answer(error: RequestError, request: Request, *, status: int | None = 
         return JSONResponse(flat_body(error), status, sent)
     status = settled_status(status, retryable=error.retryable)
     sent["x-should-retry"] = "true" if error.retryable else "false"
-    # An unexpected error is answered outside of the middleware that adds them.
+    # An unexpected error is answered outside of the middleware that adds these headers.
     sent[REQUEST_ID], sent[REPLICA] = getattr(request.state, "request_id", ""), request.app.state.replica
     return JSONResponse(error_envelope(error, status), status, sent)
 
 
 def settled_status(status: int, *, retryable: bool) -> int:
-    """The status of the data port's answer: 422 where clients would repeat what cannot succeed."""
+    """Return the status of the data port's answer: 422 instead of a status on which clients would retry in vain."""
     repeated = status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS) or status >= 500
     return HTTPStatus.UNPROCESSABLE_ENTITY if repeated and not retryable else status
 
@@ -84,7 +85,7 @@ def client_gone(request: Request) -> Response:
 
 
 def flat_body(error: RequestError) -> dict[str, object]:
-    """`schemas.ErrorBody` of an error, as the control port answers it."""
+    """Return the control port's `ErrorBody` of an error."""
     return {
         "code": error.code,
         "message": error.message,
@@ -95,7 +96,7 @@ def flat_body(error: RequestError) -> dict[str, object]:
 
 
 def error_envelope(error: RequestError, status: int) -> dict[str, object]:
-    """`image_schemas.ErrorEnvelope` of an error that is answered by `status`."""
+    """Return the data port's `ErrorEnvelope` of an error that is answered with `status`."""
     content = {
         "message": error.message,
         "type": _openai_type(status),
@@ -109,7 +110,7 @@ def error_envelope(error: RequestError, status: int) -> dict[str, object]:
 
 
 def _openai_type(status: int) -> ErrorType:
-    """OpenAI's word for errors of a status, as its guide to error codes has it."""
+    """Return OpenAI's error type for a status, as in its guide to error codes."""
     if status >= 500:
         return "server_error"
     types: dict[int, ErrorType] = {HTTPStatus.UNAUTHORIZED: "authentication_error", HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error"}
@@ -127,7 +128,7 @@ def unexpected_error(error: Exception) -> RequestError:
 
 
 def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
-    """Field and message of one pydantic error."""
+    """Return field and message of one pydantic error."""
     field = _field_name(problem["loc"])
     kind = problem["type"]
     if kind == "json_invalid":
@@ -145,7 +146,7 @@ def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _field_name(location: Sequence[str | int]) -> str:
-    """`("body", "lora", 1, "scale")` as `lora[1].scale`; a key that a client made up is shortened."""
+    """Return `("body", "lora", 1, "scale")` as `lora[1].scale`; a long key of a client is shortened."""
     if len(location) == 1:
         return str(location[0])
     return shortened("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:]).removeprefix("."))
@@ -212,7 +213,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """All methods of the request's path; the framework names those of the first route that has it."""
+    """Return all methods of the request's path; the framework only names those of the first route with that path."""
     routes = request.app.routes
     return [name for name in METHODS if any(route.matches({**request.scope, "method": name})[0] is Match.FULL for route in routes)]
 

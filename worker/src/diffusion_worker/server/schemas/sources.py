@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of adapters in the control port's bodies: exactly one kind of source, each with its own fields.
 
-Only the form is checked here. The sources themselves judge the addresses a worker may reach, and the content found there.
+Only the form is checked here. The package of sources checks the addresses that a worker may reach, and the content found there.
 """
 
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ Text = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class ControlBody(BaseModel):
-    """Base of the control port's bodies: camelCase on the wire, nothing unknown, no conversions."""
+    """Base of the control port's bodies: camelCase on the wire, no unknown fields, no conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
 
@@ -65,7 +65,7 @@ class HuggingFaceBody(ControlBody):
 
 
 class S3Body(ControlBody):
-    """A file in a bucket, or with a last slash a folder."""
+    """A file in a bucket, or a folder if the URI ends with a slash."""
 
     uri: Annotated[str, Field(pattern=S3_PATTERN, max_length=1024)]
     endpoint: Annotated[str | None, Field(pattern=r"^https?://.+$", max_length=1024)] = None
@@ -88,7 +88,7 @@ class HttpBody(ControlBody):
 
 
 class SourceBody(ControlBody):
-    """Exactly one of its members; `path` is a peft folder or a safetensors file that the worker can read."""
+    """A source: exactly one of the members. `path` is a peft folder or a safetensors file that the worker can read."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
@@ -109,7 +109,7 @@ class SourceBody(ControlBody):
         return self
 
     def source(self) -> Source:
-        """The source as the engine takes it."""
+        """Return the source as the engine takes it."""
         return Source(
             path=self.path,
             hugging_face=_hugging_face(self.hugging_face) if self.hugging_face else None,
