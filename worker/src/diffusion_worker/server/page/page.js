@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page of a worker. It speaks to the API beside it only, by relative addresses, so that it works under a prefix too.
+// The page of a worker. It calls only the API beside it, by relative addresses, so that it works under a prefix too.
 
 const KEY = "diffusion-worker-key";
 const PREVIEWS = 3;
@@ -16,7 +16,7 @@ const FIELDS = ["prompt", "negative_prompt", "size", "seed", "quality", "output_
 const STATES = {
   starting: ["wait", "the model is loading"],
   ready: ["good", "ready"],
-  draining: ["wait", "going to sleep, once what runs is finished"],
+  draining: ["wait", "going to sleep when running requests are finished"],
   sleeping: ["wait", "going to sleep"],
   asleep: ["rest", "asleep: no images until somebody wakes it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port)"],
   waking: ["wait", "waking up"],
@@ -24,17 +24,17 @@ const STATES = {
   failed: ["bad", "failed: the worker is about to restart"],
   terminating: ["bad", "shutting down"],
 };
-// With the sleep policy OnIdle.
+// State texts under the sleep policy OnIdle.
 const WAKEABLE = {
   draining: "going to sleep, unless somebody asks for an image",
   sleeping: "going to sleep",
-  asleep: "asleep: the next image that is asked for wakes it (sleep policy OnIdle)",
+  asleep: "asleep: the next request wakes the model (sleep policy OnIdle)",
 };
 // The reason why a request waits, by the worker's state.
 const WAITS = {
   starting: "the model is loading",
   draining: "the model was about to sleep and stays awake",
-  sleeping: "the model is falling asleep, and is woken then",
+  sleeping: "the model is falling asleep and will be woken",
   asleep: "the model is asleep and is being woken",
   waking: "the model is waking up",
   restarting: "the ranks are being started again",
@@ -42,28 +42,28 @@ const WAITS = {
 
 const AGAIN = "Try again in a moment.";
 const ADVICE = {
-  InvalidRequest: "Change what is named above and try again.",
+  InvalidRequest: "Change the field named above and try again.",
   Unauthorized: "Enter the worker's API key at the top of the page.",
   Forbidden: "Open the page by the worker's own address, or have its owner allow this one.",
   NotFound: "The list of adapters was read again; choose an adapter from it.",
   AdapterNotLoaded: "The adapter is known, but not loaded yet. " + AGAIN,
   AdapterRemoved: "The adapter was removed meanwhile. Choose another one.",
   Starting: "The model is still loading. The top of the page shows the progress.",
-  Asleep: "The model gave its memory back. Wake it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port), then try again.",
+  Asleep: "The model sleeps and has freed its memory. Wake it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port), then try again.",
   Busy: "The model was not back in time. " + AGAIN,
   Overloaded: "The queue is full. " + AGAIN,
   Terminating: "This worker is being replaced. " + AGAIN,
-  InsufficientMemory: "Choose a smaller size, or try again when less is going on.",
-  RankFailed: "The processes that compute were lost too often while this was made. Try again; if it happens again, the worker's log says why.",
+  InsufficientMemory: "Choose a smaller size, or try again when the worker is less busy.",
+  RankFailed: "The worker lost its ranks too often while this image was made. Try again; if it happens again, the worker's log says why.",
   EngineFailed: "The worker is about to restart. " + AGAIN,
-  RequestFailed: "The model broke on exactly this. Try another size or other options; the worker's log has the error.",
+  RequestFailed: "The model failed on this request. Try another size or other options; the worker's log has the error.",
   Timeout: "It took too long. Try again with fewer steps or a smaller size.",
   Cancelled: "Somebody cancelled this request.",
-  Unreachable: "Is the worker still running, and your connection to it? " + AGAIN,
+  Unreachable: "Check that the worker runs and that you are connected to it. " + AGAIN,
 };
-const TITLES = { InvalidRequest: "This cannot be made", Unauthorized: "A key is needed", Unreachable: "The worker does not answer" };
+const TITLES = { InvalidRequest: "This image cannot be made", Unauthorized: "A key is needed", Unreachable: "The worker does not answer" };
 
-/** An error as the API tells it. */
+/** An error of the API. */
 class Problem extends Error {
   constructor({ code, message, param }) {
     super(message);
@@ -83,7 +83,7 @@ function headers() {
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-/** The answer to a call; throws a Problem for any other than a 2xx. */
+/** Call the API and return its answer; throw a Problem unless its status is a 2xx. */
 async function call(path, options = {}) {
   const answer = await fetch(path, { ...options, headers: { ...headers(), ...options.headers } });
   if (answer.ok) return answer;
@@ -92,12 +92,12 @@ async function call(path, options = {}) {
   throw new Problem(told?.error ?? { code: `HTTP ${answer.status}`, message: answer.statusText });
 }
 
-/** The events of a server-sent stream, as [type, data]. */
+/** Yield the events of a server-sent stream, as [type, data]. */
 async function* eventsOf(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let parts = [];
   for (let { value, done } = await reader.read(); !done; { value, done } = await reader.read()) {
-    // Looked for in the new piece and the end of the one before: an image comes in many.
+    // Only the new piece and the end of the piece before are searched, as an image comes in many pieces.
     const seam = (parts.at(-1) ?? "").slice(-1);
     parts.push(value);
     if (!(seam + value).includes("\n\n")) continue;
@@ -120,14 +120,14 @@ function parsed(block) {
   return data.length ? [type, JSON.parse(data.join("\n"), withWholeSeeds)] : null;
 }
 
-/** A seed may have more digits than a number of JavaScript: kept as it was written, where the browser tells how. */
+/** Keep a seed as it was written, if the browser knows its text: it may have more digits than a number of JavaScript. */
 function withWholeSeeds(name, value, context) {
   return name === "seed" && context?.source ? context.source : value;
 }
 
 // --- an image ---
 
-/** What the form asks for: what was left empty is left to the worker. */
+/** Return the request of the form; the worker has defaults for empty fields. */
 function wanted() {
   const body = { prompt: byId("prompt").value, stream: true, partial_images: PREVIEWS, n: 1, timings: true };
   for (const name of ["negative_prompt", "quality", "output_format"]) {
@@ -142,7 +142,7 @@ function wanted() {
   const seed = byId("seed").value.trim();
   if (seed && !/^\d{1,19}$/.test(seed)) throw refused("seed", "seed: expected a whole number from 0");
   const [width, height] = [byId("width"), byId("height")];
-  // A side that is left empty is what it shows.
+  // An empty side stands for its placeholder.
   if (width.value || height.value) body.size = [width, height].map((side) => side.value || side.placeholder || "auto").join("x");
   const text = JSON.stringify(body);
   return seed ? `${text.slice(0, -1)},"seed":${BigInt(seed)}}` : text;
@@ -202,7 +202,7 @@ function begin() {
   byId("make").disabled = true;
   announce("Sent. Waiting for the first step …");
   setText("news", "The image is being made.");
-  // On a phone it is below the form.
+  // On a phone the result is below the form.
   if (matchMedia("(max-width: 44rem)").matches) byId("result").scrollIntoView();
 }
 
@@ -222,7 +222,7 @@ function showWait({ state, ahead }) {
 
 function showStep({ step, steps }) {
   const text = steps ? `Step ${step} of ${steps}` : `Step ${step}`;
-  announce(step ? text : "A rank was lost: begun again …", step, steps);
+  announce(step ? text : "The image is begun again …", step, steps);
 }
 
 function showImage({ b64_json, output_format, size }, isPreview) {
@@ -283,7 +283,7 @@ function fail(error) {
   (problem.field === "size" ? byId("width") : field)?.focus();
 }
 
-/** The field that the API means by its name; null where the page has none. */
+/** Return the page's field for the API's name of it; null if there is none. */
 function fieldOf(name) {
   const adapter = /^lora\[(\d+)\]/.exec(name);
   if (adapter) return adapterRows()[adapter[1]]?.querySelector("input") ?? null;
@@ -300,7 +300,7 @@ function adapterRows() {
   return [...byId("adapters").children];
 }
 
-/** Use an adapter, with a strength that is its own while the field is empty. */
+/** Add an adapter. It has its own strength while the field is empty. */
 function addAdapter({ id, scale }) {
   const row = element("li", "");
   row.dataset.name = id;
@@ -321,7 +321,7 @@ function addAdapter({ id, scale }) {
   offerAdapters();
 }
 
-/** What can still be added; what is no longer served is taken out. */
+/** Offer the adapters that can still be added, and remove chosen ones that are no longer served. */
 function offerAdapters() {
   for (const row of adapterRows()) if (!adapters.some(({ id }) => id === row.dataset.name)) row.remove();
   const chosen = adapterRows().map((row) => row.dataset.name);
@@ -356,21 +356,21 @@ function showStatus({ state, percent, in_flight, queued, held, paused, policy, r
   const text = (policy === "OnIdle" && WAKEABLE[state]) || words;
   const load = percent !== null ? `, ${percent} %` : "";
   const pause = paused ? ", paused: no step is made until somebody resumes it" : "";
-  const work = state === "ready" && in_flight + queued ? `, ${in_flight} in work, ${queued} waiting` : "";
+  const work = state === "ready" && in_flight + queued ? `, ${in_flight} in progress, ${queued} waiting` : "";
   const kept = held ? `, ${held} held` : "";
   byId("lamp").className = paused && lamp === "good" ? "wait" : lamp;
   setText("state-text", text + load + pause + work + kept);
   byId("ranks").replaceChildren(...ranks.map(({ rank, state }) => element("li", `rank ${rank}: ${state}`)));
 }
 
-/** Only where it changes: a screen reader reads what is set. */
+/** Set an element's text only if it changes, as a screen reader reads every new text. */
 function setText(id, text) {
   if (byId(id).textContent !== text) byId(id).textContent = text;
 }
 
 let timer = null;
 
-/** Show the state, and again after a while; not while nobody looks. */
+/** Show the state, and refresh it after a while, unless the page is hidden. */
 async function refresh() {
   clearTimeout(timer);
   if (document.hidden) return;
@@ -386,7 +386,7 @@ async function refresh() {
     byId("lamp").className = "bad";
     setText("state-text", error instanceof Problem ? error.message : "the worker does not answer");
     byId("ranks").replaceChildren();
-    // Nothing to ask until there is a key.
+    // Without a key there is nothing to ask for.
     if (error instanceof Problem && error.code === "Unauthorized") return;
   }
   clearTimeout(timer);
