@@ -130,7 +130,7 @@ async def test_a_wrong_form_is_refused_with_the_place_of_what_is_wrong(edge: Edg
 
 async def test_a_path_that_is_not_the_adapters_own_is_refused_without_naming_that_and_nothing_is_read(edge: Edge) -> None:
     answer = await edge.request_images(**REQUEST, lora={"name": "stripes", "path": "/etc/shadow"})
-    assert answer.json()["error"]["message"] == ("lora[0].path: expected none, or where adapter 'stripes' came from, found '/etc/shadow'")
+    assert answer.json()["error"]["message"] == ("lora[0].path: expected none, or the source of adapter 'stripes', found '/etc/shadow'")
     assert edge.ranks.calls.count("add_lora") == 2
 
 

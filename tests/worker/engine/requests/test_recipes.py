@@ -91,8 +91,8 @@ def test_lora_scale_is_for_the_only_adapter_that_has_none() -> None:
         ("a", [("b", None), ("c", None), ("d", None)], None, "lora", "at most 3 adapters in a request, found 4"),
         (None, [], 0.5, "lora_scale", "found no adapter, only the base model"),
         ("base", [], 0.5, "lora_scale", "found no adapter, only the base model"),
-        ("a", [("b", None)], 0.5, "lora_scale", "found 2 of 2 adapters without"),
-        (None, [("b", 1.0)], 0.5, "lora_scale", "found 0 of 1 adapters without"),
+        ("a", [("b", None)], 0.5, "lora_scale", "found 2 of 2 adapters without one"),
+        (None, [("b", 1.0)], 0.5, "lora_scale", "found 0 of 1 adapters without one"),
     ],
 )
 def test_a_wrong_list_of_adapters_is_refused_with_the_reason(

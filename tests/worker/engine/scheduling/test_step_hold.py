@@ -91,7 +91,7 @@ async def test_pause_and_resume_may_be_repeated(rig: SleepRig) -> None:
 
 async def test_a_pause_past_its_deadline_is_an_error_and_the_steps_go_on(rig: SleepRig) -> None:
     request = await rig.running()
-    with pytest.raises(RequestError, match="pause: expected the steps that run to end within 3 s") as late:
+    with pytest.raises(RequestError, match="pause: expected running steps to end within 3 s") as late:
         await pause(rig, 3.0)
     assert (late.value.code, rig.document.paused) == (ErrorCode.TIMEOUT, False)
     rig.ranks.stepping.set()

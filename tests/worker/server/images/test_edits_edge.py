@@ -339,9 +339,9 @@ async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(ed
         ({"n": "two"}, {"image": red()}, "n", "found 'two'"),
         ({"stream": "perhaps"}, {"image": red()}, "stream", "found 'perhaps'"),
         ({"size": "50x32"}, {"image": red()}, "size", "multiples of 8"),
-        ({"svg[model]": "m", "svg[reasoning][effort]": "low"}, {"image": red()}, "svg", "not supported: images are of pixels"),
+        ({"svg[model]": "m", "svg[reasoning][effort]": "low"}, {"image": red()}, "svg", "not supported: images consist of pixels"),
         ({}, [("image", red()), ("n", (None, "1")), ("n", (None, "1"))], "n", "a second one"),
-        ({"input_fidelity": "high"}, {"image": red()}, "input_fidelity", "said by strength"),
+        ({"input_fidelity": "high"}, {"image": red()}, "input_fidelity", "strength sets how close"),
         ({"background": "transparent"}, {"image": red()}, "background", "no transparency"),
         ({"nonsense": "1"}, {"image": red()}, "nonsense", "unknown field"),
         ({"x" * 3000: "1"}, {"image": red()}, "x" * 80 + "…", "unknown field"),
@@ -392,7 +392,7 @@ async def test_a_body_over_the_limit_of_the_route_is_refused_unread(edge: Edge) 
         ([Task.INPAINT], "edit", "it needs a mask beside the image"),
         ([Task.EDIT], "generate", "it needs an image, send one to /v1/images/edits"),
         ([Task.INPAINT], "generate", "it needs an image and a mask"),
-        ([], "generate", "which serves no route of images"),
+        ([], "generate", "which serves no image route"),
     ],
 )
 async def test_a_route_that_the_model_cannot_serve_is_refused_with_the_reason(tasks: list[Task], sent: str, says: str) -> None:

@@ -93,7 +93,9 @@ class DeclaredAdapters:
         if loading := self._tasks - {self._waiting}:
             _, late = await asyncio.wait(loading, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
             if late:
-                log.error("adapters are not all loaded within the %.0f s of the start: they come beside what serves", deadline_s)
+                log.error(
+                    "not all adapters were loaded within the %.0f s of the start: the others are loaded while the model serves", deadline_s
+                )
 
     async def follow(self, deadline_s: float) -> None:
         """Apply the files where they changed; wait for loads of new adapters until the deadline."""
@@ -103,7 +105,10 @@ class DeclaredAdapters:
             _, late = await asyncio.wait(loading, timeout=deadline_s)
             if late:
                 # Their fetches go on, and the adapters are loaded while the model serves.
-                log.error("adapters of the desired files are not all here after %.1f s", deadline_s)
+                log.error(
+                    "not all adapters of the desired files were loaded after %.1f s: the others are loaded while the model serves",
+                    deadline_s,
+                )
 
     def end(self) -> None:
         """Cancel all reading and loading."""
@@ -123,7 +128,7 @@ class DeclaredAdapters:
             waited_s = asyncio.get_running_loop().time() - began_s
             if waited_s >= FILE_PATIENCE_S and self.problem is None:
                 reasons = "; ".join(missing.values())
-                message = f"mounted adapters did not come within {FILE_PATIENCE_S:.0f} s and are left to calls: {reasons}"
+                message = f"mounted adapters are missing after {FILE_PATIENCE_S:.0f} s, until their files come or calls put them: {reasons}"
                 log.error("%s", message)
                 self.problem = ProblemReport(ErrorCode.DIGEST_MISMATCH, message)
             await asyncio.sleep(FILE_LOOK_S if waited_s < FILE_PATIENCE_S else FILE_LATER_LOOK_S)

@@ -115,7 +115,7 @@ class AdapterLoader:
             return adapter.load
         load = Load(deadline_s=asyncio.get_running_loop().time() + deadline_s, asked=asked)
         if adapter.state is AdapterState.DEFERRED and self._outcomes.deferring:
-            load.end(RequestError(ErrorCode.ASLEEP, f"adapter {adapter.name!r} is loaded when the model wakes, which it has not"))
+            load.end(RequestError(ErrorCode.ASLEEP, f"adapter {adapter.name!r}: the model is asleep, and loads the adapter when it wakes"))
             return load
         adapter.load = load
         adapter.error = adapter.progress = None
@@ -201,7 +201,7 @@ class AdapterLoader:
             return fetched
         self._fetcher.release(fetched)
         if newest is not adapter and (newest is None or not newest.is_content(call)):
-            raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: a newer call came while its source was looked at")
+            raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: a newer call came while its source was read")
         return None
 
     def _wanted(self, name: str, call: AdapterCall, changed: Fetched | None) -> Adapter:

@@ -120,7 +120,7 @@ class AdapterOutcomes:
         if load.superseded is None and adapter in self._table:
             return False
         self.release(adapter)
-        load.end(RequestError(ErrorCode.CONFLICT, f"adapter {adapter.name!r}: nobody wants it any more"))
+        load.end(RequestError(ErrorCode.CONFLICT, f"adapter {adapter.name!r}: a newer call made this load needless"))
         return True
 
     # --- names ----------------------------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ def chosen(params: GenerationParams, *, served_name: str, most: int) -> list[Ada
         return choices
     bare = [choice for choice in choices if choice.scale is None]
     if len(bare) != 1:
-        found = f"{len(bare)} of {len(choices)} adapters without" if choices else "no adapter, only the base model"
-        raise refused("lora_scale", "with it exactly one adapter that has no scale of its own", found)
+        found = f"{len(bare)} of {len(choices)} adapters without one" if choices else "no adapter, only the base model"
+        raise refused("lora_scale", "exactly one adapter without a scale of its own", found)
     return [choice if choice.scale is not None else AdapterChoice(choice.name, params.lora_scale) for choice in choices]
 
 

@@ -201,7 +201,7 @@ def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo
 def check_served(task: Task, model: ModelInfo) -> None:
     """Raise RequestError (InvalidRequest) with the reason if the model does not serve a task."""
     if model.kind == "image" and task not in model.tasks:
-        served = " and ".join(model.tasks) or "no route of images"
+        served = " and ".join(model.tasks) or "no image route"
         hint = next((HINTS[task, other] for other in model.tasks if (task, other) in HINTS), "")
         raise refused("model", f"a pipeline that serves {task}", f"{model.pipeline}, which serves {served}{hint}")
 

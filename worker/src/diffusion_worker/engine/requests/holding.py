@@ -80,7 +80,7 @@ def decide(now: ColdSituation, held: int) -> RequestError | None:
     if (error := why_gone(now)) is not None:
         return error
     if now.cold.mode is ColdMode.REJECT:
-        return refusal(now, "is refused, as cold requests are by the mode Reject")
+        return refusal(now, "is refused, because the mode of cold requests is Reject")
     if held >= now.cold.max_held:
         message = f"expected at most {now.cold.max_held} held requests, found {held} already: {REFUSALS[now.cold_state][1]}"
         return RequestError(ErrorCode.OVERLOADED, message, retry_after_s=_retry_after_s(now))
@@ -274,7 +274,7 @@ class Holding:
                     async with asyncio.timeout(self._pause_s()):
                         await self._life.wait_for_change()
         except Exception as error:
-            log.exception("held requests cannot be looked after")
+            log.exception("the watch over held requests failed")
             self._watching = None
             for place in self._places.values():
                 place.end(error, HeldOutcome.REFUSED)
@@ -295,7 +295,7 @@ class Holding:
             if (error := why_gone(now)) is not None:
                 place.end(error, HeldOutcome.REFUSED)
             elif now_s >= place.deadline_s:
-                what = f"was held as long as it may, {now.cold.hold_timeout_seconds:g} s"
+                what = f"was held for the longest time allowed, {now.cold.hold_timeout_seconds:g} s"
                 place.end(refusal(now, what), HeldOutcome.TIMED_OUT)
             else:
                 place.tell(Held(now.cold_state, ahead))

@@ -137,7 +137,7 @@ class RequestService:
         return Provenance(
             model=self._config.served_name,
             pipeline=self.model.pipeline,
-            # A folder has no revision; what is in it has a digest.
+            # A folder has no revision, but its content has a digest.
             revision=revision,
             digest=digest,
             task=params.task,

@@ -99,7 +99,7 @@ class ClassQueue:
         return self.joined > 0
 
     def add(self, request: QueuedRequest) -> None:
-        """Queue a request behind the others, or a replayed one where it was."""
+        """Queue a request behind the others; a replayed one keeps its place."""
         self.requests[request.spec.request_id] = request
 
     def demand(self, most: int) -> int:

@@ -322,7 +322,7 @@ class StepScheduler:
         left = sorted(request.left for request in batch)
         return min(ticks * step_s / (position + 1) for position, ticks in enumerate(left))
 
-    # --- what is known --------------------------------------------------------------------------------------------------
+    # --- estimates --------------------------------------------------------------------------------------------------------
 
     def _cost_s(self, batch: list[QueuedRequest]) -> float:
         """Estimate the seconds of a step of these requests; 0 if all only have to be decoded, so that they go first."""

@@ -50,7 +50,7 @@ class Pausing:
                 await self._call_all("synchronize", timeout_s=timeout_s)
         except TimeoutError:
             self.release(who)
-            raise RequestError(ErrorCode.TIMEOUT, f"{who.value}: expected the steps that run to end within {timeout_s:g} s") from None
+            raise RequestError(ErrorCode.TIMEOUT, f"{who.value}: expected running steps to end within {timeout_s:g} s") from None
         except (RequestError, asyncio.CancelledError):
             self.release(who)
             raise

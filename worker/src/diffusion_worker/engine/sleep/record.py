@@ -69,7 +69,7 @@ class SleepNotes:
             log.warning("the record of a sleep at %s is void: %s", self._path, error)
             return None
         if record.key != self._key():
-            log.warning("the record of a sleep at %s is void: it is one of other options, another version or another model", self._path)
+            log.warning("the record of a sleep at %s is void: it was made with other options, another version or another model", self._path)
             return None
         return record
 

@@ -75,7 +75,7 @@ class Preparation:
         try:
             await self._verification.record(timeout_s=self._config.startup_timeout_s)
         except RequestError as error:
-            raise GroupFailed(f"the ranks do not tell what they loaded: {error.message}") from None
+            raise GroupFailed(f"the fingerprints of the loaded ranks cannot be taken: {error.message}") from None
 
     def discarded(self) -> None:
         """Record that the ranks keep nothing in host memory any more: their adapters are loaded again at the wake."""

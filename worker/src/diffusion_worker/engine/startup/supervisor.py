@@ -89,7 +89,7 @@ class Supervisor:
         while True:
             self._life.lose_group(loss, self._ranks.generation)
             await self._stop_stepping()
-            self._steps.lost(ErrorCode.RANK_FAILED, f"the rank group was lost while this was made: {loss.reason}")
+            self._steps.lost(ErrorCode.RANK_FAILED, f"the rank group was lost while this image was made: {loss.reason}")
             if not self._budget.spend(time.monotonic()):
                 self._failed(f"the rank group was lost too often: {loss.reason}")
                 return

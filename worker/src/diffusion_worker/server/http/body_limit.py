@@ -63,7 +63,7 @@ class _Body:
             return await self._receive()
         message = await self._next_part()
         if message["type"] == "http.disconnect":
-            raise HTTPException(CLIENT_CLOSED_REQUEST, "the client closed its connection before its body was there")
+            raise HTTPException(CLIENT_CLOSED_REQUEST, "the client closed its connection before its whole body arrived")
         self._received += len(message.get("body", b""))
         if self._received > self._max_bytes:
             raise HTTPException(PAYLOAD_TOO_LARGE, _too_large(self._max_bytes))

@@ -76,7 +76,7 @@ def form_schema() -> dict[str, Any]:
     properties["image[]"] = {"type": "array", "items": file, "description": "Several images."}
     properties["url"] = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,", "description": "An image as a data: URL."}
     properties["mask"] = file | {
-        "description": "An image of the image's size; its fully transparent part is painted again, or its white one if it is opaque."
+        "description": "A mask of the image's size. The fully transparent part is painted again, or the white part of an opaque mask."
     }
     return {"type": "object", "properties": properties, "required": ["prompt"], "additionalProperties": False}
 
@@ -135,7 +135,7 @@ def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
                 raise refused(root, *("a file", "a text") if root == "image" else ("a data: URL", "a file"))
             images.append((root, value))
         elif name == "markup":
-            raise refused(name, "none, as an image is changed by words and a mask only", "one")
+            raise refused(name, "none, as only the prompt and a mask change an image", "one")
         elif name == "mask":
             if mask is not None or not isinstance(value, UploadFile):
                 raise refused(name, "a single file", "a text" if mask is None else "a second one")

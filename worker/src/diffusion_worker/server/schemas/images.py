@@ -33,16 +33,16 @@ ModelName = Annotated[str, Field(max_length=256)]
 
 # Reasons for refusing a field, or a value of it, with the alternative.
 REFUSED = {
-    "style": "there are no styles; say it in the prompt",
+    "style": "there are no styles; describe the style in the prompt",
     "complexity": "no image is planned here; use num_inference_steps or quality",
-    "svg": "images are of pixels; use output_format png, jpeg or webp",
+    "svg": "images consist of pixels; use output_format png, jpeg or webp",
     "frame_count": "no animated images are made",
     "frame_duration_ms": "no animated images are made",
-    "response_format": "answers hold their images, none is kept to be fetched by a url",
+    "response_format": "answers contain their images; none is stored for a url",
     "background": "images have no transparency",
-    "image": "images to start from are for /v1/images/edits",
-    "mask": "images to start from are for /v1/images/edits",
-    "strength": "images to start from are for /v1/images/edits",
+    "image": "input images are accepted by /v1/images/edits",
+    "mask": "input images are accepted by /v1/images/edits",
+    "strength": "input images are accepted by /v1/images/edits",
     "input_fidelity": "strength sets how close an edit stays to its image, at /v1/images/edits",
 }
 

@@ -45,7 +45,7 @@ class LoRAObject(BaseModel):
     adapter: Annotated[Name, Field(description="The same as name.")] = None
     scale: Annotated[Scale, Field(description="The strength; by default the adapter's own.")] = None
     lora_scale: Annotated[Scale, Field(description="The same as scale.")] = None
-    path: Annotated[Path, Field(description="Not read: if given, it must be where the adapter came from.")] = None
+    path: Annotated[Path, Field(description="Not read; if given, it must be the adapter's source.")] = None
     local_path: Annotated[Path, Field(description="The same as path.")] = None
     lora_path: Annotated[Path, Field(description="The same as path.")] = None
     lora_local_path: Annotated[Path, Field(description="The same as path.")] = None
@@ -79,7 +79,7 @@ def _listed_of_text(value: Any) -> Any:
 
 
 _OBJECT = LoRAObject.model_json_schema()
-_DESCRIPTION = "An adapter to use, or several: each an object with its name and, if not its own, its scale."
+_DESCRIPTION = "An adapter or a list of them, each an object with a name and optionally a scale."
 _SCHEMA = {"anyOf": [_OBJECT, {"type": "array", "items": _OBJECT, "maxItems": MAX_OBJECTS}, {"type": "null"}], "description": _DESCRIPTION}
 _TEXT_SCHEMA = {"type": "string", "contentMediaType": "application/json", "description": _DESCRIPTION + " As JSON."}
 _Objects = Annotated[list[LoRAObject], Field(max_length=MAX_OBJECTS)] | None
@@ -123,7 +123,7 @@ def require_own_paths(engine: Engine, asked: Sequence[AskedAdapter]) -> None:
         if path is None or own is None or place_of_text(path) == place_of(own):
             continue
         # Clients of the data port may not learn the adapter's source.
-        raise refused(f"{field}.path", f"none, or where adapter {choice.name!r} came from", repr(path.partition("?")[0][:SHOWN_CHARS]))
+        raise refused(f"{field}.path", f"none, or the source of adapter {choice.name!r}", repr(path.partition("?")[0][:SHOWN_CHARS]))
 
 
 def place_of_text(text: str) -> str:

@@ -40,7 +40,7 @@ INSTEAD = {"/v1/images/variations": "; POST /v1/images/edits without a mask make
 FORMS = {
     SIZE_PATTERN: "WIDTHxHEIGHT in pixels or 'auto'",
     ADAPTER_NAME_PATTERN: "a name of a-z, 0-9, '.', '_' and '-'",
-    COMPONENT_PATTERN: "a component's name as the model's folder has it, as transformer or text_encoder",
+    COMPONENT_PATTERN: "a component's name in the model's folder, such as transformer or text_encoder",
     REVISION_PATTERN: "a revision of the state, as bootId.n",
     **SOURCE_FORMS,
 }
@@ -201,7 +201,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     code = HTTP_CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
     route = f"{request.method} {shortened(request.url.path)}"
     messages: dict[int, str] = {
-        HTTPStatus.BAD_REQUEST: "the body: expected JSON, found what cannot be parsed",
+        HTTPStatus.BAD_REQUEST: "the body: expected JSON, found a body that cannot be parsed",
         HTTPStatus.NOT_FOUND: f"{route}: there is no such route{INSTEAD.get(request.url.path, '')}",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{route}: the route has no such method",
     }
