@@ -209,7 +209,7 @@ class AdapterLoader:
         newest, current = self._table.newest(name), self._table.get(name)
         again = changed is not None or call.read_again
         if again or newest is None or not newest.is_content(call):
-            self._outcomes.discard(self._table.drop_arriving(name), f"adapter {name!r}: a newer call asks for another one")
+            self._outcomes.discard(self._table.drop_arriving(name), f"adapter {name!r}: a newer call asks for other content")
             same = not again and current is not None and current.is_content(call)
             newest = current if same and current is not None else self._added(name, call)
         if changed is not None:
@@ -224,7 +224,7 @@ class AdapterLoader:
             return adapter
         self._table.put(adapter)
         if current is not None:
-            self._outcomes.give_up(current, f"adapter {name!r}: a newer call asks for another one")
+            self._outcomes.give_up(current, f"adapter {name!r}: a newer call asks for other content")
             self._outcomes.release(current)
         if _is_for_requests(call):
             adapter.state = AdapterState.CACHED

@@ -120,7 +120,7 @@ class AdapterOutcomes:
         if load.superseded is None and adapter in self._table:
             return False
         self.release(adapter)
-        load.end(RequestError(ErrorCode.CONFLICT, f"adapter {adapter.name!r}: a newer call made this load needless"))
+        load.end(RequestError(ErrorCode.CONFLICT, f"adapter {adapter.name!r} was replaced or removed while it was loading"))
         return True
 
     # --- names ----------------------------------------------------------------------------------------------------------
