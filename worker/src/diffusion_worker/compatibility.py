@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the worker that exclude each other, with the reason; checked at start, never discovered by a request. Pure."""
+"""Options of the worker that exclude each other, with the reason; they are checked at start, before any request. Pure."""
 
 import math
 

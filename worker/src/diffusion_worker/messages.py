@@ -314,7 +314,11 @@ class Preview(msgspec.Struct, frozen=True):
 
 
 class PromptCacheStats(msgspec.Struct, frozen=True):
-    """The prompt cache of rank 0 since its start: entries kept and allowed, calls answered by it, made, and not kept."""
+    """The prompt cache of rank 0 since its start.
+
+    `size` and `max_size` count entries kept and allowed. `hits` are encoder calls answered from the cache, `misses` calls whose
+    results were kept, and `bypassed` calls whose results were not.
+    """
 
     size: int = 0
     max_size: int = 0

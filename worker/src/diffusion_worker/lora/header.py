@@ -191,7 +191,7 @@ def _decode(data: bytes, label: str) -> dict[str, msgspec.Raw]:
 
 
 def _refuse_repeated_names(data: bytes, label: str) -> None:
-    """Raise RequestError (InvalidAdapter) for a name that is there twice; the decoder would keep the last one."""
+    """Raise RequestError (InvalidAdapter) for a name that the header has twice; the decoder would keep the last one."""
 
     def unique(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()

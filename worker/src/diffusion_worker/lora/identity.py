@@ -27,7 +27,7 @@ class ModuleChange(NamedTuple):
 
 
 def identity_of(digest: str, changes: Iterable[ModuleChange], *, converter: int = CONVERTER_VERSION) -> AdapterIdentity:
-    """Return the identity of a file, given by its digest, that is applied by these changes. Pure."""
+    """Return the identity of an adapter, from its file's digest and the changes that the file is applied as. Pure."""
     # Scalings are written exactly, in hex: a short decimal may stand for several numbers.
     written = sorted((change.module, change.kind, change.rank, float(change.scaling).hex()) for change in changes)
     components = sorted({module.partition(".")[0] for module, *_ in written})
@@ -41,5 +41,5 @@ def identity_of_several(parts: Iterable[tuple[AdapterIdentity, float]]) -> str |
 
 
 def contradicts(found: str, expected: str | None) -> bool:
-    """Return whether an adapter is not the expected one. Identities of different converters say nothing of each other."""
+    """Return whether an identity differs from the expected one; identities of different converter versions never contradict."""
     return expected is not None and found != expected and found.partition(":")[0] == expected.partition(":")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that a deployment allows adapters to change; without such a list adapters may change any."""
+"""The layers that a deployment allows adapters to change; without such a list they may change any layer."""
 
 from collections.abc import Sequence
 

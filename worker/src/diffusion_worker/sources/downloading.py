@@ -113,7 +113,7 @@ class Downloader:
         """Return a file's blob in the cache, downloaded if necessary; it is kept from eviction until the lease is closed.
 
         Raises:
-            RequestError: see `Fetcher`.
+            RequestError: see `Fetcher.fetch_adapter`.
         """
         if file.size is not None and file.size > self._max_bytes:
             raise _too_large(file, self._max_bytes)

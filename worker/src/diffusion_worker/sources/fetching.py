@@ -47,7 +47,7 @@ class Fetched(msgspec.Struct, frozen=True):
     stamps: tuple[FileStamp, ...] = ()
 
     def may_differ(self, earlier: "Fetched") -> bool:
-        """Return whether this may be something else than the same source had earlier."""
+        """Return whether this may differ in content from an earlier fetch of the same source."""
         return (self.path, self.digest, self.revision, self.stamps) != (earlier.path, earlier.digest, earlier.revision, earlier.stamps)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fetching process as its server sees it: started for one job, watched, and ended with its group whatever happens."""
+"""The server's control of a fetching process: it is started for one job, watched, and in the end always killed with its group."""
 
 import asyncio
 import contextlib

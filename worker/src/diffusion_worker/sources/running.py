@@ -29,7 +29,7 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
     """Fetch what a job wants into the cache; its files cannot be evicted until `leases` is closed.
 
     Raises:
-        RequestError: see `Fetcher`.
+        RequestError: see `Fetcher.fetch_adapter`.
     """
     cache = FileCache(Path(job.cache_dir), limit_bytes=job.cache_bytes)
     pinned = _pinned(job)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of an adapter in its place before any rank reads it: its file is an adapter, and the one asked for."""
+"""Checks of an adapter in place before any rank reads it: the file is an adapter's, and has the required digest."""
 
 import hashlib
 import os
