@@ -32,7 +32,8 @@ Operation = dict[str, Any]
 REQUEST_TIMEOUT_S = 15
 RETRY_AFTER_MAX_S = 600.0
 POOL_SIZE = 0  # no limit: the queue bounds what runs at once
-PAGE = 500
+PAGE = 100
+"""Objects in one answer to a list. The memory that six listings of 500 each take stays with the process: 65 MB; of 100 each 15 MB."""
 # With the parameter the client library sends our bytes as they are.
 APPLY = "application/apply-patch+yaml; charset=utf-8"
 

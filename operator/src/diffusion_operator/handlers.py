@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from diffusion_operator import metrics
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, Kind
-from diffusion_operator.cluster import KubernetesCluster, Manifest, connect
+from diffusion_operator.cluster import PAGE, KubernetesCluster, Manifest, connect
 from diffusion_operator.election.elector import Elector
 from diffusion_operator.election.gated import GatedCluster, GatedWorkers
 from diffusion_operator.election.leadership import Leadership
@@ -323,7 +323,7 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     result.watching.server_timeout = 600
     result.watching.client_timeout = 660
     result.watching.inactivity_timeout = 70  # the API server sends a bookmark about once a minute
-    result.watching.chunk_size = 500
+    result.watching.chunk_size = PAGE
     # Each object with news has a task, which keeps the last event until it ends; handlers take no time here.
     result.queueing.idle_timeout = 0.2
     result.persistence.finalizer = f"{GROUP}/operator"  # none is ever set in this shape

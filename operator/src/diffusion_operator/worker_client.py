@@ -11,7 +11,6 @@ The token goes to nobody that has not proved to have it, see worker_proof.py.
 
 import asyncio
 import contextlib
-import functools
 import ipaddress
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -104,27 +103,21 @@ class HttpWorkerClient:
         self._proved[ip] = pod_uid
 
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
-        query = {"after": after, "wait": f"{wait_s:g}"} if after else {}
-        timeout_s = wait_s + WAIT_GRACE_S if wait_s else self._poll_timeout_s
-        ask = functools.partial(self._page, ip, token=token, pod_uid=pod_uid)
-        pages = [await ask(query, timeout_s=timeout_s, most=PAGE_BYTES if after else STATE_BYTES)]
+        path = _state_path(after=after, wait=f"{wait_s:g}") if after else _state_path()
+        timeout_s, most = wait_s + WAIT_GRACE_S if wait_s else self._poll_timeout_s, PAGE_BYTES if after else STATE_BYTES
+        body = await self._send("GET", ip, path, token=token, pod_uid=pod_uid, timeout_s=timeout_s, most=most)
+        pages = [_read_state(ip, body)]
         count = len(pages[0].adapters)
         if pages[0].adapters_since not in (None, after):
             raise ControlUnreachable(f"the state document of {ip} tells changes since another revision than {after}")
         while (token_of_next := pages[-1].adapters_continue) is not None:
-            pages.append(await ask({"continue": token_of_next}, timeout_s=self._poll_timeout_s, most=PAGE_BYTES))
+            path, timeout_s = _state_path(**{"continue": token_of_next}), self._poll_timeout_s
+            body = await self._send("GET", ip, path, token=token, pod_uid=pod_uid, timeout_s=timeout_s, most=PAGE_BYTES)
+            pages.append(_read_state(ip, body))
             count += len(pages[-1].adapters)
             if len(pages) > MOST_PAGES or count > MOST_ADAPTERS or pages[-1].boot_id != pages[0].boot_id:
                 raise ControlUnreachable(f"the state document of {ip} has pages that do not end or do not go together")
         return together(pages)
-
-    async def _page(self, ip: str, query: dict[str, str], *, token: str, pod_uid: str, timeout_s: float, most: int) -> WorkerState:
-        path = f"/v1/state?{urlencode({**query, 'limit': PAGE_LIMIT})}"
-        body = await self._send("GET", ip, path, token=token, pod_uid=pod_uid, timeout_s=timeout_s, most=most)
-        try:
-            return msgspec.json.decode(body, type=WorkerState)
-        except (ValueError, RecursionError) as error:
-            raise ControlUnreachable(f"the state document of {ip} is not understood: {plain_text(str(error), 200)}") from error
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None:
         body: dict[str, Any] = {"level": call.level.value, "mode": call.mode.value, "deadlineSeconds": call.deadline_s}
@@ -244,6 +237,17 @@ class _Request(NamedTuple):
     pod_uid: str
     what: str
     most: int
+
+
+def _state_path(**query: str) -> str:
+    return f"/v1/state?{urlencode({**query, 'limit': PAGE_LIMIT})}"
+
+
+def _read_state(ip: str, body: bytes) -> WorkerState:
+    try:
+        return msgspec.json.decode(body, type=WorkerState)
+    except (ValueError, RecursionError) as error:
+        raise ControlUnreachable(f"the state document of {ip} is not understood: {plain_text(str(error), 200)}") from error
 
 
 def adapter_body(call: PutAdapter) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 """A worker's whole state from answers that tell changes only: records that did not change are the same objects."""
 
 from diffusion_operator.api.merged_state import merged, together
-from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WorkerPhase, WorkerState
+from diffusion_operator.api.worker_state import AdapterRecord, HeldReport, ModelReport, RecordState, WorkerPhase, WorkerState
 from diffusion_operator.plan.results.worker_changes import happened
 
 
@@ -29,6 +29,15 @@ def test_an_answer_without_a_change_of_adapters_takes_them_over_as_a_whole() -> 
     assert after.adapters is before.adapters
     assert after.named is before.named
     assert after.in_flight == 3
+
+
+def test_parts_that_are_equal_are_the_same_objects() -> None:
+    before = state(model=ModelReport(pipeline="p"), held=HeldReport(current=1), pod_uid="".join(("uid", "-1")))
+    after = merged(before, state(number=2, model=ModelReport(pipeline="p"), held=HeldReport(current=2), pod_uid="".join(("uid", "-1"))))
+    assert after.model is before.model
+    assert after.pod_uid is before.pod_uid
+    assert after.held == HeldReport(current=2)
+    assert after.revision == "b.2"
 
 
 def test_a_name_that_changed_has_the_records_of_the_answer_and_no_others() -> None:

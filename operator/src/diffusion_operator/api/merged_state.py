@@ -8,6 +8,8 @@ import msgspec
 
 from diffusion_operator.api.worker_state import AdapterRecord, WorkerState
 
+_FIELDS = tuple(name for name in WorkerState.__struct_fields__ if name != "adapters")
+
 
 def together(pages: Sequence[WorkerState]) -> WorkerState:
     """Return one answer of several pages. A name that comes twice changed meanwhile, and the later page is right."""
@@ -54,7 +56,11 @@ def _with_adapters(state: WorkerState, named: Mapping[str, tuple[AdapterRecord, 
 
 
 def _with_adapters_of(before: WorkerState, state: WorkerState) -> WorkerState:
-    """With the adapters of `before`, found by name and counted already."""
-    whole = msgspec.structs.replace(state, adapters=before.adapters)
+    """With the adapters of `before`, found by name and counted already.
+
+    All else that did not change is the same object, too: the last plan keeps an answer while later ones come.
+    """
+    same = {name: known for name in _FIELDS if (known := getattr(before, name)) == getattr(state, name)}
+    whole = msgspec.structs.replace(state, **same | {"adapters": before.adapters})
     vars(whole).update(named=before.named, record_states=before.record_states)
     return whole

@@ -2,8 +2,8 @@
 """The answer to "may this process write now?", and the end of what is under way when it may no longer."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 from diffusion_operator.errors import NotLeading
 
@@ -56,25 +56,45 @@ class Leadership:
         """Take the epoch that a worker says it has seen."""
         self.highest_reported = max(self.highest_reported, epoch)
 
-    @asynccontextmanager
-    async def passage(self) -> AsyncIterator[None]:
+    def passage(self) -> "Passage":
         """Around a write or a call. Raises NotLeading where it may not begin, or may not go on."""
+        return Passage(self)
+
+    def begin(self) -> asyncio.Timeout:
+        """Return the limit of what begins now. Raises NotLeading where it may not."""
         if not self.is_open:
             raise NotLeading
-        cut = asyncio.timeout_at(self._until)
-        try:
-            async with cut:
-                self._under_way.add(cut)
-                try:
-                    yield
-                finally:
-                    self._under_way.discard(cut)
-        except TimeoutError:
-            if cut.expired():
-                raise NotLeading from None
-            raise
+        limit = asyncio.timeout_at(self._until)
+        self._under_way.add(limit)
+        return limit
+
+    def end(self, limit: asyncio.Timeout) -> None:
+        """Take note that it is over."""
+        self._under_way.discard(limit)
 
     def _cut_at(self, when: float) -> None:
         for cut in self._under_way:
             if not cut.expired():
                 cut.reschedule(when)
+
+
+class Passage:
+    """A write or a call that is under way. A class, because a generator takes a kilobyte for each worker that is watched."""
+
+    __slots__ = ("_leadership", "_limit")
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+
+    async def __aenter__(self) -> None:
+        self._limit = self._leadership.begin()
+        await self._limit.__aenter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._leadership.end(self._limit)
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise NotLeading from None
+        if isinstance(error, TimeoutError) and self._limit.expired():
+            raise NotLeading from None

@@ -82,7 +82,7 @@ async def _act_on_pod(
             await _adopt(runtime, deployment, action)
         case DeletePod(name=name, uid=uid, why=why):
             log.info("deleting pod namespace=%s pod=%s why=%s", namespace, name, why)
-            memory.deleted_pods.add(uid)
+            memory.deleted_pods |= {uid}
             await runtime.cluster.delete(POD, namespace, name, uid=uid)
             if action.orphan:
                 await tell(runtime, deployment, orphan_replaced(name, why=why, uid=uid))

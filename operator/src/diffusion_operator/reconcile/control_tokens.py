@@ -34,19 +34,17 @@ class ControlTokens:
         """Return the answer, or raise the failure, of `send` with the first token that the worker accepts."""
         tokens = (*self._tokens, *(self._of_object(self._inherited[ip]) if ip in self._inherited else ()))
         first = self._taken.get(ip, tokens[0])
-        *before, last = (first, *(token for token in tokens if token != first))
-        for token in before:
+        left = [first, *(token for token in tokens if token != first)]
+        while True:
+            token = left.pop(0)
             try:
-                return await self._call(ip, token, send)
+                answer = await send(token)
             except ControlRefused as error:
-                if error.status != UNAUTHORIZED:
+                if error.status != UNAUTHORIZED or not left:
                     raise
-        return await self._call(ip, last, send)
-
-    async def _call(self, ip: str, token: str, send: Callable[[str], Awaitable[Answer]]) -> Answer:
-        answer = await send(token)
-        self._taken[ip] = token
-        return answer
+            else:
+                self._taken[ip] = token
+                return answer
 
     def inherit(self, uids: Mapping[str, str]) -> None:
         """Take the workers, by IP, whose pods were made for an earlier object of this name. The tokens of that object are tried last."""

@@ -57,7 +57,8 @@ class PollRecord:
     error: str = ""
     reported_lost: bool = False
     """The deployment was woken because the worker is unreachable."""
-    hurried: asyncio.Event = field(default_factory=asyncio.Event)
+    _hurried: asyncio.Event | None = None
+    """Made for a worker that cannot be watched, because an event takes a kilobyte."""
 
     @property
     def revision(self) -> str:
@@ -105,12 +106,22 @@ class PollRecord:
             return Followed.UNHEARD
         return Followed.WATCHED if self.state.revision else Followed.POLLED
 
+    def hurry(self) -> None:
+        """End the pause between two looks at a worker that cannot be watched, or leave the next one out."""
+        if self.followed is not Followed.WATCHED:
+            self._pause_over.set()
+
     async def pause(self, seconds: float) -> None:
         """Wait between two looks, or until something is done to the worker."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.hurried.wait()
-        self.hurried.clear()
+                await self._pause_over.wait()
+        self._pause_over.clear()
+
+    @property
+    def _pause_over(self) -> asyncio.Event:
+        self._hurried = self._hurried or asyncio.Event()
+        return self._hurried
 
     def poll(self, now: datetime) -> Poll:
         failing_for = now - (self.failing_since or now)
@@ -162,7 +173,7 @@ class DeploymentMemory:
     """Hashes of children by kind and name; empty where there must be none."""
     repairs: dict[str, Repairs] = field(default_factory=dict)
     """Those of each child, by its kind and name."""
-    doubted: set[str] = field(default_factory=set)
+    doubted: frozenset[str] = frozenset()
     """Kinds and names of children that were touched since the last pass."""
     pods: dict[str, KnownPod] = field(default_factory=dict)
     """Pods that existed and were not terminating at the last look, by UID."""
@@ -170,7 +181,7 @@ class DeploymentMemory:
     """Set once this process has looked for the pods that an earlier one wrote into the status."""
     missed_pods: dict[str, KnownPod] = field(default_factory=dict)
     """Pods that disappeared without this process deleting them, by UID, until the loss is reported."""
-    deleted_pods: set[str] = field(default_factory=set)
+    deleted_pods: frozenset[str] = frozenset()
     """UIDs of those that this process deleted."""
     routed: dict[str, bool] = field(default_factory=dict)
     """The routable label that this process last wrote, by pod UID."""
@@ -180,7 +191,7 @@ class DeploymentMemory:
     """Children that are not as the spec asks, by kind and name."""
     shard_children: dict[int, tuple[Shard | None, Child]] = field(default_factory=dict)
     """The shards as they were rendered last, by number."""
-    images_that_read_shards: set[str] = field(default_factory=set)
+    images_that_read_shards: frozenset[str] = frozenset()
     """Container images whose workers said so."""
     children: tuple[ChildState, ...] = ()
     """After the last pass."""
@@ -188,7 +199,7 @@ class DeploymentMemory:
     """The highest incarnation whose pod name somebody else has, by index."""
     failures: list[Exception] = field(default_factory=list)
     """Errors in this pass: it goes on without what failed, and reports the first at its end."""
-    undrained: set[str] = field(default_factory=set)
+    undrained: frozenset[str] = frozenset()
     """UIDs of pods whose worker did not take the call to drain: the end of the pod drains them."""
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
     trial: TemplateTrial | None = None
@@ -226,7 +237,7 @@ class DeploymentMemory:
         """Look at workers that cannot be watched so often from now on, at once if that is oftener than before."""
         if poll_every_s < self.poll_every_s:
             for record in self.polls.values():
-                record.hurried.set()
+                record.hurry()
         self.poll_every_s = poll_every_s
 
     def forget_pods(self, present: set[str]) -> None:

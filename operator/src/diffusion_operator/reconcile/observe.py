@@ -57,11 +57,11 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         calling=runtime.calls.calling & records.keys(),
         operation_not_before=dict(memory.operation_not_before),
         unrouted_at=dict(memory.unrouted_at),
-        undrained=frozenset(memory.undrained),
+        undrained=memory.undrained,
         trial=memory.trial,
         policy_possible=runtime.settings.operator_pods is not None,
         children=memory.children,
-        images_that_read_shards=frozenset(memory.images_that_read_shards),
+        images_that_read_shards=memory.images_that_read_shards,
         refusal=memory.refusal,
     )
 

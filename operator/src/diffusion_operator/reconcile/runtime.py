@@ -103,7 +103,7 @@ class Runtime:
         """Note a change of a child, perhaps by another client, for the next pass."""
         known = self.memories.get((namespace, deployment))
         if known is not None:
-            known.doubted.add(child_key(kind, name))
+            known.doubted |= {child_key(kind, name)}
         self.wake(deployment_key(namespace, deployment))
 
 

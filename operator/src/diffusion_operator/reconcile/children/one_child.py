@@ -120,7 +120,7 @@ async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: 
     """Return the change to write over: with a text where somebody else made it, without one otherwise. None where nothing is to be done."""
     key, last = child.key, memory.applied.get(child.key)
     doubted = key in memory.doubted and child.kind != SECRET
-    memory.doubted.discard(key)
+    memory.doubted -= {key}
     if last is not None and last.content != child.mark:
         return UNTOLD
     failing, blind_after = key in memory.tries, timedelta(seconds=BLIND_SHARE * runtime.settings.resync_s)

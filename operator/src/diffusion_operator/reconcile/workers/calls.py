@@ -84,7 +84,7 @@ class WorkerCalls:
             del self._running[uid]
         record = memory.polls.get(uid)
         if record is not None:
-            record.hurried.set()
+            record.hurry()
         heard = record is not None and record.state is not known
         if heard or (self._runtime.clock() - begun).total_seconds() >= SOON_S:
             self._runtime.wake(key)
@@ -149,7 +149,7 @@ def _remember(memory: DeploymentMemory, call: WorkerAction, error: ControlError 
             memory.operation_not_before[retry_key(call)] = now + timedelta(seconds=delay_s)
         case DrainWorker():
             if error is not None:
-                memory.undrained.add(call.worker.pod_uid)
+                memory.undrained |= {call.worker.pod_uid}
         case PutAdapter():
             memory.attempts[call.key] = next_attempt(memory.attempt(call.key), error, now=now)
         case RemoveAdapter():
