@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that what people read is in plain English: docstrings, comments, messages, help, docs and descriptions of fields.
 
-    python -m tools.words           # report each sentence that breaks a rule; part of `make lint`
-    python -m tools.words --prune   # drop exceptions whose sentence is gone
+    python -m tools.words   # report each sentence that breaks a rule; part of `make lint`
 
-The rules are in CONTRIBUTING.md. The exceptions are hashes of sentences written before the rules, in `tools/words_allowed.txt`.
-A hash holds no place, so files may move. The list only gets shorter: this program removes hashes and adds none.
+The rules are in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +18,7 @@ import click
 from tools.words_sources import Kind, Text, texts
 
 ROOT = Path(__file__).resolve().parents[1]
-ALLOWED = ROOT / "tools" / "words_allowed.txt"
-PRUNE = "python -m tools.words --prune"
 MOST_WORDS = 25
-HASH_DIGITS = 12
 
 OPENERS = ("What", "Whether", "Which", "Who", "Why", "How", "Where", "One", "That", "Of", "By", "Its", "As")
 BEFORE_OPENERS = ("Tells", "Says", "Gives", "Shows")
@@ -92,34 +86,12 @@ def broken_rules(sentence: str, kind: Kind) -> Iterator[str]:
         yield f"{count} words, at most {MOST_WORDS}"
 
 
-def fingerprint(sentence: str) -> str:
-    """Return the hash that stands for a sentence in the list of exceptions, the same however its lines are broken."""
-    return hashlib.sha256(" ".join(sentence.split()).encode()).hexdigest()[:HASH_DIGITS]
-
-
 def findings(read: Iterable[Text]) -> Iterator[Finding]:
-    """Yield every broken rule of these texts, exceptions included."""
+    """Yield every broken rule of these texts."""
     for text in read:
         for sentence in sentences(text.text):
             for rule in broken_rules(sentence, text.kind):
                 yield Finding(text.path, text.line, rule, sentence)
-
-
-def read_allowed(path: Path = ALLOWED) -> list[str]:
-    """Read the list of exceptions; lines that begin with # are for people."""
-    return [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-
-
-def write_allowed(hashes: Collection[str], path: Path = ALLOWED) -> None:
-    """Write the list of exceptions, sorted, below the lines for people that it has."""
-    comments = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.exists() else []
-    path.write_text("".join(f"{line}\n" for line in (*comments, *sorted(set(hashes)))))
-
-
-def judge(found: Sequence[Finding], allowed: Collection[str]) -> tuple[list[Finding], list[str]]:
-    """Return the findings without an exception, and the stale exceptions: those whose sentence breaks no rule, or is gone."""
-    hashes = {one: fingerprint(one.sentence) for one in found}
-    return [one for one in found if hashes[one] not in allowed], sorted(set(allowed) - set(hashes.values()))
 
 
 def _shown(text: str, hidden: Sequence[str]) -> str:
@@ -137,20 +109,12 @@ def _opening(plain: str, kind: Kind) -> str | None:
 
 
 @click.command()
-@click.option("--prune", is_flag=True, help="Remove exceptions whose sentence is gone; add none.")
-def main(prune: bool) -> None:
+def main() -> None:
     """Report every sentence that breaks a rule of plain English; exit 1 if there is one."""
-    allowed = set(read_allowed())
-    broken, stale = judge(list(findings(texts(ROOT))), allowed)
-    if prune and stale:
-        write_allowed(allowed - set(stale))
-        click.echo(f"{ALLOWED.relative_to(ROOT)}: {len(stale)} exceptions removed, {len(allowed) - len(stale)} left")
-        stale = []
-    for one in broken:
+    found = list(findings(texts(ROOT)))
+    for one in found:
         click.echo(str(one))
-    for hash_ in stale:
-        click.echo(f"{ALLOWED.relative_to(ROOT)}: stale exception {hash_}: its sentence is gone; remove it with `{PRUNE}`")
-    raise SystemExit(1 if broken or stale else 0)
+    raise SystemExit(1 if found else 0)
 
 
 if __name__ == "__main__":
