@@ -20,7 +20,7 @@ __all__ = ["kubeconfig_of_apiserver"]
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-# Modules and test items stay to the end: looking for garbage among them took a quarter of the imports' time.
+# Modules and test items live to the end: collecting garbage among them took a quarter of the imports' time.
 gc.disable()
 
 pytest_plugins = ("tools.suite.canary", "tools.suite.ledger", "tools.suite.order", "tools.suite.skips")
@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def log_records_as_before() -> Iterator[None]:
-    """Undo the worker's withholding of log messages, which its command line begins in this process too."""
+    """Undo the filter of log messages that the worker's command line installs in this process too."""
     factory = logging.getLogRecordFactory()
     yield
     if logging.getLogRecordFactory() is not factory:

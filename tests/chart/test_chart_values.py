@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every value has the effect that values.yaml says, and the schema refuses the rest."""
+"""The values of the chart: each has the effect that values.yaml documents, and the schema refuses everything else."""
 
 import base64
 import json

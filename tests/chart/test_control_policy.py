@@ -31,7 +31,7 @@ class Client(NamedTuple):
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Return whether a selector matches by labels; the policy uses nothing else."""
+    """Return whether a selector matches these labels; the policy uses no match expressions."""
     assert selector.keys() <= {"matchLabels"}
     return bool(selector.get("matchLabels", {}).items() <= labels.items())
 

@@ -32,14 +32,14 @@ def rig(request: pytest.FixtureRequest) -> Iterator[ClusterRig]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, object, object]:
-    """Skip a test whose fixtures need nodes on this machine, where the provider has none."""
+    """Skip a test whose fixtures need nodes on this machine, if the provider has none here."""
     with skipped_elsewhere():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
-    """Skip a test that needs nodes on this machine, where the provider has none."""
+    """Skip a test that needs nodes on this machine, if the provider has none here."""
     with skipped_elsewhere():
         return (yield)
 

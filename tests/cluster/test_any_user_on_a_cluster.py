@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator and a worker under users that their images do not know, as OpenShift gives each namespace its own range of them."""
+"""The operator and a worker under user ids that their container images do not know, since OpenShift gives each namespace a range of its
+own."""
 
 from collections.abc import Iterator
 

@@ -53,7 +53,7 @@ class Release:
     before: dict[str, Any] = field(default_factory=dict)
 
     def lasting(self) -> dict[str, Any]:
-        """Return the part that must outlast an upgrade: the pods, their containers' lives, whether they are in service, and addresses."""
+        """Return the state that must outlast an upgrade: the pods, their restarts, whether they are in service, and addresses."""
         pods = {
             f"pod {one['metadata']['name']}": (
                 one["metadata"]["uid"],

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T11: the operator's real reconciles end a replica whose real worker server is busy. The ranks are fake, the operator's time virtual."""
+"""Drains: the operator's real reconciles end a replica whose real worker server is busy (T11). The ranks are fake, and the operator's time
+is virtual."""
 
 import asyncio
 import json

@@ -47,7 +47,7 @@ async def driver(fake_worker: WorkerProcess) -> AsyncIterator[Driver]:
     await driver.client.close()
 
 
-# Words that both sides know
+# Names that both sides know
 
 
 def test_the_operator_knows_every_state_of_the_worker() -> None:

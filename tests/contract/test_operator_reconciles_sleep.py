@@ -24,7 +24,7 @@ from support.worker.process import DIGITS
 
 pytestmark = pytest.mark.slow
 
-# The CRD allows no fewer than ten seconds; nothing in the operator or the worker does.
+# The CRD requires at least ten seconds; the operator and the worker accept less.
 IDLE = {"policy": "OnIdle", "idleSeconds": 1, "minAwakeSeconds": 0}
 SLOW_STEPS = {"FAKE_WORKER": json.dumps({"stepSeconds": 0.05})}
 IMAGE = {"prompt": "a red digit seven", "size": "64x64", "num_inference_steps": 1}
@@ -60,7 +60,7 @@ def state(told: Story) -> str:
 
 
 async def until_state(told: Story, wanted: str) -> None:
-    """Wait for a state in the worker's and the operator's reports."""
+    """Wait until the worker, and then the operator's status, report a state."""
     await told.wait(lambda: state(told) == wanted, told.worker.state)
     shown = {"asleep": "Asleep", "ready": "Awake"}.get(wanted)
     if shown is not None:

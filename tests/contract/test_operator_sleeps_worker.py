@@ -156,7 +156,7 @@ async def test_a_request_that_runs_keeps_its_worker_from_sleeping_for_idleness(d
     assert (await request).status_code == 200
 
 
-# Operations that meet
+# Overlapping operations
 
 
 async def test_a_wake_cancels_a_sleep_that_waits_for_its_requests(driver: Driver, web: httpx2.AsyncClient) -> None:
@@ -215,7 +215,7 @@ async def test_adapters_of_a_sleeping_worker_are_taken_deferred_and_there_when_i
     await driver.wait_for(WorkerPhase.ASLEEP)
     await driver.remove("old")
     await driver.put("new", driver.lora("new"))
-    # A deleted adapter leaves the ranks' memory when they wake.
+    # A deleted adapter is dropped from the ranks' memory when they wake.
     assert {one.name: one.state for one in (await driver.state()).adapters} == {"old": "Draining", "new": "Deferred"}
     assert (await ask(web, SHORT | {"model": "old"})).status_code == 404
     assert (await driver.state()).state is WorkerPhase.ASLEEP, "a request for what is not there wakes nobody"

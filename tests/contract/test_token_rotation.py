@@ -84,7 +84,7 @@ async def test_keys_rotated_in_a_loop_fail_no_call_and_move_no_condition(tmp_pat
             assert settled(rig) == before
         secret = rig.cluster.find(SECRET, "d-control") or {}
         assert base64.b64decode(secret["data"]["token"]).decode() == token_of(rig, rig.keys[0])
-        rig.keys = rig.keys[:1]  # the old key is struck out when every worker has the new token
+        rig.keys = rig.keys[:1]  # the old key is removed once every worker has the new token
         rig.restart_operator()
         await told.step()
         polled(rig)

@@ -124,7 +124,7 @@ def test_a_put_tells_the_worker_the_same_as_the_desired_file(source: dict[str, A
     address = WorkerAddress(pod_uid="p", ip="::1", boot_id="b")
     put = PutAdapter(worker=address, key=key, operation_id="o", name="style", load=load(source), deadline_s=77)
     body = {"operationId": "o", "bootId": "b", **adapter_body(put)}
-    # The worker sets the last ones itself: by the token of the call, and for `load_inplace`.
+    # The worker sets the last ones itself: from the call's token, and for `load_inplace`.
     assert set(body) | {"publicOnly", "readAgain"} == names(documents.AdapterCall)
     call = AdapterBody.model_validate_json(json.dumps(body)).call()
     told = json.loads(msgspec.json.encode(put.load))

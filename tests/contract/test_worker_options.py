@@ -42,7 +42,7 @@ def config_of(spec: Spec) -> WorkerConfig:
 
 
 def check(found: WorkerConfig, tmp_path: Path) -> None:
-    """Run the worker's checks before its start, except those of a pod's paths."""
+    """Run the checks that the worker makes before its start, except those of paths in a pod."""
     cli.check(msgspec.structs.replace(found, cache_dir=str(tmp_path), state_dir=None, desired_path=None, control_token_path=None))
 
 
@@ -68,7 +68,7 @@ def test_the_worker_would_start_with_the_arguments_of_its_pod(spec: Spec, tmp_pa
 
 
 ENUMS: dict[str, tuple[type[StrEnum], type[StrEnum], str]] = {
-    # The field of the spec: its values, the worker's, and the setting they become.
+    # For a field of the spec: its values, the worker's values, and the resulting setting.
     "model.dtype": (operator_api.Dtype, config.Dtype, "dtype"),
     "engine.loadFormat": (operator_api.LoadFormat, config.LoadFormat, "load_format"),
     "engine.compile": (operator_api.Compile, config.Compile, "compile"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both kinds for people and autoscalers on a real API server: defaults, scale, columns, explanations."""
+"""Both kinds on a real API server, as people and autoscalers use them: defaults, scale, columns, explanations."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of a provider by the environment, and the command lines of the two that cannot run everywhere."""
+"""The choice of a provider by the environment, and the command lines of the two providers that cannot run everywhere."""
 
 from pathlib import Path
 

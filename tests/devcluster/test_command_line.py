@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output for a person or a Makefile: results on stdout, errors as a sentence and code 1."""
+"""The output for a person or a Makefile: results on stdout, errors as a sentence and exit code 1."""
 
 import json
 import subprocess

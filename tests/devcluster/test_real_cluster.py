@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The basis of the demo and the cluster tests, on this machine's provider."""
+"""The development cluster under the demo and the cluster tests, on this machine's provider."""
 
 import contextlib
 import json

@@ -23,7 +23,7 @@ def test_thirty_prompts_for_the_base_and_for_each_adapter_are_drawn_as_the_card_
 
 
 class SeenAnswer:
-    """An answer with what the judge saw in it; there is no image."""
+    """An answer without an image, but with the judge's verdict on it."""
 
     def __init__(self, right: bool, *styles: str) -> None:
         self.all_right = self.digit_right = right

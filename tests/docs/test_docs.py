@@ -18,7 +18,7 @@ LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\(([^)#:\s]*)#([^)]*)\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
-# These are reasons of Degraded and Awake, not of Ready.
+# Reasons of Degraded and Awake, not of Ready.
 OTHER_CONDITIONS = {"WakeFailed", "SleepFailed"}
 
 
@@ -54,7 +54,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the fragments that GitHub gives the headings of a page."""
+    """Return the fragments of the URLs that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ +(.*?) *$", FENCED.sub("", page.read_text()), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "development" / "faults.md"
 FINDINGS = {f"T{number}" for number in range(1, 31)}
-"""Rows of the review of the operator."""
+"""Numbers of the findings in the review of the operator."""
 ROW = re.compile(r"^\| (\d+) \|.*`(tests/[\w/]+\.py)::(test_\w+)` \|$", re.MULTILINE)
 
 

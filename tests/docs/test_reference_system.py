@@ -19,9 +19,9 @@ HOMES = {
     "LRUCacheLoRAModelManager": "diffusion_worker.lora",
     "DiffusionLoRAManager": "diffusion_worker.lora",
 }
-# Attributes that only an instance has.
+# Attributes that only instances have.
 SET_BY_CONSTRUCTOR = {"capacity", "lora_slots"}
-# Names that have to exist here.
+# Names of the reference system that must exist here.
 ASKED = {
     "load_model", "load_weights", "execute_model", "execute_stepwise", "supports_step_mode", "clear_prompt_embed_cache",
     "get_prompt_embed_cache_stats", "init_device", "init_lora_manager", "generate", "add_lora", "remove_lora", "list_loras", "pin_lora",

@@ -28,7 +28,7 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 @dataclass(frozen=True)
 class Release:
-    """The outputs of the steps."""
+    """The outputs of the release's steps."""
 
     registry: str
     operator: dict[str, str]

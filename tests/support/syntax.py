@@ -19,9 +19,9 @@ NAMES = re.compile(r"\w+(\.\w+)*")
 
 
 def parse(source: str) -> ast.Module:
-    """Parse a source; try again where CPython 3.11 fails with `SystemError` (python/cpython#106905).
+    """Parse a source, and retry where CPython 3.11 fails with `SystemError` (python/cpython#106905).
 
-    The parser keeps one depth for the whole process. Formatting a traceback parses too, and a finalizer may do that meanwhile.
+    The parser counts one depth for the whole process. A finalizer may format a traceback in between, which parses too.
     """
     for _ in range(9):
         with suppress(SystemError):

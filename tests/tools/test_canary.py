@@ -28,7 +28,7 @@ pytest_plugins = ("pytester",)
 
 
 def text_of(value: ast.expr) -> str | None:
-    """Return a text as it is written, with a digit's name for each part that is computed; None for another expression."""
+    """Return the text of a string expression, with a digit's name for each computed part; None for another expression."""
     if isinstance(value, ast.Constant):
         return value.value if isinstance(value.value, str) else None
     if isinstance(value, ast.JoinedStr):
@@ -37,7 +37,7 @@ def text_of(value: ast.expr) -> str | None:
 
 
 def prompts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every prompt that is an argument, an entry of a table or assigned to its name."""
+    """Yield line and text of every prompt that is an argument, an entry of a table, or assigned to a variable of its name."""
     for node in ast.walk(tree):
         pairs: list[tuple[str | None, ast.expr]] = []
         if isinstance(node, ast.keyword):

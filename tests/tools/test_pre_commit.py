@@ -12,7 +12,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / ".pre-commit-config.yaml"
-# These read the whole repository; the folder of this test has none.
+# These hooks read the whole repository, which the folder of this test lacks.
 WHOLE = ("words", "rooms")
 
 

@@ -45,7 +45,7 @@ def no_cluster_of_kind() -> Iterator[None]:
 
 
 def look() -> dict[str, list[str]]:
-    """List what the machine has of each kind."""
+    """Return the machine's objects of each kind that the engine may leave behind."""
     settings = [file for folder in ("vm", "kernel") for file in Path("/proc/sys", folder).rglob("*") if not set(file.parts) & set(VOLATILE)]
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     others = (NODE_RUN, NODE_STATE, IMAGES_RUN, image_store())

@@ -57,13 +57,13 @@ class Api:
 
 
 def check_creation(api: Api, accepted: Document, refused: Document, message: str) -> None:
-    """Check that one document is accepted, and another refused with these words."""
+    """Check that the server accepts one document, and refuses another with this message."""
     api.create(accepted)
     assert message in api.refusal(lambda: api.create(refused))
 
 
 def check_transition(api: Api, before: Document, accepted: Document, refused: Document, message: str) -> None:
-    """Check that one change of a document's spec is accepted, and another refused with these words."""
+    """Check that the server accepts one change of a document's spec, and refuses another with this message."""
     document = copy.deepcopy(before)
     document["metadata"]["name"] = "transition"
     api.create(document, dry_run=False)

@@ -116,7 +116,7 @@ def check_rights(kubectl: Kubectl, *, since: datetime, whole: bool) -> None:
 
 
 def all_selected(session: pytest.Session, folder: Path) -> bool:
-    """Return whether every test function of a folder is to run, and none failed so far."""
+    """Return whether all test functions of a folder are selected, and none has failed so far."""
     chosen = {(item.path, getattr(item, "originalname", "")) for item in session.items}
     functions = {(file, name) for file in folder.glob("test_*.py") for name in re.findall(r"(?m)^def (test_\w+)", file.read_text())}
     return session.testsfailed == 0 and functions <= chosen

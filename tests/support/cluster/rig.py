@@ -36,7 +36,7 @@ ROLLED_OUT = Wanted("Progressing", "True", ["RolloutComplete"])
 ADAPTER_READY = Wanted("Ready", "True", ["LoadedEverywhere"])
 START_S = 240.0
 PROMPT = "a red digit seven"
-# The scale is 255: a batch of another size rounds its sums in another order.
+# Levels of 255, since a batch of another size rounds its sums in another order.
 TOLERANCE = 1.0
 ANSWER_S = 120.0
 # Timeouts of the SDK.
@@ -55,7 +55,7 @@ class ClusterRig:
         self.worker_image = worker_image
 
     def deploy(self, name: str, *, ranks: int = 1, replicas: int = 1, model: str | Document = "/models/digits", **spec: Any) -> None:
-        """Apply a DiffusionDeployment on the CPU; `model` is a path or all of `spec.model`, and `spec` goes on top."""
+        """Apply a DiffusionDeployment on the CPU; `model` is a path or all of `spec.model`, and `spec` overrides other fields."""
         base: Document = {
             "model": model if isinstance(model, dict) else {"source": {"path": model}},
             "replicas": replicas,

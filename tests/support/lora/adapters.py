@@ -51,7 +51,7 @@ def layers_of(model: nn.Module, **options: Any) -> AdapterLayers:
 
 
 def load(layers: AdapterLayers, slot: int, factors: Factors) -> None:
-    """Put an adapter into a slot."""
+    """Load an adapter's factors into a slot."""
     layers.write(slot, layers.pack(checkpoint_of(factors), name=f"adapter {slot}"))
     layers.fill()
 
@@ -126,7 +126,7 @@ def make_bad_adapters(folder: Path, *, like: Path) -> dict[str, Path]:
     weights = (made["cut"] / PEFT_WEIGHTS).read_bytes()
     (made["cut"] / PEFT_WEIGHTS).write_bytes(weights[: len(weights) // 2])
     _write(made["other-modules"], like, lambda tensors: {key.replace("transformer_blocks", "layers"): tensors[key] for key in tensors})
-    # The axis that meets the model is twice as long: inputs of A, outputs of B.
+    # The axis that the model determines is doubled: inputs of A, outputs of B.
     _write(made["other-shapes"], like, lambda tensors: {key: torch.cat([tensors[key]] * 2, int("lora_A" in key)) for key in tensors})
     changed_adapter(made["huge-rank"], like, config={"r": 128, "rank_pattern": {}}, tensors=of_rank_128)
     return made

@@ -18,7 +18,7 @@ CHART = ROOT / "charts" / "diffusion-operator"
 NAMESPACE = "release-namespace"
 # A helm that was built by `go install` assumes Kubernetes 1.20.
 KUBERNETES = "1.36.0"
-# libyaml where it is there: the documents with the CRDs are long.
+# libyaml if installed, since the documents with the CRDs are long.
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 VALUE_SETS = sorted(path.name for path in (CHART / "ci").glob("*-values.yaml"))
 
@@ -47,7 +47,7 @@ class Chart:
         chart: Path = CHART,
         kubernetes: str = KUBERNETES,
     ) -> str:
-        """Render one value set of ci/, with single keys set to other values on top, e.g. {"crds.keep": False}."""
+        """Render a value set of ci/, with single keys overridden, e.g. {"crds.keep": False}."""
         sets = [part for key, value in (overrides or {}).items() for part in ("--set-json", f"{key}={json.dumps(value)}")]
         arguments = ["--namespace", NAMESPACE, "--kube-version", kubernetes, "--values", str(CHART / "ci" / values), *sets]
         return self.run("template", "demo", str(chart), *arguments)
@@ -67,7 +67,7 @@ def the_only(documents: list[Document], kind: str) -> Document:
 
 
 def role_of_objects(documents: list[Document]) -> Document:
-    """Return the Role for the objects that are watched, and not the ones for Leases."""
+    """Return the Role for the watched objects, as opposed to the Role for Leases."""
     (found,) = (one for one in of_kind(documents, "Role") if not one["metadata"]["name"].endswith("leases"))
     return found
 

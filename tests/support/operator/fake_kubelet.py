@@ -40,7 +40,7 @@ TICK_S = 0.15
 LOOK_S = 0.05
 # Fields of calls that have another name on the wire.
 WIRE = {"operationId": "operation_id", "deadlineSeconds": "deadline_s", "ifIdleSince": "if_idle_since_s", "drainSeconds": "drain_s"}
-# Each call by its path, those about an adapter by their method: the action that it means, and the method that takes it.
+# Calls by path, or by method for an adapter's: the action that the call means, and the worker's method for it.
 CALLS = {
     "/v1/sleep": (SleepWorker, ScriptedWorkers.sleep),
     "/v1/wake": (WakeWorker, ScriptedWorkers.wake),
@@ -52,7 +52,7 @@ CALLS = {
 
 @dataclass
 class Container:
-    """The container of a pod."""
+    """The container of a pod, with its scripted worker and server."""
 
     worker: ScriptedWorker
     ip: str
@@ -159,7 +159,7 @@ class FakeKubelet:
     def _watch_for_twins(self, living: list[Any]) -> None:
         """Record as wrong any replica with two pods at once, terminating ones included; without surge there must be none."""
         drain = {uid for uid, container in self.containers.items() if container.worker.drains}
-        owned = [one for one in living if "ownerReferences" in one and one["uid"] not in drain]  # nobody owns an orphan
+        owned = [one for one in living if "ownerReferences" in one and one["uid"] not in drain]  # an orphan has no owner
         replicas = Counter((one["ownerReferences"][0]["uid"], one["name"].split("-")[1]) for one in owned)
         self.wrong += [f"{count} pods of replica {index} of {uid} at once" for (uid, index), count in replicas.items() if count > 1]
 

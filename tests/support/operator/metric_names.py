@@ -17,7 +17,7 @@ TARGET_LABELS = {"namespace", "pod", "diffusion_operator_dev_deployment"}
 
 
 class Selector(NamedTuple):
-    """A metric with the values of its labels, as an expression selects them."""
+    """A metric and the values of its labels that an expression selects."""
 
     metric: str
     labels: dict[str, str]

@@ -114,7 +114,7 @@ class Rig:
         self._due[key] = min(self._due.get(key, EPOCH + timedelta(days=9999)), self.now + timedelta(seconds=JOIN_S))
 
     def _changed(self, change: str, manifest: dict[str, Any]) -> None:
-        """Handle a change as handlers.py does."""
+        """Wake the keys that a change concerns, as handlers.py does."""
         metadata, kind = manifest["metadata"], manifest["kind"]
         if kind == DEPLOYMENT.kind:
             self._wake(deployment_key(metadata["namespace"], metadata["name"]))

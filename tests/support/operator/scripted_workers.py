@@ -84,7 +84,7 @@ class ScriptedWorker:
     """The most adapters in memory; for one more the adapter with the lowest priority is dropped."""
     rank: int = 8
     components: tuple[str, ...] = ("transformer",)
-    """The components in adapters' files."""
+    """The components that adapters' files change."""
     adapters: dict[str, AdapterRecord] = field(default_factory=dict)
     loading: dict[str, AdapterRecord] = field(default_factory=dict)
     draining: dict[str, AdapterRecord] = field(default_factory=dict)

@@ -19,7 +19,7 @@ ELECTION = ("--lease-namespace=default", "--lease-name=diffusion-operator", "--i
 
 
 def define(kubeconfig: Path, crds: Sequence[Path] = CRDS) -> None:
-    """Install the kinds, or change them as `helm upgrade` does."""
+    """Install the kinds, or update them as `helm upgrade` does."""
     for path in crds:
         kubectl(kubeconfig, "apply", "--server-side", "--force-conflicts", "-f", str(path))
     kubectl(kubeconfig, "wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")

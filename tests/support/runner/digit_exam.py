@@ -53,7 +53,7 @@ def questions(seeds: int = 10) -> list[Question]:
 
 def load_pipeline(*, adapter: Path | None = None) -> Any:
     """Load the plain pipeline in float32, optionally with one peft adapter merged into its transformer."""
-    # Diffusers fills in components that a folder names as absent only if these arguments ask for it.
+    # Diffusers sets components that the folder declares absent to None only if these arguments say so.
     pipeline = StableDiffusion3Pipeline.from_pretrained(MODEL, dtype=torch.float32, text_encoder_3=None, tokenizer_3=None)
     if adapter is not None:
         pipeline.transformer = PeftModel.from_pretrained(pipeline.transformer, str(adapter)).merge_and_unload()

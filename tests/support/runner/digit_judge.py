@@ -105,12 +105,12 @@ def normalise(ink: Grey) -> Grey | None:
 
 @cache
 def classifier() -> SVC:
-    """Train on four drawings of each digit in four fifths of the data set; the remaining fifth is for `held_out_accuracy`."""
+    """Return the classifier, trained on four drawings of each digit in four fifths of the data set; `held_out_accuracy` uses the rest."""
     return SVC(C=10.0, gamma="scale").fit(*_drawings(held_out=False, repeats=4, seed=0))
 
 
 def held_out_accuracy() -> float:
-    """Return the classifier's accuracy on handwriting that it has not seen."""
+    """Return the classifier's accuracy on the handwriting that it was not trained on."""
     return float(classifier().score(*_drawings(held_out=True, repeats=2, seed=1)))
 
 

@@ -70,7 +70,7 @@ class RunnerRig:
         self.parallel = OneRank()
         self.config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits"} | config)
         self.runner = DiffusionModelRunner(self.config, torch.device("cpu"), self.parallel)  # type: ignore[arg-type]
-        # Requests of the last run that were made once more as `whole`, with the reason.
+        # Requests of the last run that were repeated as `whole`, with the reason.
         self.replays: dict[str, str] = {}
         self.progress: list[tuple[int, int]] = []
         self.model: ModelInfo = self.runner.load_model(lambda done, total: self.progress.append((done, total)))

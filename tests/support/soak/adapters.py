@@ -96,7 +96,7 @@ class References:
             self.alone[number, contents] = pixels(self.require(answer).json())
 
     def require(self, answer: httpx2.Response) -> httpx2.Response:
-        """Raise on any answer but 200."""
+        """Check that an answer has status 200, and return it."""
         assert answer.status_code == 200, answer.text
         return answer
 

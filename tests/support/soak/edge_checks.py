@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of schemathesis: files to send, and checks of every answer beside what the OpenAPI documents say."""
+"""Hooks of schemathesis: files to send, and checks of every answer beyond the OpenAPI documents."""
 
 import base64
 import io

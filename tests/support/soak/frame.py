@@ -172,7 +172,7 @@ class Asking:
 
 
 def pixels(document: dict[str, Any]) -> Any:
-    """Return the levels of the first image of an answer."""
+    """Return the pixels of the first image of an answer."""
     return np.asarray(decode_image(document["data"][0]["b64_json"])).astype(int)
 
 

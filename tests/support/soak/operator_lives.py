@@ -24,7 +24,7 @@ from support.soak.frame import Outcome
 from support.soak.operator_process import OperatorProcess
 from support.soak.writers import Entry, foreign_writes
 
-# With a NetworkPolicy, which needs to know the operator's pods.
+# These make NetworkPolicies possible, which name the operator's pods.
 PODS = ("--operator-namespace=operators", "--operator-label=app=operator")
 ACCOUNTS = ("one", "two")
 LIVES_S = (0.5, 3.0)

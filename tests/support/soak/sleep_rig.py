@@ -145,7 +145,7 @@ class SleepRig(References):
             time.sleep(0.02)
 
     def sleep_by_the_last_id(self) -> None:
-        """Repeat the sequence's last call; without one, make the first."""
+        """Repeat the sequence's last sleep call; if there is none, make a first one."""
         self.sleep(**self._last_sleep)
 
     def wake(self, **body: Any) -> None:

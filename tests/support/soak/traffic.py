@@ -111,7 +111,7 @@ class TrafficSoak:
                 outcome.wrong.append(f"expected {asked.expected}, found {asked.status} {asked.document}")
 
     def _kill_ranks(self, outcome: Outcome, every_s: float | None, over: threading.Event) -> None:
-        """Lose a random rank at a random moment of every interval; one in four is stopped, not killed."""
+        """Kill a random rank at a random moment of every interval; one in four is stopped instead."""
         rng = random.Random(outcome.seed)
         while every_s and not over.wait(at := rng.uniform(0.0, every_s)):
             number = signal.SIGSTOP if rng.random() < 0.25 else signal.SIGKILL

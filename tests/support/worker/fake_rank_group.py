@@ -110,7 +110,7 @@ class FakeRankGroup(FakeRequests):
         return self._failure.result() if self._failure.done() else None
 
     def lose(self, reason: str, fault: Fault = Fault.DIED) -> None:
-        """Lose the group, as when a rank's process ends."""
+        """Lose the group, as when a process of a rank ends."""
         self._state = RankState.DEAD
         if not self._failure.done():
             self._failure.set_result(Loss(reason, fault))

@@ -40,7 +40,7 @@ START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 40.0
 
 
-# Answers of the data port that have no text of a request.
+# Paths of the data port whose answers must contain no text of a request.
 SEARCHED = ("/metrics", "/v1/status")
 
 
@@ -90,7 +90,7 @@ class WorkerProcess(contextlib.ExitStack):
         return self
 
     def write_token(self, token: str) -> None:
-        """Put another token in place, as a rotation does."""
+        """Replace the token, as a rotation does."""
         replacement = self.folder / "token.new"
         replacement.write_text(token + "\n")
         replacement.rename(self._token_path)
@@ -246,7 +246,7 @@ def decode_image(b64_json: str) -> Image.Image:
 
 
 def process_exists(pid: int) -> bool:
-    """Return whether a process lives; a zombie that nobody has collected does not."""
+    """Return whether a process lives; a zombie counts as dead."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False

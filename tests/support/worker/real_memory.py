@@ -35,7 +35,7 @@ def make_big_model(folder: Path) -> Path:
 
 
 def why_not() -> str | None:
-    """Return the reason why there can be no cgroup here; None where there can."""
+    """Return the reason why no cgroup can be made here; None where one can."""
     if os.geteuid() != 0:
         return "not root"
     if not os.access(MEMORY / "cgroup.procs", os.W_OK):

@@ -74,7 +74,7 @@ class Edge(SleepRig):
         await self.wait_for(gone)
 
     async def wait_for(self, check: Callable[[], Awaitable[bool]]) -> None:
-        """Let the event loop turn until `check` holds."""
+        """Yield to the event loop until `check` returns True."""
         async with asyncio.timeout(DEADLINE_S):
             while not await check():  # noqa: ASYNC110
                 await asyncio.sleep(0)

@@ -50,7 +50,7 @@ EMBEDDED = asking(32, **texts(image_embeds=(1, 16)))
 
 
 def _guided(seed: int, steps: int, guidance: float) -> Arguments:
-    # Without guidance the pipeline would take half of its noise for the variance: this class is only ever used with it.
+    # Without guidance the pipeline would take half of its noise for the variance, so this class always has guidance.
     return EMBEDDED(seed, steps, max(guidance, 2.0))
 
 

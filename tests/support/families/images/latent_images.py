@@ -22,7 +22,7 @@ STATISTICS = {"latents_mean": [0.1] * 4, "latents_std": [1.3] * 4}
 SHAPE = {"patch_size": 2, "num_layers": 2, "time_embed_dim": 8, "condition_dim": 4}
 ROTARY = {"axes_dims_rope": (8, 4, 4)}
 
-# The sizes of the image are rows. With no signal left in the first step the noise cannot be what is predicted.
+# The sizes of the image are rows. The first step has no signal left, so the model cannot predict the noise.
 cogview3 = on(
     "CogView3PlusTransformer2DModel", vae=tiny_vae, patch_size=2, num_layers=2, attention_head_dim=8, text_embed_dim=32,
     time_embed_dim=16, condition_dim=8, pos_embed_max_size=16, sample_size=16,
@@ -61,7 +61,7 @@ ernie = on(
 )  # fmt: skip
 # A time for the whole call, both prompts in one call.
 prx = on("PRXTransformer2DModel", patch_size=2, context_in_dim=16, hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=2, axes_dim=[8, 8])
-# Text squeezed into as many tokens as its length says.
+# Text compressed into as many tokens as its length says.
 fibo2 = on(
     "BriaFibo2Transformer2DModel", vae=flux2_vae, scheduler=dynamic_flow, patch_size=2, dim=32, n_layers=2,
     n_refiner_layers=1, n_heads=2, cap_feat_dim=16, injection_layer_ids=(1,), perceiver_num_layers=1, min_num_gist_tokens=2,
@@ -78,7 +78,7 @@ on_krea2 = on(
     text_num_key_value_heads=1, text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1, **ROTARY,
 )  # fmt: skip
 krea2 = partial(on_krea2, text_encoder_select_layers=(0, 1))
-# A mixture of experts that choose tokens, each row's by themselves.
+# A mixture of experts that choose tokens, separately in each row.
 on_nucleus = on(
     "NucleusMoEImageTransformer2DModel", vae=small_vae, scheduler=dynamic_flow, in_channels=16, num_layers=5, num_experts=4,
     moe_intermediate_dim=16, capacity_factors=1.0, mlp_ratio=8.0, **ROTARY,
@@ -165,7 +165,7 @@ FAMILIES = [
     entry("CogView4ControlPipeline", "CogView4", on_cogview4(in_channels=8), CONTROL),
     entry("GlmImagePipeline", "GLM-Image", glm_image, WITH_PRIOR),
     entry("ErnieImagePipeline", "Ernie Image", ernie, LISTED),
-    # PRX has a time for one image only, and fails at two.
+    # PRX makes a time for one image only, so it fails with two.
     entry("PRXPipeline", "PRX", prx, PRX_TEXTS, doubled=None),
     entry("BriaFibo2Pipeline", "Bria Fibo 2", fibo2, BUNDLED),
     entry("BriaFibo2Pipeline (edit)", "Bria Fibo 2", fibo2, EDIT),

@@ -67,7 +67,7 @@ CHROMA_IMAGE = halfway(CHROMA_PROMPTS, image=pixels())
 WORDLESS = more(PROMPTS, negative_prompt=None)
 OF_ANY_SIZE = more(WORDLESS, use_resolution_binning=False)
 NEGATIVE = ("negative_prompt", "negative_prompt_embeds", "negative_prompt_attention_mask")
-# The step in between is defined for two steps only.
+# The intermediate timestep is defined for two steps only.
 SPRINT = more(OF_ANY_SIZE, intermediate_timesteps=None, without=NEGATIVE)
 
 FAMILIES = [

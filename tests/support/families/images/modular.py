@@ -61,7 +61,7 @@ SD3 = _on(
     "SD3Transformer2DModel", sample_size=16, patch_size=1, num_layers=2, attention_head_dim=8, joint_attention_dim=32,
     caption_projection_dim=16, pooled_projection_dim=32,
 )  # fmt: skip
-# Tokens of two tokenizers; the conditioner makes the embeddings of them.
+# Tokens of two tokenizers, from which the conditioner makes the embeddings.
 ON_ANIMA = _on(
     "CosmosTransformer3DModel", attention_head_dim=12, num_layers=2, mlp_ratio=2, adaln_lora_dim=4, max_size=(4, 32, 32),
     patch_size=(1, 2, 2), rope_scale=(1.0, 4.0, 4.0), extra_pos_embed_type=None, concat_padding_mask=True,

@@ -99,7 +99,7 @@ TEXTS = texts(apart=200, prompt_embeds=(1, TEXT_TOKENS, 16)) | VALID
 # A prompt and a negative prompt: two model calls a step.
 TEXT = asking(scale="true_cfg_scale", **TEXTS)
 TEXT_TO_IMAGE = asking(SIDE, scale="true_cfg_scale", **TEXTS)
-# Prompts of one length, and one for all to avoid.
+# Prompts of one length, and a negative prompt for all of them.
 WORDS = asking(SIDE, scale="true_cfg_scale", prompt=lambda seed: f"{PROMPTS[seed % 3]:24}", negative_prompt="blurry")
 IMAGE_TO_IMAGE = halfway(TEXT_TO_IMAGE, image=pixels(SIDE))
 # Inpainting over the whole schedule.
@@ -114,7 +114,7 @@ EDIT_INPAINT = more(EDIT, mask_image=painted(), strength=1.0)
 LAYERS = more(TEXT, prompt="a fox", image=pixels(), layers=2)
 # 16 pixels a token.
 TEXT_TO_IMAGE_21 = more(TEXT, height=64, width=64)
-# Conditions are computed again in each step.
+# Conditions are computed in every step.
 WITHOUT_CACHE = more(TEXT_TO_IMAGE_21, use_kv_cache=False)
 CACHED = "keys and values of the prompt are cached per request"
 

@@ -45,7 +45,7 @@ def unet_with_ip_adapter() -> UNet2DConditionModel:
 
 
 tiny_controlnet = partial(ControlNetModel, in_channels=4, conditioning_embedding_out_channels=(2, 2), **SHAPE_15)
-# For a class that takes the components of Stable Diffusion 1.5, and some more.
+# For a class that takes the components of Stable Diffusion 1.5 and more.
 pipeline = partial(assemble, unet=tiny_unet, scheduler=plain_ddim, vae=tiny_vae, requires_safety_checker=False)
 nine_channels = partial(pipeline, unet=partial(tiny_unet, 9))
 instructions = partial(pipeline, unet=partial(tiny_unet, 8))

@@ -7,7 +7,7 @@ from typing import Any
 from support.families.rig.family import flow, shifted_vae
 from support.families.rig.tables import asking, assemble, entry, halfway, more, painted, part, pixels, texts
 
-WIDE = 16  # channels: inpainting knows its two kinds of model by 16 and 33
+WIDE = 16  # channels: inpainting tells its two kinds of model apart by 16 and 33
 SIZES = {
     "sample_size": 16, "patch_size": 2, "in_channels": 4, "out_channels": 4, "attention_head_dim": 8, "num_attention_heads": 2,
     "joint_attention_dim": 32, "caption_projection_dim": 16, "pooled_projection_dim": 32, "pos_embed_max_size": 16,

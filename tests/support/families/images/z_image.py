@@ -44,7 +44,7 @@ FAMILIES = [
     entry("ZImageImg2ImgPipeline", "Z-Image", pipeline, IMAGE_TO_IMAGE),
     entry("ZImageInpaintPipeline", "Z-Image", pipeline, INPAINT),
     entry("ZImageControlNetPipeline", "Z-Image", pipeline, CONTROL),
-    # The images to inpaint are not repeated, so it fails at two.
+    # The images to inpaint are not repeated, so the pipeline fails with two.
     entry("ZImageControlNetInpaintPipeline", "Z-Image", pipeline, CONTROL_INPAINT, doubled=None),
     entry("ZImageOmniPipeline", "Z-Image", pipeline, OMNI),
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a family's requests: through diffusers' own pipeline, and through the engine's model runner at one rank."""
+"""A rig that runs a family's requests: through diffusers' own pipeline, and through the engine's model runner at one rank."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -50,9 +50,9 @@ class FamilyRig:
         self.pipeline = self._build()
         self.rank = OneRank()
         self.runner = runner_with(self.pipeline, parallel or self.rank, dtype, **{"served_name": family.name} | config)
-        # Requests of the last run, by number, that were made once more as `whole`, with the reason.
+        # Requests of the last run that were repeated as `whole`, by number, with the reason.
         self.replays: dict[str, str] = {}
-        # Rows that a step cache skipped, and all of them, in each tick so far.
+        # The rows that a step cache skipped and all rows, in each tick so far.
         self.rows: list[tuple[int, int]] = []
 
     @cached_property

@@ -19,7 +19,7 @@ from support.families.rig.family import Arguments, Family, build_seeded, flow, i
 Request = Callable[[int, int, float], Arguments]
 OfSeed = Callable[[int], Any]
 
-# Sizes of every transformer whose class has them, where its family gives no others.
+# Sizes of transformers, for classes that have them and families that give no others.
 SMALL = {
     "num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_single_layers": 1,
     "num_refiner_layers": 1, "joint_attention_dim": 16, "text_embed_dim": 16, "caption_channels": 16,

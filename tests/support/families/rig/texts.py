@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny text encoder and a tokenizer, for pipelines that are asked with a prompt.
+"""A tiny text encoder and a tokenizer, for pipelines that take prompts in words.
 
 Real: the classes of transformers and tokenizers. Not real: the weights, which are random, and the tokens, which are letters.
 """

@@ -25,7 +25,7 @@ vae = part(
     upsample_residual=(False, False, False, False), upsample_factor=(1, 1, 1, 1), timestep_conditioning=False, patch_size=1,
     patch_size_t=1, encoder_causal=True, decoder_causal=False,
 )  # fmt: skip
-# The schedule is moved by the video's size.
+# The schedule is shifted by the video's size.
 pipeline = on(
     "LTXVideoTransformer3DModel", vae=vae, scheduler=dynamic_flow, in_channels=8, out_channels=8, attention_head_dim=8,
     cross_attention_dim=16, num_layers=2,

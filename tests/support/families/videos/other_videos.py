@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny video pipelines of models that stand alone: Allegro, AnimateDiff, CogVideoX, EasyAnimate, Latte, Mochi, Stable Video Diffusion.
+"""Tiny video pipelines of models outside of larger families: Allegro, AnimateDiff, CogVideoX, EasyAnimate, Latte, Mochi, Stable Video
+Diffusion.
 
 Weights are random, and prompts are embeddings, some of them with a mask. Stable Video Diffusion has an image in place of a prompt.
 """
@@ -120,7 +121,7 @@ allegro_video = prompted(**short_prompts(), negative_prompt=None)
 animated = prompted(HALVED_SIDE, num_frames=3)
 animated_again = halfway(animated, video=film(3, HALVED_SIDE), without=("num_frames",))
 cogvideo_text = prompted(num_frames=COGVIDEO_FRAMES, max_sequence_length=TEXT_TOKENS)
-# The length of a video to follow, or to start from, is the result's.
+# A video to follow, or to start from, is as long as the result.
 follow_video = more(cogvideo_text, control_video=film(COGVIDEO_FRAMES), without=("num_frames",))
 video_to_video = halfway(cogvideo_text, video=film(COGVIDEO_FRAMES), without=("num_frames",))
 every_token = valid(TEXT_TOKENS, dtype=torch.float32)

@@ -13,12 +13,12 @@ import torch
 from support.families.rig.family import Arguments, call_pipeline
 from support.families.rig.tables import OfSeed, Request, asking, entry, texts, valid
 
-# Pixels, frames and tokens where a family needs no others. Most VAEs divide sides by 8 and keep every fourth frame.
+# The default pixels, frames and tokens of a family. Most VAEs divide sides by 8 and keep every fourth frame.
 SIDE = 32
 FRAMES = 5
 TEXT_TOKENS = 6
 
-# The number of videos repeats no embeddings that are given. Latents are what most of them are compared by.
+# The number of videos repeats no given embeddings. Most families are compared by their latents.
 family = partial(entry, repeats=False, output_type="latent")
 
 
