@@ -29,23 +29,27 @@ def main() -> None:
     type=click.Path(path_type=Path),
     help="A file with the key that control tokens are derived from; further lines hold keys from before a rotation.",
 )
-@click.option("--operator-key-secret", default="", help="The Secret with that key in the operator's namespace, which no worker may mount.")
-@click.option("--operator-service-account", default="", help="The operator's own ServiceAccount, which no worker may have.")
+@click.option("--operator-key-secret", default="", help="Secret that holds this key, in the operator's namespace; no worker may mount it.")
+@click.option("--operator-service-account", default="", help="The operator's own ServiceAccount; no worker may use it.")
 @click.option(
     "--allow-host-access", is_flag=True, help="Let deployments ask for host namespaces, host paths, privileges and added capabilities."
 )
 @click.option("--operator-namespace", default=None, help="Namespace of the operator's own pods, for NetworkPolicies that let them in.")
-@click.option("--operator-label", "operator_labels", multiple=True, metavar="NAME=VALUE", help="A label of those pods; may be repeated.")
-@click.option("--lease-namespace", default=None, help="Namespace of the Lease that elects a leader, the operator's own.")
-@click.option("--lease-name", default=None, help="Name of that Lease, and of this release in the status of objects.")
 @click.option(
-    "--identity", default=None, help="This process's name in the Lease. Without these three there is no election: run one process only."
+    "--operator-label", "operator_labels", multiple=True, metavar="NAME=VALUE", help="A label of the operator's own pods; may be repeated."
+)
+@click.option("--lease-namespace", default=None, help="Namespace of the Lease that elects a leader, the operator's own.")
+@click.option("--lease-name", default=None, help="Name of the Lease, which also names this release in the status of objects.")
+@click.option(
+    "--identity",
+    default=None,
+    help="Name of this process in the Lease. Without all three options of the Lease there is no election: run one process only.",
 )
 @click.option("--namespace", "namespaces", multiple=True, help="A namespace to watch; may be repeated.")
 @click.option("--all-namespaces", is_flag=True, help="Watch every namespace.")
-@click.option("--metrics-port", type=int, default=None, help="Serve Prometheus metrics there.")
-@click.option("--liveness-port", type=int, default=8080, show_default=True, help="Serve /healthz there.")
-@click.option("--log-format", type=click.Choice(["plain", "json"]), default="plain", show_default=True)
+@click.option("--metrics-port", type=int, default=None, help="Port of the Prometheus metrics; by default none are served.")
+@click.option("--liveness-port", type=int, default=8080, show_default=True, help="Port of /healthz.")
+@click.option("--log-format", type=click.Choice(["plain", "json"]), default="plain", show_default=True, help="Form of the log lines.")
 def run(
     engine_image: str,
     operator_key_file: Path,

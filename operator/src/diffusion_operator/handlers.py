@@ -129,7 +129,9 @@ class Process:
     def _take_part(self) -> None:
         """Begin the election, or lead at once where there is none."""
         if self._settings.election is None or self._cluster is None:
-            log.warning("no election: no --lease-namespace, --lease-name and --identity; a second operator beside this one would fight it")
+            log.warning(
+                "no election: no --lease-namespace, --lease-name and --identity; a second operator beside this one would undo its writes"
+            )
             self._lead(again=False)
             return
         self._elector = Elector(
@@ -217,7 +219,7 @@ class Process:
     async def probe(self, **_: Any) -> dict[str, int]:
         """Return the seconds that each watch has been stalled; raise WatchStale for one that stays so, or that ended."""
         if ended := [task.get_name() for task in self._tasks if task.done()]:
-            raise WatchStale(f"ended, though it should run for ever: {', '.join(ended)}")
+            raise WatchStale(f"a task that must not end has ended: {', '.join(ended)}")
         stalled = {str(one.scope): round(one.stalled_s) for one in self.listings}
         stale = {name: seconds for name, seconds in stalled.items() if seconds > self._settings.watch_dead_s}
         if stale:

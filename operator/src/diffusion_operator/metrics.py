@@ -36,29 +36,29 @@ class PrometheusMeter:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Histogram(
             "diffusion_operator_control_call_seconds",
-            "Time of a call to a worker's control port, looks at its state left out.",
+            "Time of a call to a worker's control port, reads of its state left out.",
             ["verb", "code"],
             registry=registry,
         )
         self._wakes = Histogram(
             "diffusion_operator_wake_seconds",
-            "Time of a wake that succeeded, also one by a request.",
+            "Time of a successful wake, by the operator or by a request.",
             ["level"],
             registry=registry,
             buckets=SECONDS,
         )
         self._loads = Histogram(
             "diffusion_operator_adapter_load_seconds",
-            "Time of a load of an adapter on a replica, the fetch included.",
+            "Time to load an adapter on a replica, fetching included.",
             registry=registry,
             buckets=SECONDS,
         )
-        self._loaded_bytes = Counter("diffusion_operator_adapter_loaded_bytes", "Size of the adapters that were loaded.", registry=registry)
+        self._loaded_bytes = Counter("diffusion_operator_adapter_loaded_bytes", "Bytes of adapters that were loaded.", registry=registry)
         self._evictions = Counter(
-            "diffusion_operator_adapter_evictions", "Adapters that left a replica's memory for others.", registry=registry
+            "diffusion_operator_adapter_evictions", "Adapters evicted from a replica's memory to make room.", registry=registry
         )
         failures = Counter(
-            "diffusion_operator_verification_failures", "Wakes and adapters that differed after a wake.", ["what"], registry=registry
+            "diffusion_operator_verification_failures", "Models and adapters that differed after a wake.", ["what"], registry=registry
         )
         # There from the start, so that an alert sees the first one.
         self._wrong_wakes, self._wrong_adapters = (failures.labels(what=what) for what in ("wake", "adapter"))
@@ -143,7 +143,7 @@ class Watches(Collector):
         yield family
         refused = GaugeMetricFamily(
             "diffusion_operator_watch_refused",
-            "1 for each kind in a namespace that the operator cannot list and does without.",
+            "1 for each kind in a namespace that the API server refuses to list.",
             labels=["kind", "object_namespace"],
         )
         for listing in self._listings:
@@ -163,7 +163,9 @@ class Waiting(Collector):
         queue = self._queue()
         waiting, oldest_s = (queue.waiting, queue.oldest_s) if queue is not None else (0, 0.0)
         yield GaugeMetricFamily("diffusion_operator_queue_length", "Objects that wait for a pass.", value=waiting)
-        yield GaugeMetricFamily("diffusion_operator_queue_age_seconds", "Age of the oldest of them.", value=oldest_s)
+        yield GaugeMetricFamily(
+            "diffusion_operator_queue_age_seconds", "Longest time that an object has waited for a pass.", value=oldest_s
+        )
 
 
 class Workers(Collector):
@@ -190,12 +192,14 @@ class Leads(Collector):
 
     def collect(self) -> Iterator[Metric]:
         found = self._leadership
-        yield GaugeMetricFamily("diffusion_operator_leader", "1 for the process that leads, and writes.", value=found.is_open)
-        yield GaugeMetricFamily("diffusion_operator_leader_epoch", "Epoch of its last lead; 0 without election.", value=found.epoch or 0)
+        yield GaugeMetricFamily("diffusion_operator_leader", "1 if this process leads and writes, else 0.", value=found.is_open)
+        yield GaugeMetricFamily(
+            "diffusion_operator_leader_epoch", "Epoch of this process's last leadership; 0 without election.", value=found.epoch or 0
+        )
         yield GaugeMetricFamily(
             "diffusion_operator_lease_age_seconds", "Time since the process that leads renewed its Lease.", value=found.renewed_ago_s
         )
-        yield CounterMetricFamily("diffusion_operator_leaderships_lost", "Leads that this process lost.", value=found.lost)
+        yield CounterMetricFamily("diffusion_operator_leaderships_lost", "Times this process lost the leadership.", value=found.lost)
 
 
 def register(

@@ -71,7 +71,7 @@ def election_settings(namespace: str | None, name: str | None, identity: str | N
     if namespace and name and identity:
         return ElectionSettings(namespace=namespace, name=name, identity=identity)
     if namespace or name or identity:
-        raise SettingsError("--lease-namespace, --lease-name and --identity make an election together: give all three or none")
+        raise SettingsError("--lease-namespace, --lease-name and --identity together turn on the election: give all three or none")
     return None
 
 
@@ -95,5 +95,5 @@ def operator_pods(namespace: str | None, labels: Sequence[str]) -> OperatorPods 
     if any(not name or not equals for name, equals, _ in pairs):
         raise SettingsError(f"--operator-label: expected NAME=VALUE, found {', '.join(labels)}")
     if bool(namespace) != bool(pairs):
-        raise SettingsError("--operator-namespace and --operator-label tell the operator's pods together: give both or neither")
+        raise SettingsError("--operator-namespace and --operator-label together select the operator's pods: give both or neither")
     return OperatorPods(namespace=namespace, labels={name: value for name, _, value in pairs}) if namespace else None

@@ -109,14 +109,16 @@ class HttpWorkerClient:
         pages = [_read_state(ip, body)]
         count = len(pages[0].adapters)
         if pages[0].adapters_since not in (None, after):
-            raise ControlUnreachable(f"the state document of {ip} tells changes since another revision than {after}")
+            raise ControlUnreachable(
+                f"the state document of {ip} has changes since {pages[0].adapters_since}, expected changes since {after}"
+            )
         while (token_of_next := pages[-1].adapters_continue) is not None:
             path, timeout_s = _state_path(**{"continue": token_of_next}), self._poll_timeout_s
             body = await self._send("GET", ip, path, token=token, pod_uid=pod_uid, timeout_s=timeout_s, most=PAGE_BYTES)
             pages.append(_read_state(ip, body))
             count += len(pages[-1].adapters)
             if len(pages) > MOST_PAGES or count > MOST_ADAPTERS or pages[-1].boot_id != pages[0].boot_id:
-                raise ControlUnreachable(f"the state document of {ip} has pages that do not end or do not go together")
+                raise ControlUnreachable(f"the state document of {ip} has too many pages, or pages of two server processes")
         return together(pages)
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None:
@@ -175,9 +177,9 @@ class HttpWorkerClient:
                         proven = await self._prove(ip, token=token, pod_uid=pod_uid)
                     if not proven:
                         return await self._once(request, opens=True)
-            raise ControlUnreachable(f"{what}: the worker closes each connection after it has proved itself")
+            raise ControlUnreachable(f"{what}: the worker closed each connection after it had proved that it has the control token")
         except TimeoutError as error:
-            raise ControlUnreachable(f"{what}: no whole answer within {timeout_s:g} s") from error
+            raise ControlUnreachable(f"{what}: no complete answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise ControlUnreachable(f"{what}: {_fault(error)}") from error
 
@@ -307,5 +309,5 @@ def _wire_error(content: bytes, status: int) -> WireError:
     try:
         return msgspec.json.decode(content, type=WireError)
     except (ValueError, RecursionError):
-        message = f"status {status} without an error that is understood"
+        message = f"status {status}, and a body that is no error of a worker"
         return WireError(code=f"Http{status}", message=message, retryable=status >= 500)

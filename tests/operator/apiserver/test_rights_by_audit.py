@@ -220,7 +220,7 @@ def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_w
         assert refused
         assert all(f'object_namespace="{SECOND}"' in one for one in refused)
         assert second.names("pods") == []
-        operator.eventually(lambda: "namespace second is set aside" in notes_of(cluster, "NamespaceRefused"))
+        operator.eventually(lambda: "the operator cannot list objects in namespace second" in notes_of(cluster, "NamespaceRefused"))
         cluster.give_rights(documents)
         operator.eventually(lambda: "f-0-0" in second.names("pods"))
         for place in (team, second):

@@ -55,7 +55,7 @@ PINNED = {"model": {"source": "/m", "digest": "sha256:pinned"}}
 CASES = [
     Case("the same template and model", [orphan(), orphan(1)], ["d-0-0", "d-1-0"]),
     Case("another template", [orphan(revision="another")], [], why="it has another template"),
-    Case("made by the first version", [orphan(owner_uid="")], [], why="it does not tell for which object it was made"),
+    Case("made by the first version", [orphan(owner_uid="")], [], why="it does not name the object that it was made for"),
     Case(
         "another model than a replica has",
         [pod(routable=True), orphan(1)],

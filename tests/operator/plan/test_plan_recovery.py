@@ -148,7 +148,7 @@ def test_t6_faults_of_nodes_are_counted_and_waited_for(
     assert {one.name: one.faults for one in plan.status.avoided_nodes} == faults
     [replica] = plan.status.replica_states
     assert (replica.failures, replica.next_restart_time) == (None, NOW + timedelta(seconds=pause_s))
-    assert "the fault is that of node node, others are preferred for the new pod, which is made at" in (replica.message or "")
+    assert "node node is at fault; a new pod, which prefers other nodes, is made at" in (replica.message or "")
 
 
 def test_t6_a_new_pod_prefers_nodes_without_faults_of_their_own() -> None:

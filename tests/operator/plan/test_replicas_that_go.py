@@ -49,7 +49,7 @@ def test_a_pod_that_was_told_to_go_has_not_failed(facts: dict[str, Any]) -> None
 
 def test_an_eviction_is_told_in_the_status_of_the_replica() -> None:
     _, replica = events_of(terminating=True, disruption=EVICTED)
-    assert replica.message == f"it has to go: {EVICTED}"
+    assert replica.message == f"the pod is being disrupted: {EVICTED}"
 
 
 def test_a_pod_that_ended_by_itself_without_a_word_has_failed_and_the_event_says_what_is_known() -> None:

@@ -18,5 +18,5 @@ async def test_a_listing_that_ended_by_an_error_fails_the_probe_by_its_name() ->
     assert await process.probe() == {}
     process._tasks = [asyncio.create_task(broken(), name="listing pods in n")]
     await asyncio.wait(process._tasks)
-    with pytest.raises(WatchStale, match="ended, though it should run for ever: listing pods in n"):
+    with pytest.raises(WatchStale, match="a task that must not end has ended: listing pods in n"):
         await process.probe()

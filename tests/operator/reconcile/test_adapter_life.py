@@ -207,7 +207,7 @@ async def test_an_evicted_adapter_that_requests_load_again_is_ready() -> None:
     await rig.run(30)
     assert worker.calls == ["put x"], "eviction is the engine's own business"
     assert rig.adapter_condition("Ready") == ("True", "CachedOnDemand")
-    assert "out of memory on replica 0, loaded at its first request there" in rig.adapter_message("Ready")
+    assert "evicted from memory on replica 0, loaded at its first request there" in rig.adapter_message("Ready")
     assert rig.adapter_condition("Loaded") == ("False", "CachedOnDemand")
     assert rig.adapter_condition("Degraded") == ("False", "AsExpected")
     assert rig.condition("AdaptersReady") == ("True", "AllReady")

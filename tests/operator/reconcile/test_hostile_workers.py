@@ -157,7 +157,7 @@ async def test_a_state_without_end_is_left_at_four_mebibytes(head: bytes) -> Non
     async with client_of(endless) as (client, server):
         tracemalloc.start()
         try:
-            with pytest.raises(ControlUnreachable, match=f"larger than {STATE_BYTES} bytes|no whole answer within"):
+            with pytest.raises(ControlUnreachable, match=f"larger than {STATE_BYTES} bytes|no complete answer within"):
                 await client.state("127.0.0.1", token="t")
             peak = tracemalloc.get_traced_memory()[1]
         finally:
@@ -188,7 +188,7 @@ async def test_an_answer_that_drips_ends_at_the_deadline(where: str) -> None:
 
     async with client_of(dripping) as (client, server):
         begun = time.monotonic()
-        with pytest.raises(ControlUnreachable, match=r"no whole answer within 0\.5 s"):
+        with pytest.raises(ControlUnreachable, match=r"no complete answer within 0\.5 s"):
             await client.state("127.0.0.1", token="t")
         assert time.monotonic() - begun < LIMIT_S + 2
 
@@ -245,7 +245,7 @@ async def test_what_is_no_http_is_told_and_none_of_it_repeated(answer: bytes) ->
 
 async def test_a_length_that_is_a_lie_takes_no_longer_than_the_deadline_and_ends_the_connection() -> None:
     told, _ = await failure(answering(json.dumps(STATE).encode(), length=100_000))
-    assert "no whole answer within" in told
+    assert "no complete answer within" in told
     lie = json.dumps(STATE).encode() + b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     async with client_of(answering(lie, length=len(json.dumps(STATE)))) as (client, _):
         for _ in range(3):
@@ -258,7 +258,7 @@ async def test_an_error_that_is_not_understood_is_its_status_alone(body: bytes) 
         async with client_of(answering(body, status="418 Teapot", kind=kind)) as (client, _):
             with pytest.raises(ControlRefused) as caught:
                 await client.put_adapter(PUT, token="t")
-        assert (caught.value.code, str(caught.value)) == ("Http418", "status 418 without an error that is understood")
+        assert (caught.value.code, str(caught.value)) == ("Http418", "status 418, and a body that is no error of a worker")
 
 
 async def test_words_of_an_error_are_cut_and_escaped() -> None:

@@ -112,7 +112,7 @@ async def test_t5_pods_of_the_first_version_have_no_annotation_and_are_replaced_
         rig.start_all(model=MODEL)
     assert min(served) >= 1
     assert rig.cluster.names(POD) == ["d-0-1", "d-1-1"]
-    assert all("it does not tell for which object it was made" in note for note in rig.cluster.notes("OrphanReplaced"))
+    assert all("it does not name the object that it was made for" in note for note in rig.cluster.notes("OrphanReplaced"))
 
 
 @pytest.mark.parametrize("change", ["labels", "manager", "controller"])

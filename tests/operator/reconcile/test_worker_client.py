@@ -185,7 +185,7 @@ async def test_silence_ends_after_the_limit(server: Server, client: HttpWorkerCl
 
     server.answer = silent
     async with asyncio.timeout(2):
-        with pytest.raises(ControlUnreachable, match="no whole answer within"):
+        with pytest.raises(ControlUnreachable, match="no complete answer within"):
             await client.state("127.0.0.1", token="t")
 
 
@@ -200,7 +200,7 @@ async def test_a_watch_ends_five_seconds_after_the_time_that_the_worker_was_give
     monkeypatch.setattr(worker_client, "WAIT_GRACE_S", 0.2)
     server.answer = silent
     begun = asyncio.get_running_loop().time()
-    with pytest.raises(ControlUnreachable, match=r"no whole answer within 0\.7 s"):
+    with pytest.raises(ControlUnreachable, match=r"no complete answer within 0\.7 s"):
         await client.state("127.0.0.1", token="t", after="b.1", wait_s=0.5)
     assert asyncio.get_running_loop().time() - begun >= 0.7
 

@@ -213,7 +213,7 @@ async def test_t28_a_stranger_at_the_address_of_a_worker_that_an_earlier_process
 
 async def test_a_worker_that_closes_its_connections_is_told_and_sent_no_token(client: HttpWorkerClient, worker: ProvingWorker) -> None:
     worker.closes = True
-    with pytest.raises(ControlUnreachable, match="closes each connection"):
+    with pytest.raises(ControlUnreachable, match="closed each connection"):
         await state(client)
     assert worker.tokens == []
 

@@ -61,7 +61,7 @@ class Elector:
                 pause_s = await self._turn()
                 await self._settle()
             except Exception:  # a process that takes no part any more would look healthy
-                log.exception("turn failed lease=%s", self._place.release)
+                log.exception("election failed unexpectedly lease=%s", self._place.release)
             await asyncio.sleep(pause_s)
 
     async def release(self) -> None:
@@ -73,9 +73,9 @@ class Elector:
         try:
             async with asyncio.timeout(self._timing.call):
                 await self._leases.merge(lease_manifest(self._place, lease))
-            log.info("lease given up lease=%s epoch=%d", self._place.release, lease.epoch)
+            log.info("lease released lease=%s epoch=%d", self._place.release, lease.epoch)
         except (ClusterError, TimeoutError) as error:
-            log.warning("lease not given up lease=%s error=%s: it expires", self._place.release, error)
+            log.warning("lease not released, it will expire lease=%s error=%s", self._place.release, error)
 
     async def _turn(self) -> float:
         """Look and bid, as far as it is due, and return the pause until the next turn."""

@@ -36,6 +36,10 @@ def _refusals(runtime: Runtime, listings: Sequence[Listing]) -> Iterator[Planned
     """Yield one for a namespace, at most once an hour."""
     for namespace in sorted({one.scope.namespace for one in listings if one.refusal}):
         error = next(one.refusal for one in listings if one.refusal and one.scope.namespace == namespace)
-        message = f"namespace {namespace} is set aside and tried again every 30 s; the others are served: {error}"[:1000]
+        message = (
+            f"the operator cannot list objects in namespace {namespace} and tries again every 30 s; other namespaces are served: {error}"[
+                :1000
+            ]
+        )
         key = f"{namespace}-{runtime.now():%Y-%m-%dT%H}"
         yield PlannedEvent(type=EventType.WARNING, reason=NAMESPACE_REFUSED, message=message, key=key)

@@ -53,7 +53,7 @@ class FakeWorkers:
                 raise ControlUnreachable(f"{ip}: connection refused")
             if ip in self.lost:
                 await asyncio.sleep(wait_s + 5 if after else 2)
-                raise ControlUnreachable(f"{ip}: no whole answer")
+                raise ControlUnreachable(f"{ip}: no complete answer")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     while after and self.states[ip].revision == after:

@@ -37,7 +37,7 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
         used = f"; still in use on {_replicas(view.instances)}" if view.instances else ""
         return verdict("Ready", False, "Suspended", f"spec.suspend is true{used}")
     if view.suspended:
-        return verdict("Ready", False, "Deferred", "the deployment's spec.suspend is true; it is loaded when that is taken back")
+        return verdict("Ready", False, "Deferred", "the deployment's spec.suspend is true; the adapter is loaded when that is false again")
     text = _tally(view)
     if view.wakeable:
         return verdict("Ready", True, "AsleepWakeable", f"{text}; the next request wakes the model, which loads it first")
@@ -54,7 +54,7 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
     if served:
         return verdict("Ready", False, "PartiallyLoaded", text)
     if any(state in RESTING_STATES for state in view.group_states) and view.count(InstanceState.DEFERRED) == len(view.instances):
-        return verdict("Ready", False, "Deferred", f"{text}; it is loaded before a replica is awake again")
+        return verdict("Ready", False, "Deferred", f"{text}; the adapter is loaded before a replica is awake again")
     return verdict("Ready", False, "Loading", text + _other_version(view))
 
 
@@ -65,7 +65,7 @@ def source_resolved(view: AdapterView, resolved: ResolvedStatus | None) -> Verdi
     if resolved is not None:
         return verdict("SourceResolved", True, "Resolved", f"{resolved.source} is {resolved.digest}")
     if view.count(InstanceState.CACHED):
-        return verdict("SourceResolved", None, "NotTried", "it is fetched at its first request")
+        return verdict("SourceResolved", None, "NotTried", "the adapter is fetched at its first request")
     return verdict("SourceResolved", None, "NotTried", "no replica has looked at the source yet")
 
 
@@ -100,11 +100,13 @@ def degraded(view: AdapterView) -> Verdict:
             return verdict("Degraded", True, "DigestDrift", message)
     for one in view.instances:
         if one.record is not None and one.record.verification_failed:
-            message = "after a wake it was not what had been loaded; nothing was made with it, and it was read from its file again"
+            message = (
+                "after a wake the adapter differed from the one loaded before; no request used it, and it was loaded again from its file"
+            )
             return verdict("Degraded", True, "VerificationFailed", f"replica {one.status.replica}: {message}")
     for one in view.instances:
         if one.evictions:
-            message = f"replica {one.status.replica} evicted it {one.evictions} times in the last ten minutes; it was loaded again"
+            message = f"replica {one.status.replica} evicted the adapter {one.evictions} times in the last ten minutes; it was loaded again"
             return verdict("Degraded", True, "EvictedUnexpectedly", message)
     return verdict("Degraded", False, "AsExpected", "")
 
@@ -113,17 +115,19 @@ def up_to_date(view: AdapterView) -> Verdict:
     if any(one.other_digest is not None for one in view.instances):
         return verdict("UpToDate", False, "OldDigestStillLoaded", _other_version(view).lstrip("; "))
     if _source_error(view) is not None:
-        return verdict("UpToDate", None, "SourceNotResolved", "what the source has now is not known")
+        return verdict(
+            "UpToDate", None, "SourceNotResolved", "the source's current version is not known, because the source cannot be read"
+        )
     if view.decision.accepted and view.count(InstanceState.LOADED, InstanceState.CACHED):
-        return verdict("UpToDate", True, "Current", "no replica has another version of it")
-    return verdict("UpToDate", None, "NotLoaded", "no replica has it")
+        return verdict("UpToDate", True, "Current", "no replica has another version of the adapter")
+    return verdict("UpToDate", None, "NotLoaded", "no replica has the adapter")
 
 
 def _tally(view: AdapterView) -> str:
     text = f"loaded on {view.count(InstanceState.LOADED)} of {len(view.instances)} replicas"
     cached = [one for one in view.instances if one.status.state is InstanceState.CACHED]
     if cached:
-        text += f"; out of memory on {_replicas(cached)}" + (", loaded at its first request there" if view.loads_on_request else "")
+        text += f"; evicted from memory on {_replicas(cached)}" + (", loaded at its first request there" if view.loads_on_request else "")
     return text + "".join(f"; replica {one.status.replica}: {_progress(one)}" for one in view.instances if one.status.state in _COMING)
 
 
@@ -136,7 +140,7 @@ def _progress(instance: Instance) -> str:
 
 def _evicted(view: AdapterView) -> str:
     return (
-        f"out of memory on {_replicas(view.evicted)}, where a request for it gets 503 AdapterNotLoaded. More adapters than "
+        f"evicted from memory on {_replicas(view.evicted)}, where a request for it gets 503 AdapterNotLoaded. More adapters than "
         "the deployment's spec.lora.maxCached take turns: raise that, set spec.lora.onMissing to Load, or make this one Resident"
     )
 

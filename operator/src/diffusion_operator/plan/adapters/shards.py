@@ -150,4 +150,4 @@ def _refusals(shards: Shards, deployment: str) -> Iterator[tuple[str, Refusal]]:
     for one in shards.wanted if shards.foreign else ():
         why = shards.foreign.get(shard_of(one.name))
         if why is not None:
-            yield one.uid, (NAME_CONFLICT, f"the file with this adapter cannot be made: {why}")
+            yield one.uid, (NAME_CONFLICT, f"the ConfigMap that lists this adapter for the workers cannot be written: {why}")

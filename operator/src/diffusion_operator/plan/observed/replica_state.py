@@ -168,11 +168,15 @@ def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState
 
 def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
     if state is ReplicaState.TERMINATING:
-        return None, f"it has to go: {pod.disruption}" if pod.disruption else _last_requests(poll, deployment.spec.drain.timeout_seconds)
+        return None, f"the pod is being disrupted: {pod.disruption}" if pod.disruption else _last_requests(
+            poll, deployment.spec.drain.timeout_seconds
+        )
     if pod.finished:
         return Problem.POD_FAILED, pod.finished_message or ENDED
     if pod.lost:
-        text = f"its node {pod.node} does not answer; it is replaced when the cluster removes the pod, by default after five minutes"
+        text = (
+            f"its node {pod.node} does not answer; the replica is replaced when the cluster removes the pod, by default after five minutes"
+        )
         return Problem.NODE_LOST, text
     if pod.unschedulable:
         gpu = "Insufficient " + (deployment.spec.resources.gpu_resource_name or "nvidia.com/gpu")

@@ -128,8 +128,9 @@ def _difference(group: Group, resolution: Resolution) -> str:
     found = report.revision if resolution.model.revision is not None else report.digest
     pinned = resolution.model.revision or resolution.model.digest
     if group.pod.uid in unpinned(resolution):
-        return f"replica {group.index} found {found}, and {pinned} is pinned: it is replaced"
-    return f"replica {group.index} has {found}, and {pinned} is pinned; annotation {ANNOTATION_RESTARTED_AT} with a new value replaces all"
+        return f"replica {group.index} found {found}, but {pinned} is pinned: the replica is replaced"
+    advice = f"a new value of the annotation {ANNOTATION_RESTARTED_AT} replaces all replicas"
+    return f"replica {group.index} has {found}, but {pinned} is pinned; {advice}"
 
 
 def _failure(group: Group) -> tuple[str, str] | None:

@@ -41,7 +41,7 @@ def _judged(pod: Pod, poll: Poll, digest: str | None, revision: str) -> Pod:
 def _why_replaced(pod: Pod, poll: Poll, digest: str | None, revision: str) -> str:
     """Empty for one that agrees, and for one that has yet to say which model it has."""
     if not pod.owner_uid:
-        return "it does not tell for which object it was made"
+        return "it does not name the object that it was made for"
     if pod.revision != revision:
         return "it has another template"
     if poll.unreachable:

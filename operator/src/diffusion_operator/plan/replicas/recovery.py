@@ -137,12 +137,12 @@ def _with_verdict(group: Group, recovery: ReplicaRecovery) -> Group:
     failures, message = group.failures, group.message[:900]
     when = f"{failures.next_restart:%H:%M:%S} UTC (spec.replicaRecovery)" if failures.next_restart is not None else ""
     if when and group.pod.node_fault:
-        text = f"{message}; the fault is that of node {group.pod.node}, others are preferred for the new pod, which is made at {when}"
+        text = f"{message}; node {group.pod.node} is at fault; a new pod, which prefers other nodes, is made at {when}"
         return msgspec.structs.replace(group, message=text.lstrip("; "))
     own = group.problem in _ITS_OWN_WORDS or group.state is ReplicaState.TERMINATING
     if failures.spent and not group.live and not own:
         pace = f"{failures.count} failures within {recovery.window_seconds} s, so a new pod is made every ten minutes at most"
-        text = f"{pace}{f', the next at {when}' if when else ''}: {message or 'it is starting once more'}"
+        text = f"{pace}{f', the next at {when}' if when else ''}: {message or 'the replica is starting again'}"
         return msgspec.structs.replace(group, problem=Problem.CRASH_LOOPING, message=text)
     if when:
         return msgspec.structs.replace(group, message=f"{message}; a new pod is made at {when}".lstrip("; "))

@@ -121,8 +121,8 @@ def progressing(now: Situation) -> Verdict:
     missing = now.wanted - len(now.groups)
     if now.progress.stalled and now.progress.record is not None:
         limit = f"for {now.spec.rollout.progress_deadline_seconds} s (spec.rollout.progressDeadlineSeconds)"
-        served = f"{now.progress.record.served} of {now.wanted} replicas serve with the new template, and none more {limit}"
-        text = f"{served}; what serves is left alone until the spec changes{_others(now)}"
+        served = f"{now.progress.record.served} of {now.wanted} replicas serve with the new template, and no further one {limit}"
+        text = f"{served}; replicas that serve are left alone until the spec changes{_others(now)}"
         return verdict("Progressing", False, "DeadlineExceeded", text)
     # A group that starts its ranks again gets on by itself.
     stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind and not group.restarting), None)
@@ -204,7 +204,7 @@ def adapters_ready(now: Situation) -> Verdict:
     if tally.count(REFUSED | BROKEN):
         return verdict("AdaptersReady", False, "SomeFailed", f"see the status of LoRAAdapter {tally.names(REFUSED | BROKEN)}")
     if tally.count(EVICTED):
-        text = f"out of memory, and spec.lora.onMissing is Reject; {now.spec.lora.cached} fit (spec.lora.maxCached)"
+        text = f"evicted from memory, and spec.lora.onMissing is Reject; {now.spec.lora.cached} adapters fit (spec.lora.maxCached)"
         return verdict("AdaptersReady", False, "CapacityExceeded", f"{tally.names(EVICTED)}: {text}")
     if not tally.count(WANTED, none_of=READY | WAKEABLE):
         who = "every awake replica serves" if tally.count(READY) else "each replica will serve once a request wakes it"
@@ -242,8 +242,8 @@ def _tally(now: Situation) -> str:
 
 
 def _suspended(now: Situation) -> str:
-    ending = f"; {len(now.groups)} replicas are still to end" if now.groups else ""
-    return f"spec.suspend is true, and spec.replicas ({now.spec.replicas}) is for when it is not{ending}"
+    ending = f"; {len(now.groups)} replicas have not ended yet" if now.groups else ""
+    return f"spec.suspend is true: there are no replicas until it is false, and then spec.replicas ({now.spec.replicas}){ending}"
 
 
 def _rolled_out(now: Situation) -> str:
@@ -257,8 +257,8 @@ def _idle(now: Situation) -> str:
 def _wakes(now: Situation) -> str:
     within = f"within {now.spec.sleep.wake_timeout_seconds} s (spec.sleep.wakeTimeoutSeconds)"
     if now.spec.cold_requests.mode is ColdMode.HOLD:
-        return f"{_tally(now)}; a request would wake it and be served {within}"
-    return f"{_tally(now)}; a request would wake it, get 503 (spec.coldRequests.mode is Reject), and be served when asked again {within}"
+        return f"{_tally(now)}; a request would wake a replica and be served {within}"
+    return f"{_tally(now)}; a request would wake a replica and get 503 (spec.coldRequests.mode is Reject); a later one is served {within}"
 
 
 def _unprobed(now: Situation) -> str:

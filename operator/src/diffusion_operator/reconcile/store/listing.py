@@ -76,7 +76,7 @@ class Listing:
         """Go on without this scope until it can be listed again, as after a deleted namespace was made again."""
         first, self.refusal = not self.refusal, str(error)
         if first:
-            log.warning("scope set aside kind=%s error=%s", self.scope, error)
+            log.warning("kind not listed, next try in 30 s kind=%s error=%s", self.scope, error)
             self._refused()
 
     async def list(self) -> bool:
@@ -87,7 +87,7 @@ class Listing:
         async for page in self._cluster.pages(kind, namespace, labels=self.scope.labels):
             if not version and int(page.version) < newest:
                 log.warning(
-                    "the API server went back kind=%s version=%s known=%d: its store was restored", self.scope, page.version, newest
+                    "resourceVersion went back, as after a restore of etcd kind=%s version=%s known=%d", self.scope, page.version, newest
                 )
                 self._store.rewind(kind, namespace)
             for manifest in page.items:
