@@ -87,8 +87,11 @@ def test_a_configuration_that_would_not_be_applied_exactly_is_refused_by_name(
         (lambda state: {key: value for key, value in state.items() if key != first_key(state, "B")}, "has no lora_B"),
         (lambda state: state | {first_key(state, "A"): torch.full_like(state[first_key(state, "A")], torch.nan)}, "not finite"),
         (lambda state: state | {first_key(state, "B"): torch.full_like(state[first_key(state, "B")], -torch.inf)}, "not finite"),
-        (lambda state: state | {first_key(state, "A"): torch.ones(3, 128)}, "ranks do not meet"),
-        (lambda state: state | {first_key(state, "A"): torch.ones(0, 128), first_key(state, "B"): torch.ones(128, 0)}, "ranks do not meet"),
+        (lambda state: state | {first_key(state, "A"): torch.ones(3, 128)}, "expected shapes with one rank"),
+        (
+            lambda state: state | {first_key(state, "A"): torch.ones(0, 128), first_key(state, "B"): torch.ones(128, 0)},
+            "expected shapes with one rank",
+        ),
         (lambda state: state | {first_key(state, "A"): torch.ones(8, 128, dtype=torch.int64)}, "expected F16, BF16, F32, F64, found I64"),
     ],
 )

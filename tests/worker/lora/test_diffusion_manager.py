@@ -152,7 +152,7 @@ def test_without_a_list_the_least_recently_used_goes_but_none_that_is_in_use_or_
     assert rig.manager.pin_adapter(2)
     assert rig.manager.add_adapter(rig.request(4)).evicted == [3]
     assert rig.manager.pin_adapter(4)
-    with pytest.raises(RequestError, match="3 adapters are in memory, and too few of them can go") as refused:
+    with pytest.raises(RequestError, match="3 adapters are in memory, and too few of them can be evicted") as refused:
         rig.add(5)
     assert refused.value.code is ErrorCode.CAPACITY_EXCEEDED
     assert rig.manager.list_adapters() == [1, 2, 4]
@@ -318,7 +318,7 @@ def test_the_calls_of_a_loaded_worker_say_what_they_did() -> None:
     stripes, frame = (LoRARequest(name, number, str(DIGITS / "loras" / name)) for number, name in ((1, "stripes"), (2, "frame")))
     assert worker.add_lora(request=stripes, options=LoadOptions()).evicted == []
     assert worker.pin_lora(lora_int_id=1)
-    with pytest.raises(RequestError, match="too few of them can go"):
+    with pytest.raises(RequestError, match="too few of them can be evicted"):
         worker.add_lora(request=frame, options=LoadOptions())
     assert worker.unpin_lora(lora_int_id=1)
     assert worker.add_lora(request=frame, options=LoadOptions()).evicted == [1]

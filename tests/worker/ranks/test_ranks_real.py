@@ -153,7 +153,7 @@ async def test_a_rank_that_hears_no_shutdown_is_killed_after_the_grace_and_named
         with caplog.at_level(logging.WARNING):
             await executor.stop()
         assert 3 < time.monotonic() - started < 8
-        assert f"rank 1 (pid {pid}) did not leave within 4 s and is killed" in caplog.text
+        assert f"rank 1 (pid {pid}) did not end within 4 s and is killed" in caplog.text
         assert not process_exists(pid)
 
 

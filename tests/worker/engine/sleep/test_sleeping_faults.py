@@ -348,5 +348,5 @@ async def test_a_group_that_does_not_come_back_ends_the_operation_with_the_engin
 
 async def test_a_defect_of_ours_in_a_sleep_ends_the_engine_as_nothing_is_known_then(rig: SleepRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diffusion_worker.engine.sleep.rank_tasks.unreleased", lambda ranks: 1 / 0)
-    assert "sleep broke: ZeroDivisionError" in problem_of(await rig.sleep()).message
+    assert "sleep failed unexpectedly: ZeroDivisionError" in problem_of(await rig.sleep()).message
     assert rig.engine.state == "failed"

@@ -106,7 +106,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning_and_the_features
     assert compilation.features == {"compile": "none: fell back: Unsupported: no such operation"}
     [said] = [record for record in caplog.records if record.name == "diffusion_worker.runner.loading.compilation"]
     assert said.levelname == "WARNING"
-    assert "--compile default: Block cannot be compiled, everything runs as it is" in caplog.text
+    assert "--compile default: Block cannot be compiled, the model runs uncompiled" in caplog.text
 
 
 def test_a_call_that_fails_compiled_or_not_is_the_requests_fault_and_nothing_is_given_up(

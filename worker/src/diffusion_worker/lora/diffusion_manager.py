@@ -353,7 +353,7 @@ class DiffusionLoRAManager:
         count = len(self._copies)
         going = copies[: max(0, count + 1 - self._cached)]
         if count + 1 - len(going) > most:
-            message = f"adapter {candidate.request.lora_name!r}: {count} adapters are in memory, and too few of them can go"
+            message = f"adapter {candidate.request.lora_name!r}: {count} adapters are in memory, and too few of them can be evicted"
             raise RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
         return [lora_int_id for copy in going for lora_int_id in sorted(self._ids_of(copy))]
 

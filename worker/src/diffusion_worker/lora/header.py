@@ -154,7 +154,7 @@ def _no_header(beginning: bytes, length: int, size: int, label: str) -> RequestE
             return RequestError(code, f"{label}: expected a safetensors file, found {what}")
     if 2 <= length <= size - LENGTH_BYTES:
         return _invalid(f"{label}: its header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")
-    return _invalid(f"{label}: is no safetensors file, or is cut: its header claims {length} bytes, the file has {size}")
+    return _invalid(f"{label}: is no safetensors file, or is truncated: its header claims {length} bytes, the file has {size}")
 
 
 def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHeader:
@@ -250,7 +250,7 @@ def _check_ranges(tensors: Mapping[str, TensorEntry], data_bytes: int, label: st
             what = "overlaps the tensor before it" if entry.begin < at else "leaves a hole before it"
             raise _invalid(f"{label}: {name}: its data_offsets [{entry.begin}, {entry.end}] are wrong: it {what}, which ends at {at}")
         if entry.end > data_bytes:
-            raise _invalid(f"{label}: {name}: ends at byte {entry.end} of {data_bytes}: the file is cut, or its header lies")
+            raise _invalid(f"{label}: {name}: ends at byte {entry.end} of {data_bytes}: the file is truncated, or its header is wrong")
         at = entry.end
     if at != data_bytes:
         raise _invalid(f"{label}: its tensors take {at} bytes, but {data_bytes} follow the header")

@@ -262,4 +262,4 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
 
 
 def _no_room(what: str, why: str) -> RequestError:
-    return RequestError(ErrorCode.CAPACITY_EXCEEDED, f"{what}: {why}, and none of them can go")
+    return RequestError(ErrorCode.CAPACITY_EXCEEDED, f"{what}: {why}, and none of them can be evicted")

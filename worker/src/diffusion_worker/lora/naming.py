@@ -92,7 +92,7 @@ def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Raw
         if taken is None:
             unmatched.append(name)
         elif parts.setdefault(taken.module, {}).setdefault(taken.part, name) != name:
-            raise _invalid(f"{label}: {name}: its module has another such tensor, {parts[taken.module][taken.part]}")
+            raise _invalid(f"{label}: {name}: its module has a second tensor for the same factor, {parts[taken.module][taken.part]}")
     refuse_other_kinds(unmatched, label)
     if unmatched or not parts:
         raise _invalid(f"{label}: expected LoRA tensors only, found {first_of(unmatched) or 'none at all'}")
@@ -169,7 +169,9 @@ def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
     left, right = a.shape, b.shape
     fits = len(left) >= 2 and len(right) in (2, len(left)) and left[0] == right[1] and right[2:].count(1) == len(right) - 2
     if not fits or 0 in left or 0 in right:
-        raise _invalid(f"{label}: {name}: A is {list(left)} and B is {list(right)}, their ranks do not meet")
+        raise _invalid(
+            f"{label}: {name}: A is {list(left)} and B is {list(right)}, expected shapes with one rank, [rank, in] and [out, rank]"
+        )
     return left[0]
 
 
@@ -217,7 +219,9 @@ def _pairs(
         scalings = {scaling(module_of[source]) for source in sources}
         own = model.own_name(module_path(module, denoiser=model.denoiser))
         if len(scalings) != 1 or own in pairs:
-            raise _invalid(f"{label}: {min(sources, default=module)}: diffusers makes one module of several")
+            raise _invalid(
+                f"{label}: {min(sources, default=module)}: expected modules that stay apart, found several that diffusers makes one of"
+            )
         pairs[own] = Factors(found[names.a].tensor, found[names.b].tensor, scalings.pop())
     return pairs
 

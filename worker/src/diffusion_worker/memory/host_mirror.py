@@ -71,7 +71,7 @@ def make_mirror(size: int, *, pinned: bool) -> HostMirror | None:
     """Make a mirror of `size` bytes; return None where the host has no room, so that a wake reads files."""
     found = available_bytes(HOST)
     if found < size:
-        log.warning("no mirror of %d bytes of weights in host memory, which has %d: waking will read their files", size, found)
+        log.warning("no mirror of the weights in host memory, wakes will read their files: expected %d bytes, found %d free", size, found)
         return None
     return HostMirror(size, pinned=pinned)
 

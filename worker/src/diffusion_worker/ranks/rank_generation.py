@@ -160,7 +160,7 @@ class RankGeneration:
             self.wire.send(Shutdown())
             await self._wait_for_exits(STOP_GRACE_S)
             for rank in self._alive():
-                log.warning("rank %d (pid %d) did not leave within %g s and is killed", rank.number, rank.pid, STOP_GRACE_S)
+                log.warning("rank %d (pid %d) did not end within %g s and is killed", rank.number, rank.pid, STOP_GRACE_S)
         self._kill_all()
         await self._wait_for_exits(KILL_GRACE_S)
         for rank in self._alive():

@@ -143,7 +143,7 @@ class WorkerProc:
         return self._wire.receive(self._on_dropped, self._output.check)
 
     def _on_dropped(self, count: int) -> None:
-        log.warning("dropped a frame that is no message, %d so far", count)
+        log.warning("dropped a malformed message, %d so far", count)
         self._output.send(Dropped(self._rank, count))
 
     def execute_rpc(self, rpc: Rpc) -> RpcReply | None:
@@ -178,7 +178,7 @@ class WorkerProc:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: the ranks' worker has no such method to call")
         types = self._methods[rpc.method]
         if types is not None and (strangers := sorted(set(rpc.kwargs) - set(types))):
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: takes no argument {', '.join(strangers)}")
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: expected only known arguments, found {', '.join(strangers)}")
         try:
             return {name: msgspec.msgpack.decode(value, type=types[name] if types else Any) for name, value in rpc.kwargs.items()}
         except msgspec.DecodeError as error:

@@ -65,7 +65,7 @@ class Probe:
         Raises:
             RequestError: InsufficientMemory.
         """
-        why = f"{model.pipeline} serves no task that it could be of"
+        why = f"{model.pipeline} serves no task that a probe can be made for"
         for request in probe_requests(model, self._tasks):
             try:
                 image = self._image(request)

@@ -81,7 +81,7 @@ class RankMemory:
                 self._give_back(tag, forget=False)
             give_back_heap(self._device)
             if classify(error) is Fault.OUT_OF_MEMORY:
-                raise _insufficient(needed, available_bytes(self._device), "memory was too small") from error
+                raise _insufficient(needed, available_bytes(self._device), "when an allocation failed") from error
             if isinstance(error, ConfigError):
                 raise RequestError(ErrorCode.ENGINE_FAILED, f"the weights cannot be restored: {error}") from error
             raise

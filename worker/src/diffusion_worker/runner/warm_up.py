@@ -87,7 +87,7 @@ def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpR
         if (request := own_request(spec, model)) is not None:
             yield request
         else:
-            log.warning("no warm-up: %s serves no task that it could be of", model.pipeline)
+            log.warning("no warm-up: %s serves no task that a warm-up request can be made for", model.pipeline)
 
 
 def own_request(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest | None:

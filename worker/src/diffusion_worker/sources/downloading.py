@@ -264,11 +264,11 @@ class Transfer:
         """Check whether an answer continues the partial file or begins again, before its body is read."""
         status = response.status_code
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and self._done:
-            raise Changed("it has no more than was read")
+            raise Changed("the source has no bytes beyond those read so far")
         if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
             raise_for_status(response, self._file.what)
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.what}: the source sent it compressed, which was not asked for")
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.what}: expected the file as it is, found it compressed by the source")
         etag = response.headers.get("etag")
         if self._done and status == HTTPStatus.OK:
             # The source cannot continue, or its content changed: the answer is the whole file.

@@ -52,7 +52,7 @@ def _ask(api: huggingface_hub.HfApi, source: HuggingFaceSource, what: str) -> An
     except httpx2.HTTPError as error:
         raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: the hub cannot be reached ({type(error).__name__})") from None
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: expected a hub's answer, found something else") from None
+        raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: expected a hub's answer in JSON, found another form") from None
 
 
 def _refusal(error: HfHubHTTPError, what: str) -> RequestError:

@@ -51,7 +51,7 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
             last = _recorded(job, cache, "last", leases) if job.revision is None and job.wanted is ArtifactKind.MODEL else None
             if last is None or error.code not in UNREACHABLE:
                 raise
-            return msgspec.structs.replace(last, note=f"used as it was fetched last, at {last.revision}: {error.message}")
+            return msgspec.structs.replace(last, note=f"the version fetched last is used, {last.revision}: {error.message}")
         moved = job.revision not in (None, resolved.revision)
         if moved and job.digest is None:
             raise _moved(job, resolved)
@@ -81,7 +81,7 @@ def resolve(source: Source, question: ResolveContext) -> Resolved:
         from diffusion_worker.sources.s3 import resolve_s3
 
         return resolve_s3(source.s3, question)
-    raise RequestError(ErrorCode.INVALID_REQUEST, f"{question.what}: expected a source that is elsewhere")
+    raise RequestError(ErrorCode.INVALID_REQUEST, f"{question.what}: expected huggingFace, s3 or http, found a source without a download")
 
 
 def _pinned(job: FetchJob) -> str | None:
@@ -115,7 +115,7 @@ def _at_revision(job: FetchJob) -> Source:
 
 
 def _moved(job: FetchJob, resolved: Resolved) -> RequestError:
-    found = f"expected the state {job.revision}, found that the source is at {resolved.revision} by now"
+    found = f"expected revision {job.revision}, found {resolved.revision} at the source"
     return RequestError(ErrorCode.DIGEST_MISMATCH, f"{job.what}: {found}, which is another model")
 
 

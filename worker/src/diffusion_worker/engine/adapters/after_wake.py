@@ -159,7 +159,7 @@ class AdapterWaking:
         try:
             left_s = deadline_s - asyncio.get_running_loop().time()
             if left_s <= 0:
-                raise RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected it loaded again within the wake's deadline")
+                raise RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected its load to end within the wake's deadline")
             loaded = await self._tell.add_for(adapter, victims, timeout_s=left_s)
         except RequestError as error:
             log.error("adapter=%s not loaded after the sleep code=%s: %s", adapter.name, error.code, error.message)

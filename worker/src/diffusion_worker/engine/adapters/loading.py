@@ -245,7 +245,7 @@ class AdapterLoader:
         except RequestError as error:
             self._outcomes.failed(adapter, load, error)
         except Exception as error:
-            log.exception("adapter=%s the load broke", adapter.name)
+            log.exception("adapter=%s the load failed unexpectedly", adapter.name)
             self._outcomes.failed(
                 adapter, load, RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: {type(error).__name__}: {error}")
             )

@@ -250,7 +250,7 @@ class StepLoop:
         except GroupFailed as error:
             self._broken(str(error))
         except Exception as error:
-            log.exception("the engine broke")
+            log.exception("the step loop failed unexpectedly")
             self._broken(f"{type(error).__name__}: {error}")
 
     async def _step_for_ever(self) -> None:

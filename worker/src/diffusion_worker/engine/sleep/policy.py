@@ -78,7 +78,7 @@ class SleepRules:
         try:
             desired = read_desired(self._path)
         except ConfigError as error:
-            log.error("the desired file is kept as it was: %s", error)
+            log.error("the changed desired file is not used, the last one stays in force: %s", error)
             return
         before, self._desired = self._desired.sleep.policy, desired
         if desired.sleep.policy is not before:

@@ -46,7 +46,7 @@ class SleepNotes:
             part.write_bytes(msgspec.json.encode(record))
             part.replace(self._path)
         except OSError as error:
-            log.error("no record of the sleep at %s: %s", self._path, error)
+            log.error("the record of the sleep cannot be written path=%s: %s", self._path, error)
 
     def remove(self) -> None:
         """Remove the record, as the model does not sleep any more; harmless without one."""
@@ -55,7 +55,7 @@ class SleepNotes:
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
-            log.error("the record of the sleep stays at %s: %s", self._path, error)
+            log.error("the record of the sleep cannot be removed path=%s: %s", self._path, error)
 
     def read(self) -> SleepRecord | None:
         """Return the predecessor's record; None if there is none, or one of other options, another version or another model."""
@@ -66,7 +66,7 @@ class SleepNotes:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("the record of a sleep at %s is void: %s", self._path, error)
+            log.warning("the record of a sleep cannot be read path=%s: %s", self._path, error)
             return None
         if record.key != self._key():
             log.warning("the record of a sleep at %s is void: it was made with other options, another version or another model", self._path)

@@ -94,7 +94,9 @@ class Preparation:
                     await self._warm_up()
                 await self._loader.apply_deferred(max(0.001, until_s - loop.time()))
         except TimeoutError:
-            raise RequestError(ErrorCode.TIMEOUT, "wake: expected the warm-up and the adapters within its deadline") from None
+            raise RequestError(
+                ErrorCode.TIMEOUT, "wake: expected the warm-up and the loads of adapters to end within its deadline"
+            ) from None
         await self._verification.verify(timeout_s=max(0.001, until_s - loop.time()))
 
     async def _warm_up(self) -> None:

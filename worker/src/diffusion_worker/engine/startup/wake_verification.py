@@ -53,7 +53,7 @@ class Verification:
         self._require(difference(self.recorded, found))
         if not (wrong := wrong_adapters(self._adapters(), found)):
             return
-        log.error("after the wake %s: loaded again", "; ".join(wrong.values()))
+        log.error("adapters differ after the wake and are loaded again: %s", "; ".join(wrong.values()))
         await self._load_again(wrong, _left_s(until_s))
         found = await self.take(timeout_s=_left_s(until_s))
         self._require(difference(self.recorded, found))
@@ -61,7 +61,7 @@ class Verification:
 
     def _require(self, problem: str | None) -> None:
         if problem is not None:
-            raise RequestError(ErrorCode.VERIFICATION_FAILED, f"the wake cannot be trusted: {problem}")
+            raise RequestError(ErrorCode.VERIFICATION_FAILED, f"the verification of the wake failed: {problem}")
 
 
 def difference(recorded: Sequence[Fingerprint], found: Sequence[Fingerprint]) -> str | None:

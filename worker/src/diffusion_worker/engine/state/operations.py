@@ -121,8 +121,8 @@ class Operations:
         except asyncio.CancelledError:
             problem = ProblemReport(ErrorCode.TERMINATING, "the server is shutting down", True)
         except Exception as error:
-            log.exception("%s operation=%s broke", kind, operation_id)
-            problem = ProblemReport(ErrorCode.ENGINE_FAILED, f"{kind} broke: {error!r}", True)
+            log.exception("%s operation=%s failed unexpectedly", kind, operation_id)
+            problem = ProblemReport(ErrorCode.ENGINE_FAILED, f"{kind} failed unexpectedly: {error!r}", True)
             self._broken(problem.message)
         finally:
             self._running = None

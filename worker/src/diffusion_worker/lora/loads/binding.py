@@ -92,4 +92,4 @@ def _require_once(adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]])
     counts = Counter([(id(piece.layer), piece.part) for _, piece, _ in found])
     if len(counts) < len(found):
         twice = [name for name, piece, _ in found if counts[id(piece.layer), piece.part] > 1]
-        raise invalid(f"adapter {adapter!r}: names of one layer: {', '.join(dict.fromkeys(twice[:MOST_NAMES]))}")
+        raise invalid(f"adapter {adapter!r}: expected one name for a layer, found several: {', '.join(dict.fromkeys(twice[:MOST_NAMES]))}")

@@ -94,7 +94,7 @@ class Compilation:
         """Run everything uncompiled from now on: compiling in vain at each call would be slow."""
         words = next((line.strip() for line in str(error).splitlines() if line.strip()), "no words")
         self._reason = f"{type(error).__name__}: {words}"[:REASON_CHARS]
-        log.warning("--compile %s: %s cannot be compiled, everything runs as it is: %s", self._kind, type(region).__name__, self._reason)
+        log.warning("--compile %s: %s cannot be compiled, the model runs uncompiled: %s", self._kind, type(region).__name__, self._reason)
         log.debug("the reason it cannot be compiled", exc_info=error)
 
 

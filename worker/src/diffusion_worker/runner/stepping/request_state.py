@@ -170,7 +170,7 @@ class DiffusionRequestState:
                 return
             with self._running():
                 self._fiber.throw(greenlet.GreenletExit)
-        log.warning("request %s swallows its end %d times; it is left as it is", self.spec.request_id, MOST_EXITS)
+        log.warning("request %s caught the exception that ends it %d times, and is left suspended", self.spec.request_id, MOST_EXITS)
         if self._fiber.changes is not None:
             self._fiber.changes.put_back()
 

@@ -167,7 +167,7 @@ async def _over(engine: Engine, operation_id: str, kind: str) -> OperationResult
         async with asyncio.timeout(OVER_TIMEOUT_S):
             result = await engine.operation_over(operation_id)
     except TimeoutError:
-        raise RequestError(ErrorCode.TIMEOUT, f"expected the operation to be over within {OVER_TIMEOUT_S:g} s; it goes on") from None
+        raise RequestError(ErrorCode.TIMEOUT, f"expected the operation to end within {OVER_TIMEOUT_S:g} s; it goes on") from None
     if result is None or result.kind != kind:
         return None  # a wake during the drain cancelled the sleep, so nothing slept
     if result.error is not None:
