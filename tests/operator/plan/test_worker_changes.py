@@ -14,7 +14,7 @@ from support.operator.rig import Rig, adapter, serving, with_adapter
 from support.operator.scripted_workers import ScriptedWorker
 
 WRONG = WireError(code="VerificationFailed", message="rank 0: weights: expected the checksum a of the load, found b")
-TIMEOUT = WireError(code="Timeout", message="wake: expected the warm-up and the adapters within its deadline")
+TIMEOUT = WireError(code="Timeout", message="wake: expected the warm-up and the loads of adapters to end within its deadline")
 
 
 def loaded(name: str = "x", seconds: float | None = 0.5, **change: Any) -> AdapterRecord:

@@ -235,7 +235,7 @@ async def test_an_evicted_adapter_whose_requests_are_refused_is_not_ready_and_sa
     assert rig.adapter_condition("Loaded", "a") == ("False", "Evicted")
     assert rig.adapter_condition("Ready", "b") == ("True", "LoadedEverywhere")
     assert rig.condition("AdaptersReady") == ("False", "CapacityExceeded")
-    assert "2 fit" in rig.message("AdaptersReady")
+    assert "2 adapters fit" in rig.message("AdaptersReady")
 
 
 async def test_evicted_adapters_come_back_as_room_allows_by_their_priority_and_no_more_than_fit() -> None:
@@ -267,7 +267,7 @@ async def test_an_adapter_on_demand_is_ready_before_anybody_has_fetched_it() -> 
     assert worker.loads == []
     assert rig.adapter_condition("Ready") == ("True", "CachedOnDemand")
     assert rig.adapter_condition("SourceResolved") == ("Unknown", "NotTried")
-    assert rig.adapter_message("SourceResolved") == "it is fetched at its first request"
+    assert rig.adapter_message("SourceResolved") == "the adapter is fetched at its first request"
     await rig.run(60)
     assert worker.calls == ["put x"]
 
