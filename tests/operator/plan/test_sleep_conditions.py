@@ -134,9 +134,9 @@ def message(type_: str, status: DeploymentStatus) -> str:
 
 def test_the_message_says_when_a_request_would_be_served() -> None:
     status = planned(pod(), states={0: ASLEEP}, sleep=ON_IDLE | {"wakeTimeoutSeconds": 45}).status
-    assert "a request would wake it and be served within 45 s" in message("Ready", status)
+    assert "a request would wake a replica and be served within 45 s" in message("Ready", status)
     rejecting = planned(pod(), states={0: ASLEEP}, sleep=ON_IDLE, coldRequests={"mode": "Reject"}).status
-    assert "get 503 (spec.coldRequests.mode is Reject), and be served when asked again within 120 s" in message("Ready", rejecting)
+    assert "get 503 (spec.coldRequests.mode is Reject); a later one is served within 120 s" in message("Ready", rejecting)
 
 
 def test_what_the_schema_cannot_refuse_is_told() -> None:

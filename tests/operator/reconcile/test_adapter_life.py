@@ -292,7 +292,7 @@ async def test_a_resident_adapter_that_is_evicted_comes_back() -> None:
     await rig.run(15)
     assert worker.adapters["x"].state is RecordState.LOADED
     assert rig.adapter_condition("Degraded") == ("True", "EvictedUnexpectedly")
-    assert "evicted it 1 times" in rig.adapter_message("Degraded")
+    assert "evicted the adapter 1 times" in rig.adapter_message("Degraded")
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
     await rig.run(620)
     assert rig.adapter_condition("Degraded") == ("False", "AsExpected")
