@@ -14,11 +14,15 @@ pytestmark = pytest.mark.apiserver
 
 
 def servers_in(folder: Path) -> list[str]:
-    return [
-        entry.name
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and str(folder) in (entry / "cmdline").read_bytes().decode(errors="replace")
-    ]
+    return [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit() and str(folder) in command_line(entry)]
+
+
+def command_line(process: Path) -> str:
+    """Return the command line of a process, empty for one that has ended meanwhile."""
+    try:
+        return (process / "cmdline").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def kubectl(kubeconfig: Path, *words: str) -> str:

@@ -91,6 +91,8 @@ class HttpWorkerClient:
 
         They are never again taken for workers of a version that cannot.
         """
+        self._cleared: dict[str, str] = {}
+        """The token that may be sent on open connections, by address. A connection stays open after a proof that failed."""
         self._poll_timeout_s = poll_timeout_s
         self._call_timeout_s = call_timeout_s
         self._port = port
@@ -171,10 +173,13 @@ class HttpWorkerClient:
         try:
             async with asyncio.timeout(timeout_s):
                 for _ in range(PROOF_TRIES):
-                    with contextlib.suppress(NeedsProof):
-                        return await self._once(request, opens=False)
+                    if self._cleared.get(ip) == token:
+                        with contextlib.suppress(NeedsProof):
+                            return await self._once(request, opens=False)
+                    self._cleared.pop(ip, None)
                     async with asyncio.timeout(self._poll_timeout_s):
                         proven = await self._prove(ip, token=token, pod_uid=pod_uid)
+                    self._cleared[ip] = token
                     if not proven:
                         return await self._once(request, opens=True)
             raise ControlUnreachable(f"{what}: the worker closed each connection after it had proved that it has the control token")

@@ -119,10 +119,24 @@ async def test_each_connection_is_proved_while_several_calls_run_beside_each_oth
 
 
 async def test_who_has_another_token_is_sent_none(client: HttpWorkerClient, worker: ProvingWorker) -> None:
-    with pytest.raises(ControlRefused, match="not proved that it has the control token") as refused:
-        await state(client, token="another")
-    assert (refused.value.status, refused.value.code) == (401, "Unauthorized")
+    for _ in range(3):  # the connection of a proof that failed stays open
+        with pytest.raises(ControlRefused, match="not proved that it has the control token") as refused:
+            await state(client, token="another")
+        assert (refused.value.status, refused.value.code) == (401, "Unauthorized")
     assert worker.tokens == []
+
+
+async def test_a_stranger_that_takes_the_address_of_a_proved_worker_is_sent_no_token_at_any_call(worker: ProvingWorker) -> None:
+    client, stranger = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=5, port=0), ProvingWorker(token="guessed")
+    async with listening(worker) as port:
+        client._port = port
+        await state(client)
+    async with listening(stranger, port=port):
+        for _ in range(3):
+            with pytest.raises(ControlRefused, match="not proved"):
+                await state(client)
+    await client.close()
+    assert stranger.tokens == []
 
 
 async def test_another_pod_of_the_deployment_is_sent_none(client: HttpWorkerClient, worker: ProvingWorker) -> None:
@@ -245,3 +259,40 @@ async def test_rf10_after_a_rotation_the_proof_says_which_token_the_worker_has(c
     worker.token = new
     assert (await tokens.call(IP, ask)).boot_id == "b"
     assert worker.tokens[-1] == new
+
+
+async def test_a_worker_that_gets_the_new_token_between_two_tries_is_tried_with_it_again(
+    client: HttpWorkerClient, worker: ProvingWorker
+) -> None:
+    settings = Settings(engine_image="i", operator_key=b"n" * 32, previous_keys=(b"k" * 32,))
+    tokens = ControlTokens(settings, ObjectMeta(name="d", namespace="n", uid="u", creation_timestamp=EPOCH, generation=1))
+    new, worker.token = tokens._tokens
+
+    async def ask(token: str) -> Any:
+        if token != new:
+            worker.token = new
+        return await state(client, token=token)
+
+    assert (await tokens.call(IP, ask)).boot_id == "b"
+    assert worker.tokens == [new]
+
+
+async def test_an_adopted_worker_is_tried_with_the_new_objects_token_before_that_of_the_object_that_its_pod_was_made_for(
+    client: HttpWorkerClient, worker: ProvingWorker
+) -> None:
+    settings = Settings(engine_image="i", operator_key=b"k" * 32)
+    before, after = (ObjectMeta(name="d", namespace="n", uid=uid, creation_timestamp=EPOCH, generation=1) for uid in ("u1", "u2"))
+    tokens = ControlTokens(settings, after)
+    tried: list[str] = []
+
+    async def ask(token: str) -> Any:
+        tried.append(token)
+        return await state(client, token=token)
+
+    [new], [old] = tokens._tokens, ControlTokens(settings, before)._tokens
+    worker.token = old
+    with pytest.raises(ControlRefused):
+        await tokens.call(IP, ask)
+    tokens.inherit({IP: "u1"})
+    assert (await tokens.call(IP, ask)).boot_id == "b"
+    assert (tried, worker.tokens) == ([new, new, old], [old])

@@ -34,7 +34,8 @@ class ControlTokens:
         """Return the answer, or raise the failure, of `send` with the first token that the worker accepts."""
         tokens = (*self._tokens, *(self._of_object(self._inherited[ip]) if ip in self._inherited else ()))
         first = self._taken.get(ip, tokens[0])
-        left = [first, *(token for token in tokens if token != first)]
+        others = [token for token in tokens if token != first]
+        left = [first, *others, first] if others else [first]  # the worker may have got the first one between two tries
         while True:
             token = left.pop(0)
             try:
