@@ -110,7 +110,13 @@ def cli() -> None:
     "--lora", "loras", multiple=True, metavar="NAME=SOURCE", help="An adapter at start: a path, hf://, s3://, pvc://, https:// or JSON."
 )
 @click.option("--desired", "desired_path", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
-@click.option("--dtype", type=click.Choice([dtype.value for dtype in Dtype]), default=Dtype.AUTO.value, show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice([dtype.value for dtype in Dtype]),
+    default=Dtype.AUTO.value,
+    show_default=True,
+    help="Type of the weights in memory; auto is bfloat16 on a GPU and float32 on a CPU.",
+)
 @click.option(
     "--device",
     type=click.Choice([device.value for device in Device]),
@@ -130,7 +136,13 @@ def cli() -> None:
     help="Start of rank processes; by default spawn where there is a GPU.",
 )
 @click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
-@click.option("--load-format", type=click.Choice([kind.value for kind in LoadFormat]), default=LoadFormat.DEFAULT.value, show_default=True)
+@click.option(
+    "--load-format",
+    type=click.Choice([kind.value for kind in LoadFormat]),
+    default=LoadFormat.DEFAULT.value,
+    show_default=True,
+    help="Source of weights and class: the model's files, a class of your own, or random weights.",
+)
 @click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Images in one batch.")
 @click.option(
     "--batch-window-milliseconds",
@@ -141,12 +153,34 @@ def cli() -> None:
 )
 @click.option("--exact", is_flag=True, help="Every request's model calls run alone: bit-equal to diffusers at one rank.")
 @click.option("--prompt-cache-size", type=click.IntRange(0, 65_536), default=32, show_default=True, help="Encoded prompts kept; 0: none.")
-@click.option("--compile", type=click.Choice([kind.value for kind in Compile]), default=Compile.NONE.value, show_default=True)
-@click.option("--offload", type=click.Choice([kind.value for kind in Offload]), default=Offload.NONE.value, show_default=True)
 @click.option(
-    "--quantization", type=click.Choice([kind.value for kind in Quantization]), default=Quantization.NONE.value, show_default=True
+    "--compile",
+    type=click.Choice([kind.value for kind in Compile]),
+    default=Compile.NONE.value,
+    show_default=True,
+    help="Compile the denoiser's repeated blocks with torch.",
 )
-@click.option("--step-cache", type=click.Choice([kind.value for kind in StepCache]), default=StepCache.NONE.value, show_default=True)
+@click.option(
+    "--offload",
+    type=click.Choice([kind.value for kind in Offload]),
+    default=Offload.NONE.value,
+    show_default=True,
+    help="Keep weights in host memory, and bring a component or a block at a time to the GPU.",
+)
+@click.option(
+    "--quantization",
+    type=click.Choice([kind.value for kind in Quantization]),
+    default=Quantization.NONE.value,
+    show_default=True,
+    help="Keep the denoiser's weights in fewer bits.",
+)
+@click.option(
+    "--step-cache",
+    type=click.Choice([kind.value for kind in StepCache]),
+    default=StepCache.NONE.value,
+    show_default=True,
+    help="Let steps reuse what earlier ones computed.",
+)
 @click.option(
     "--warmup-steps", type=click.IntRange(0, 200), default=1, show_default=True, help="Steps of a warm-up request before ready; 0: none."
 )
@@ -172,7 +206,7 @@ def cli() -> None:
     "--max-queued-seconds",
     NumberRange(min=1, max=604_800),
     QueueLimits().max_queued_seconds,
-    "Most time that all requests may be expected to need, by what steps took.",
+    "Most seconds of work in the queue, estimated from measured steps.",
 )
 @_bound(
     "--max-queued-bytes",
@@ -199,7 +233,7 @@ def cli() -> None:
 @click.option(
     "--max-loras-per-request", type=click.IntRange(1, 64), help="Most adapters of one request; by default 4, or --max-loras if less."
 )
-@click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True)
+@click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True, help="Largest rank of an adapter.")
 @click.option(
     "--lora-target-module", "lora_target_modules", multiple=True, metavar="NAME", help="Layers adapters may change; by default any."
 )
@@ -210,7 +244,14 @@ def cli() -> None:
     show_default=True,
     help="Treatment of a request whose adapter is known but not in memory.",
 )
-@click.option("--lora-load-timeout-seconds", "lora_load_timeout_s", type=SECONDS, default=120.0, show_default=True)
+@click.option(
+    "--lora-load-timeout-seconds",
+    "lora_load_timeout_s",
+    type=SECONDS,
+    default=120.0,
+    show_default=True,
+    help="Time to fetch and load an adapter whose call gives none.",
+)
 @click.option("--cache-dir", metavar="PATH", help="Folder that keeps fetched models and adapters; by default they go with the worker.")
 @click.option(
     "--cache-size-bytes",
@@ -224,7 +265,7 @@ def cli() -> None:
     "--claims-dir", default=CLAIMS_DIR, show_default=True, metavar="PATH", help="Folder with a folder for each claim of a source."
 )
 @click.option("--allow-http-sources", is_flag=True, help="Sources over http, not only https: for tests and closed networks.")
-@click.option("--host", default="0.0.0.0", show_default=True)
+@click.option("--host", default="0.0.0.0", show_default=True, help="Address of the data port, and of the control port if it has a token.")
 @click.option("--port", type=PORT, default=8000, show_default=True, help="Images, models, probes, metrics; 0 takes a free one.")
 @click.option("--control-port", type=PORT, default=8001, show_default=True, help="State, sleep, wake, adapters; 0 takes a free one.")
 @click.option(
@@ -244,7 +285,14 @@ def cli() -> None:
 )
 @click.option("--worker-extension", metavar="MODULE:CLASS", help="A class mixed into every rank's worker.")
 @click.option("--profile-dir", metavar="PATH", help="A folder for the traces of POST /v1/profile; without it there are none.")
-@click.option("--startup-timeout-seconds", "startup_timeout_s", type=SECONDS, default=1800.0, show_default=True)
+@click.option(
+    "--startup-timeout-seconds",
+    "startup_timeout_s",
+    type=SECONDS,
+    default=1800.0,
+    show_default=True,
+    help="Time that a stage of the start may take, such as loading the model.",
+)
 @click.option(
     "--tick-timeout-seconds",
     "tick_timeout_s",

@@ -270,7 +270,7 @@ def _part(name: str, whole: torch.Tensor, cut: Cut | None, unread: Placeholders)
     if unread.stored_of(whole):
         whole = torch.empty_like(whole, device="meta")
     elif is_lost(whole):
-        raise ConfigError(f"tensor {name}: its contents were not read, and it was copied: this pipeline class cannot be loaded")
+        raise ConfigError(f"tensor {name}: the pipeline class copied it before its contents were read, which is not supported")
     return whole if cut is None else cut(name, whole)
 
 

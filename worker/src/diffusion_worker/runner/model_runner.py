@@ -159,7 +159,7 @@ class DiffusionModelRunner:
         if self.pipeline is None or self._kinds is None:
             return
         if self.loras is not None:
-            self._have_own_weights("no other manager of adapters")
+            self._have_own_weights("the manager of adapters cannot be replaced")
             self.loras.unregister_modules()
             forget_copies()
         modules = modules_of(self.pipeline)
@@ -240,7 +240,7 @@ class DiffusionModelRunner:
         Raises:
             RequestError: Busy while requests run; Asleep; InsufficientMemory.
         """
-        self._have_own_weights("no fingerprint")
+        self._have_own_weights("no fingerprint can be taken")
         assert self._model is not None and self._tasks is not None and self.loras is not None
         # The probe comes first, because ranks make it together: one that fails later keeps no other waiting.
         made = Probe(self._tasks, self._parallel, modules_of(self.pipeline), self._compute).digest(self._model) if probe else None
