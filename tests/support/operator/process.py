@@ -79,7 +79,7 @@ class CountingProcess(handlers.Process, Collector):
         return result
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        actions = GaugeMetricFamily("under_test_actions", "Begun.", labels=["what"])
+        actions = GaugeMetricFamily("under_test_actions", "Actions that were begun, by kind.", labels=["what"])
         for what, count in Counter(" ".join(place.split()[1:3]) for place in list(POINTS.passed) if place.startswith("before")).items():
             actions.add_metric([what], count)
         yield actions
@@ -87,7 +87,9 @@ class CountingProcess(handlers.Process, Collector):
         for (where, namespace), count in self._kept().items():
             kept.add_metric([where, namespace], count)
         yield kept
-        yield GaugeMetricFamily("under_test_most_passes", "Of one object.", value=max(self.passes.values(), default=0))
+        yield GaugeMetricFamily(
+            "under_test_most_passes", "The most passes over a single object.", value=max(self.passes.values(), default=0)
+        )
 
     def _kept(self) -> Counter[tuple[str, str]]:
         """Count the entries about objects by the place that keeps them and the namespace of the object."""

@@ -241,6 +241,7 @@ def test_a_model_that_a_request_wakes_says_so_and_what_is_waited_for(open_page: 
         expect(page.locator("#state-text")).to_have_text(re.compile("^waking up, 1 held"), timeout=DEADLINE_MS)
         finished(page)
         assert any(re.match("Waiting: the model is (asleep|waking)", step) for step in page.evaluate("window.seen.steps"))
+        page.close()  # it asks for the state every two seconds, and the worker ends next
 
 
 def test_while_the_model_loads_the_page_says_how_far_it_is(open_page: Callable[..., Page]) -> None:
@@ -248,6 +249,7 @@ def test_while_the_model_loads_the_page_says_how_far_it_is(open_page: Callable[.
         page = open_page(worker)
         expect(page.locator("#state-text")).to_have_text("the model is loading, 0 %")
         expect(page.locator("#state-text")).to_have_text("ready", timeout=DEADLINE_MS)
+        page.close()  # it asks for the state every two seconds, and the worker ends next
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab_only(open_page: Callable[..., Page], tmp_path: Path) -> None:
@@ -266,6 +268,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(open_page: Callable[..., Pa
         expect(page.locator("#key-section")).to_be_hidden()
         kept: Any = page.evaluate("[Object.values({...sessionStorage}), Object.keys({...localStorage}), document.cookie]")
         assert kept == [["the-key"], [], ""]
+        page.close()
 
 
 def test_a_worker_that_is_gone_is_told_as_such(open_page: Callable[..., Page]) -> None:
@@ -286,6 +289,7 @@ def test_a_worker_without_the_page_answers_404(open_page: Callable[..., Page]) -
         assert "there is no such route" in page.locator("body").inner_text()
         assert worker.get("/v1/status").status_code == 404
         assert worker.get("/v1/models").status_code == 200
+        page.close()
 
 
 def test_where_there_is_no_chromium_its_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
