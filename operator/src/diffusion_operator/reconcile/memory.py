@@ -108,7 +108,7 @@ class PollRecord:
 
     def hurry(self) -> None:
         """End the pause between two looks at a worker that cannot be watched, or leave the next one out."""
-        if self.followed is not Followed.WATCHED:
+        if self.state is not None and not self.state.revision:
             self._pause_over.set()
 
     async def pause(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from diffusion_operator.api.merged_state import merged
 from diffusion_operator.api.meta import ObjectMeta
@@ -37,7 +37,15 @@ Place = tuple[str, str]
 log = logging.getLogger(__name__)
 
 
-@dataclass
+class _Worker(NamedTuple):
+    """The fields of a pod by which its worker is called. The pod itself is not kept for as long as it is watched."""
+
+    pod: str
+    uid: str
+    ip: str
+
+
+@dataclass(slots=True)
 class _Watch:
     """The task of a pod, for one life of its container at one address. It writes into the memory of one object."""
 
@@ -84,7 +92,8 @@ class WorkerWatches:
             watches.pop(uid).task.cancel()
         for pod in pods if self._open else ():
             if pod.uid not in watches:
-                task = asyncio.create_task(self._run(place, memory, pod), name=f"watch {pod.name}")
+                worker, record = _Worker(pod.name, pod.uid, pod.ip), memory.record_of(pod, self._runtime.now())
+                task = asyncio.create_task(self._run(place, memory, worker, record), name=f"watch {pod.name}")
                 watches[pod.uid] = _Watch(life=lives[pod.uid], memory=memory, task=task)
         if watches:
             self._watches[place] = watches
@@ -103,12 +112,12 @@ class WorkerWatches:
         for watch in self._watches.pop((namespace, deployment), {}).values():
             watch.task.cancel()
 
-    async def _run(self, place: Place, memory: DeploymentMemory, pod: Pod) -> None:
+    async def _run(self, place: Place, memory: DeploymentMemory, worker: _Worker, record: PollRecord) -> None:
         """Until it is cancelled."""
-        record, quick = memory.record_of(pod, self._runtime.now()), 0
+        quick = 0
         while True:
             begun = self._monotonic()
-            changed = await self._ask(memory, pod, record)
+            changed = await self._ask(memory, worker, record)
             if changed:
                 self._runtime.wake(deployment_key(*place))
             if record.failures:
@@ -120,14 +129,14 @@ class WorkerWatches:
             quick = quick + 1 if self._monotonic() - begun < QUICK_S else 0
             await asyncio.sleep(min(BURST_PAUSE_MAX_S, BURST_STEP_S * max(0, quick - 1)))
 
-    async def _ask(self, memory: DeploymentMemory, pod: Pod, record: PollRecord) -> bool:
+    async def _ask(self, memory: DeploymentMemory, worker: _Worker, record: PollRecord) -> bool:
         """Return whether the answer, or its absence, is news. A worker that was lost is asked to answer at once."""
         wait_s = WAIT_S if record.revision and not record.failures else 0.0
         workers, runtime = self._runtime.workers, self._runtime
         try:
             state = await memory.tokens.call(
-                pod.ip,
-                lambda token: workers.state(pod.ip, token=token, pod_uid=pod.uid, after=record.revision, wait_s=wait_s),
+                worker.ip,
+                lambda token: workers.state(worker.ip, token=token, pod_uid=worker.uid, after=record.revision, wait_s=wait_s),
             )
             return hear(runtime, record, state)
         except NotLeading:
@@ -135,7 +144,7 @@ class WorkerWatches:
         except ControlError as error:
             return record.failed(str(error), runtime.now())
         except Exception as error:  # a worker's strange answer must not end its watch
-            log.exception("watch failed pod=%s", pod.name)
+            log.exception("watch failed pod=%s", worker.pod)
             return record.failed(f"{type(error).__name__}: {error}", runtime.now())
 
     def _reconnect_s(self, failures: int) -> float:
