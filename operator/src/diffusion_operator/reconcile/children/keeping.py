@@ -32,7 +32,7 @@ from diffusion_operator.plan.observed.children import ChildState
 from diffusion_operator.plan.observed.ownership import is_controlled_by
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.reconcile.children.one_child import keep_child
-from diffusion_operator.reconcile.memory import Applied, DeploymentMemory
+from diffusion_operator.reconcile.memory import NONE, Applied, DeploymentMemory
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.child import Child, absent, asked, child_key
@@ -66,7 +66,7 @@ async def keep_children(
     states += shards
     for child in (asked(service), *_optional(deployment, runtime.settings.operator_pods)):
         states.append(await keep_child(runtime, deployment, memory, child))
-    memory.doubted &= {one.what for one in states}
+    memory.doubted = memory.doubted & {one.what for one in states} or NONE
     return tuple(states)
 
 

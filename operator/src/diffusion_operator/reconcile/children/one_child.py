@@ -37,7 +37,7 @@ from diffusion_operator.plan.observed.ownership import Ownership, is_controlled_
 from diffusion_operator.plan.results.drift import drift, leads_elsewhere
 from diffusion_operator.reconcile.children.repairs import tell_repaired
 from diffusion_operator.reconcile.children.writes import remove_child, write_child, write_secret
-from diffusion_operator.reconcile.memory import Applied, DeploymentMemory
+from diffusion_operator.reconcile.memory import NONE, Applied, DeploymentMemory
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.child import Child
 
@@ -120,7 +120,7 @@ async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: 
     """Return the change to write over: with a text where somebody else made it, without one otherwise. None where nothing is to be done."""
     key, last = child.key, memory.applied.get(child.key)
     doubted = key in memory.doubted and child.kind != SECRET
-    memory.doubted -= {key}
+    memory.doubted = memory.doubted - {key} or NONE
     if last is not None and last.content != child.mark:
         return UNTOLD
     failing, blind_after = key in memory.tries, timedelta(seconds=BLIND_SHARE * runtime.settings.resync_s)
