@@ -32,7 +32,8 @@ def _of_modules(denoiser: torch.nn.Module) -> Iterator[Patches]:
     """Yield squares of learned or stored positions: cropped from the middle (SD3, OmniGen, AuraFlow) or from a corner (CogView3 Plus)."""
     part: Any
     for part in denoiser.modules():
-        if size := getattr(part, "pos_embed_max_size", None):
+        # Not by getattr: diffusers answers a model's configuration to that, with a warning.
+        if size := vars(part).get("pos_embed_max_size"):
             # AuraFlow's number is the area of its square.
             side = math.isqrt(size) if type(part).__name__ == "AuraFlowPatchEmbed" else size
             yield side, side
