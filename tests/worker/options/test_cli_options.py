@@ -35,6 +35,14 @@ def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> WorkerConfig:
     return config
 
 
+def test_the_model_may_be_given_plainly_or_as_an_option_and_only_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config_of(monkeypatch, str(DIGITS_MODEL)) == config_of(monkeypatch, f"--model={DIGITS_MODEL}")
+    assert "found none" in refusal(monkeypatch, capsys)
+    assert "found a and b" in refusal(monkeypatch, capsys, "a", "--model=b")
+
+
 def test_allowed_origins_come_from_options_or_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     model = f"--model={DIGITS_MODEL}"
     given = ("--cors-origin=https://App.example:8443", "--cors-origin=*")

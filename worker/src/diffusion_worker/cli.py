@@ -99,7 +99,8 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--model", required=True, metavar="SOURCE", help="A diffusers folder: a path, hf://, s3://, pvc:// or JSON.")
+@click.argument("model", required=False, metavar="[SOURCE]")
+@click.option("--model", "model_option", metavar="SOURCE", help="A diffusers folder: a path, hf://, s3://, pvc:// or JSON; same as SOURCE.")
 @click.option("--served-name", metavar="NAME", help="The model's name in requests; by default that of its folder.")
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, help="Processes, one for each GPU.")
 @click.option("--tensor", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the large layers of a model.")
@@ -308,7 +309,7 @@ def cli() -> None:
     help="Seconds that running requests may take after SIGTERM.",
 )
 def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
-    """Serve a model: images on one port, control on another."""
+    """Serve the model of SOURCE: images on one port, control on another."""
     config = config_of(options)
     check(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
@@ -323,11 +324,23 @@ def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
     sys.exit(run(config, Listen(host=host, port=port, control_port=control_port), lambda: RankExecutor(config)))
 
 
+def the_model(argument: str | None, option: str | None) -> str:
+    """Return the model's source, which is given as an argument or as an option.
+
+    Raises:
+        click.UsageError: it is given twice, or not at all.
+    """
+    given = [source for source in (argument, option) if source is not None]
+    if len(given) != 1:
+        raise click.UsageError(f"expected the model once, as SOURCE or as --model, found {' and '.join(given) or 'none'}")
+    return given[0]
+
+
 def config_of(options: dict[str, Any]) -> WorkerConfig:
     """Convert the command line's options to a config; an option without a conversion has its field's name. Raises ConfigError."""
     plain = dict(options)
     rendezvous_host, rendezvous_port = parse_address(plain.pop("rendezvous_address"))
-    place = locate_model(plain.pop("model"), plain["claims_dir"])
+    place = locate_model(the_model(plain.pop("model"), plain.pop("model_option")), plain["claims_dir"])
     slots = lora_defaults(plain["max_loras"])
     converted: dict[str, Any] = {
         "model": place.folder,
