@@ -39,7 +39,7 @@ async def is_anothers(runtime: Runtime, release: str | None) -> bool:
 def step_back(runtime: Runtime, key: Key, release: str | None, *, pause_s: float = LOOK_AGAIN_S) -> Result:
     """Leave an object to another release."""
     if runtime.ready_reasons.get(key) != ANOTHERS:
-        log.warning("object left to another release object=%s release=%s", key, release or "an operator that makes no claim")
+        log.warning("object left to another release object=%s release=%s", key, release or "unnamed")
     runtime.ready_reasons[key] = ANOTHERS
     return Result(requeue_after_s=pause_s)
 
