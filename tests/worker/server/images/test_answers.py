@@ -70,7 +70,7 @@ async def test_less_compression_makes_larger_files(edge: Edge, output_format: st
         ({"partial_images": 2}, "partial_images", "0 without stream"),
         ({"partial_images": 4, "stream": True}, "partial_images", "found 4"),
         ({"response_format": "file", "stream": True}, "response_format", "b64_json with stream"),
-        ({"response_format": "url"}, "response_format", "none is kept to be fetched"),
+        ({"response_format": "url"}, "response_format", "none is stored for a url"),
         ({"stream": "yes"}, "stream", "found 'yes'"),
         ({"lora_scale": 0.5}, "lora_scale", "no adapter, only the base model"),
         ({"lora_scale": 5.0}, "lora_scale", "found 5.0"),
