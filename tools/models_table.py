@@ -139,7 +139,7 @@ def page() -> str:
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if the page is not what would be written.")
 def main(*, check: bool) -> None:
-    """Write docs/models.md."""
+    """Write docs/models.md; with --check, write nothing and fail if the page differs."""
     made = page()
     if not check:
         PAGE.write_text(made)

@@ -60,7 +60,7 @@ class StandInRanks:
         return [RpcReply(0, 0, msgspec.msgpack.encode(Fingerprint(weights="none", probe="none")))]
 
     async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
-        """Nothing is prepared for ranks that are not there."""
+        """Return `NothingPrepared`, because there are no ranks to keep an adapter."""
         return NothingPrepared()
 
     async def failed(self) -> Loss:

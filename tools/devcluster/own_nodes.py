@@ -37,7 +37,7 @@ class OwnNodes(ABC):
 
     @abstractmethod
     def remove_second(self) -> None:
-        """Take it out of the cluster, with its pods, and end it."""
+        """Remove the second node and its pods from the cluster, and end the node."""
 
     @abstractmethod
     def unplugged(self) -> AbstractContextManager[None]:

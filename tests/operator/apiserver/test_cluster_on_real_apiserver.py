@@ -287,7 +287,7 @@ async def test_patches_tell_whose_a_secret_is_and_change_nothing(
 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 async def test_a_config_map_over_a_mebibyte_is_refused_and_not_unavailable(cluster: KubernetesCluster) -> None:
-    """A deployment with 2,600 adapters has such a ConfigMap."""
+    """Check that a ConfigMap over 1 MiB raises ClusterRefused with a reason in `REFUSALS`, not ClusterUnavailable."""
     for name, size in (("big", 1_100_000), ("bigger", 4_000_000)):
         with pytest.raises(ClusterRefused) as refused:
             await cluster.create(config_map(name, text="x" * size))

@@ -164,7 +164,7 @@ async def everywhere(kubeconfig: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def ready_without(kind: Kind) -> tuple[str, str]:
-    """Return the Ready condition of a deployment that has all but this."""
+    """Return the expected status and reason of Ready for a deployment that lacks only its child of this kind."""
     if kind in MOUNTED:
         return "False", "ChildrenNotReady"
     return {SERVICE: ("False", "NoService"), POD: ("False", "PodsRefused")}.get(kind, ("True", "Serving"))

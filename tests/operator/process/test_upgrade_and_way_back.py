@@ -102,7 +102,7 @@ class Objects:
         return cls({kind: await client.list(kind, NAMESPACE) for kind in kinds})
 
     def lasting(self) -> dict[str, Any]:
-        """Return the part that must outlast an upgrade: the pods, in service or not, and the address of each Service."""
+        """Return what an upgrade must not change: the UID and routable label of each pod, and the UID and clusterIP of each Service."""
         pods = {f"pod {name_of(one)}": (one["metadata"]["uid"], routable(one)) for one in self.found[POD]}
         return pods | {f"service {name_of(one)}": (one["metadata"]["uid"], one["spec"]["clusterIP"]) for one in self.found[SERVICE]}
 

@@ -356,7 +356,7 @@ async def test_a_replica_that_found_other_bytes_is_told_from_one_that_has_the_ol
 
 
 async def test_an_adapter_that_a_wake_found_wrong_says_so_for_as_long_as_its_worker_does() -> None:
-    """A worker that wakes compares an adapter's effect with the recorded one."""
+    """Check that the adapter is Degraded with VerificationFailed while its worker reports `verification_failed`, and stays Ready."""
     rig = await with_adapter()
     worker = worker_of(rig)
     worker.adapters["x"] = msgspec.structs.replace(worker.adapters["x"], verification_failed=True)
@@ -422,7 +422,7 @@ async def test_a_suspended_adapter_shows_where_it_is_still_in_use() -> None:
 
 
 async def test_the_next_owner_of_a_name_waits_until_the_last_one_is_unloaded() -> None:
-    """Both adapters have the same name on the worker, so its requests could reach either of them."""
+    """Check that an adapter is refused while the last owner of its name is being unloaded, because requests could reach either of them."""
     rig = await serving()
     worker = worker_of(rig)
     rig.cluster.put(adapter("old", "/loras/old", adapterName="style"))

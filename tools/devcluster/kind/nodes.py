@@ -104,7 +104,7 @@ def add_second() -> str:
 
 
 def remove_second() -> None:
-    """Take it out of the cluster, with its pods, and end it; do nothing where there is none."""
+    """Remove the second node and its pods from the cluster, and end the node; do nothing if there is none."""
     if not engine.alive():
         return
     _kubectl("delete", "node", SECOND, "--ignore-not-found", "--wait=false")

@@ -129,7 +129,10 @@ def small(name: str, **config: Any) -> Callable[[], Any]:
 
 
 def on(model: str, *, vae: Callable[[], Any] = shifted_vae, scheduler: Callable[[], Any] = flow, **config: Any) -> partial[Any]:
-    """Return a builder of pipelines on a transformer of this class, made by `small`, a VAE and a scheduler; the builder takes parts too."""
+    """Return a builder of pipelines with a small transformer of class `model`, a VAE and a scheduler.
+
+    Call it with the pipeline's class; keyword arguments add components or replace these three.
+    """
     return partial(assemble, transformer=small(model, **config), vae=vae, scheduler=scheduler)
 
 

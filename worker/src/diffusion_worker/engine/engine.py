@@ -364,7 +364,12 @@ class Engine:
         return await self._parts.verification.take(timeout_s=call.deadline_seconds)
 
     async def put_adapter(self, name: str, call: AdapterCall) -> AdapterDocument:
-        """Load an adapter on all ranks or none; sleeping ranks load it when they wake. Raises as `AdapterLoader.put` does."""
+        """Put an adapter under a name; unless it is OnDemand, all ranks load it, or none. Sleeping ranks load it when they wake.
+
+        Raises:
+            RequestError: WrongBoot; Starting, Busy, EngineFailed or Terminating if the ranks do not serve; Conflict with the model's name;
+                else as `AdapterLoader.put`.
+        """
         self._check_boot(call.boot_id)
         if self.life.state_after_restart not in (EngineState.DRAINING, *DEFERRING):
             self.life.require_ready(f"adapter {name!r}", restarting_too=False)

@@ -200,10 +200,13 @@ class DiffusionWorker:
         return self._acks.acknowledge(task, lambda: self.wake_up(task.tags))
 
     def fingerprint(self, *, probe: bool) -> Fingerprint:
-        """Compute checksums of all weights and adapters and, if `probe`, of one step's result; call it on all ranks together.
+        """Compute checksums of all weights and adapters and, with `probe`, of a small image from a fixed seed.
+
+        Call it on all ranks together.
 
         Raises:
-            RequestError: Asleep; Busy while requests run; InvalidRequest with --shard, whose weights cannot sleep.
+            RequestError: Asleep; Busy while requests run; InsufficientMemory; InvalidRequest with --shard, because only a wake needs a
+                fingerprint, and such a worker never sleeps.
         """
         if self._config.shard > 1:
             raise RequestError(

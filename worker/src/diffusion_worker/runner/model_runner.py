@@ -235,7 +235,7 @@ class DiffusionModelRunner:
 
     @torch.inference_mode()
     def fingerprint(self, *, probe: bool) -> Fingerprint:
-        """Return a fingerprint of the weights, the adapters and their slots and, if `probe`, the result of a step.
+        """Return checksums of the weights, the adapters and their slots and, with `probe`, of a small image from a fixed seed.
 
         Raises:
             RequestError: Busy while requests run; Asleep; InsufficientMemory.

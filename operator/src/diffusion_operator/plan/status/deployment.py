@@ -118,7 +118,10 @@ def _control_proven(group: Group) -> bool | None:
 
 
 def _last_operation(group: Group) -> OperationStatus | None:
-    """Return the last operation of this server process, or the last known one while it does not answer."""
+    """Return the last sleep or wake that the replica's worker reports.
+
+    While a live replica does not answer, return the one in the status before.
+    """
     last = group.document.last_operation if group.document is not None else None
     if group.document is None:
         return group.previous.last_operation if group.previous is not None and group.live else None

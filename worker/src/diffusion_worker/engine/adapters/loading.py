@@ -94,7 +94,7 @@ class AdapterLoader:
         return self._table.newest(name) is not None
 
     def most_wanted(self, calls: Mapping[str, AdapterCall]) -> list[str]:
-        """Return the new adapters that are to be loaded now; see `AdapterTable.most_wanted`."""
+        """Return the names in `calls` to load now, the most wanted first; see `AdapterTable.most_wanted` for those left out."""
         return self._table.most_wanted(calls)
 
     def know(self, name: str, call: AdapterCall) -> None:

@@ -30,7 +30,7 @@ class StatePages:
         self._ranks = ranks
 
     def first(self, limit: int) -> StateDocument:
-        """Return the first page of all adapters."""
+        """Return the engine's state with the first page of all its adapters: at most `limit` names and `PAGE_BYTES`."""
         return self._page(0, limit, self._revision.current())
 
     def since(self, revision: str, limit: int) -> StateDocument:

@@ -18,7 +18,10 @@ from diffusion_worker.errors import ErrorCode, RequestError
 
 
 class AdapterTable:
-    """Adapters by name. `arriving` ones are loaded beside the current one of their name; `leaving` ones only finish their requests."""
+    """Adapters by name.
+
+    An `arriving` one replaces the current one of its name once it is loaded; `leaving` ones only finish their requests.
+    """
 
     def __init__(self, *, capacity: int, residents: int, keeps_failed: Callable[[str], bool] = lambda name: False) -> None:
         """Begin empty. `keeps_failed` returns whether a name's failed adapter stays in the table."""
@@ -161,7 +164,10 @@ class AdapterTable:
         return sorted([*arriving, *named], key=_wanted, reverse=True)
 
     def most_wanted(self, calls: Mapping[str, AdapterCall]) -> list[str]:
-        """Return the new adapters to load now, in order: those with room beside more wanted adapters in memory or on their way."""
+        """Return the names in `calls` to load now, the most wanted first.
+
+        OnDemand ones are left out, and those without room beside more wanted adapters in memory or on their way.
+        """
         held = [("", each.call) for each in self if each.registered or each.state in (*LOADING, AdapterState.LOADED, AdapterState.DEFERRED)]
         may_be = [(name, call) for name, call in sorted(calls.items()) if call.residency is not Residency.ON_DEMAND]
         wanted = sorted([*held, *may_be], key=lambda each: _rank(each[1]), reverse=True)

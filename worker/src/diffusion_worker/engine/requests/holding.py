@@ -33,7 +33,10 @@ TO_SLEEP = (EngineState.DRAINING, EngineState.SLEEPING, EngineState.ASLEEP)
 
 
 class NoLongerServing(Exception):
-    """The model stopped serving while a request was on its way to the ranks. The request is then held or refused like a new one."""
+    """The end of a model's service before an admitted request has its adapters; no rank has seen the request.
+
+    It is then held or refused like a new one.
+    """
 
 
 class HeldOutcome(enum.StrEnum):

@@ -42,7 +42,7 @@ def _of_modules(denoiser: torch.nn.Module) -> Iterator[Patches]:
 
 
 def _of_config(config: Any, name: str) -> Iterator[Patches]:
-    """Yield the sizes of tables of rotary positions, which are no modules in every model."""
+    """Yield the sizes, in patches, of rotary tables by the model's configuration and class; some models keep these tables in no module."""
     lengths = config.get("axes_lens")
     if isinstance(lengths, list | tuple) and len(lengths) == 3:
         # Z-Image and Lumina 2 have lengths for text, height and width.

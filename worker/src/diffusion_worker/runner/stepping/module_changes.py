@@ -108,7 +108,7 @@ def _same(now: Any, before: Any) -> bool:
 def _undo_container(container: Any, before: Any) -> Callable[[], None]:
     """Return a function that undoes the request's changes of a container.
 
-    It keeps what others changed in a dict meanwhile; lists and sets become as they were.
+    Later changes by others stay in a dict; a list or set gets its whole former content back.
     """
     if isinstance(container, list):
         return lambda: container.__setitem__(slice(None), before)
