@@ -210,7 +210,7 @@ def refused(path: Path, *says: str) -> ErrorCode:
         ({"layers_pattern": "transformer_blocks"}, "InvalidAdapter", "expected layers_to_transform beside layers_pattern"),
         ({"layers_to_transform": 0, "target_modules": "all-linear"}, "InvalidAdapter", "expected target_modules as a list"),
         ({"exclude_modules": 3}, "InvalidAdapter", "exclude_modules"),
-        ({"transformer.r": 4}, "InvalidAdapter", "expected all fields with a component's name or none, found"),
+        ({"transformer.r": 4}, "InvalidAdapter", "expected a component's name before every field or before none, found"),
     ],
 )
 def test_flat_settings_that_are_not_understood_refuse_the_adapter_by_name(

@@ -118,7 +118,7 @@ INDICES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "expected tensor b in model-00002-of-00002.safetensors, found b in model-00001",
     ),
     "a tensor in no file": (lambda index: rename(index, "d", index["weight_map"]["c"]), "no file has tensor d"),
-    "a tensor that it does not name": (lambda index: index["weight_map"].pop("b"), "does not name tensor b, found in its files"),
+    "a tensor that it does not name": (lambda index: index["weight_map"].pop("b"), "does not list tensor b, which its files hold"),
     "a file elsewhere": (lambda index: rename(index, "c", "../model.safetensors"), "expected names of files beside it, found '../model"),
     "no map": (lambda index: index.pop("weight_map"), "cannot be read: .*weight_map"),
     "a list for a name": (lambda index: index["weight_map"].update(c=["x"]), "cannot be read: .*weight_map"),
@@ -167,7 +167,7 @@ def test_the_only_variant_is_taken_where_there_is_no_plain_file(tmp_path: Path) 
     one_file(tmp_path).rename(tmp_path / f"{STEM}.fp16.safetensors")
     assert read_checkpoint(tmp_path, STEM, index_first=True).variant == "fp16"
     save_file(WEIGHTS, tmp_path / f"{STEM}.ema.safetensors")
-    with pytest.raises(ConfigError, match="files of one variant, found the variants ema, fp16"):
+    with pytest.raises(ConfigError, match=r"files of a single variant \(no option selects one\), found the variants ema, fp16"):
         read_checkpoint(tmp_path, STEM, index_first=True)
     one_file(tmp_path)
     assert read_checkpoint(tmp_path, STEM, index_first=True).variant is None

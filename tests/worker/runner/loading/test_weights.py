@@ -79,8 +79,8 @@ def test_new_weights_stay_over_sleep_and_wake(rig: RunnerRig) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "says"),
     [
-        ("transformer.no_such.weight", (1,), r"1 of 2 tensors do not fit: transformer\.no_such\.weight \(no such tensor\)"),
-        ("transfomer.proj_out.bias", (8,), r"transfomer\.proj_out\.bias \(no such tensor\)"),
+        ("transformer.no_such.weight", (1,), r"1 of 2 tensors do not fit: transformer\.no_such\.weight \(the model has no such tensor\)"),
+        ("transfomer.proj_out.bias", (8,), r"transfomer\.proj_out\.bias \(the model has no such tensor\)"),
         ("transformer.proj_out.bias", (3,), r"transformer\.proj_out\.bias \(expected \(\d+,\), found \(3,\)\)"),
     ],
 )

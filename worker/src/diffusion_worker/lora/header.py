@@ -37,7 +37,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+")
-_BEGINNINGS = (
+_OTHER_FORMATS = (
     (b"PK\x03\x04", ErrorCode.UNSUPPORTED_FORMAT, "a zip or PyTorch pickle file; pickle can run code and is never read"),
     (b"\x80\x02", ErrorCode.UNSUPPORTED_FORMAT, "a pickle file; pickle can run code and is never read"),
     (b"\x80\x03", ErrorCode.UNSUPPORTED_FORMAT, "a pickle file; pickle can run code and is never read"),
@@ -149,7 +149,7 @@ def _no_header(beginning: bytes, length: int, size: int, label: str) -> RequestE
 
     Call it only for such a file, because the length of a good header may look like those bytes.
     """
-    for magic, code, what in _BEGINNINGS:
+    for magic, code, what in _OTHER_FORMATS:
         if beginning.startswith(magic[:LENGTH_BYTES]):
             return RequestError(code, f"{label}: expected a safetensors file, found {what}")
     if 2 <= length <= size - LENGTH_BYTES:

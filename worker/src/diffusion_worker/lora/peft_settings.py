@@ -150,7 +150,7 @@ def settings_in_metadata(metadata: Mapping[str, str], label: str, *, denoiser: s
     bare = [key for key in document if "." not in key]
     if bare and len(bare) < len(document):
         named = next(key for key in document if "." in key)
-        raise _invalid(f"{label}: expected all fields with a component's name or none, found {shown(bare[0])} and {shown(named)}")
+        raise _invalid(f"{label}: expected a component's name before every field or before none, found {shown(bare[0])} and {shown(named)}")
     by_component: dict[str, dict[str, Any]] = {}
     for key, value in document.items():
         component, _, field = key.rpartition(".")

@@ -72,7 +72,8 @@ def _only_variant(folder: Path, stem: str) -> list[str]:
     # Shards of a variant match as well, as `fp16-00001-of-00002`. Such a name is no variant's.
     found = sorted(name for name in singles | indices if name.isalnum())
     if len(found) > 1 and not any((folder / name).exists() for name in _names(stem, None)):
-        raise ConfigError(f"{folder}: expected {stem}.safetensors or files of one variant, found the variants {', '.join(found)}")
+        expected = f"{stem}.safetensors or files of a single variant (no option selects one)"
+        raise ConfigError(f"{folder}: expected {expected}, found the variants {', '.join(found)}")
     return found[:1]
 
 
@@ -105,7 +106,7 @@ def _check_index(index: Path, said: _Index, tensors: dict[str, StoredTensor]) ->
         found, expected = tensors[name].file.path.name, said.weight_map[name]
         raise ConfigError(f"{index}: expected {some_tensors(elsewhere)} in {expected}, found {name} in {found}")
     if unnamed := tensors.keys() - said.weight_map.keys():
-        raise ConfigError(f"{index}: does not name {some_tensors(unnamed)}, found in its files")
+        raise ConfigError(f"{index}: does not list {some_tensors(unnamed)}, which its files hold")
     total = sum(stored.nbytes for stored in tensors.values())
     expected_total = (said.metadata or {}).get("total_size")
     if expected_total not in (None, total):

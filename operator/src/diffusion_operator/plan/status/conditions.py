@@ -71,7 +71,7 @@ def ready(now: Situation) -> Verdict:
     problem = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind), None)
     live = any(group.live for group in now.groups)
     if problem is not None and problem.problem is not None and not live:
-        return verdict("Ready", False, problem.problem.value, _about(problem))
+        return verdict("Ready", False, problem.problem.value, _replica_message(problem))
     if now.asleep_wanted and live:
         return verdict("Ready", False, "SleepRequested", f"spec.sleep.policy is Asleep; {_tally(now)}")
     if now.no_service and (now.serving or now.wakeable):
@@ -89,11 +89,11 @@ def _not_serving(now: Situation) -> Verdict:
     given_up = (Problem.VERIFICATION_FAILED, Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST, *(_WAKE_PROBLEMS if now.on_idle else ()))
     lost = next((group for group in now.groups if group.problem in given_up), None)
     if lost is not None and lost.problem is not None:
-        return verdict("Ready", False, lost.problem.value, _about(lost))
+        return verdict("Ready", False, lost.problem.value, _replica_message(lost))
     unreachable = next((group for group in now.groups if group.problem is Problem.UNREACHABLE), None)
     if unreachable is not None:
         # The data path may be fine: the kubelet's probe answers for the data port only.
-        return verdict("Ready", None if unreachable.pod.ready else False, "ControlUnreachable", _about(unreachable))
+        return verdict("Ready", None if unreachable.pod.ready else False, "ControlUnreachable", _replica_message(unreachable))
     if now.count(*RESTING_STATES):
         return verdict("Ready", False, "Waking", _tally(now) + _others(now))
     if now.pods_wait_for:
@@ -127,7 +127,7 @@ def progressing(now: Situation) -> Verdict:
     # A group that starts its ranks again gets on by itself.
     stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind and not group.restarting), None)
     if stuck is not None and stuck.problem is not None:
-        return verdict("Progressing", False, stuck.problem.value, _about(stuck))
+        return verdict("Progressing", False, stuck.problem.value, _replica_message(stuck))
     if now.outdated:
         why = f"; no pod is made: {now.pods_wait_for}" if now.pods_wait_for else ""
         return verdict("Progressing", True, "RolloutProgressing", _rolled_out(now) + why + _others(now))
@@ -147,7 +147,7 @@ def scheduled(now: Situation) -> Verdict:
     waiting = [group for group in now.groups if group.pod.unschedulable and not group.pod.scheduled]
     if waiting:
         gpu = any(group.problem is Problem.WAITING_FOR_GPU for group in waiting)
-        return verdict("Scheduled", False, "InsufficientGPU" if gpu else "Unschedulable", _about(waiting[0]))
+        return verdict("Scheduled", False, "InsufficientGPU" if gpu else "Unschedulable", _replica_message(waiting[0]))
     gated = sum(group.pod.gated for group in now.groups)
     if gated:
         text = f"{gated} of {now.wanted} replicas wait behind a scheduling gate, as one of Kueue's until its queue has quota"
@@ -172,7 +172,7 @@ def _awake(now: Situation) -> tuple[bool, str, str]:
         return True, "AllAwake" if count == now.wanted else "SomeAwake", tally
     failed = next((group for kind in _WAKE_PROBLEMS for group in now.groups if group.problem is kind), None)
     if failed is not None and failed.problem is not None:
-        return False, failed.problem.value, _about(failed)
+        return False, failed.problem.value, _replica_message(failed)
     if now.groups and now.count(ReplicaState.ASLEEP) == len(now.groups) and (now.asleep_wanted or now.on_idle):
         return False, "AllAsleep", tally
     if now.count(ReplicaState.WAKING) or (now.count(ReplicaState.ASLEEP) and not (now.asleep_wanted or now.on_idle)):
@@ -219,7 +219,7 @@ def degraded(now: Situation) -> Verdict:
     for problem, reason in _DEGRADED_REASONS.items():
         found = next((group for group in now.groups if group.problem is problem), None)
         if found is not None:
-            return verdict("Degraded", True, reason, _about(found))
+            return verdict("Degraded", True, reason, _replica_message(found))
     if now.pods_wait_for:
         return verdict("Degraded", True, "ChildrenNotReady", f"no pod is made: {now.pods_wait_for}")
     if now.refusal and len(now.groups) < now.wanted:
@@ -227,7 +227,7 @@ def degraded(now: Situation) -> Verdict:
     return verdict("Degraded", False, "AsExpected", "")
 
 
-def _about(group: Group) -> str:
+def _replica_message(group: Group) -> str:
     return _named(f"replica {group.index}", group.message or group.state.value)
 
 
@@ -274,4 +274,4 @@ def _others(now: Situation) -> str:
 
 
 def _talkative(groups: Sequence[Group]) -> str:
-    return "; ".join(_about(group) for group in groups if group.message)
+    return "; ".join(_replica_message(group) for group in groups if group.message)

@@ -27,7 +27,7 @@ def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeight
     """
     given = dict(named)
     own = dict(_named_tensors(modules))
-    refused = [f"{name} (no such tensor)" for name in given if name not in own]
+    refused = [f"{name} (the model has no such tensor)" for name in given if name not in own]
     for name in given.keys() & own.keys():
         expected = None if is_quantized(own[name]) else weights.whole_shape(own[name])
         if is_quantized(own[name]):

@@ -123,7 +123,9 @@ class EngineCollector(Collector):
         dropped = dict(zip(("server", "ranks"), self._engine.dropped_frames, strict=True))
         yield counter("rank_group_restarts", "Times the rank group was started again.", restarts)
         yield labelled("rank_group_losses", "Losses of the rank group by kind of fault.", "fault", losses)
-        yield labelled("frames_dropped", "Invalid frames between server and ranks, by end.", "end", dropped)
+        yield labelled(
+            "frames_dropped", "Invalid frames between server and ranks, by the end that received and dropped them.", "end", dropped
+        )
 
 
 def _rank_memory(ranks: list[RankDocument]) -> Iterator[Metric]:
