@@ -86,5 +86,5 @@ def test_a_pod_is_made_anew_from_the_shared_cache_though_the_repository_is_gone(
     rig.eventually("another pod", lambda: [pod for pod in rig.pods(NAME) if pod["metadata"]["uid"] != before["metadata"]["uid"]])
     rig.wait(DD, SERVING)
     assert model_of(rig, rig.pod(NAME))["revision"] == servers.COMMIT
-    assert f"pod {before['metadata']['name']} was deleted by another client" in rig.events(NAME, "Repaired")
+    assert f"pod {before['metadata']['name']} was deleted by another client; the operator repairs it" in rig.events(NAME, "Repaired")
     assert rig.image(NAME).png

@@ -43,7 +43,8 @@ def main() -> None:
 @click.option(
     "--identity",
     default=None,
-    help="Name of this process in the Lease. Without all three options of the Lease there is no election: run one process only.",
+    help="Name of this process in the Lease. Give --lease-namespace, --lease-name and --identity together. Without them there is no "
+    "leader election: run one process only.",
 )
 @click.option("--namespace", "namespaces", multiple=True, help="A namespace to watch; may be repeated.")
 @click.option("--all-namespaces", is_flag=True, help="Watch every namespace.")

@@ -19,7 +19,7 @@ from diffusion_operator.reconcile.store.listing import Listing
 
 REGISTRY = CollectorRegistry()
 RECONCILE_SECONDS = Histogram(
-    "diffusion_operator_reconcile_seconds", "Time of one pass over an object.", ["kind", "outcome"], registry=REGISTRY
+    "diffusion_operator_reconcile_seconds", "Time to reconcile an object once.", ["kind", "outcome"], registry=REGISTRY
 )
 
 
@@ -162,9 +162,9 @@ class Waiting(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         queue = self._queue()
         waiting, oldest_s = (queue.waiting, queue.oldest_s) if queue is not None else (0, 0.0)
-        yield GaugeMetricFamily("diffusion_operator_queue_length", "Objects that wait for a pass.", value=waiting)
+        yield GaugeMetricFamily("diffusion_operator_queue_length", "Objects that wait to be reconciled.", value=waiting)
         yield GaugeMetricFamily(
-            "diffusion_operator_queue_age_seconds", "Longest time that an object has waited for a pass.", value=oldest_s
+            "diffusion_operator_queue_age_seconds", "Longest time that an object has waited to be reconciled.", value=oldest_s
         )
 
 

@@ -112,7 +112,7 @@ class HttpWorkerClient:
         count = len(pages[0].adapters)
         if pages[0].adapters_since not in (None, after):
             raise ControlUnreachable(
-                f"the state document of {ip} has changes since {pages[0].adapters_since}, expected changes since {after}"
+                f"the state document of {ip} lists the changes after revision {pages[0].adapters_since}, expected those after {after}"
             )
         while (token_of_next := pages[-1].adapters_continue) is not None:
             path, timeout_s = _state_path(**{"continue": token_of_next}), self._poll_timeout_s
@@ -201,7 +201,7 @@ class HttpWorkerClient:
             try:
                 found = response.headers.get(POD_UID_HEADER, "")
                 if found and request.pod_uid and found != request.pod_uid:
-                    raise ControlUnreachable(f"{request.what}: another pod answered, with the UID {plain_text(found, 64)}")
+                    raise _another_pod(request, found)
                 return await _read(response, request.what, request.most)
             except BaseException:
                 response.close()  # whatever is still to come is not read, and not taken for the next answer
@@ -228,7 +228,7 @@ class HttpWorkerClient:
         except (ValueError, RecursionError) as error:
             raise ControlUnreachable(f"{request.what}: the proof is not understood: {plain_text(str(error), 200)}") from error
         if identity.pod_uid and pod_uid and identity.pod_uid != pod_uid:
-            raise ControlUnreachable(f"{request.what}: another pod answered, with the UID {plain_text(identity.pod_uid, 64)}")
+            raise _another_pod(request, identity.pod_uid)
         if not proves(identity, token=token, nonce=nonce, address=address):
             refusal = WireError(code="Unauthorized", message=f"{request.what}: the worker has not proved that it has the control token")
             raise ControlRefused(refusal, status=UNAUTHORIZED)
@@ -244,6 +244,13 @@ class _Request(NamedTuple):
     pod_uid: str
     what: str
     most: int
+
+
+def _another_pod(request: _Request, found: str) -> ControlUnreachable:
+    """Return the error about an answer of another pod than the expected one."""
+    return ControlUnreachable(
+        f"{request.what}: another pod answered, with the UID {plain_text(found, 64)}, expected the pod with the UID {request.pod_uid}"
+    )
 
 
 def _state_path(**query: str) -> str:
@@ -271,7 +278,8 @@ def _host(ip: str) -> str:
     except ValueError as error:
         raise ControlUnreachable(f"the pod's address is {plain_text(ip, 64)}, expected an IP address") from error
     if address.is_link_local or address.is_multicast or address.is_unspecified:
-        raise ControlUnreachable(f"the pod's address is {address}, expected one of a pod; the operator does not call it")
+        kinds = "link-local, multicast or unspecified"
+        raise ControlUnreachable(f"the pod's address is {address}, which is {kinds}; the operator does not call it")
     return f"[{address}]" if address.version == 6 else str(address)
 
 

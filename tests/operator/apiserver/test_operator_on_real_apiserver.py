@@ -165,13 +165,13 @@ async def test_rf28_what_another_hand_did_is_told_and_what_the_operator_does_is_
         await namespace.kubectl("delete", "pdb", "d")
         told = await eventually(lambda: _if_many(repairs(), 3))
         assert told == [
-            "PodDisruptionBudget d was deleted or its labels taken off by another client",
-            "Service d was changed: spec.selector by another client",
-            "labels of pod d-0-0 were changed by another client",
+            "PodDisruptionBudget d was deleted or its labels were removed by another client; the operator repairs it",
+            "Service d was changed: spec.selector by another client; the operator repairs it",
+            "labels of pod d-0-0 were changed by another client; the operator repairs it",
         ]
         assert "app" not in (await namespace.get("service", "d"))["spec"]["selector"]
         await namespace.kubectl("delete", "pod", "d-1-0", "--force", "--grace-period=0")
-        assert "pod d-1-0 was deleted by another client" in await eventually(lambda: _if_many(repairs(), 4))
+        assert "pod d-1-0 was deleted by another client; the operator repairs it" in await eventually(lambda: _if_many(repairs(), 4))
         assert sorted(pod["metadata"]["name"] for pod in await namespace.list("pods")) == ["d-0-0", "d-1-1"]
 
 

@@ -211,7 +211,7 @@ async def test_what_the_first_replica_found_is_told_to_the_next_before_its_pod_i
 async def test_of_replicas_that_raced_the_one_with_another_model_is_replaced() -> None:
     rig = await started(2, "a", "b")
     assert rig.condition("ModelResolved") == ("False", "DigestMismatch")
-    assert "replica 1 found b, but a is pinned" in rig.message("ModelResolved")
+    assert "replica 1 found b, expected a, which is pinned for all replicas" in rig.message("ModelResolved")
     await rig.run(10)
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-1"]
     rig.start("d-1-1", model=ModelReport(revision="a"))
@@ -268,7 +268,7 @@ async def test_a_source_that_is_gone_stops_new_replicas_and_none_that_runs() -> 
     rig.cluster.crashed("d-1-0", code=1, message=NOT_FOUND)
     await rig.run()
     assert rig.condition("ModelResolved") == ("False", "SourceNotFound")
-    assert "pinned is a" in rig.message("ModelResolved")
+    assert "pinned for all replicas: a" in rig.message("ModelResolved")
     assert rig.condition("Ready") == ("True", "ServingDegraded")
     assert rig.condition("Progressing") == ("False", "ModelError")
     assert rig.states() == ["Awake", "Failed"]

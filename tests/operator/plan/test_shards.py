@@ -108,7 +108,10 @@ def test_the_newest_of_a_full_shard_are_refused_and_the_others_stay(monkeypatch:
     after = after_refusals([*adapters, other], shards)
     assert [each.accepted for each in after] == [True] * 9 + [False] * 3 + [True]
     assert (after[9].reason, after[9].desired) == ("CapacityExceeded", None)
-    assert after[9].message == f"ConfigMap d-desired-3 is full: 9 older adapters take {room - 20} of its {room} bytes"
+    assert after[9].message == (
+        f"ConfigMap d-desired-3 has no room for this adapter: 9 older adapters take {room - 20} of its {room} bytes; "
+        "delete some of them, or create this adapter for another DiffusionDeployment"
+    )
     fewer = planned([*adapters[1:], other], shards)
     assert names(fewer)[3] == sorted(each.name for each in adapters[1:10]), "the next one has the place of one that went"
 
@@ -120,7 +123,8 @@ def test_a_deployment_has_so_many_adapters_at_most() -> None:
     assert [each.accepted for each in after] == [True] * 4 + [False] * 2
     assert (after[5].reason, after[5].message) == (
         "CapacityExceeded",
-        "DiffusionDeployment d has 4 older adapters, the most that it may have",
+        "DiffusionDeployment d has 4 older adapters, the most that it may have; "
+        "delete some of them, or create this adapter for another DiffusionDeployment",
     )
 
 

@@ -648,7 +648,7 @@ async def test_a_replica_that_applies_the_same_weights_in_another_way_is_an_iden
     await rig.run(8)
     assert rig.adapter_status()["resolved"]["identity"] == "v1:a"
     assert rig.adapter_condition("Degraded") == ("True", "IdentityMismatch")
-    assert rig.adapter_message("Degraded").endswith("with the identity v1:b, every replica must have v1:a")
+    assert rig.adapter_message("Degraded").endswith("with another configuration: identity v1:b, expected v1:a")
     assert rig.adapter_condition("SourceResolved") == ("False", "IdentityMismatch")
     assert rig.cluster.notes("IdentityMismatch")
 

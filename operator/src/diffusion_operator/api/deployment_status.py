@@ -104,7 +104,7 @@ class RolloutStatus(_Status, frozen=True):
     remaining: int
     progress_time: datetime
     paused: int = 0
-    """Pods for which the clock stands: they drain, or wait for quota."""
+    """Pods for which the progress deadline does not run: they end, or wait for quota."""
 
 
 class EndpointsStatus(_Status, frozen=True):

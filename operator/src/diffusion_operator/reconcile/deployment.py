@@ -147,7 +147,10 @@ def _calls(plan: DeploymentPlan, memory: DeploymentMemory) -> list[WorkerAction]
 
 async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, error: Exception) -> None:
     """Write a status without claims, because the last observations may no longer hold."""
-    text = f"the operator's pass failed: {type(error).__name__}: {error}; the rest of this status is from an earlier pass"
+    failure = f"{type(error).__name__}: {error}"
+    text = (
+        f"the operator could not reconcile this object: {failure}; the rest of this status may be out of date, and the operator tries again"
+    )
     now, generation, before = runtime.now(), deployment.metadata.generation, deployment.status.conditions
     (ready,) = settle_conditions((pass_failed(text),), previous=before, generation=generation, now=now)
     others = tuple(one for one in before if one.type != ready.type)

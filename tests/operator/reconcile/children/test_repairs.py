@@ -73,8 +73,18 @@ def edit(rig: Rig, kind: Kind, name: str, change: Callable[[dict[str, Any]], obj
 
 
 EDITS: list[tuple[Kind, str, Callable[[dict[str, Any]], object], str]] = [
-    (SERVICE, "d", lambda live: live["spec"].update(selector={"app": "mine"}), "Service d was changed: spec.selector by another client"),
-    (CONFIG_MAP, "d-desired", lambda live: live["data"].clear(), "ConfigMap d-desired was changed: data.desired.json by another client"),
+    (
+        SERVICE,
+        "d",
+        lambda live: live["spec"].update(selector={"app": "mine"}),
+        "Service d was changed: spec.selector by another client; the operator repairs it",
+    ),
+    (
+        CONFIG_MAP,
+        "d-desired",
+        lambda live: live["data"].clear(),
+        "ConfigMap d-desired was changed: data.desired.json by another client; the operator repairs it",
+    ),
     (DISRUPTION_BUDGET, "d", lambda live: live["spec"].clear(), "PodDisruptionBudget d was changed: spec"),
 ]
 
@@ -105,7 +115,9 @@ async def test_a_deleted_child_is_made_again_and_told(kind: Kind, name: str) -> 
     rig.cluster.remove(kind, name)
     await rig.run(0.1)
     assert rig.cluster.names(kind) == [name]
-    assert rig.cluster.notes("Repaired") == [f"{kind.kind} {name} was deleted or its labels taken off by another client"]
+    assert rig.cluster.notes("Repaired") == [
+        f"{kind.kind} {name} was deleted or its labels were removed by another client; the operator repairs it"
+    ]
 
 
 async def test_a_pod_that_was_deleted_is_told_and_its_place_taken() -> None:
@@ -113,7 +125,7 @@ async def test_a_pod_that_was_deleted_is_told_and_its_place_taken() -> None:
     rig.cluster.remove(POD, "d-0-0")
     await rig.run()
     assert rig.cluster.names(POD) == ["d-0-1"]
-    assert rig.cluster.notes("Repaired") == ["pod d-0-0 was deleted by another client"]
+    assert rig.cluster.notes("Repaired") == ["pod d-0-0 was deleted by another client; the operator repairs it"]
 
 
 async def test_a_pod_that_lost_its_label_while_no_operator_ran_gets_it_back_and_goes_on() -> None:
@@ -132,7 +144,7 @@ async def test_a_pod_that_lost_its_label_gets_it_back_and_goes_on() -> None:
     await rig.run()
     assert rig.cluster.names(POD) == ["d-0-0"]
     assert rig.condition("Ready") == ("True", "Serving")
-    assert rig.cluster.notes("Repaired") == ["labels of pod d-0-0 were changed by another client"]
+    assert rig.cluster.notes("Repaired") == ["labels of pod d-0-0 were changed by another client; the operator repairs it"]
 
 
 async def test_the_routable_label_is_put_back() -> None:

@@ -94,8 +94,8 @@ def degraded(view: AdapterView) -> Verdict:
             load = view.decision.desired.load if view.decision.desired is not None else None
             expected = load.digest if load is not None else None
             if load is not None and one.other_digest == expected and contradicts(one.other_identity, load.identity):
-                message = f"has the weights {expected} with the identity {one.other_identity}, every replica must have {load.identity}"
-                return verdict("Degraded", True, "IdentityMismatch", f"replica {one.status.replica} {message}")
+                found = f"has the weights {expected} with another configuration: identity {one.other_identity}, expected {load.identity}"
+                return verdict("Degraded", True, "IdentityMismatch", f"replica {one.status.replica} {found}")
             message = f"replica {one.status.replica} has {one.other_digest or 'another version'}, every replica must have {expected}"
             return verdict("Degraded", True, "DigestDrift", message)
     for one in view.instances:

@@ -104,7 +104,10 @@ def _evicted(attempt: Attempt, now: datetime) -> Attempt:
     if len(evictions) <= THRASH_LIMIT:
         return attempt
     minutes = THRASH_WINDOW.seconds // 60
-    message = f"evicted {len(evictions)} times in {minutes} minutes; it is loaded again in {minutes} minutes, or when its spec changes"
+    message = (
+        f"this adapter was evicted {len(evictions)} times in {minutes} minutes. It is loaded again in {minutes} minutes, or when its spec "
+        "changes. Check that spec.lora.maxCached of the DiffusionDeployment is enough for its adapters"
+    )
     return msgspec.structs.replace(attempt, error=WireError(code=RELOAD_LOOP, message=message), next_retry=now + THRASH_WINDOW)
 
 

@@ -56,6 +56,7 @@ class Shards(msgspec.Struct, frozen=True):
 NO_SHARDS = Shards()
 Refusal = tuple[str, str]
 """Reason and message."""
+_ROOM = "delete some of them, or create this adapter for another DiffusionDeployment"
 _FAST = 1
 """The level of compression: 2,500 entries take 9 ms and 199 KB, at the highest one 66 ms and 182 KB."""
 
@@ -142,12 +143,14 @@ def packed(adapters: Iterable[DesiredAdapter]) -> bytes:
 def _refusals(shards: Shards, deployment: str) -> Iterator[tuple[str, Refusal]]:
     for one in shards.crowded:
         count = len(shards.wanted) - len(shards.crowded)
-        yield one.uid, ("CapacityExceeded", f"DiffusionDeployment {deployment} has {count} older adapters, the most that it may have")
+        text = f"DiffusionDeployment {deployment} has {count} older adapters, the most that it may have; {_ROOM}"
+        yield one.uid, ("CapacityExceeded", text)
     for shard in shards.shards:
         name = shard_config_name(deployment, shard.number)
-        text = f"ConfigMap {name} is full: {shard.fitting} older adapters take {len(shard.content)} of its {FILE_BYTES} bytes"
+        taken = f"{shard.fitting} older adapters take {len(shard.content)} of its {FILE_BYTES} bytes"
+        text = f"ConfigMap {name} has no room for this adapter: {taken}; {_ROOM}"
         yield from ((one.uid, ("CapacityExceeded", text)) for one in shard.refused)
     for one in shards.wanted if shards.foreign else ():
         why = shards.foreign.get(shard_of(one.name))
         if why is not None:
-            yield one.uid, (NAME_CONFLICT, f"the ConfigMap that lists this adapter for the workers cannot be written: {why}")
+            yield one.uid, (NAME_CONFLICT, f"the operator cannot list this adapter for the workers: {why}")

@@ -128,9 +128,9 @@ def _difference(group: Group, resolution: Resolution) -> str:
     found = report.revision if resolution.model.revision is not None else report.digest
     pinned = resolution.model.revision or resolution.model.digest
     if group.pod.uid in unpinned(resolution):
-        return f"replica {group.index} found {found}, but {pinned} is pinned: the replica is replaced"
-    advice = f"a new value of the annotation {ANNOTATION_RESTARTED_AT} replaces all replicas"
-    return f"replica {group.index} has {found}, but {pinned} is pinned; {advice}"
+        return f"replica {group.index} found {found}, expected {pinned}, which is pinned for all replicas; the replica is replaced"
+    advice = f"to accept the source as it is now, give the annotation {ANNOTATION_RESTARTED_AT} a new value, which replaces all replicas"
+    return f"replica {group.index} loaded {found}, expected {pinned}, which is pinned for all replicas; {advice}"
 
 
 def _failure(group: Group) -> tuple[str, str] | None:
@@ -152,7 +152,7 @@ def _pinned_text(model: ModelStatus) -> str:
     if model.resolved_at is None:
         return ""
     parts = [model.revision, model.digest]
-    return f"; pinned is {', '.join(part for part in parts if part)}"
+    return f"; pinned for all replicas: {', '.join(part for part in parts if part)}"
 
 
 def _cut(revision: str | None) -> str | None:

@@ -75,7 +75,7 @@ def _replaced(
     old = to_replace(spec.rollout, kept, replicas=spec.wanted_replicas, revision=revision) if not stalled else ()
     losers = _wrongly_pinned(kept, raced, revision=revision) if not old else ()
     return [_retire(group, "the template changed") for group in old] + [
-        _retire(group, "another state of its model's source is pinned") for group in losers
+        _retire(group, "it has another version of the model than the one that is pinned for all replicas") for group in losers
     ]
 
 

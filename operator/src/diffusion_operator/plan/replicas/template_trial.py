@@ -89,8 +89,8 @@ def _next_pod(observed: Observed) -> CreatePod:
 
 
 def _message(words: str) -> str:
-    text = f"no pod can be made of the changed template, so the old replicas stay: {words[:WORDS]}"
-    return f"{text}; correct the spec, or the policy, which is asked again each minute"
+    text = f"the API server refuses pods of the changed template, so the old replicas stay: {words[:WORDS]}"
+    return f"{text}; correct the spec, or the policy that refuses the pod; the operator tries again every minute"
 
 
 def _told_before(status: DeploymentStatus, revision: str) -> str:

@@ -107,7 +107,8 @@ def available(now: Situation) -> Verdict:
     if now.spec.suspend:
         return verdict("Available", False, "Suspended", _suspended(now))
     enough = max(1, now.wanted - max_unavailable(now.spec.rollout, now.wanted))  # so many may be missing, as while they are replaced
-    text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}, {enough} are enough"
+    needed = f"at least {enough} must serve or be able to wake (spec.rollout.maxUnavailable), and at least 1 must serve"
+    text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}; {needed}"
     if now.serving and now.serving + now.wakeable >= enough:
         return verdict("Available", True, "MinimumAvailable", text)
     return verdict("Available", False, "Sleeping" if now.count(*RESTING_STATES) else "MinimumUnavailable", text)
@@ -204,7 +205,10 @@ def adapters_ready(now: Situation) -> Verdict:
     if tally.count(REFUSED | BROKEN):
         return verdict("AdaptersReady", False, "SomeFailed", f"see the status of LoRAAdapter {tally.names(REFUSED | BROKEN)}")
     if tally.count(EVICTED):
-        text = f"evicted from memory, and spec.lora.onMissing is Reject; {now.spec.lora.cached} adapters fit (spec.lora.maxCached)"
+        text = (
+            "evicted from memory, so a request for one of them can get 503 AdapterNotLoaded. "
+            f"Only {now.spec.lora.cached} adapters fit: raise spec.lora.maxCached, or set spec.lora.onMissing to Load"
+        )
         return verdict("AdaptersReady", False, "CapacityExceeded", f"{tally.names(EVICTED)}: {text}")
     if not tally.count(WANTED, none_of=READY | WAKEABLE):
         who = "every awake replica serves" if tally.count(READY) else "each replica will serve once a request wakes it"

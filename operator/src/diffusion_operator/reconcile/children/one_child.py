@@ -68,7 +68,7 @@ async def keep_child(runtime: Runtime, deployment: DiffusionDeployment, memory: 
         log.exception("child failed namespace=%s child=%s %s", deployment.metadata.namespace, kind, child.name)
         memory.failures.append(error)
         ours = await _is_there(runtime, deployment, memory, child)
-        text = f"{kind} {child.name}: the pass failed with {type(error).__name__}: {error}"
+        text = f"{kind} {child.name} could not be reconciled: {type(error).__name__}: {error}; the operator tries again"
         state = ChildState(kind=kind, name=child.name, ours=ours, reason=PASS_FAILED, message=text)
     if not state.reason:
         memory.tries.pop(key, None)
@@ -144,7 +144,7 @@ async def _changed(runtime: Runtime, deployment: DiffusionDeployment, child: Chi
         return None if written else UNTOLD
     live = await runtime.cluster.get(child.kind, metadata.namespace, child.name)
     if live is None or live["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT) != metadata.name:
-        return Change(f"{child.kind.kind} {child.name} was deleted or its labels taken off")
+        return Change(f"{child.kind.kind} {child.name} was deleted or its labels were removed")
     paths = drift(live, child.manifest)
     if not paths:
         return None

@@ -21,7 +21,8 @@ from diffusion_operator.reconcile.runtime import Runtime
 
 
 async def tell_repaired(runtime: Runtime, deployment: DiffusionDeployment, what: str, *, about: str) -> None:
-    await tell(runtime, deployment, repaired(f"{what} by another client", key=f"{about}-{runtime.now():%Y-%m-%dT%H:%M}"))
+    text = f"{what} by another client; the operator repairs it"
+    await tell(runtime, deployment, repaired(text, key=f"{about}-{runtime.now():%Y-%m-%dT%H:%M}"))
 
 
 async def tell(runtime: Runtime, deployment: DiffusionDeployment, event: PlannedEvent) -> None:
