@@ -195,16 +195,18 @@ class AdapterSoak(References):
 
     def _change(self, over: threading.Event) -> None:
         """Add, replace and remove adapters until the requests are over."""
+        churn = self.outcome.churn
         while not over.wait(self._rng.uniform(0.02, 0.25)):
             gone = [name for name in self._names[STATIC:] if self.spells[name][-1].content is None]
-            # Names without an adapter are preferred, or a short run on a busy machine would add none.
-            name = self._rng.choice(gone if gone and self._rng.random() < 0.4 else self._names[STATIC:])
-            what = "added" if self.spells[name][-1].content is None else "removed" if self._rng.random() < 0.3 else "replaced"
+            # The first changes remove an adapter and add it again, because on a busy machine there may be few.
+            name = self._rng.choice(gone if gone and (not churn["added"] or self._rng.random() < 0.4) else self._names[STATIC:])
+            removes = not churn["removed"] or self._rng.random() < 0.3
+            what = "added" if self.spells[name][-1].content is None else "removed" if removes else "replaced"
             content = None if what == "removed" else self._rng.randrange(len(self.contents))
             answer = self.change(name, content, drain_s=60, deadlineSeconds=60)
             if answer.status_code != 200:
                 self.outcome.wrong.append(f"{what} {name}: {answer.status_code} {answer.text}")
-            self.outcome.churn[what] += 1
+            churn[what] += 1
 
 
 def run_adapters(folder: Path, count: int, *, seed: int, limit_s: float, names: int = NAMES) -> Outcome:
