@@ -305,8 +305,10 @@ def test_the_target_modules_are_wrapped_at_once_and_no_others_ever(net: Net) -> 
     with pytest.raises(RequestError) as refused:
         layers.pack(checkpoint_of(random_factors(net, ("first", "last"))), name="mine")
     assert refused.value.code is ErrorCode.MODULES_OUTSIDE_ENVELOPE
-    expected = "1 modules are outside of --lora-target-modules (blocks.0, last): transformer.first: add them to the option"
-    assert refused.value.message == f"adapter 'mine': {expected}"
+    expected = (
+        "expected layers of --lora-target-module or spec.lora.targetModules (blocks.0, last), found 1 outside of them: transformer.first"
+    )
+    assert refused.value.message == f"adapter 'mine': {expected}; add these to the list, or use another adapter"
     load(layers, 0, random_factors(net, ("blocks.0", "last")))
     layers.make_static([net])
     assert not isinstance(net.first, LoRALinear)
@@ -320,9 +322,9 @@ def test_all_wraps_everything(net: Net) -> None:
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("to_q", "--lora-target-modules to_q: the model has no layer of this name"),
-        ("irst", "--lora-target-modules irst: the model has no layer of this name"),
-        ("norm", "--lora-target-modules norm: expected layers that adapters can change, found LayerNorm"),
+        ("to_q", "--lora-target-module to_q: the model has no layer of this name"),
+        ("irst", "--lora-target-module irst: the model has no layer of this name"),
+        ("norm", "--lora-target-module norm: expected layers that adapters can change, found LayerNorm"),
     ],
 )
 def test_a_target_that_names_nothing_or_nothing_that_can_be_wrapped_is_refused_at_start(net: Net, target: str, says: str) -> None:

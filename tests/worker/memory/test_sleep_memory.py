@@ -325,7 +325,7 @@ def test_each_tag_comes_back_by_itself_and_no_step_is_taken_before_the_last(rig:
 )
 def test_what_needs_the_model_is_refused_while_it_sleeps(rig: RunnerRig, what: str, call: Callable[[Any], object]) -> None:
     rig.runner.release()
-    with pytest.raises(RequestError, match=f"{what}.*expected a model that is awake, found weights, adapters, caches given back") as caught:
+    with pytest.raises(RequestError, match=f"{what}.*expected a model that is awake, found weights, adapters, caches released") as caught:
         call(rig.runner)
     assert caught.value.code is ErrorCode.ASLEEP
     assert rig.runner.memory().weights_resident_bytes == 0

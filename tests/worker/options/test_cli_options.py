@@ -154,7 +154,10 @@ def test_adapters_are_parsed_with_equals_signs_in_their_path() -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (f"https://host/x#sha256={'0' * 64}", "--model: a model is a folder, and an address over http is one file"),
+        (
+            f"https://host/x#sha256={'0' * 64}",
+            "--model: an http address is not supported for a model, because it gives one file and a model is a folder",
+        ),
         ("pvc://weights/sd", "--model: SourceNotFound: claim 'weights': expected it to be mounted at"),
         ('{"s3": {"uri": "s3://b/m/", "endpoint": "http://minio"}}', "--model: a source over 'http': refused"),
         ('{"hub": "x"}', "--model: expected a JSON object of a source"),

@@ -144,7 +144,7 @@ def cli() -> None:
     show_default=True,
     help="Source of weights and class: the model's files, a class of your own, or random weights.",
 )
-@click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Images in one batch.")
+@click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Most images in one step.")
 @click.option(
     "--batch-window-milliseconds",
     type=click.IntRange(0, 1000),
@@ -251,7 +251,7 @@ def cli() -> None:
     type=SECONDS,
     default=120.0,
     show_default=True,
-    help="Time to fetch and load an adapter whose call gives none.",
+    help="Time limit to fetch and load an adapter, used where the call gives none.",
 )
 @click.option("--cache-dir", metavar="PATH", help="Folder that keeps fetched models and adapters; by default they go with the worker.")
 @click.option(

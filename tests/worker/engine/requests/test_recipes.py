@@ -40,7 +40,7 @@ def test_a_request_that_says_something_else_is_refused_by_field_expected_found_a
 
 
 def test_adapters_whose_recipes_contradict_each_other_are_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="steps 4 of adapter 'fast', found steps 8 of adapter 'slow'") as error:
+    with pytest.raises(RequestError, match="the same steps, 4 as adapter 'fast', found 8 of adapter 'slow'") as error:
         agreed([("fast", FEW), ("slow", Recipe(steps=8))])
     assert refused(error, "lora")
 

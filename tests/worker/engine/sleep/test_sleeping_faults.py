@@ -147,11 +147,11 @@ def test_ranks_are_compared_one_by_one_with_what_they_were(found: Fingerprint, s
     ("found", "says"),
     [
         ({1: "sha256:a 77"}, {}),
-        ({}, {1: "rank 1: adapter 1: expected sha256:a 77 as at its load, found none"}),
-        ({1: "sha256:b 77"}, {1: "rank 1: adapter 1: expected sha256:a 77 as at its load, found sha256:b 77"}),
-        ({1: "sha256:a 78"}, {1: "rank 1: adapter 1: expected sha256:a 77 as at its load, found sha256:a 78"}),
-        ({1: "sha256:a 77 misapplied"}, {1: "rank 1: adapter 1: expected sha256:a 77 as at its load, found sha256:a 77 misapplied"}),
-        ({1: "sha256:a 77", 2: "sha256:c 1"}, {2: "rank 1: adapter 2: expected none as at its load, found sha256:c 1"}),
+        ({}, {1: "rank 1: adapter 1: expected sha256:a 77 from its load, found none"}),
+        ({1: "sha256:b 77"}, {1: "rank 1: adapter 1: expected sha256:a 77 from its load, found sha256:b 77"}),
+        ({1: "sha256:a 78"}, {1: "rank 1: adapter 1: expected sha256:a 77 from its load, found sha256:a 78"}),
+        ({1: "sha256:a 77 misapplied"}, {1: "rank 1: adapter 1: expected sha256:a 77 from its load, found sha256:a 77 misapplied"}),
+        ({1: "sha256:a 77", 2: "sha256:c 1"}, {2: "rank 1: adapter 2: expected none from its load, found sha256:c 1"}),
     ],
 )
 def test_adapters_are_compared_with_what_each_rank_told_at_their_load(found: dict[int, str], says: dict[int, str]) -> None:
@@ -279,7 +279,7 @@ async def test_memory_that_is_not_given_back_is_looked_for_twice_and_then_the_ra
     rig.ranks.members[1].leaked = WEIGHTS_BYTES // 40
     problem = problem_of(await rig.sleep())
     assert (problem.code, problem.retryable) == ("MemoryNotReleased", True)
-    assert "rank 1: expected at most 2% of its 1000000 bytes of weights on the device, found 25000" in problem.message
+    assert "rank 1: expected at most 20000 bytes left on the device, 2% of its weights, found 25000 bytes" in problem.message
     assert (rig.engine.state, rig.ranks.starts_asleep, rig.asleep) == ("asleep", [False, True], [ALL, ALL])
     assert asyncio.get_running_loop().time() == pytest.approx(1.0)
 

@@ -141,7 +141,7 @@ def test_a_rank_uses_no_memory_that_could_still_change(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="sealed bytes, found"):
             manager.adopt(order.request, order.options, unsealed)
         os.close(open_memory)
-        with pytest.raises(RequestError, match="cannot use what the load made: KeyError"):
+        with pytest.raises(RequestError, match="cannot use the prepared weights: KeyError"):
             manager_of(blocks(1)).adopt(order.request, order.options, part)
         kept = map_sealed(part.path, part.size)
     # The memory stays for those who have mapped it.

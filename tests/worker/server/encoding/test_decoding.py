@@ -114,7 +114,7 @@ async def test_e4_a_decoding_process_that_does_not_begin_is_busy_and_replaced(mo
     assert decoders._process is not None
     os.kill(decoders._process._process.pid, signal.SIGSTOP)
     monkeypatch.setattr("diffusion_worker.server.encoding.decoders.START_S", 0.3)
-    with pytest.raises(RequestError, match=r"expected a process to decode it within 0\.3 s, found none") as raised:
+    with pytest.raises(RequestError, match=r"expected a decoder of the worker to begin within 0\.3 s, found none") as raised:
         await decoders.decode(png(48, 32), JOB)
     assert (raised.value.code, raised.value.retryable) == (ErrorCode.BUSY, True)
     monkeypatch.undo()

@@ -326,7 +326,7 @@ async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(ed
         ({}, {"image": red(), "mask": red()}, "mask", "fully transparent, or else white, in the part"),
         ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "found no such pixel"),
         ({}, {"image": red(), "mask": file_of(Image.new("RGBA", (48, 32), (255, 255, 255, 1)))}, "mask", "found no such pixel"),
-        ({}, {"image": red(), "markup": red()}, "markup", "none"),
+        ({}, {"image": red(), "markup": red()}, "markup", "no such field"),
         ({}, {"image": red(), "prompt": b"p"}, "prompt", "found a file"),
         ({}, {"image": red(), "nobody": b"p"}, "nobody", "found a file"),
         ({"mask": "x"}, {"image": red()}, "mask", "found a text"),

@@ -162,7 +162,7 @@ class DiffusionLoRAManager:
             layout = msgspec.msgpack.decode(part.layout, type=Layout)
             adapter = self._layers.open(layout, map_sealed(part.path, part.size))
         except (OSError, KeyError, ValueError) as error:
-            message = f"adapter {request.lora_name!r}: this rank cannot use what the load made: {type(error).__name__}: {error}"
+            message = f"adapter {request.lora_name!r}: a rank cannot use the prepared weights: {type(error).__name__}: {error}"
             raise RequestError(ErrorCode.RANK_FAILED, message) from None
         return self.register(Candidate(request, options, adapter, part.loaded))
 

@@ -7,7 +7,7 @@ from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, Piece
 
-OPTION = "--lora-target-modules"
+OPTION = "--lora-target-module"
 ALL = "all"
 MOST_NAMES = 3
 
@@ -30,8 +30,11 @@ class LayerAllowlist:
         outside = [name for name, piece, _ in found if not self.allows(piece.layer)]
         if outside:
             names = ", ".join(outside[:MOST_NAMES])
-            message = f"{len(outside)} modules are outside of {OPTION} ({', '.join(self.targets)}): {names}: add them to the option"
-            raise RequestError(ErrorCode.MODULES_OUTSIDE_ENVELOPE, f"adapter {adapter!r}: {message}")
+            raise RequestError(
+                ErrorCode.MODULES_OUTSIDE_ENVELOPE,
+                f"adapter {adapter!r}: expected layers of {OPTION} or spec.lora.targetModules ({', '.join(self.targets)}), "
+                f"found {len(outside)} outside of them: {names}; add these to the list, or use another adapter",
+            )
 
 
 def _matching(target: str, model: ModelLayers) -> list[ModelLayer]:

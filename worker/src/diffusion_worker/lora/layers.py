@@ -94,7 +94,9 @@ class LoRALayer(nn.Module):
         if x.shape[0] not in (1, call.total):
             self._holder.folding[self.name] = self
         if x.shape[0] != call.total and not call.shared:
-            raise RowsCannotBeToldApart(f"{self.name} got {x.shape[0]} rows in a call of {call.total}: adapters cannot be kept apart")
+            raise RowsCannotBeToldApart(
+                f"{self.name}: expected {call.total} rows, found {x.shape[0]}: the adapters of different rows cannot be kept apart"
+            )
         out = out if out.is_contiguous() or call.shared else out.contiguous()
         mine, target = x, out
         if call.rows is not None:

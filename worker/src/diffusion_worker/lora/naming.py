@@ -220,7 +220,7 @@ def _pairs(
         own = model.own_name(module_path(module, denoiser=model.denoiser))
         if len(scalings) != 1 or own in pairs:
             raise _invalid(
-                f"{label}: {min(sources, default=module)}: expected modules that stay apart, found several that diffusers makes one of"
+                f"{label}: {min(sources, default=module)}: expected modules that diffusers keeps apart, found some that it joins"
             )
         pairs[own] = Factors(found[names.a].tensor, found[names.b].tensor, scalings.pop())
     return pairs

@@ -44,7 +44,13 @@ def _rules(recipe: Recipe) -> list[tuple[str, str, bool]]:
         rules.append(("guidanceScale", "a number of at least 0", math.isfinite(recipe.guidance_scale) and recipe.guidance_scale >= 0))
     if sigmas is not None:
         falling = all(one > other for one, other in itertools.pairwise(sigmas))
-        rules.append(("sigmas", "numbers over 0 that fall", bool(sigmas) and falling and math.isfinite(sigmas[0]) and sigmas[-1] > 0))
+        rules.append(
+            (
+                "sigmas",
+                "numbers over 0, each less than the one before",
+                bool(sigmas) and falling and math.isfinite(sigmas[0]) and sigmas[-1] > 0,
+            )
+        )
         rules.append(("sigmas", f"at most {MAX_STEPS}", len(sigmas) <= MAX_STEPS))
         rules.append(("sigmas", f"{recipe.steps}, one for each of its steps", recipe.steps in (None, len(sigmas))))
     if recipe.shift is not None:

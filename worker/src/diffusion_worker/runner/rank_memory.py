@@ -45,7 +45,10 @@ class RankMemory:
     def require_awake(self, what: str) -> None:
         """Raise RequestError (Asleep) while the memory of some tag is given back."""
         if self.asleep:
-            raise RequestError(ErrorCode.ASLEEP, f"{what}: expected a model that is awake, found {', '.join(self.asleep)} given back")
+            asleep = ", ".join(self.asleep)
+            raise RequestError(
+                ErrorCode.ASLEEP, f"{what}: expected a model that is awake, found {asleep} released by a sleep; wake it first"
+            )
 
     def release(self, level: SleepLevel) -> None:
         """Give everything back, except what sleeps at this level or deeper already. No request may run.

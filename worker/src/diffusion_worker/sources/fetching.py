@@ -164,7 +164,7 @@ class Fetcher:
         except TimeoutError:
             raise RequestError(ErrorCode.TIMEOUT, f"{job.what}: expected it to be fetched within {job.deadline_s:g} s") from None
         if done.note is not None:
-            log.warning("%s: %s", job.what, done.note)
+            log.warning("fetch of %s: %s", job.what, done.note)
         log.info("%s fetched digest=%s revision=%s bytes=%d", job.what, done.digest, done.revision, done.size_bytes)
         return Fetched(done.path, done.digest, done.revision, done.size_bytes, root=job.cache_dir)
 

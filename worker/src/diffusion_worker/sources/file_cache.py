@@ -170,7 +170,7 @@ class FileCache:
         if (missing := self._missing(need_bytes)) > 0:
             raise RequestError(
                 ErrorCode.CACHE_FULL,
-                f"{what}: expected {need_bytes} bytes of room in the cache, found {missing} too few and nothing left to evict",
+                f"{what}: expected {need_bytes} bytes of room in the cache, found {missing} bytes too few and nothing left to evict",
             )
 
     def _missing(self, need_bytes: int) -> int:

@@ -59,7 +59,7 @@ def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
     """Return the error for the status of a hub's answer; the library's own text is left out, because it repeats the request."""
     status = error.response.status_code
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        why = "it does not exist, or its token is missing or not enough"
+        why = "the repository does not exist, or the token (tokenSecretRef) is missing or may not read it"
         return RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{what}: the hub answered {status}: {why}")
     if status == HTTPStatus.NOT_FOUND:
         return RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: the hub has no such repository or revision")

@@ -23,7 +23,11 @@ def read_secret(folder: Path, name: str, key: str) -> str:
     except (OSError, UnicodeDecodeError):
         found = ""
     if not found or not found.isprintable():
-        raise RequestError(ErrorCode.SECRET_MISSING, f"Secret {name!r}, key {key!r}: expected a text at {folder / name / key}, found none")
+        raise RequestError(
+            ErrorCode.SECRET_MISSING,
+            f"Secret {name!r}, key {key!r}: expected a text at {folder / name / key}, found none; "
+            "check that the Secret exists, has this key, and is mounted",
+        )
     return found
 
 

@@ -35,7 +35,7 @@ def locate_model(text: str, claims_dir: str) -> ModelPlace:
         source = parse_source(text)
         check_names(source)
         if source.http is not None:
-            raise ConfigError("a model is a folder, and an address over http is one file")
+            raise ConfigError("an http address is not supported for a model, because it gives one file and a model is a folder")
         if source.path is not None:
             return ModelPlace(source.path, None, served_name_of(source.path))
         if source.pvc is not None:

@@ -27,7 +27,10 @@ def http_digest(source: HttpSource) -> str:
 def resolve_http(source: HttpSource, question: ResolveContext) -> Resolved:
     """Resolve a source to its file, from the address and digest alone. Raises RequestError (InvalidRequest, UnsupportedFormat)."""
     if question.wanted is ArtifactKind.MODEL:
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"{question.what}: a model is a folder, and an address over http is one file")
+        raise RequestError(
+            ErrorCode.INVALID_REQUEST,
+            f"{question.what}: an http address is not supported for a model, because it gives one file and a model is a folder",
+        )
     try:
         parts = urlsplit(source.url)
         has_host, has_user = bool(parts.hostname), parts.username is not None

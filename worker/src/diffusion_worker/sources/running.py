@@ -51,7 +51,7 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
             last = _recorded(job, cache, "last", leases) if job.revision is None and job.wanted is ArtifactKind.MODEL else None
             if last is None or error.code not in UNREACHABLE:
                 raise
-            return msgspec.structs.replace(last, note=f"the version fetched last is used, {last.revision}: {error.message}")
+            return msgspec.structs.replace(last, note=f"the version fetched last is used, {last.revision}, because of: {error.message}")
         moved = job.revision not in (None, resolved.revision)
         if moved and job.digest is None:
             raise _moved(job, resolved)
@@ -66,7 +66,9 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
         return done
     if done.digest != job.digest:
         raise _moved(job, resolved)
-    return msgspec.structs.replace(done, revision=job.revision, note=f"the bytes of {job.revision} are those of {resolved.revision}")
+    return msgspec.structs.replace(
+        done, revision=job.revision, note=f"{resolved.revision} has the same bytes as the expected {job.revision}, and is used"
+    )
 
 
 def resolve(source: Source, question: ResolveContext) -> Resolved:

@@ -128,7 +128,10 @@ class DeclaredAdapters:
             waited_s = asyncio.get_running_loop().time() - began_s
             if waited_s >= FILE_PATIENCE_S and self.problem is None:
                 reasons = "; ".join(missing.values())
-                message = f"mounted adapters are missing after {FILE_PATIENCE_S:.0f} s, until their files come or calls put them: {reasons}"
+                message = (
+                    f"mounted lists of adapters are missing or outdated after {FILE_PATIENCE_S:.0f} s: {reasons}; "
+                    "their adapters are loaded once the lists come or calls ask"
+                )
                 log.error("%s", message)
                 self.problem = ProblemReport(ErrorCode.DIGEST_MISMATCH, message)
             await asyncio.sleep(FILE_LOOK_S if waited_s < FILE_PATIENCE_S else FILE_LATER_LOOK_S)

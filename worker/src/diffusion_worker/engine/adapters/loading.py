@@ -328,7 +328,7 @@ class AdapterLoader:
             message = f"adapter {adapter.name!r}: expected room in the ranks' memory within its deadline, found it held by {holders}"
             return RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
         what = "fetched" if adapter.state is AdapterState.FETCHING else "loaded, behind other loads,"
-        return RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected it {what} within its deadline")
+        return RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected it {what} within the time limit of its load")
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -110,7 +110,10 @@ class AdapterRanks:
             prepared.close()
         results = [msgspec.msgpack.decode(reply.result or b"", type=LoadedLoRA) for reply in replies]
         if len({(result.identity, *result.evicted) for result in results}) != 1:
-            raise RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the ranks loaded different contents")
+            raise RequestError(
+                ErrorCode.RANK_FAILED,
+                f"adapter {adapter.name!r}: expected the same content and evictions on every rank, found different ones",
+            )
         adapter.kept = [f"{result.identity} {result.checksum}" for result in results]
         return results[0]
 

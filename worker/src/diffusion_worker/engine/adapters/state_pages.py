@@ -46,7 +46,10 @@ class StatePages:
         """Return the page that a token names; raise RequestError (WrongBoot) for a token of another life of the server."""
         boot_id, _, position = token.rpartition(".")
         if boot_id != self._boot_id:
-            raise RequestError(ErrorCode.WRONG_BOOT, f"continue: expected a token of boot {self._boot_id}, found one of {boot_id}")
+            raise RequestError(
+                ErrorCode.WRONG_BOOT,
+                f"continue: expected a page of the server process {self._boot_id}, found one of {boot_id}; list again without continue",
+            )
         return self._page(int(position), limit, self._revision.current())
 
     def _page(self, position: int, limit: int, revision: str) -> StateDocument:

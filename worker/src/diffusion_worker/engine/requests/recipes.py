@@ -27,8 +27,8 @@ def agreed(recipes: Sequence[tuple[str, Recipe | None]]) -> tuple[Recipe, dict[s
     for name, recipe in recipes:
         for part, value in _parts(recipe or PLAIN).items():
             if part in parts and not _same(parts[part], value):
-                expected = f"adapters whose recipes agree, {part} {parts[part]} of adapter {owners[part]!r}"
-                raise refused("lora", expected, f"{part} {value} of adapter {name!r}")
+                expected = f"adapters that prescribe the same {part}, {parts[part]} as adapter {owners[part]!r}"
+                raise refused("lora", expected, f"{value} of adapter {name!r}")
             parts.setdefault(part, value)
             owners.setdefault(part, name)
     return Recipe(**parts), owners

@@ -313,7 +313,11 @@ class StepLoop:
         spec = self._scheduler.replay_whole(replay.request_id)
         if spec.task not in self.whole:
             self.whole[spec.task] = replay.what
-            log.warning("requests to %s run alone from now on: the pipeline %s, which other requests would see", spec.task, replay.what)
+            log.warning(
+                "requests to %s run one at a time from now on, because the pipeline %s, which other requests would notice",
+                spec.task,
+                replay.what,
+            )
         self.stats.replayed += 1
         request.start_over()
 

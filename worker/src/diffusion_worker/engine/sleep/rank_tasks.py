@@ -79,8 +79,10 @@ def unreleased(ranks: Sequence[RankDocument]) -> str | None:
     for rank in ranks:
         weights = rank.memory.weights_bytes
         held = rank.memory.weights_resident_bytes + rank.memory.adapter_slots_resident_bytes
-        if held > KEPT_SHARE * weights:
+        most = KEPT_SHARE * weights
+        if held > most:
             return (
-                f"sleep: rank {rank.rank}: expected at most {KEPT_SHARE:.0%} of its {weights} bytes of weights on the device, found {held}"
+                f"sleep: rank {rank.rank}: expected at most {most:.0f} bytes left on the device, {KEPT_SHARE:.0%} of its weights, "
+                f"found {held} bytes"
             )
     return None

@@ -87,7 +87,7 @@ def wrong_adapters(expected: Mapping[int, Sequence[str]], found: Sequence[Finger
             before = expected[lora_int_id][rank] if lora_int_id in expected else "none"
             told = now.adapters.get(lora_int_id, "none")
             if told != before:
-                wrong.setdefault(lora_int_id, f"rank {rank}: adapter {lora_int_id}: expected {before} as at its load, found {told}")
+                wrong.setdefault(lora_int_id, f"rank {rank}: adapter {lora_int_id}: expected {before} from its load, found {told}")
     return wrong
 
 

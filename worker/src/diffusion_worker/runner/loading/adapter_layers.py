@@ -81,7 +81,8 @@ def add_on_all_ranks(loras: DiffusionLoRAManager, parallel: Parallel, request: L
         raise RequestError(ErrorCode(failure.code), failure.message)
     assert candidate is not None
     if not same_on_all(parallel, candidate.loaded.identity):
-        raise RequestError(ErrorCode.RANK_FAILED, f"adapter {request.lora_name!r}: the ranks read different files")
+        message = f"adapter {request.lora_name!r}: the ranks read different files, expected the same; they may have changed during the load"
+        raise RequestError(ErrorCode.RANK_FAILED, message)
     return loras.register(candidate)
 
 

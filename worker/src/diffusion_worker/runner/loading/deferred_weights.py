@@ -60,11 +60,11 @@ def build_unread(
     for name, tensor in module.state_dict(keep_vars=True).items():
         stored = unread.stored_of(tensor) if isinstance(tensor, torch.Tensor) else None
         if stored is None:
-            raise NotReadable(f"{name} is not in the files as it is in the model")
+            raise NotReadable(f"no file has the tensor {name} in the form that the model needs")
         _check_kind(stored, floating=tensor.is_floating_point())
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
-            raise NotReadable(f"nothing gives {name} a value")
+            raise NotReadable(f"neither the files nor the class give the tensor {name} a value")
     return module, unexpected
 
 

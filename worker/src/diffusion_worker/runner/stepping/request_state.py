@@ -170,7 +170,11 @@ class DiffusionRequestState:
                 return
             with self._running():
                 self._fiber.throw(greenlet.GreenletExit)
-        log.warning("request %s caught the exception that ends it %d times, and is left suspended", self.spec.request_id, MOST_EXITS)
+        log.warning(
+            "request %s could not be ended: its pipeline caught the exception for this %d times, and is left suspended",
+            self.spec.request_id,
+            MOST_EXITS,
+        )
         if self._fiber.changes is not None:
             self._fiber.changes.put_back()
 

@@ -24,8 +24,11 @@ router = APIRouter()
 DRAIN_S = 60.0
 # Written by hand, as the framework would document every answer of these routes as text.
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "A sentence.", "content": {"text/plain": {"schema": {"type": "string"}}}},
-    "default": {"description": "Any error.", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}},
+    200: {"description": "Success, as a text that names the adapter.", "content": {"text/plain": {"schema": {"type": "string"}}}},
+    "default": {
+        "description": "Any error, with a code, a message, and whether a retry may succeed.",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},
+    },
 }
 
 
@@ -45,7 +48,9 @@ class UnloadLoRABody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     lora_name: AdapterName
-    lora_int_id: Annotated[int | None, Field(ge=1, le=2**63 - 1, description="Ignored; the name identifies the adapter.")] = None
+    lora_int_id: Annotated[
+        int | None, Field(ge=1, le=2**63 - 1, description="Accepted for compatibility and ignored; the name selects the adapter.")
+    ] = None
 
 
 @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=ANSWERS)

@@ -49,7 +49,7 @@ async def state(query: Annotated[StateQuery, Query()], request: Request) -> Resp
     engine, limit = _engine(request), query.limit or MAX_LIMIT
     if query.after is None:
         if query.wait:
-            raise refused("after", "a revision, as wait is given", None)
+            raise refused("after", "a revision of the state, because wait is given", "nothing")
         if query.token is not None:
             return _encoded(engine.state_continued(query.token, limit))
         return _encoded(engine.state_document() if query.limit is None else engine.state_page(limit))

@@ -64,7 +64,9 @@ class Decoders:
                     pid = int.from_bytes(await reader.readexactly(4))
             except (asyncio.IncompleteReadError, TimeoutError):
                 self._process.kill()
-                raise _busy(f"{job.field}: expected a process to decode it within {START_S:g} s, found none") from None
+                raise _busy(
+                    f"{job.field}: expected a decoder of the worker to begin within {START_S:g} s, found none; try again later"
+                ) from None
             process = os.pidfd_open(pid)
             try:
                 writer.write(b"!")

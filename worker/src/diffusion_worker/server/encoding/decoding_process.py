@@ -82,7 +82,7 @@ def _decoded(job: DecodeJob, file: int, large: int) -> tuple[Outcome, list[bytes
         limit(cpu_s=job.cpu_s, memory_bytes=job.memory_bytes)
         filter_calls()
     except OSError as error:
-        return Failed(f"the process of a file cannot be confined: {error}"), []
+        return Failed(f"the process that decodes a file cannot be confined: {error}"), []
     try:
         content = os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)
         found = decode(job.field, content, max_pixels=job.max_pixels, large=_turn_of_the_large(large))

@@ -135,7 +135,7 @@ def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
                 raise refused(root, *("a file", "a text") if root == "image" else ("a data: URL", "a file"))
             images.append((root, value))
         elif name == "markup":
-            raise refused(name, "none, as only the prompt and a mask change an image", "one")
+            raise refused(name, "no such field, because only the prompt and a mask change an image", "one")
         elif name == "mask":
             if mask is not None or not isinstance(value, UploadFile):
                 raise refused(name, "a single file", "a text" if mask is None else "a second one")

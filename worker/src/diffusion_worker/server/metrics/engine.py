@@ -75,7 +75,9 @@ class EngineCollector(Collector):
         yield gauge("queue_work_seconds_max", "Bound on the expected device time of all requests.", limits.max_queued_seconds)
         yield gauge("queue_image_bytes", "Bytes of the decoded images of all requests.", queue.bounds.size_bytes)
         yield gauge("queue_image_bytes_max", "Bound on the bytes of the decoded images of all requests.", limits.max_queued_bytes)
-        yield gauge("queue_promises", "Refused requests for which a place is kept.", queue.bounds.promised)
+        yield gauge(
+            "queue_promises", "Refused requests for which a place in the queue is kept until they come back.", queue.bounds.promised
+        )
 
     def _steps(self) -> Iterator[Metric]:
         stats = self._engine.stats

@@ -51,7 +51,9 @@ class Metrics:
         self._seconds = {path: seconds.labels(route) for path, route in ROUTES.items()}
         self._phases = {phase: phases.labels(phase) for phase in PHASES}
         self._first_step = histograms(PREFIX + "first_step_seconds", "Time from an image's request to its first step.", buckets=BOUNDS_S)
-        self._peak_bytes = histograms(PREFIX + "image_peak_bytes", "Memory of an image's steps.", buckets=MEMORY_BUCKETS)
+        self._peak_bytes = histograms(
+            PREFIX + "image_peak_bytes", "Most memory that an answered image's steps needed beside the weights.", buckets=MEMORY_BUCKETS
+        )
         self._with_adapter = counters(PREFIX + "adapter_images", "Images made with an adapter and answered.")
         by_adapters = counters(PREFIX + "requests_with_adapters", "Requests answered with images, by number of adapters.", ["adapters"])
         self._by_adapters = [by_adapters.labels(str(count)) for count in range(engine.config.max_loras_per_request + 1)]

@@ -59,7 +59,9 @@ class ErrorBody(BaseModel):
 
 
 # `responses` of every route of that port: one form for all errors, instead of the framework's own.
-ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "Any error."}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"model": ErrorBody, "description": "Any error, with a code, a message, and whether a retry may succeed."}
+}
 
 
 class WakeBody(ControlBody):

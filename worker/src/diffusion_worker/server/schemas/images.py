@@ -232,7 +232,9 @@ class ErrorEnvelope(BaseModel):
 
 
 # `responses` of every route of the data port.
-ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorEnvelope, "description": "Any error."}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"model": ErrorEnvelope, "description": "Any error, with a code, a message, and whether a retry may succeed."}
+}
 
 # The schema of an event with `stream`, for any of the events: OpenAPI 3.1 cannot describe a sequence.
 EVENT = {

@@ -49,7 +49,7 @@ class LoRAObject(BaseModel):
     local_path: Annotated[Path, Field(description="The same as path.")] = None
     lora_path: Annotated[Path, Field(description="The same as path.")] = None
     lora_local_path: Annotated[Path, Field(description="The same as path.")] = None
-    int_id: Annotated[Id, Field(description="Accepted; an adapter's identity is its content.")] = None
+    int_id: Annotated[Id, Field(description="Accepted for compatibility and ignored; the name selects the adapter.")] = None
     lora_int_id: Annotated[Id, Field(description="The same as int_id.")] = None
 
 
