@@ -29,7 +29,7 @@ FIRST_WORDS = 3
 MOST_KEPT = 0.85
 
 Place = tuple[str, str]
-"""The name of a file without its folders, which may have moved, and the qualified name in it."""
+"""The path of a file from the repository's root, and the qualified name in it."""
 Docstring = tuple[str, str]
 """The signature and the text."""
 
@@ -58,14 +58,14 @@ def _signature(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> s
 def docstrings_now() -> dict[Place, Docstring]:
     """Return all docstrings of classes and functions in the working tree."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {(path.name, name): found for path in paths for name, found in docstrings(path.read_text())}
+    return {(path.relative_to(ROOT).as_posix(), name): found for path in paths for name, found in docstrings(path.read_text())}
 
 
 def docstrings_at(revision: str) -> dict[Place, Docstring]:
     """Return all docstrings of classes and functions at a commit."""
     listed = _git("ls-tree", "-r", "--name-only", revision, *FOLDERS).splitlines()
     contents = ((path, _git("show", f"{revision}:{path}")) for path in listed if path.endswith(".py"))
-    return {(Path(path).name, name): found for path, content in contents for name, found in docstrings(content)}
+    return {(path, name): found for path, content in contents for name, found in docstrings(content)}
 
 
 def kept_share(before: str, after: str) -> float:
