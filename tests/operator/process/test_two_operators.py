@@ -5,7 +5,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -33,12 +32,6 @@ def kubeconfig() -> Iterator[Path]:
 @pytest.fixture
 async def client(kubeconfig: Path) -> AsyncIterator[RestClient]:
     async with RestClient(kubeconfig) as made:
-        yield made
-
-
-@pytest.fixture
-async def kubelet(client: RestClient) -> AsyncIterator[FakeKubelet]:
-    async with FakeKubelet(client, Random()) as made:
         yield made
 
 

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -81,12 +80,6 @@ def kubeconfig() -> Iterator[Path]:
 @pytest.fixture
 async def client(kubeconfig: Path) -> AsyncIterator[RestClient]:
     async with RestClient(kubeconfig) as made:
-        yield made
-
-
-@pytest.fixture
-async def kubelet(client: RestClient) -> AsyncIterator[FakeKubelet]:
-    async with FakeKubelet(client, Random()) as made:
         yield made
 
 

@@ -22,10 +22,9 @@ def drift(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, ...]
 
 def leads_elsewhere(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Return whether a live Service leads to other pods than the rendered one, or lacks a port of it."""
-    ports = live["spec"].get("ports", ())
-    return live["spec"].get("selector") != wanted["spec"]["selector"] or not all(
-        any(_same(port, each) for port in ports) for each in wanted["spec"]["ports"]
-    )
+    found, expected = live["spec"], wanted["spec"]
+    # Without its key the list may have ports of others beside ours.
+    return found.get("selector") != expected["selector"] or not _same(found.get("ports"), expected["ports"])
 
 
 def _differences(live: Mapping[str, Any], wanted: Mapping[str, Any], path: str) -> Iterator[str]:
