@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
-from diffusion_worker.lora.call_rows import RowsCannotBeToldApart
+from diffusion_worker.lora.call_rows import RowsNotSeparable
 from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.layers import LoRALinear
 from support.lora.adapters import checkpoint_of, factors_of, layers_of, load, merged, random_factors, require_rows_as_merged, run, with_peft
@@ -214,7 +214,7 @@ def test_folded_rows_with_the_same_adapters_have_them_and_others_are_an_error_th
     both = merged(merged(copy.deepcopy(base), one, 0.5), two)
     torch.testing.assert_close(run(layers, net, x, [[(0, 0.5), (1, 1.0)], [(1, 1.0), (0, 0.5)]]), both(x), **TIGHT)
     for uses in ([[(0, 1.0)], [(1, 1.0)]], [[(0, 1.0)], []], [[(0, 1.0)], [(0, 0.5)]]):
-        with pytest.raises(RowsCannotBeToldApart, match="cannot be kept apart"):
+        with pytest.raises(RowsNotSeparable, match="cannot be kept apart"):
             run(layers, net, x, uses)
     made = run(layers, net, x, [[(2, 1.0)], []])
     torch.testing.assert_close(made[:1], with_peft(copy.deepcopy(base), outer)(x[:1]), **TIGHT)
@@ -225,9 +225,9 @@ def test_a_folded_layer_is_known_even_when_its_rows_are_as_many_as_the_calls(net
     folding = Folding().requires_grad_(False)
     layers = layers_of(folding)
     load(layers, 0, random_factors(folding, ("inner",)))
-    with pytest.raises(RowsCannotBeToldApart):
+    with pytest.raises(RowsNotSeparable):
         run(layers, folding, torch.randn(2, 4, 10), [[(0, 1.0)], []])
-    with pytest.raises(RowsCannotBeToldApart, match=r"transformer\.inner"):
+    with pytest.raises(RowsNotSeparable, match=r"transformer\.inner"):
         run(layers, folding, torch.randn(2, 1, 10), [[(0, 1.0)], []])
     assert run(layers, folding, torch.randn(2, 1, 10), [[], []]).shape == (2, 1, 10)
 

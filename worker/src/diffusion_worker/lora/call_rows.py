@@ -24,7 +24,7 @@ class SlotUse(NamedTuple):
 Uses = Sequence[Sequence[SlotUse]]
 
 
-class RowsCannotBeToldApart(ValueError):
+class RowsNotSeparable(ValueError):
     """Raised when rows of one call use different adapters, but a layer that these change does not see the rows: make a call for each."""
 
 

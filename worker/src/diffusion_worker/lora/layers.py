@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from diffusion_worker.lora.call_rows import CompiledRows, RowAdapters, RowAdaptersHolder, RowsCannotBeToldApart
+from diffusion_worker.lora.call_rows import CompiledRows, RowAdapters, RowAdaptersHolder, RowsNotSeparable
 from diffusion_worker.lora.loads.model_table import PartCut
 
 EXPERTS = ".experts."
@@ -94,7 +94,7 @@ class LoRALayer(nn.Module):
         if x.shape[0] not in (1, call.total):
             self._holder.folding[self.name] = self
         if x.shape[0] != call.total and not call.shared:
-            raise RowsCannotBeToldApart(
+            raise RowsNotSeparable(
                 f"{self.name}: expected {call.total} rows, found {x.shape[0]}: the adapters of different rows cannot be kept apart"
             )
         out = out if out.is_contiguous() or call.shared else out.contiguous()

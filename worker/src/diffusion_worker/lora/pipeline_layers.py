@@ -17,7 +17,7 @@ from diffusion_worker.lora.call_rows import (
     CompiledRows,
     RowAdapters,
     RowAdaptersHolder,
-    RowsCannotBeToldApart,
+    RowsNotSeparable,
     SlotUse,
     Uses,
 )
@@ -232,7 +232,7 @@ class AdapterLayers:
         """Make each row of a call of a component use its slots, inside the `with` block alone.
 
         Raises:
-            RowsCannotBeToldApart: rows use different adapters, but a layer that these change does not see the rows.
+            RowsNotSeparable: rows use different adapters, but a layer that these change does not see the rows.
         """
         if not any(use.scale for row in uses for use in row):
             yield
@@ -242,11 +242,11 @@ class AdapterLayers:
         call, self._holder.compiled = self._call(tuple(map(tuple, uses)))
         self._holder.current = call if call.mask else None
         try:
-            self._require_told_apart(call)
+            self._require_separable(call)
             yield
             if self._static and not call.shared:
                 self._learn_from_compiled()
-                self._require_told_apart(call)
+                self._require_separable(call)
         finally:
             self._holder.current = self._holder.compiled = None
 
@@ -257,10 +257,10 @@ class AdapterLayers:
             self._calls[uses] = RowAdapters(uses, self._layout), CompiledRows(uses, self._layout) if self._static else None
         return self._calls[uses]
 
-    def _require_told_apart(self, call: RowAdapters) -> None:
+    def _require_separable(self, call: RowAdapters) -> None:
         for name, layer in self._holder.folding.items() if not call.shared else ():
             if layer.named_by(call.mask):
-                raise RowsCannotBeToldApart(f"{name} does not see the rows of a call: adapters cannot be kept apart")
+                raise RowsNotSeparable(f"{name} does not see the rows of a call: adapters cannot be kept apart")
 
     def _learn_from_compiled(self) -> None:
         """Add the layers that compiled code has marked as not seeing the rows of a call to the holder's `folding`."""

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
-from diffusion_worker.lora.call_rows import RowsCannotBeToldApart
+from diffusion_worker.lora.call_rows import RowsNotSeparable
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
 from diffusion_worker.messages import ErrorReport, LoRAUse, Progress, PromptCacheStats
 from diffusion_worker.runner.model_call.call import ModelCall, answer, execute, split
@@ -300,7 +300,7 @@ def _report(state: DiffusionRequestState, event: Broken | NeedsModelAlone) -> Er
 
 def _adapters_mix(error: BaseException) -> bool:
     """Return whether a call failed, here or on another rank, because a layer cannot tell which row uses which adapters."""
-    return isinstance(error.__cause__, RowsCannotBeToldApart) or RowsCannotBeToldApart.__name__ in str(error)
+    return isinstance(error.__cause__, RowsNotSeparable) or RowsNotSeparable.__name__ in str(error)
 
 
 def _without_frames(error: Failure) -> Failure:
