@@ -76,7 +76,7 @@ print(main["adapters"], right)
 
 
 def test_the_kubelet_brings_the_file_with_an_adapter_that_is_younger_than_its_pod(rig_with_digits: ClusterRig) -> None:
-    """The pod was made before any shard: the kubelet adds an optional one to the folder later (T2)."""
+    """The pod was made before any shard: the kubelet adds an optional one to the folder later."""
     rig = rig_with_digits
 
     def read() -> bool:

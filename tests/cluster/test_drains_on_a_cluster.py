@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of busy replicas (T11) and orphaned pods (T5), on a real cluster: kubelet, garbage collector, and requests that take long."""
+"""Ends of busy replicas and orphaned pods, on a real cluster: kubelet, garbage collector, and requests that take long."""
 
 import concurrent.futures
 import json
@@ -34,7 +34,7 @@ def asking(served: ClusterRig) -> "Iterator[concurrent.futures.Future[DemoImage]
         yield answer
 
 
-def test_t11_a_request_that_runs_is_answered_when_its_replica_is_scaled_away(
+def test_a_request_that_runs_is_answered_when_its_replica_is_scaled_away(
     served: ClusterRig, asking: "concurrent.futures.Future[DemoImage]"
 ) -> None:
     rig, pod = served, served.pod(NAME)
@@ -48,7 +48,7 @@ def test_t11_a_request_that_runs_is_answered_when_its_replica_is_scaled_away(
     rig.wait(DD, SERVING)
 
 
-def test_t11_a_request_that_runs_is_answered_when_its_pod_is_evicted(
+def test_a_request_that_runs_is_answered_when_its_pod_is_evicted(
     served: ClusterRig, asking: "concurrent.futures.Future[DemoImage]"
 ) -> None:
     rig, pod = served, served.pod(NAME)
@@ -60,7 +60,7 @@ def test_t11_a_request_that_runs_is_answered_when_its_pod_is_evicted(
     rig.wait(DD, SERVING)
 
 
-def test_t5_a_pod_that_was_left_behind_is_adopted_by_a_new_object_and_serves_on(served: ClusterRig) -> None:
+def test_a_pod_that_was_left_behind_is_adopted_by_a_new_object_and_serves_on(served: ClusterRig) -> None:
     rig, before = served, served.pods(NAME)[0]["metadata"]
     image = rig.image(NAME)
     rig.eventually("the worker knows its model's digest", lambda: rig.state(NAME)["model"]["digest"])

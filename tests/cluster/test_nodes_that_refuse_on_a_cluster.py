@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 NAME, PLACE = "refused", "example.com/place"
 
 
-def test_t6_a_node_that_refuses_pods_is_told_and_avoided_and_the_replica_has_not_failed(rig: ClusterRig) -> None:
+def test_a_node_that_refuses_pods_is_told_and_avoided_and_the_replica_has_not_failed(rig: ClusterRig) -> None:
     (node, *_) = rig.kubectl.get("nodes")["items"]
     where = node["metadata"]["name"]
     scheduling = {"schedulerName": "test", "nodeSelector": {PLACE: "here"}}

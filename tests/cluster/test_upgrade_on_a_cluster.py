@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An upgrade from the version before under requests on a cluster, with 20 deployments that serve, and the way back (T27).
+"""An upgrade from the version before under requests on a cluster, with 20 deployments that serve, and the way back.
 
 Real: the version before, its chart, its operator and its workers, on today's layers. Three deployments serve the digits model, and 17 are
 real server processes over fake ranks. Tests run in their order; each says what it leaves.
@@ -197,12 +197,12 @@ def watched(release: Release, right: dict[str, DemoImage], states: str, change: 
     assert all(one.answered and not one.lost and not one.refused for one in asking), [one.told() for one in asking]
 
 
-def test_t27_an_upgrade_under_requests_replaces_nothing_and_loses_nothing(release: Release, right: dict[str, DemoImage]) -> None:
+def test_an_upgrade_under_requests_replaces_nothing_and_loses_nothing(release: Release, right: dict[str, DemoImage]) -> None:
     """Leave this version over workers of the version before."""
     watched(release, right, WORDS, release.this.upgrade)
 
 
-def test_t27_the_way_back_replaces_nothing_and_loses_nothing(release: Release, right: dict[str, DemoImage]) -> None:
+def test_the_way_back_replaces_nothing_and_loses_nothing(release: Release, right: dict[str, DemoImage]) -> None:
     """Leave the version before."""
     back = ("rollback", RELEASE, "1", "--wait", "--timeout", f"{HELM_S}s")
     watched(release, right, EARLIER_WORDS, lambda: release.this(*back))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drains: the operator's real reconciles end a replica whose real worker server is busy (T11). The ranks are fake, and the operator's time
+"""Drains: the operator's real reconciles end a replica whose real worker server is busy. The ranks are fake, and the operator's time
 is virtual."""
 
 import asyncio
@@ -26,7 +26,7 @@ def there(told: Story) -> bool:
     return POD_NAME in told.rig.cluster.names(POD)
 
 
-async def test_t11_a_long_request_survives_a_scale_down_and_is_answered() -> None:
+async def test_a_long_request_survives_a_scale_down_and_is_answered() -> None:
     async with story(env=SLOW_STEPS) as told, asyncio.timeout(60):
         request = asyncio.create_task(ask(told, **LONG))
         await told.wait(lambda: told.worker.state()["inFlight"], told.worker.state)
@@ -43,7 +43,7 @@ async def test_t11_a_long_request_survives_a_scale_down_and_is_answered() -> Non
         assert await asyncio.to_thread(told.worker.terminate) == 0
 
 
-async def test_t11_a_request_that_outlasts_the_drain_ends_with_a_code_and_the_pod_goes() -> None:
+async def test_a_request_that_outlasts_the_drain_ends_with_a_code_and_the_pod_goes() -> None:
     async with story(env=SLOW_STEPS, drain={"timeoutSeconds": 1}) as told, asyncio.timeout(60):
         request = asyncio.create_task(ask(told, **LONG | {"num_inference_steps": 190}))
         await told.wait(lambda: told.worker.state()["inFlight"], told.worker.state)
@@ -53,7 +53,7 @@ async def test_t11_a_request_that_outlasts_the_drain_ends_with_a_code_and_the_po
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "Terminating")
 
 
-async def test_t11_a_held_request_is_refused_at_once_when_its_sleeping_replica_goes() -> None:
+async def test_a_held_request_is_refused_at_once_when_its_sleeping_replica_goes() -> None:
     slow = {"FAKE_WORKER": json.dumps({"wakeSeconds": 30})}
     async with story(env=slow, sleep={"policy": "OnIdle", "idleSeconds": 1, "minAwakeSeconds": 0}) as told, asyncio.timeout(60):
         await told.wait(lambda: told.worker.state()["state"] == "asleep", told.worker.state)

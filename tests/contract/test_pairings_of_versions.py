@@ -116,7 +116,7 @@ async def kubelet(client: RestClient, earlier: EarlierVersion, tmp_path: Path) -
 
 @pytest.mark.parametrize("worker", [THIS, EARLIER])
 @pytest.mark.parametrize("operator_version", [THIS, EARLIER])
-async def test_t27_a_pairing_serves_loads_sleeps_wakes_and_drains(
+async def test_a_pairing_serves_loads_sleeps_wakes_and_drains(
     kubeconfig: Path, tmp_path: Path, earlier: EarlierVersion, kubelet: ProcessKubelet, worker: str, operator_version: str
 ) -> None:
     old = earlier if operator_version == EARLIER else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T18: the health rules in docs/gitops.md, run in Lua and CEL on statuses that the reconciles write.
+"""The health rules in docs/gitops.md, run in Lua and CEL on statuses that the reconciles write.
 
 Real: the rules, the statuses, Lua, and CEL by a library for Python. Not real: Argo CD and Flux themselves.
 """

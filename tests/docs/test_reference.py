@@ -118,7 +118,7 @@ def test_another_source_replaces_the_pods() -> None:
     assert revision(("model", "source", "path"), "/a") != revision(("model", "source", "path"), "/b")
 
 
-def test_t26_every_field_of_both_kinds_has_a_description() -> None:
+def test_every_field_of_both_kinds_has_a_description() -> None:
     """`metadata` is left out: the API server allows no description of it."""
     roots = {crd["spec"]["names"]["kind"]: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in CRDS}
     silent = [f"{kind}{path}" for kind, root in roots.items() for path in _silent(root)]

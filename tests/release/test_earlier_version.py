@@ -29,7 +29,7 @@ def test_a_shallow_clone_fails_with_the_commit_and_the_remedy(tmp_path: Path) ->
         EarlierVersion(tmp_path / "earlier", version, clone=tmp_path / "clone")
 
 
-def test_t27_each_release_of_this_clone_is_a_version_to_upgrade_from() -> None:
+def test_each_release_of_this_clone_is_a_version_to_upgrade_from() -> None:
     tags = subprocess.run(["git", "tag", "--list", "v*", "--format=%(refname:short)"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {tag.removeprefix("v") for tag in tags.stdout.split()} - {package_version("worker")} <= UPGRADES_FROM.keys()
 

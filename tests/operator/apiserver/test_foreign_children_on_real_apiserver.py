@@ -171,7 +171,7 @@ def ready_without(kind: Kind) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", CHILDREN, ids=lambda kind: kind.kind)
-async def test_t3_a_strangers_object_is_left_alone_and_named_and_taken_up_when_it_goes(everywhere: Everywhere, kind: Kind) -> None:
+async def test_a_strangers_object_is_left_alone_and_named_and_taken_up_when_it_goes(everywhere: Everywhere, kind: Kind) -> None:
     place, name = Place(everywhere.client, f"stranger-{kind.kind.lower()}"), NAMES[kind]
     message = await place.until("ChildrenReady", "False", "NameConflict")
     assert f"{kind.kind} {name} belongs to somebody else and is left alone" in message
@@ -188,7 +188,7 @@ async def test_t3_a_strangers_object_is_left_alone_and_named_and_taken_up_when_i
     assert (await place.get(kind, name))["metadata"]["ownerReferences"][0]["name"] == "d"
 
 
-async def test_t4_a_strangers_pod_is_left_alone_and_the_next_name_taken(everywhere: Everywhere) -> None:
+async def test_a_strangers_pod_is_left_alone_and_the_next_name_taken(everywhere: Everywhere) -> None:
     place = Place(everywhere.client, "stranger-pod")
     await place.until("Ready", "True", "Serving")
     assert await place.pods() == ["d-0-0", "d-0-1"]
@@ -199,7 +199,7 @@ async def test_t4_a_strangers_pod_is_left_alone_and_the_next_name_taken(everywhe
 
 @pytest.mark.parametrize("kind", NAMES, ids=lambda kind: kind.kind)
 @pytest.mark.parametrize("means", REFUSALS)
-async def test_t1_what_refuses_a_child_is_told_and_the_rest_serves(everywhere: Everywhere, means: str, kind: Kind) -> None:
+async def test_what_refuses_a_child_is_told_and_the_rest_serves(everywhere: Everywhere, means: str, kind: Kind) -> None:
     place, (reason, said) = Place(everywhere.client, f"{means}-{kind.kind.lower()}"), REFUSALS[means]
     if kind == POD:
         assert said in await place.until("Ready", "False", "PodsRefused")
@@ -238,7 +238,7 @@ async def _ports(place: Place, *expected: int) -> bool:
     return [port["port"] for port in found["spec"]["ports"]] == list(expected)
 
 
-async def test_t3_what_a_create_wrote_is_removed_by_later_changes(place: Place) -> None:
+async def test_what_a_create_wrote_is_removed_by_later_changes(place: Place) -> None:
     await place.edit(service={"port": 8080, "annotations": {"example.com/b": None}})
     await place.eventually(lambda: _ports(place, 8080))
     found = (await place.get(SERVICE, "d"))["metadata"]
@@ -251,7 +251,7 @@ async def test_t3_what_a_create_wrote_is_removed_by_later_changes(place: Place) 
 
 
 @pytest.mark.parametrize("changed_before", [False, True], ids=["as it was made", "after a change"])
-async def test_t23_a_service_whose_port_was_edited_is_put_back_with_its_address(place: Place, changed_before: bool) -> None:
+async def test_a_service_whose_port_was_edited_is_put_back_with_its_address(place: Place, changed_before: bool) -> None:
     if changed_before:
         await place.edit(service={"port": 81})
         await place.eventually(lambda: _ports(place, 81))
@@ -265,7 +265,7 @@ async def test_t23_a_service_whose_port_was_edited_is_put_back_with_its_address(
     await place.until("ChildrenReady", "True", "AllApplied")
 
 
-async def test_t24_a_policy_and_a_service_are_put_back_whole_and_who_fights_is_named(place: Place) -> None:
+async def test_a_policy_and_a_service_are_put_back_whole_and_who_fights_is_named(place: Place) -> None:
     name = CHILDREN[NETWORK_POLICY]
     wanted = (await place.get(NETWORK_POLICY, name))["spec"]
     ports = (await place.get(SERVICE, "d"))["spec"]["ports"]
@@ -289,7 +289,7 @@ async def test_t24_a_policy_and_a_service_are_put_back_whole_and_who_fights_is_n
 
 
 @pytest.mark.parametrize("kind", CHILDREN, ids=lambda kind: kind.kind)
-async def test_t3_a_child_that_lost_its_owner_is_adopted_again(place: Place, kind: Kind) -> None:
+async def test_a_child_that_lost_its_owner_is_adopted_again(place: Place, kind: Kind) -> None:
     before = await place.get(kind, CHILDREN[kind])
     await place.patch(kind, CHILDREN[kind], [{"op": "remove", "path": "/metadata/ownerReferences"}])
     if kind == SECRET:  # Secrets are not watched: the operator looks at this one before it makes a pod
@@ -303,7 +303,7 @@ async def test_t3_a_child_that_lost_its_owner_is_adopted_again(place: Place, kin
 
 
 @pytest.mark.parametrize("kind", [SECRET, CONFIG_MAP, SERVICE], ids=lambda kind: kind.kind)
-async def test_t1_a_full_quota_does_not_hide_a_child_that_is_there(everywhere: Everywhere, place: Place, kind: Kind) -> None:
+async def test_a_full_quota_does_not_hide_a_child_that_is_there(everywhere: Everywhere, place: Place, kind: Kind) -> None:
     """The quota refuses a create before names are compared. A watched child that lost its label is unknown to the operator."""
     before = await place.get(kind, CHILDREN[kind])
     await everywhere.refuse("quota", place, kind)
@@ -326,7 +326,7 @@ async def test_t1_a_full_quota_does_not_hide_a_child_that_is_there(everywhere: E
     assert (await place.get(kind, CHILDREN[kind]))["metadata"]["uid"] == before["metadata"]["uid"]
 
 
-async def test_t3_a_deployment_made_again_waits_for_the_children_of_the_earlier_one_and_serves(place: Place) -> None:
+async def test_a_deployment_made_again_waits_for_the_children_of_the_earlier_one_and_serves(place: Place) -> None:
     """`kubectl delete` and `kubectl apply` follow at once; the fake garbage collector deletes the children a moment later."""
     before = {kind: (await place.get(kind, name))["metadata"]["uid"] for kind, name in CHILDREN.items()}
     await place.delete(DEPLOYMENT, "d")
@@ -345,7 +345,7 @@ async def test_t3_a_deployment_made_again_waits_for_the_children_of_the_earlier_
     assert await place.notes("NameConflict") == []
 
 
-async def test_t22_a_refused_configmap_and_a_deleted_pod_are_not_called_serving(everywhere: Everywhere, place: Place) -> None:
+async def test_a_refused_configmap_and_a_deleted_pod_are_not_called_serving(everywhere: Everywhere, place: Place) -> None:
     await everywhere.refuse("policy", place, CONFIG_MAP)
     await place.eventually(lambda: everywhere._refused(place, CONFIG_MAP))
     await place.delete(CONFIG_MAP, "d-desired")

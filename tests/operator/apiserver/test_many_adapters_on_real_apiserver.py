@@ -85,7 +85,7 @@ async def many(kubeconfig: Path, tmp_path_factory: pytest.TempPathFactory) -> As
             await client.send("DELETE", path_of(kind, made.namespace))
 
 
-async def test_t2_more_adapters_than_fit_into_one_object_are_in_shards_and_the_pod_serves(many: Many) -> None:
+async def test_more_adapters_than_fit_into_one_object_are_in_shards_and_the_pod_serves(many: Many) -> None:
     async def serves() -> bool:
         conditions = await many.conditions()
         return conditions.get("Ready") == ("True", "Serving") and conditions.get("ChildrenReady") == ("True", "AllApplied")
@@ -101,7 +101,7 @@ async def test_t2_more_adapters_than_fit_into_one_object_are_in_shards_and_the_p
     assert len(volume["projected"]["sources"]) == 1 + SHARDS
 
 
-async def test_t2_one_more_adapter_changes_its_shard_alone(many: Many) -> None:
+async def test_one_more_adapter_changes_its_shard_alone(many: Many) -> None:
     before = mounted_files((await many.maps()).get, "d")
     await many.make_adapters(MANY, MANY + 1)
     changed: set[str] = set()
@@ -115,7 +115,7 @@ async def test_t2_one_more_adapter_changes_its_shard_alone(many: Many) -> None:
     assert changed == {"desired.json", f"adapters-{shard_of(f'x-{MANY}')}.json.gz"}
 
 
-async def test_t2_a_shard_that_somebody_edits_is_put_back(many: Many) -> None:
+async def test_a_shard_that_somebody_edits_is_put_back(many: Many) -> None:
     name = shard_config_name("d", 2)
     before = (await many.maps())[name]["binaryData"]
     await many.client.patch(CONFIG_MAP, many.namespace, name, {"binaryData": {"adapters-2.json.gz": "AAAA"}})

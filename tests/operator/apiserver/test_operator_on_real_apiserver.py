@@ -137,7 +137,7 @@ async def test_children_are_made_repaired_and_scaled_and_nothing_is_written_to_t
         assert ("diffusion-operator", None) not in managers, "the operator never writes spec or metadata"
 
 
-async def test_rf28_what_another_hand_did_is_told_and_what_the_operator_does_is_not(
+async def test_changes_by_somebody_else_are_events_and_those_by_the_operator_are_not(
     kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real API server fills in defaults, and these must not count as changes."""
@@ -448,7 +448,7 @@ async def test_a_replica_waits_in_a_queue_of_kueue_and_one_that_ended_there_is_r
         await namespace.kubectl("patch", "pod", "d-0-0", "--type=merge", "-p", '{"metadata": {"finalizers": null}}')
 
 
-async def test_t19_what_a_spec_adds_to_a_pod_is_in_the_pod_that_the_api_server_made(
+async def test_what_a_spec_adds_to_a_pod_is_in_the_pod_that_the_api_server_made(
     kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volumes = [{"name": "ca", "configMap": {"name": "authority", "optional": True}}, {"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}}]
@@ -467,7 +467,7 @@ async def test_t19_what_a_spec_adds_to_a_pod_is_in_the_pod_that_the_api_server_m
         assert pod["metadata"]["annotations"]["diffusion-operator.dev/owner-uid"] == (await namespace.get("dd", "d"))["metadata"]["uid"]
 
 
-async def test_t19_lists_of_a_spec_merge_by_name(kubeconfig_of_apiserver: Path, namespace: Namespace) -> None:
+async def test_lists_of_a_spec_merge_by_name(kubeconfig_of_apiserver: Path, namespace: Namespace) -> None:
     """Two clients apply the deployment, each with a variable and a volume of its own."""
     for manager in ("one", "two"):
         spec = {"volumes": [{"name": manager, "emptyDir": {}}], "engine": {"env": [{"name": manager.upper(), "value": "v"}]}}

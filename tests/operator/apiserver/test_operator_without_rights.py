@@ -35,7 +35,7 @@ def _account(cluster: AuditedApiserver) -> Path:
 
 
 @pytest.mark.parametrize("scope", [f"--namespace={TEAM}", "--all-namespaces"])
-def test_t26_missing_rights_are_one_sentence_and_exit_code_1(kubeconfig: Path, tmp_path: Path, scope: str) -> None:
+def test_missing_rights_are_one_sentence_and_exit_code_1(kubeconfig: Path, tmp_path: Path, scope: str) -> None:
     key = tmp_path / "key"
     key.write_text("k" * 32)
     command = [sys.executable, "-m", "diffusion_operator", "run", "--engine-image=worker:1", f"--operator-key-file={key}", scope]

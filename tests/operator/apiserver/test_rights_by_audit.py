@@ -203,7 +203,7 @@ def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(clus
     assert set(usage.used) - leases <= granted(role) == granted(role_of_objects(cluster.rendered()))
 
 
-def test_t8_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_when_they_are_back(cluster: AuditedApiserver) -> None:
+def test_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_when_they_are_back(cluster: AuditedApiserver) -> None:
     """The test removes and restores the binding, as happens when a namespace is deleted and made again. This server cannot empty a
     namespace.
     """

@@ -60,36 +60,36 @@ def seen(found: Pod, before: dict[str, Any] | None, poll: Poll | None = None, ot
 
 # name, the pod, the record, failures, seconds to the new pod or None, whether it is deleted now
 LIVES: list[tuple[str, Pod, dict[str, Any] | None, int | None, float | None, bool]] = [
-    ("RF1: an end in place is the kubelet's", pod(**down(0)), recorded(), None, None, False),
-    ("RF1: counted when it runs again", pod(**up(1)), recorded(), 1, None, False),
-    ("RF1: and once", pod(**up(1)), recorded(1, restarts=1), 1, None, False),
-    ("RF13: three restarts in place are not a loop yet", pod(**up(3)), recorded(2, restarts=2), 3, None, False),
-    ("RF13: the fourth end is", pod(**down(3)), recorded(3, restarts=3), 3, 40, False),
-    ("RF13: and is counted once", pod(**down(3)), recorded(3, restarts=3, next_in_s=30), 3, 30, False),
-    ("RF13: after the pause it goes", pod(**down(3)), recorded(3, restarts=3, next_in_s=0), 3, 0, True),
-    ("RF13: not while it starts once more", pod(**up(4)), recorded(4, restarts=4, next_in_s=-9), 4, -9, False),
-    ("RF13: and not when it came up", pod(**(up(4) | {"ready": True})), recorded(4, restarts=4, next_in_s=-9), 4, None, False),
-    ("RF13: the count outlives the pod", pod(0, 1), recorded(4, restarts=3, next_in_s=0), 4, None, False),
-    ("RF13: the next pod adds to it", pod(0, 1, **up(1)), recorded(4, pod="d-0-1", restarts=0), 5, None, False),
-    ("T6: at the threshold the pace slows", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9), 5, 600, False),
-    ("T6: and a pod is still made", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, next_in_s=0), 5, 0, True),
-    ("T6: also when the window is over", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 5, 600, False),
-    ("RF13: restarts of long ago are no loop", pod(**down(9)), recorded(restarts=9), None, None, False),
-    ("RF13: what was given up and starts in place is counted once", pod(**up(4)), recorded(3, restarts=3, next_in_s=9), 4, 9, False),
-    ("T6: a window that is over counts anew", pod(0, 1, **down(10)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 1, None, False),
-    ("RF13: another template forgets", pod(0, 1), recorded(5, revision="old"), None, None, False),
-    ("RF13: a live replica forgets when the window is over", pod(), recorded(5, age_s=3600), None, None, False),
-    ("RF13: and not before", pod(), recorded(5, age_s=3599), 5, None, False),
-    ("RF13: a failure after the window is the first", pod(**up(3)), recorded(2, restarts=2, age_s=3600), 1, None, False),
-    ("RF13: what cannot start stays where it is", pod(**down(9, REFUSED)), recorded(3, restarts=9), 3, None, False),
+    ("the kubelet restarts a container that ends, and nothing is counted yet", pod(**down(0)), recorded(), None, None, False),
+    ("a restart in place is counted when the container runs again", pod(**up(1)), recorded(), 1, None, False),
+    ("a restart in place is counted once", pod(**up(1)), recorded(1, restarts=1), 1, None, False),
+    ("three restarts in place are no loop yet", pod(**up(3)), recorded(2, restarts=2), 3, None, False),
+    ("the fourth end is a loop", pod(**down(3)), recorded(3, restarts=3), 3, 40, False),
+    ("the fourth end is counted once", pod(**down(3)), recorded(3, restarts=3, next_in_s=30), 3, 30, False),
+    ("a pod in a loop is deleted after the pause", pod(**down(3)), recorded(3, restarts=3, next_in_s=0), 3, 0, True),
+    ("a pod in a loop stays while its container starts once more", pod(**up(4)), recorded(4, restarts=4, next_in_s=-9), 4, -9, False),
+    ("a pod in a loop stays when it is ready", pod(**(up(4) | {"ready": True})), recorded(4, restarts=4, next_in_s=-9), 4, None, False),
+    ("the count outlives the pod", pod(0, 1), recorded(4, restarts=3, next_in_s=0), 4, None, False),
+    ("the next pod adds to the count", pod(0, 1, **up(1)), recorded(4, pod="d-0-1", restarts=0), 5, None, False),
+    ("at the threshold the pace slows", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9), 5, 600, False),
+    ("above the threshold a pod is still made", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, next_in_s=0), 5, 0, True),
+    ("the pace stays slow when the window is over", pod(0, 1, **down(9)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 5, 600, False),
+    ("restarts of long ago are no loop", pod(**down(9)), recorded(restarts=9), None, None, False),
+    ("a replica that was given up and starts in place is counted once", pod(**up(4)), recorded(3, restarts=3, next_in_s=9), 4, 9, False),
+    ("the count begins again after the window", pod(0, 1, **down(10)), recorded(5, pod="d-0-1", restarts=9, age_s=9999), 1, None, False),
+    ("another template ends the count", pod(0, 1), recorded(5, revision="old"), None, None, False),
+    ("the count of a live replica ends with the window", pod(), recorded(5, age_s=3600), None, None, False),
+    ("the count of a live replica does not end before the window", pod(), recorded(5, age_s=3599), 5, None, False),
+    ("a failure after the window is the first", pod(**up(3)), recorded(2, restarts=2, age_s=3600), 1, None, False),
+    ("a pod whose container cannot start stays where it is", pod(**down(9, REFUSED)), recorded(3, restarts=9), 3, None, False),
     ("evicted", pod(**EVICTED), recorded(), 1, 10, False),
     ("evicted, after the pause", pod(**EVICTED), recorded(1, next_in_s=0), 1, 0, True),
     ("evicted once more", pod(0, 1, **EVICTED), recorded(1), 2, 20, False),
     ("evicted without end", pod(0, 5, **EVICTED), recorded(4), 5, 600, False),
     ("evicted without end, after the window", pod(0, 5, **EVICTED), recorded(5, age_s=9999), 1, 10, False),
-    ("T6: rejected by its node", pod(**REJECTED), recorded(), None, 10, False),
-    ("T6: rejected, after the pause", pod(**REJECTED), recorded(next_in_s=0), None, 0, True),
-    ("T6: a node's fault leaves the failures alone", pod(**REJECTED), recorded(5), 5, 10, False),
+    ("rejected by its node", pod(**REJECTED), recorded(), None, 10, False),
+    ("rejected by its node, after the pause", pod(**REJECTED), recorded(next_in_s=0), None, 0, True),
+    ("a node's fault leaves the failures alone", pod(**REJECTED), recorded(5), 5, 10, False),
 ]  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_pauses_double_up_to_a_limit() -> None:
     assert [backoff(recovery, count).total_seconds() for count in (1, 2, 3, 4, 5, 99)] == [10, 20, 40, 80, 100, 100]
 
 
-def test_rf13_a_spent_replica_says_so_and_what_to_do() -> None:
+def test_a_spent_replica_says_so_and_what_to_do() -> None:
     plan = seen(pod(**down(9)), recorded(5, restarts=9))
     ready, degraded = condition_of(plan.status.conditions, "Ready"), condition_of(plan.status.conditions, "Degraded")
     assert ready is not None
@@ -140,7 +140,7 @@ NODES: list[tuple[str, list[dict[str, Any]], dict[str, Any], dict[str, int], flo
 
 
 @pytest.mark.parametrize(("before", "record", "faults", "pause_s"), [row[1:] for row in NODES], ids=[row[0] for row in NODES])
-def test_t6_faults_of_nodes_are_counted_and_waited_for(
+def test_faults_of_nodes_are_counted_and_waited_for(
     before: list[dict[str, Any]], record: dict[str, Any], faults: dict[str, int], pause_s: float
 ) -> None:
     deployment = made({"replicaStates": [record], "currentRevision": REVISION, "avoidedNodes": before})
@@ -151,7 +151,7 @@ def test_t6_faults_of_nodes_are_counted_and_waited_for(
     assert "node node is at fault; a new pod, which prefers other nodes, is made at" in (replica.message or "")
 
 
-def test_t6_a_new_pod_prefers_nodes_without_faults_of_their_own() -> None:
+def test_a_new_pod_prefers_nodes_without_faults_of_their_own() -> None:
     deployment = made({"avoidedNodes": [node("a"), node("b"), node("over", for_s=0)]})
     plan = plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=()), NOW)
     assert plan.created == (CreatePod(0, 0, avoided_nodes=("a", "b")),)
@@ -174,23 +174,23 @@ ENDS = [
 
 @pytest.mark.parametrize(("status", "fault"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS])
 @pytest.mark.parametrize("phase", ["Failed", "Running"])
-def test_t6_what_ended_a_pod_is_the_fault_of_its_node_or_its_own(status: dict[str, Any], fault: bool, phase: str) -> None:
+def test_what_ended_a_pod_is_the_fault_of_its_node_or_its_own(status: dict[str, Any], fault: bool, phase: str) -> None:
     metadata = {"name": "d-0-0", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
     assert read_pod({"metadata": metadata, "status": {"phase": phase} | status}, index=0, incarnation=0).node_fault is (
         fault and phase == "Failed"
     )
 
 
-def test_rf13_a_waiting_replica_says_when_its_next_pod_comes() -> None:
+def test_a_waiting_replica_says_when_its_next_pod_comes() -> None:
     plan = seen(pod(**down(3)), recorded(4, restarts=3, next_in_s=30))
     assert "a new pod is made at 00:05:30 UTC" in (plan.status.replica_states[0].message or "")
 
 
 KILLED, ON_DEVICE = Exit(code=137, reason="OOMKilled"), Exit(code=70, message="CUDA out of memory. Tried to allocate 2 GiB")
 OOM = [
-    ("RF13: host memory with a limit", KILLED, {"memory": "2Gi"}, "its limit of 2Gi (spec.resources.limits.memory)", "OOMKilled"),
-    ("RF13: host memory without one", KILLED, {}, "it has no limit: its node has too little", "OOMKilled"),
-    ("RF13: memory of a device", ON_DEVICE, {}, "Tried to allocate 2 GiB", "OutOfMemory"),
+    ("host memory with a limit", KILLED, {"memory": "2Gi"}, "its limit of 2Gi (spec.resources.limits.memory)", "OOMKilled"),
+    ("host memory without a limit", KILLED, {}, "it has no limit: its node has too little", "OOMKilled"),
+    ("memory of a device", ON_DEVICE, {}, "Tried to allocate 2 GiB", "OutOfMemory"),
 ]
 
 
@@ -216,12 +216,12 @@ OTHER = (pod(1, routable=True),)
 LOST = {"ready": False, "lost": True, "routable": True}
 # name, the pod, its worker's report, other pods, whether the pod is replaced
 GIVEN_UP: list[tuple[str, Pod, Poll, tuple[Pod, ...], bool]] = [
-    ("RF3: ranks start again", pod(), Poll(state=restarting(119)), (), False),
-    ("RF3: they do not come up", pod(), Poll(state=restarting(120)), (), True),
-    ("RF9: unreachable for less than five minutes", pod(), SHORT, OTHER, False),
-    ("RF9: for five minutes", pod(), SILENT, OTHER, True),
-    ("RF9: the only one", pod(), SILENT, (), True),
-    ("RF4: its node is lost", pod(**LOST), SILENT, OTHER, False),
+    ("ranks start again", pod(), Poll(state=restarting(119)), (), False),
+    ("ranks do not come up", pod(), Poll(state=restarting(120)), (), True),
+    ("unreachable for less than five minutes", pod(), SHORT, OTHER, False),
+    ("unreachable for five minutes", pod(), SILENT, OTHER, True),
+    ("the only replica, unreachable for five minutes", pod(), SILENT, (), True),
+    ("its node is lost", pod(**LOST), SILENT, OTHER, False),
 ]
 
 
@@ -232,7 +232,7 @@ def test_a_replica_is_given_up(found: Pod, poll: Poll, others: tuple[Pod, ...], 
     assert plan.status.replica_states[0].failures == (1 if gone else None)
 
 
-@pytest.mark.parametrize("poll", [SILENT, Poll(state=restarting(999))], ids=["RF9", "RF3"])
+@pytest.mark.parametrize("poll", [SILENT, Poll(state=restarting(999))], ids=["unreachable", "ranks do not come up"])
 def test_what_is_given_up_while_it_lives_is_counted_once(poll: Poll) -> None:
     before = recorded(1, state="Awake", next_in_s=5, age_s=5)
     plan = seen(pod(), before, poll, OTHER, startup={"timeoutSeconds": 60})
@@ -241,7 +241,7 @@ def test_what_is_given_up_while_it_lives_is_counted_once(poll: Poll) -> None:
     assert (answers.status.replica_states[0].failures, answers.status.replica_states[0].next_restart_time) == (1, None)
 
 
-def test_rf9_while_no_replica_answers_all_are_left_alone() -> None:
+def test_while_no_replica_answers_all_are_left_alone() -> None:
     pods = (pod(0, routable=True), pod(1, routable=True))
     observed = Observed(deployment=made(replicas=2), default_image="worker:1", pods=pods, polls={one.uid: SILENT for one in pods})
     plan = plan_deployment(observed, NOW)
@@ -249,7 +249,7 @@ def test_rf9_while_no_replica_answers_all_are_left_alone() -> None:
     assert [group.next_restart_time for group in plan.status.replica_states] == [None, None]
 
 
-def test_rf9_an_unreachable_replica_is_routed_to_while_its_probe_passes() -> None:
+def test_an_unreachable_replica_is_routed_to_while_its_probe_passes() -> None:
     plan = seen(pod(routable=True), recorded(state="Awake"), SHORT, OTHER)
     assert not [one for one in plan.pods if isinstance(one, SetRoutable)]
     degraded = condition_of(plan.status.conditions, "Degraded")
@@ -257,7 +257,7 @@ def test_rf9_an_unreachable_replica_is_routed_to_while_its_probe_passes() -> Non
     assert degraded.reason == "ControlUnreachable"
 
 
-def test_rf4_a_replica_on_a_lost_node_is_unrouted_and_named_and_waits_for_the_cluster() -> None:
+def test_a_replica_on_a_lost_node_is_unrouted_and_named_and_waits_for_the_cluster() -> None:
     plan = seen(pod(**LOST), recorded(state="Awake"), Poll(state=READY, failures=1), OTHER)
     assert plan.pods == (SetRoutable("d-0-0", "uid-0-0", routable=False),)
     assert (plan.status.replica_states[0].state, plan.status.available_replicas) == (ReplicaState.FAILED, 1)
@@ -266,13 +266,13 @@ def test_rf4_a_replica_on_a_lost_node_is_unrouted_and_named_and_waits_for_the_cl
     assert (degraded.reason, "node node does not answer" in degraded.message) == ("NodeLost", True)
 
 
-def test_rf4_a_sleeper_is_routed_to_at_once_when_the_awake_ones_node_is_lost() -> None:
+def test_a_sleeper_is_routed_to_at_once_when_the_awake_ones_node_is_lost() -> None:
     states = {0: READY, 1: says(WorkerPhase.ASLEEP)}
     plan = planned(pod(**LOST), pod(1), states=states, replicas=2, sleep={"policy": "OnIdle"})
     assert SetRoutable("d-1-0", "uid-1-0", routable=True) in plan.pods
 
 
-def test_rf4_what_the_cluster_removes_is_replaced_at_once_and_counts_no_more() -> None:
+def test_what_the_cluster_removes_is_replaced_at_once_and_counts_no_more() -> None:
     plan = seen(pod(**(LOST | {"terminating": True})), recorded(state="Failed"), None)
     assert [one.incarnation for one in plan.pods if not isinstance(one, SetRoutable | DeletePod)] == [1]
     back = planned(pod(0, 0, terminating=True), pod(0, 1), replicas=1)
@@ -283,7 +283,7 @@ def test_rf4_what_the_cluster_removes_is_replaced_at_once_and_counts_no_more() -
     )
 
 
-def test_rf4_recreate_does_not_wait_for_a_pod_that_nobody_can_end() -> None:
+def test_recreate_does_not_wait_for_a_pod_that_nobody_can_end() -> None:
     gone = {"terminating": True, "revision": "old"}
     assert planned(pod(**gone), rollout={"type": "Recreate"}).pods == ()
     assert len(planned(pod(**(gone | LOST)), rollout={"type": "Recreate"}).pods) == 1
@@ -293,7 +293,7 @@ CONDITIONS = [
     ("serves", [("Ready", "True", ""), ("ContainersReady", "True", "")], False),
     ("probe fails", [("Ready", "False", "ContainersNotReady"), ("ContainersReady", "False", "ContainersNotReady")], False),
     ("a gate of the user", [("Ready", "False", "ReadinessGatesNotReady"), ("ContainersReady", "True", "")], False),
-    ("RF4: taken by the node controller", [("Ready", "False", ""), ("ContainersReady", "True", "")], True),
+    ("not ready by the node controller", [("Ready", "False", ""), ("ContainersReady", "True", "")], True),
     ("no word yet", [], False),
 ]
 
@@ -314,10 +314,10 @@ def unscheduled(words: str) -> dict[str, Any]:
 
 NO_GPU, TAINTED = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.", "0/1 nodes are available: 1 had untolerated taint {a: b}."
 SHOWN = [
-    ("RF11: an image", NO_IMAGE, "Progressing", "ImagePullError", "ErrImagePull: pull access denied"),
-    ("RF11: a GPU", unscheduled(NO_GPU), "Scheduled", "InsufficientGPU", NO_GPU),
+    ("an image", NO_IMAGE, "Progressing", "ImagePullError", "ErrImagePull: pull access denied"),
+    ("a GPU", unscheduled(NO_GPU), "Scheduled", "InsufficientGPU", NO_GPU),
     ("a queue", unscheduled("") | {"gated": True}, "Scheduled", "WaitingForQuota", "1 of 1 replicas wait behind a scheduling gate"),
-    ("RF11: a taint", unscheduled(TAINTED), "Scheduled", "Unschedulable", TAINTED),
+    ("a taint", unscheduled(TAINTED), "Scheduled", "Unschedulable", TAINTED),
 ]
 
 
@@ -329,7 +329,7 @@ def test_what_others_say_of_a_pod_is_told_in_their_words(facts: dict[str, Any], 
 
 
 @pytest.mark.parametrize("skew", [timedelta(days=-3), timedelta(0), timedelta(days=3)])
-def test_rf29_clocks_of_other_machines_decide_nothing(skew: timedelta) -> None:
+def test_clocks_of_other_machines_decide_nothing(skew: timedelta) -> None:
     ended = Exit(code=70, finished_at=NOW + skew)
     plans = [seen(pod(created_at=EPOCH + skew, **facts), recorded(3, restarts=3)) for facts in (down(3, ended), up(3, ended), EVICTED)]
     due = [plan.status.replica_states[0].next_restart_time for plan in plans]

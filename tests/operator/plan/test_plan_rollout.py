@@ -77,11 +77,11 @@ STEPS: list[tuple[str, list[Pod], dict[int, WorkerState], dict[str, Any], list[i
     ("a sleeping one before an awake one", ALL_OLD, {1: ASLEEP}, {}, [1], []),
     ("one that wakes is waited for", ALL_OLD, {1: WAKING}, {}, [], []),
     ("ranks that start again go first", ALL_OLD, {0: RANKS_START}, {}, [0], []),
-    ("RF21: none that holds requests", [old(0), old(1), old(2), old(3)], dict.fromkeys(range(3), HOLDS) | {3: ASLEEP}, {}, [3], []),
-    ("RF22: the oldest revision first", [old(0), old(1, "older", created_at=EPOCH - timedelta(1)), old(2), old(3)], {}, {}, [1], []),
-    ("RF22: none at the target", [new(0), new(1), new(2), old(3)], {}, {}, [3], []),
-    ("RF22: taken back, the surge goes at once", [*(new(index) for index in range(4)), old(4, ready=False)], {4: STARTING}, SURGE, [4], []),
-    ("RF22: taken back, the serving surge goes too", [*(new(index) for index in range(4)), old(4)], {}, SURGE, [4], []),
+    ("none that holds requests", [old(0), old(1), old(2), old(3)], dict.fromkeys(range(3), HOLDS) | {3: ASLEEP}, {}, [3], []),
+    ("the oldest revision first", [old(0), old(1, "older", created_at=EPOCH - timedelta(1)), old(2), old(3)], {}, {}, [1], []),
+    ("none at the target", [new(0), new(1), new(2), old(3)], {}, {}, [3], []),
+    ("a reverted edit: the surge goes at once", [*(new(index) for index in range(4)), old(4, ready=False)], {4: STARTING}, SURGE, [4], []),
+    ("a reverted edit: the serving surge goes too", [*(new(index) for index in range(4)), old(4)], {}, SURGE, [4], []),
     ("Recreate ends all", ALL_OLD, {}, {"type": "Recreate"}, [0, 1, 2, 3], []),
     ("Recreate waits for the last", [old(3, terminating=True)], {}, {"type": "Recreate"}, [], []),
     ("Recreate makes all", [], {}, {"type": "Recreate"}, [], [0, 1, 2, 3]),
@@ -100,10 +100,10 @@ def test_a_step_of_a_rollout(
 
 FULL = says(WorkerPhase.READY, in_flight=3)
 SCALES: list[tuple[str, dict[int, WorkerState], list[int]]] = [
-    ("RF21: none that holds requests", {0: HOLDS, 1: HOLDS, 2: ASLEEP, 3: HOLDS}, [2]),
-    ("RF21: not the busiest", {0: FULL, 2: FULL, 3: FULL}, [1]),
-    ("RF25: one that sleeps before one that is awake", {0: ASLEEP}, [0]),
-    ("RF25: all asleep: the newest index", dict.fromkeys(range(4), ASLEEP), [3]),
+    ("none that holds requests", {0: HOLDS, 1: HOLDS, 2: ASLEEP, 3: HOLDS}, [2]),
+    ("not the busiest", {0: FULL, 2: FULL, 3: FULL}, [1]),
+    ("one that sleeps before one that is awake", {0: ASLEEP}, [0]),
+    ("all asleep: the highest index", dict.fromkeys(range(4), ASLEEP), [3]),
 ]
 
 
@@ -114,7 +114,7 @@ def test_scaling_down_takes_the_one_that_is_missed_least(states: dict[int, Worke
     assert gone(plan) == go
 
 
-def test_rf25_replicas_are_added_while_all_others_sleep() -> None:
+def test_replicas_are_added_while_all_others_sleep() -> None:
     plan = planned(new(0), new(1), states={0: ASLEEP, 1: ASLEEP}, replicas=3, sleep={"policy": "Asleep"})
     assert (come(plan), gone(plan)) == ([2], [])
 
@@ -127,13 +127,13 @@ def test_a_surge_gets_an_incarnation_above_every_known_one() -> None:
 
 DEADLINES: list[tuple[str, list[Pod], dict[str, Any], bool, list[int]]] = [
     ("in time", [old(0), coming(1)], stuck_since(29), False, []),
-    ("RF26: too late", [old(0), coming(1)], stuck_since(30), True, []),
-    ("RF26: none goes any more", [old(0), new(1)], stuck_since(31, served=1), True, []),
-    ("RF26: a step forward starts again", [old(0), new(1)], stuck_since(31, served=0), False, [0]),
-    ("RF26: one old less starts again", [old(0), coming(1)], stuck_since(31, remaining=2), False, []),
-    ("RF26: another template starts again", [old(0), coming(1)], stuck_since(31, revision="other"), False, []),
-    ("RF26: coming and going is no step forward", [old(0), coming(1)], stuck_since(31, served=1), True, []),
-    ("RF26: a first start has a deadline too", [coming(0), coming(1)], stuck_since(31, remaining=0), True, []),
+    ("too late", [old(0), coming(1)], stuck_since(30), True, []),
+    ("too late, and no old replica goes any more", [old(0), new(1)], stuck_since(31, served=1), True, []),
+    ("a step forward restarts the clock", [old(0), new(1)], stuck_since(31, served=0), False, [0]),
+    ("one old replica less restarts the clock", [old(0), coming(1)], stuck_since(31, remaining=2), False, []),
+    ("another template restarts the clock", [old(0), coming(1)], stuck_since(31, revision="other"), False, []),
+    ("coming and going is no step forward", [old(0), coming(1)], stuck_since(31, served=1), True, []),
+    ("a first start has a deadline too", [coming(0), coming(1)], stuck_since(31, remaining=0), True, []),
 ]
 
 
@@ -208,10 +208,10 @@ def test_the_progress_names_how_many_are_new() -> None:
 
 
 SLEEPS = [
-    ("RF23: asleep is replaced asleep, and none is woken", {"policy": "Asleep"}, {0: ASLEEP, 1: ASLEEP}, []),
-    ("RF23: none sleeps for idleness meanwhile", {"policy": "OnIdle", "minAwakeSeconds": 0}, {}, []),
-    ("RF23: a policy that wakes goes on meanwhile", {"policy": "AlwaysAwake"}, {0: ASLEEP, 1: ASLEEP}, [WakeWorker]),
-    ("RF23: a policy that sleeps goes on meanwhile", {"policy": "Asleep"}, {}, [SleepWorker]),
+    ("a sleeper is replaced by a sleeper, and none is woken", {"policy": "Asleep"}, {0: ASLEEP, 1: ASLEEP}, []),
+    ("none sleeps for idleness meanwhile", {"policy": "OnIdle", "minAwakeSeconds": 0}, {}, []),
+    ("a policy that wakes goes on meanwhile", {"policy": "AlwaysAwake"}, {0: ASLEEP, 1: ASLEEP}, [WakeWorker]),
+    ("a policy that sleeps goes on meanwhile", {"policy": "Asleep"}, {}, [SleepWorker]),
 ]
 
 
@@ -225,7 +225,7 @@ def test_the_policy_of_sleep_during_a_rollout(sleep: dict[str, Any], states: dic
     assert [type(call) for call in plan.calls] == calls
 
 
-@pytest.mark.parametrize(("minutes", "calls"), [(1, []), (31, [SleepWorker])], ids=["goes on", "RF26: stuck"])
+@pytest.mark.parametrize(("minutes", "calls"), [(1, []), (31, [SleepWorker])], ids=["goes on", "stuck"])
 def test_a_stuck_rollout_keeps_nobody_awake(minutes: float, calls: list[type]) -> None:
     idle = says(WorkerPhase.READY, policy=SleepPolicy.ON_IDLE, state_age_seconds=999.0)
     sleep = {"policy": "OnIdle", "idleSeconds": 10}
@@ -247,7 +247,7 @@ def test_a_stuck_rollout_keeps_nobody_awake(minutes: float, calls: list[type]) -
         ("1%", "1%", 0, (0, 1)),
     ],
 )
-def test_t19_a_share_of_the_replicas_is_rounded_as_kubernetes_does(
+def test_a_share_of_the_replicas_is_rounded_as_kubernetes_does(
     surge: int | str | None, missing: int | str | None, replicas: int, expected: tuple[int, int]
 ) -> None:
     """Surge and unavailable replicas are never both 0, because then nothing could be replaced."""
@@ -255,7 +255,7 @@ def test_t19_a_share_of_the_replicas_is_rounded_as_kubernetes_does(
     assert (max_surge(rollout, replicas), max_unavailable(rollout, replicas)) == expected
 
 
-def test_t19_a_rollout_in_percent_replaces_as_many_as_the_number_that_it_stands_for() -> None:
+def test_a_rollout_in_percent_replaces_as_many_as_the_number_that_it_stands_for() -> None:
     for share, number in (("50%", 2), ("25%", 1), ("100%", 4)):
         pods = [old(index) for index in range(4)]
         in_percent, as_number = (planned(*pods, replicas=4, rollout={"maxUnavailable": one}) for one in (share, number))
@@ -277,7 +277,7 @@ def test_available_means_that_no_more_are_missing_than_may_be(rollout: dict[str,
 GATED: dict[str, Any] = {"gated": True, "scheduled": False, "ready": False, "ip": "", "container": Container()}
 
 
-def test_t17_with_a_surge_the_old_replica_serves_until_the_new_one_is_admitted_and_without_one_it_goes_first() -> None:
+def test_with_a_surge_the_old_replica_serves_until_the_new_one_is_admitted_and_without_one_it_goes_first() -> None:
     """Without a surge the old replica holds the quota that the new one waits for."""
     waits = planned(old(0), pod(1, 1, **GATED), replicas=1, rollout=SURGE)
     assert waits.pods == ()
@@ -289,7 +289,7 @@ def test_t17_with_a_surge_the_old_replica_serves_until_the_new_one_is_admitted_a
 
 
 @pytest.mark.parametrize("rollout", [{}, SURGE, {"type": "Recreate"}], ids=str)
-def test_t17_a_pod_that_ended_and_that_a_finalizer_holds_counts_as_gone(rollout: dict[str, Any]) -> None:
+def test_a_pod_that_ended_and_that_a_finalizer_holds_counts_as_gone(rollout: dict[str, Any]) -> None:
     """Kueue's finalizer holds a pod until Kueue has counted its end."""
     held = old(0, terminating=True, finished=True, ready=False, container=Container())
     assert planned(held, replicas=1, rollout=rollout).pods == (CreatePod(index=0, incarnation=1),)

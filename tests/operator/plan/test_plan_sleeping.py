@@ -300,10 +300,10 @@ def test_routed_to_with_on_idle_are(states: list[WorkerState], routed: list[str]
 
 
 SCALES = [
-    ("RF25 down takes the sleeping one first", [awake(10), asleep(), awake(10)], 2, ["d-1-0"]),
-    ("RF25 down takes several sleeping ones", [asleep(), awake(10), asleep()], 1, ["d-0-0", "d-2-0"]),
-    ("RF21 down spares the one that holds requests", [asleep(), asleep(held=2)], 1, ["d-0-0"]),
-    ("RF21 even if the other one is awake", [awake(10), asleep(held=2)], 1, ["d-0-0"]),
+    ("scaling down takes the sleeping one first", [awake(10), asleep(), awake(10)], 2, ["d-1-0"]),
+    ("scaling down takes several sleeping ones", [asleep(), awake(10), asleep()], 1, ["d-0-0", "d-2-0"]),
+    ("scaling down spares the one that holds requests", [asleep(), asleep(held=2)], 1, ["d-0-0"]),
+    ("scaling down spares the one that holds requests even if the other one is awake", [awake(10), asleep(held=2)], 1, ["d-0-0"]),
     ("one that is about to sleep goes before one that serves", [says(WorkerPhase.SLEEPING), awake(10)], 1, ["d-0-0"]),
 ]
 

@@ -11,7 +11,7 @@ from support.operator.rig import Rig, serving, with_adapter
 
 STATES = [
     ("awake", READY),
-    ("RF24: waking", says(WorkerPhase.WAKING)),
+    ("waking", says(WorkerPhase.WAKING)),
     ("asleep", says(WorkerPhase.ASLEEP)),
     ("draining", says(WorkerPhase.DRAINING)),
     ("starting", says(WorkerPhase.STARTING)),
@@ -94,7 +94,7 @@ async def test_a_suspension_in_the_middle_of_a_rollout_ends_every_pod() -> None:
     assert rig.cluster.names(POD) == []
 
 
-async def test_rf24_a_suspension_while_waking_ends_the_wake_with_the_pod() -> None:
+async def test_a_suspension_while_waking_ends_the_wake_with_the_pod() -> None:
     rig = await serving(1, sleep={"policy": "Asleep"})
     worker = rig.workers.at("10.0.0.1")
     worker.slow = True

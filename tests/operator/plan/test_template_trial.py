@@ -248,7 +248,7 @@ async def test_replicas_that_fail_are_not_given_up_for_a_template_that_cannot_be
     assert rig.condition("Progressing") == ("False", "TemplateInvalid")
 
 
-async def test_t1_a_trial_that_fails_in_a_way_nobody_expected_ends_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trial_that_fails_in_a_way_nobody_expected_ends_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = await serving(1)
     rig.survives = Exception
 

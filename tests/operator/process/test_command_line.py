@@ -109,7 +109,7 @@ def test_only_event_handlers_are_registered_one_for_each_kind_that_users_write()
     assert build_kopf_settings().posting.enabled is False
 
 
-def test_t8_a_watch_that_is_refused_never_ends_the_operator() -> None:
+def test_a_watch_that_is_refused_never_ends_the_operator() -> None:
     """kopf ends when the pauses between its attempts run out, so there is always another one."""
     backoffs = build_kopf_settings().networking.error_backoffs
     for _ in range(2):

@@ -36,7 +36,7 @@ def kubeconfig() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("version", UPGRADES_FROM)
-async def test_t10_beside_an_operator_from_before_the_election_a_new_one_writes_against_nobody_and_goes_on_alone(
+async def test_beside_an_operator_from_before_the_election_a_new_one_writes_against_nobody_and_goes_on_alone(
     kubeconfig: Path, tmp_path: Path, version: str
 ) -> None:
     earlier = EarlierVersion(tmp_path / "earlier", version)

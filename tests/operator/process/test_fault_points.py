@@ -35,7 +35,7 @@ def check(told: Told, expected: Told) -> None:
 
 
 @pytest.mark.slow
-async def test_rf5_the_operator_may_die_before_and_after_everything_it_does() -> None:
+async def test_the_operator_may_die_before_and_after_everything_it_does() -> None:
     expected, places = await undisturbed()
     assert expected.wrong == []
     assert len(places) > 100
@@ -49,7 +49,7 @@ async def test_rf5_the_operator_may_die_before_and_after_everything_it_does() ->
 
 
 @pytest.mark.slow
-async def test_rf5_the_operator_may_die_again_and_again() -> None:
+async def test_the_operator_may_die_again_and_again() -> None:
     expected, places = await undisturbed()
     for seed in range(DEATHS_IN_A_ROW):
         rng = random.Random(seed)
@@ -59,7 +59,7 @@ async def test_rf5_the_operator_may_die_again_and_again() -> None:
 
 
 @pytest.mark.slow
-async def test_rf6_two_operators_at_once_do_nothing_twice() -> None:
+async def test_two_operators_at_once_do_nothing_twice() -> None:
     expected, _ = await undisturbed()
     writes: Counter[int] = Counter()
     for seed in range(OVERLAPS):

@@ -40,7 +40,7 @@ STORY: dict[str, Step] = {
 }
 
 
-async def test_rf5_the_process_may_be_killed_before_and_after_every_kind_of_action(
+async def test_the_process_may_be_killed_before_and_after_every_kind_of_action(
     kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     there = Namespaces(client, kubelet, "killed")

@@ -28,14 +28,14 @@ EDITS, EDITS_WITHIN_S, EDITORS = 300, 30.0, 8
 MIB = 2**20
 
 
-async def test_rf5_random_sequences_come_to_what_was_asked_for_however_often_the_operator_dies(kubeconfig: Path, tmp_path: Path) -> None:
+async def test_random_sequences_come_to_what_was_asked_for_however_often_the_operator_dies(kubeconfig: Path, tmp_path: Path) -> None:
     outcome = await run_sequences(tmp_path, kubeconfig, seed=5, count=12, limit_s=60, at_once=12, strangers_s=5.0)
     assert outcome.wrong == []
     assert outcome.obstructed > 3
     assert outcome.killed + sum(outcome.died_at.values()) >= 2
 
 
-async def test_t10_random_sequences_come_to_what_was_asked_for_while_leaders_die_and_one_operator_writes_at_a_time(tmp_path: Path) -> None:
+async def test_random_sequences_come_to_what_was_asked_for_while_leaders_die_and_one_operator_writes_at_a_time(tmp_path: Path) -> None:
     with own_apiserver(audited=True) as kubeconfig:
         options = {"lives": TwoOperators, "strangers_s": 5.0}
         outcome = await run_sequences(tmp_path, kubeconfig, seed=SEED_OF_DEATHS, count=6, limit_s=60, at_once=6, **options)

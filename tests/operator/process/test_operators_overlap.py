@@ -24,7 +24,7 @@ def release(name: str) -> tuple[str, ...]:
     return ("--all-namespaces", "--lease-namespace=default", f"--lease-name={name}", f"--identity={name}-0")
 
 
-async def test_t25_a_second_release_steps_back_from_what_the_first_manages_and_takes_it_over_when_that_is_gone(
+async def test_a_second_release_steps_back_from_what_the_first_manages_and_takes_it_over_when_that_is_gone(
     kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     names = [f"overlap-{number}" for number in range(SEQUENCES)]

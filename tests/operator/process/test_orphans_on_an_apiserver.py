@@ -71,7 +71,7 @@ def speak(kubelet: FakeKubelet, token: str) -> None:
         container.worker.model, container.token = MODEL, token
 
 
-async def test_t5_pods_that_an_earlier_object_left_are_adopted_or_replaced_one_by_one(
+async def test_pods_that_an_earlier_object_left_are_adopted_or_replaced_one_by_one(
     kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     there = There(client, kubelet)

@@ -21,7 +21,7 @@ async def loops(rig: Rig, pod: str, times: int, *, code: int = 70) -> None:
     await rig.run(5)
 
 
-async def test_rf1_a_container_that_ends_once_is_started_in_place_and_told() -> None:
+async def test_a_container_that_ends_once_is_started_in_place_and_told() -> None:
     rig = await serving(1)
     dies(rig, "d-0-0", restarts=0)
     await rig.run(5)
@@ -34,7 +34,7 @@ async def test_rf1_a_container_that_ends_once_is_started_in_place_and_told() -> 
     assert rig.status()["replicaStates"][0]["failures"] == 1
 
 
-async def test_rf13_a_loop_gets_a_new_pod_after_a_pause_and_then_one_every_ten_minutes_or_after_an_edit() -> None:
+async def test_a_loop_gets_a_new_pod_after_a_pause_and_then_one_every_ten_minutes_or_after_an_edit() -> None:
     rig = await serving(1)
     await loops(rig, "d-0-0", 3)
     group = rig.status()["replicaStates"][0]
@@ -65,7 +65,7 @@ async def test_rf13_a_loop_gets_a_new_pod_after_a_pause_and_then_one_every_ten_m
     assert rig.status()["replicaStates"][0]["lastFailure"]["exitCode"] == 70, "what was wrong is told over pods and templates"
 
 
-async def test_rf13_a_model_that_cannot_be_loaded_is_left_to_the_kubelet() -> None:
+async def test_a_model_that_cannot_be_loaded_is_left_to_the_kubelet() -> None:
     rig = await serving(2)
     await loops(rig, "d-0-0", 9, code=1)
     await rig.run(3000)
@@ -115,7 +115,7 @@ async def test_the_count_of_failures_outlives_a_quota_that_refuses_the_next_pod(
     assert rig.status()["replicaStates"][0]["failures"] == 1
 
 
-async def test_rf3_ranks_that_do_not_come_up_get_a_new_pod() -> None:
+async def test_ranks_that_do_not_come_up_get_a_new_pod() -> None:
     rig = await serving(2, startup={"timeoutSeconds": 60})
     worker = rig.workers.at("10.0.0.1")
     worker.phase, worker.failure = WorkerPhase.RESTARTING, WireError(code="RankFailed", message="rank 0 hangs")
@@ -125,7 +125,7 @@ async def test_rf3_ranks_that_do_not_come_up_get_a_new_pod() -> None:
     assert rig.cluster.names(POD) == ["d-0-1", "d-1-0"]
 
 
-async def test_rf9_an_unreachable_replica_serves_on_and_is_made_anew_after_five_minutes() -> None:
+async def test_an_unreachable_replica_serves_on_and_is_made_anew_after_five_minutes() -> None:
     rig = await serving(2)
     rig.workers.at("10.0.0.1").unreachable = True
     await rig.run(280)
@@ -136,7 +136,7 @@ async def test_rf9_an_unreachable_replica_serves_on_and_is_made_anew_after_five_
     assert rig.status()["replicaStates"][0]["failures"] == 1
 
 
-async def test_rf9_an_operator_that_reaches_nobody_touches_nothing() -> None:
+async def test_an_operator_that_reaches_nobody_touches_nothing() -> None:
     rig = await serving(3)
     for number in range(1, 4):
         rig.workers.at(f"10.0.0.{number}").unreachable = True
@@ -145,7 +145,7 @@ async def test_rf9_an_operator_that_reaches_nobody_touches_nothing() -> None:
     assert rig.condition("Ready") == ("True", "ServingDegraded")
 
 
-async def test_rf4_a_node_that_comes_back_in_time_is_taken_back() -> None:
+async def test_a_node_that_comes_back_in_time_is_taken_back() -> None:
     rig = await serving(2)
     rig.workers.at("10.0.0.1").unreachable = True
     taken = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
@@ -161,7 +161,7 @@ async def test_rf4_a_node_that_comes_back_in_time_is_taken_back() -> None:
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"]
 
 
-async def test_rf4_a_pod_that_never_ends_is_replaced_and_its_late_return_counts_for_nothing() -> None:
+async def test_a_pod_that_never_ends_is_replaced_and_its_late_return_counts_for_nothing() -> None:
     rig = await serving(1)
     rig.workers.at("10.0.0.1").unreachable = True
     pod = rig.cluster.find(POD, "d-0-0")

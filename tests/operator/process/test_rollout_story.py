@@ -89,7 +89,7 @@ async def test_recreate_ends_all_before_it_makes_one() -> None:
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_rf22_edits_in_the_middle_leave_alone_what_is_at_the_target() -> None:
+async def test_edits_in_the_middle_leave_alone_what_is_at_the_target() -> None:
     rig = await serving(4, rollout={"maxSurge": 1, "maxUnavailable": 1})
     kubelet = Kubelet(rig)
     edit(rig, "1")
@@ -133,7 +133,7 @@ async def test_scaling_during_a_rollout_ends_with_the_right_count() -> None:
     assert len(revisions(rig)) == 1
 
 
-async def test_rf26_a_template_that_cannot_start_stops_at_its_deadline_and_goes_on_when_it_is_changed() -> None:
+async def test_a_template_that_cannot_start_stops_at_its_deadline_and_goes_on_when_it_is_changed() -> None:
     rig = await serving(3, rollout={"progressDeadlineSeconds": 60, "maxSurge": 1, "maxUnavailable": 1})
     kubelet = Kubelet(rig)
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={"image": "broken"}))
@@ -155,7 +155,7 @@ async def test_rf26_a_template_that_cannot_start_stops_at_its_deadline_and_goes_
     assert len(rig.routable()) == 3
 
 
-async def test_rf26_a_stuck_rollout_that_comes_loose_goes_on() -> None:
+async def test_a_stuck_rollout_that_comes_loose_goes_on() -> None:
     rig = await serving(2, rollout={"progressDeadlineSeconds": 60})
     edit(rig, "1")
     await rig.run(120)
@@ -164,7 +164,7 @@ async def test_rf26_a_stuck_rollout_that_comes_loose_goes_on() -> None:
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_rf23_what_is_replaced_asleep_ends_asleep() -> None:
+async def test_what_is_replaced_asleep_ends_asleep() -> None:
     rig = await serving(2, sleep={"policy": "Asleep"})
     assert rig.states() == ["Asleep", "Asleep"]
     edit(rig, "1")

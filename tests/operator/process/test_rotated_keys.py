@@ -65,7 +65,7 @@ class Tokens:
             container.token = self._token
 
 
-async def test_rf10_keys_rotated_in_a_loop_by_restarts_fail_no_call_and_bring_nothing_about_twice(
+async def test_keys_rotated_in_a_loop_by_restarts_fail_no_call_and_bring_nothing_about_twice(
     kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     there, tokens = Namespaces(client, kubelet, "rotated"), Tokens(client, kubelet, "rotated")

@@ -56,7 +56,7 @@ async def until_health(operator: OperatorProcess, expected: int) -> None:
     await eventually_nothing(other, within_s=15)
 
 
-async def test_rf8_watches_that_stall_are_opened_anew_and_tell_what_changed_came_and_went_meanwhile(
+async def test_watches_that_stall_are_opened_anew_and_tell_what_changed_came_and_went_meanwhile(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     """No listing helps here: watches are opened again when they brought nothing, not even a bookmark, for their time limit."""
@@ -94,7 +94,7 @@ async def test_rf8_watches_that_stall_are_opened_anew_and_tell_what_changed_came
     assert set(kubelet.pods_made.values()) == {1}
 
 
-async def test_rf8_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_stalled_fails_the_probe_until_it_tells_again(
+async def test_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_stalled_fails_the_probe_until_it_tells_again(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     """Listings come every two seconds here, so before a watch is opened again."""
@@ -127,7 +127,7 @@ async def test_rf8_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_s
     assert kubelet.wrong == []
 
 
-async def test_rf7_an_api_server_that_does_what_it_is_asked_for_and_stays_silent_brings_nothing_about_twice(
+async def test_an_api_server_that_does_what_it_is_asked_for_and_stays_silent_brings_nothing_about_twice(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     """The silence lasts longer than a node's Lease. Afterwards the same process catches up with everything that it missed."""

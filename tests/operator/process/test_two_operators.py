@@ -59,7 +59,7 @@ class Story:
         await self._two.changed(within_s=1)
 
 
-async def test_t10_whatever_becomes_of_the_leader_the_other_one_goes_on_and_never_do_both_write(
+async def test_whatever_becomes_of_the_leader_the_other_one_goes_on_and_never_do_both_write(
     kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     calm = Namespaces(client, kubelet, "calm")

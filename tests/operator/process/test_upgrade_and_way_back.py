@@ -190,7 +190,7 @@ class Place:
             await self._client.patch(POD, NAMESPACE, name_of(pod), ended, subresource="/status")
 
 
-async def test_t27_an_upgrade_and_the_way_back_replace_no_pod(
+async def test_an_upgrade_and_the_way_back_replace_no_pod(
     earlier: EarlierVersion, kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     place = Place(client, kubelet)
@@ -223,7 +223,7 @@ async def writes_little(process: OperatorProcess) -> None:
     assert actions(process) == began
 
 
-async def test_t27_a_replica_that_the_earlier_operator_gave_up_is_tried_again(
+async def test_a_replica_that_the_earlier_operator_gave_up_is_tried_again(
     earlier: EarlierVersion, kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     place = Place(client, kubelet)
@@ -242,7 +242,7 @@ async def test_t27_a_replica_that_the_earlier_operator_gave_up_is_tried_again(
     assert name_of(ended) == "impatient-0-0" and name_of(pod) == "impatient-0-1"
 
 
-async def test_t27_what_an_earlier_operator_wrote_beside_this_one_is_put_back_when_it_has_ended(
+async def test_what_an_earlier_operator_wrote_beside_this_one_is_put_back_when_it_has_ended(
     earlier: EarlierVersion, kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     """The earlier pod stays longer than an upgrade takes, while the kinds are new already."""
@@ -263,7 +263,7 @@ async def test_t27_what_an_earlier_operator_wrote_beside_this_one_is_put_back_wh
     assert kubelet.wrong == []
 
 
-async def test_t27_an_operator_that_is_newer_than_the_kinds_ends_and_names_what_they_lack(
+async def test_an_operator_that_is_newer_than_the_kinds_ends_and_names_what_they_lack(
     earlier: EarlierVersion, kubeconfig: Path, tmp_path: Path
 ) -> None:
     """`crds.enabled` is false, and nobody has applied this version's kinds. The operator starts once somebody does."""

@@ -24,7 +24,7 @@ passes at once.
 """
 
 
-async def test_t9_workers_that_answer_nothing_delay_no_change_of_any_object(
+async def test_workers_that_answer_nothing_delay_no_change_of_any_object(
     kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
     await client.make_namespace(NAMESPACE)

@@ -298,7 +298,7 @@ async def test_a_resident_adapter_that_is_evicted_comes_back() -> None:
     assert rig.adapter_condition("Degraded") == ("False", "AsExpected")
 
 
-async def test_t6_a_resident_adapter_that_is_evicted_again_and_again_is_loaded_again_after_ten_minutes() -> None:
+async def test_a_resident_adapter_that_is_evicted_again_and_again_is_loaded_again_after_ten_minutes() -> None:
     """Each reload would evict another adapter: a loop of reloads is slowed down after three."""
     rig = await with_adapter(residency="Resident")
     worker = worker_of(rig)
@@ -513,7 +513,7 @@ async def test_a_failure_that_may_pass_is_tried_again(code: str, reason: str) ->
 
 
 @pytest.mark.parametrize(("code", "reason"), LASTING.items())
-async def test_t6_a_failure_that_lasts_is_tried_again_every_ten_minutes_after_an_edit_and_in_a_new_process(code: str, reason: str) -> None:
+async def test_a_failure_that_lasts_is_tried_again_every_ten_minutes_after_an_edit_and_in_a_new_process(code: str, reason: str) -> None:
     rig = await serving()
     worker = worker_of(rig)
     worker.refusals["/loras/x"] = WireError(code=code, message="the bytes are what they are", retryable=False)
@@ -534,7 +534,7 @@ async def test_t6_a_failure_that_lasts_is_tried_again_every_ten_minutes_after_an
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["same operator", "restarted operator"])
-async def test_t6_a_file_that_is_mended_where_it_lies_is_loaded_without_an_edit(*, restarted: bool) -> None:
+async def test_a_file_that_is_mended_where_it_lies_is_loaded_without_an_edit(*, restarted: bool) -> None:
     """The worker may have read the file while somebody copied it."""
     rig = await serving()
     worker = worker_of(rig)

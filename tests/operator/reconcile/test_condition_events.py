@@ -12,7 +12,7 @@ POLICY = 'pods "d-0-0" is forbidden: violates PodSecurity "restricted:latest"'
 
 
 @pytest.mark.parametrize(("words", "reason"), [(QUOTA, "QuotaExceeded"), (POLICY, "PodsRefused")])
-async def test_t26_a_refused_pod_is_an_event_once_and_degraded_until_it_is_made(words: str, reason: str) -> None:
+async def test_a_refused_pod_is_an_event_once_and_degraded_until_it_is_made(words: str, reason: str) -> None:
     rig = Rig()
     refusal = ClusterRefused(words, status=403)
     rig.cluster.refuse = lambda verb, manifest: refusal if manifest["kind"] == POD.kind else None
@@ -28,7 +28,7 @@ async def test_t26_a_refused_pod_is_an_event_once_and_degraded_until_it_is_made(
     assert rig.condition("Degraded") == ("False", "AsExpected")
 
 
-async def test_t26_a_replica_that_is_refused_beside_one_that_serves_is_degraded() -> None:
+async def test_a_replica_that_is_refused_beside_one_that_serves_is_degraded() -> None:
     rig = await serving(1)
     refusal = ClusterRefused(QUOTA, status=403)
     rig.cluster.refuse = lambda verb, manifest: refusal if (verb, manifest["kind"]) == ("create", POD.kind) else None
@@ -40,7 +40,7 @@ async def test_t26_a_replica_that_is_refused_beside_one_that_serves_is_degraded(
     assert rig.condition("Degraded") == ("False", "AsExpected"), "nothing is missing"
 
 
-async def test_t26_an_image_that_cannot_be_pulled_is_an_event_once() -> None:
+async def test_an_image_that_cannot_be_pulled_is_an_event_once() -> None:
     rig = Rig()
     rig.cluster.put(deployment())
     await rig.run()
@@ -51,7 +51,7 @@ async def test_t26_an_image_that_cannot_be_pulled_is_an_event_once() -> None:
     assert note == "replica 0: ErrImagePull: registry.invalid/none:1: not found"
 
 
-async def test_t26_a_suspend_and_its_end_are_events() -> None:
+async def test_a_suspend_and_its_end_are_events() -> None:
     rig = await serving(1)
     for suspend in (True, False, True):
         rig.cluster.change(DEPLOYMENT, "d", lambda spec, suspend=suspend: spec.update(suspend=suspend))
@@ -61,12 +61,12 @@ async def test_t26_a_suspend_and_its_end_are_events() -> None:
     assert (len(rig.cluster.notes("Suspended")), len(rig.cluster.notes("Resumed"))) == (2, 1)
 
 
-async def test_t26_a_deployment_that_begins_is_not_resumed() -> None:
+async def test_a_deployment_that_begins_is_not_resumed() -> None:
     rig = await serving(1)
     assert not {"Suspended", "Resumed"} & set(rig.cluster.events())
 
 
-async def test_t26_the_control_secret_is_there_before_each_pod_is_made() -> None:
+async def test_the_control_secret_is_there_before_each_pod_is_made() -> None:
     rig = await serving(1)
     rig.cluster.remove(SECRET, "d-control")
     there: list[bool] = []
@@ -82,7 +82,7 @@ async def test_t26_the_control_secret_is_there_before_each_pod_is_made() -> None
     assert rig.cluster.names(SECRET) == ["d-control"]
 
 
-async def test_t26_a_deleted_control_secret_comes_back_within_seconds_where_a_pod_waits_for_its_volumes() -> None:
+async def test_a_deleted_control_secret_comes_back_within_seconds_where_a_pod_waits_for_its_volumes() -> None:
     rig = await serving(1)
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
     await rig.run(30)
@@ -92,7 +92,7 @@ async def test_t26_a_deleted_control_secret_comes_back_within_seconds_where_a_po
     assert rig.cluster.names(SECRET) == ["d-control"]
 
 
-async def test_t26_loaded_everywhere_is_never_said_beside_a_replica_that_lacks_the_adapter() -> None:
+async def test_loaded_everywhere_is_never_said_beside_a_replica_that_lacks_the_adapter() -> None:
     rig = await with_adapter()
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
     await rig.run()

@@ -28,7 +28,7 @@ async def scale(rig: Rig, replicas: int, seconds: float = 10) -> None:
     await rig.run(seconds)
 
 
-async def test_t11_a_busy_replica_is_drained_before_its_pod_is_deleted() -> None:
+async def test_a_busy_replica_is_drained_before_its_pod_is_deleted() -> None:
     rig, worker = await busy(1)
     await scale(rig, 0)
     assert worker.calls == ["drain 300"]
@@ -41,7 +41,7 @@ async def test_t11_a_busy_replica_is_drained_before_its_pod_is_deleted() -> None
     assert rig.cluster.names(POD) == []
 
 
-async def test_t11_a_replica_that_was_idle_is_drained_too_and_its_pod_deleted_at_once() -> None:
+async def test_a_replica_that_was_idle_is_drained_too_and_its_pod_deleted_at_once() -> None:
     rig, worker = await busy(1)
     worker.in_flight = 0
     await rig.run(15)
@@ -50,7 +50,7 @@ async def test_t11_a_replica_that_was_idle_is_drained_too_and_its_pod_deleted_at
 
 
 @pytest.mark.parametrize("how", ["first version", "refuses"])
-async def test_t11_a_worker_that_cannot_be_drained_by_a_call_is_deleted_and_drains_by_sigterm(how: str) -> None:
+async def test_a_worker_that_cannot_be_drained_by_a_call_is_deleted_and_drains_by_sigterm(how: str) -> None:
     rig, worker = await busy(1)
     if how == "first version":
         worker.drains = None
@@ -61,7 +61,7 @@ async def test_t11_a_worker_that_cannot_be_drained_by_a_call_is_deleted_and_drai
     assert rig.cluster.names(POD) == []
 
 
-async def test_t11_a_pod_that_never_ends_its_drain_is_deleted_after_its_time() -> None:
+async def test_a_pod_that_never_ends_its_drain_is_deleted_after_its_time() -> None:
     rig, _ = await busy(1, drain={"timeoutSeconds": 60})
     await scale(rig, 0, seconds=60)
     assert rig.cluster.names(POD) == ["d-0-0"]
@@ -69,7 +69,7 @@ async def test_t11_a_pod_that_never_ends_its_drain_is_deleted_after_its_time() -
     assert rig.cluster.names(POD) == []
 
 
-async def test_t11_an_operator_that_is_restarted_meanwhile_deletes_the_pod_once_it_has_drained() -> None:
+async def test_an_operator_that_is_restarted_meanwhile_deletes_the_pod_once_it_has_drained() -> None:
     rig, worker = await busy(1)
     await scale(rig, 0)
     rig.restart_operator()
@@ -80,7 +80,7 @@ async def test_t11_an_operator_that_is_restarted_meanwhile_deletes_the_pod_once_
     assert rig.cluster.names(POD) == []
 
 
-async def test_t11_a_replica_that_is_wanted_again_while_it_drains_gets_a_new_pod() -> None:
+async def test_a_replica_that_is_wanted_again_while_it_drains_gets_a_new_pod() -> None:
     rig, worker = await busy(1)
     await scale(rig, 0)
     await scale(rig, 1)
@@ -94,7 +94,7 @@ async def test_t11_a_replica_that_is_wanted_again_while_it_drains_gets_a_new_pod
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_t11_a_rollout_answers_what_its_old_replicas_accepted_and_its_deadline_waits_for_them() -> None:
+async def test_a_rollout_answers_what_its_old_replicas_accepted_and_its_deadline_waits_for_them() -> None:
     rig, _ = await busy(2, rollout={"progressDeadlineSeconds": 60}, drain={"timeoutSeconds": 3600})
     next(iter(rig.workers)).in_flight = 1
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={"maxBatchSize": 2}))
@@ -111,7 +111,7 @@ async def test_t11_a_rollout_answers_what_its_old_replicas_accepted_and_its_dead
     assert rig.condition("Progressing") == ("True", "RolloutComplete")
 
 
-async def test_t11_held_requests_are_refused_at_once_and_hold_nothing_up() -> None:
+async def test_held_requests_are_refused_at_once_and_hold_nothing_up() -> None:
     rig, worker = await busy(1, sleep={"policy": "OnIdle", "idleSeconds": 5})
     worker.in_flight = 0
     await rig.run(60)

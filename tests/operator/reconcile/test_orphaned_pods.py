@@ -47,7 +47,7 @@ def uid(rig: Rig) -> str:
     return str(found["metadata"]["uid"])
 
 
-async def test_t5_pods_of_the_same_template_and_model_are_adopted_and_serve_on() -> None:
+async def test_pods_of_the_same_template_and_model_are_adopted_and_serve_on() -> None:
     rig = await left_behind()
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"], "no pod is replaced"
     assert rig.routable() == ["d-0-0", "d-1-0"]
@@ -60,7 +60,7 @@ async def test_t5_pods_of_the_same_template_and_model_are_adopted_and_serve_on()
     assert len(rig.cluster.notes("PodAdopted")) == 2
 
 
-async def test_t5_an_adopted_worker_is_called_with_its_first_token_until_it_has_the_new_one_through_restarts_of_the_operator() -> None:
+async def test_an_adopted_worker_is_called_with_its_first_token_until_it_has_the_new_one_through_restarts_of_the_operator() -> None:
     rig = await left_behind()
     rig.restart_operator()
     await rig.run(30)
@@ -71,7 +71,7 @@ async def test_t5_an_adopted_worker_is_called_with_its_first_token_until_it_has_
     assert (rig.condition("Ready"), rig.condition("Degraded")) == (("True", "Serving"), ("False", "AsExpected"))
 
 
-async def test_t5_pods_of_another_template_are_replaced_one_after_the_other_and_told() -> None:
+async def test_pods_of_another_template_are_replaced_one_after_the_other_and_told() -> None:
     rig = await left_behind(seconds=5, engine={"maxBatchSize": 2})
     assert rig.routable() == ["d-1-0"] or rig.routable() == ["d-0-0"], "one is unrouted before its successor serves"
     for _ in range(4):
@@ -85,7 +85,7 @@ async def test_t5_pods_of_another_template_are_replaced_one_after_the_other_and_
     assert not rig.cluster.notes("PodAdopted")
 
 
-async def test_t5_a_pod_with_another_model_is_replaced_and_the_other_one_adopted() -> None:
+async def test_a_pod_with_another_model_is_replaced_and_the_other_one_adopted() -> None:
     rig = await left_behind(models=(MODEL, ANOTHER))
     rig.start_all(model=MODEL)
     await rig.run(20)
@@ -94,7 +94,7 @@ async def test_t5_a_pod_with_another_model_is_replaced_and_the_other_one_adopted
     assert "has the model sha256:x, and expected is sha256:m" in note
 
 
-async def test_t5_pods_of_the_first_version_have_no_annotation_and_are_replaced_while_the_others_serve() -> None:
+async def test_pods_of_the_first_version_have_no_annotation_and_are_replaced_while_the_others_serve() -> None:
     rig = await serving(2)
     for name in rig.cluster.names(POD):
         found = rig.cluster.find(POD, name)
@@ -116,7 +116,7 @@ async def test_t5_pods_of_the_first_version_have_no_annotation_and_are_replaced_
 
 
 @pytest.mark.parametrize("change", ["labels", "manager", "controller"])
-async def test_t5_a_pod_that_is_no_orphan_of_the_operator_is_left_alone(change: str) -> None:
+async def test_a_pod_that_is_no_orphan_of_the_operator_is_left_alone(change: str) -> None:
     rig = await serving(1)
     rig.cluster.remove_alone(DEPLOYMENT, "d")
     await rig.run()
@@ -136,7 +136,7 @@ async def test_t5_a_pod_that_is_no_orphan_of_the_operator_is_left_alone(change: 
     assert not rig.cluster.notes("OrphanReplaced") + rig.cluster.notes("PodAdopted")
 
 
-async def test_t5_an_orphan_that_somebody_takes_meanwhile_is_not_adopted() -> None:
+async def test_an_orphan_that_somebody_takes_meanwhile_is_not_adopted() -> None:
     rig = await left_behind(1, seconds=0)
     theirs = [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "theirs", "uid": "r", "controller": True}]
 

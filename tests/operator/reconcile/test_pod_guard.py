@@ -73,7 +73,7 @@ async def test_a_secret_of_the_same_name_in_another_namespace_is_the_teams_own()
     assert rig.cluster.names(POD) == ["d-0-0"]
 
 
-async def test_t30_a_deployment_in_the_operators_namespace_cannot_have_its_account() -> None:
+async def test_a_deployment_in_the_operators_namespace_cannot_have_its_account() -> None:
     rig = rig_in("default")
     rig.runtime.settings = msgspec.structs.replace(rig.runtime.settings, operator_service_account="operator")
     rig.cluster.put(deployment(serviceAccountName="operator"))
@@ -85,7 +85,7 @@ async def test_t30_a_deployment_in_the_operators_namespace_cannot_have_its_accou
     assert rig.cluster.names(POD) == ["d-0-0"]
 
 
-async def test_t30_an_account_of_the_same_name_in_another_namespace_is_the_teams_own() -> None:
+async def test_an_account_of_the_same_name_in_another_namespace_is_the_teams_own() -> None:
     rig = rig_in("operators")
     rig.runtime.settings = msgspec.structs.replace(rig.runtime.settings, operator_service_account="operator")
     rig.cluster.put(deployment(serviceAccountName="operator"))
@@ -94,7 +94,7 @@ async def test_t30_an_account_of_the_same_name_in_another_namespace_is_the_teams
 
 
 @pytest.mark.parametrize("field", HOST_ACCESS)
-async def test_t19_access_to_the_node_is_refused_by_name_unless_it_is_allowed(field: str) -> None:
+async def test_access_to_the_node_is_refused_by_name_unless_it_is_allowed(field: str) -> None:
     rig = Rig()
     rig.cluster.put(deployment(**HOST_ACCESS[field]))
     await rig.run(30)

@@ -432,7 +432,7 @@ async def test_the_operator_restarts_without_a_trace() -> None:
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"]
 
 
-async def test_t28_a_worker_that_proved_itself_is_held_to_it_by_the_next_process_of_the_operator() -> None:
+async def test_a_worker_that_proved_itself_is_held_to_it_by_the_next_process_of_the_operator() -> None:
     rig = await serving(2)
     found = rig.cluster.find(POD, "d-0-0")
     assert found is not None

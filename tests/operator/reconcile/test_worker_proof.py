@@ -212,7 +212,7 @@ async def test_who_proved_itself_once_is_never_taken_for_an_older_version(client
 
 
 @pytest.mark.parametrize("status", [401, 404])
-async def test_t28_a_stranger_at_the_address_of_a_worker_that_an_earlier_process_proved_is_sent_no_token(
+async def test_a_stranger_at_the_address_of_a_worker_that_an_earlier_process_proved_is_sent_no_token(
     client: HttpWorkerClient, worker: ProvingWorker, status: int
 ) -> None:
     async def refuse(request: web.Request) -> web.Response:
@@ -242,7 +242,7 @@ async def test_calls_are_proved_as_well(client: HttpWorkerClient, worker: Provin
     assert worker.tokens == []
 
 
-async def test_rf10_after_a_rotation_the_proof_says_which_token_the_worker_has(client: HttpWorkerClient, worker: ProvingWorker) -> None:
+async def test_after_a_rotation_the_proof_says_which_token_the_worker_has(client: HttpWorkerClient, worker: ProvingWorker) -> None:
     settings = Settings(engine_image="i", operator_key=b"n" * 32, previous_keys=(b"k" * 32,))
     tokens = ControlTokens(settings, ObjectMeta(name="d", namespace="n", uid="u", creation_timestamp=EPOCH, generation=1))
     tried: list[str] = []

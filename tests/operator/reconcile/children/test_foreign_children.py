@@ -45,7 +45,7 @@ async def begun(rig: Rig) -> Rig:
 
 
 @ALL
-async def test_t3_a_strangers_object_is_left_alone_and_named_and_its_name_is_taken_up_when_it_goes(kind: Kind) -> None:
+async def test_a_strangers_object_is_left_alone_and_named_and_its_name_is_taken_up_when_it_goes(kind: Kind) -> None:
     rig = Rig()
     theirs = put(rig, kind, NAMES[kind])
     await begun(rig)
@@ -71,7 +71,7 @@ async def test_t3_a_strangers_object_is_left_alone_and_named_and_its_name_is_tak
 
 
 @ALL
-async def test_t3_a_strangers_object_is_not_deleted_with_the_deployment(kind: Kind) -> None:
+async def test_a_strangers_object_is_not_deleted_with_the_deployment(kind: Kind) -> None:
     rig = Rig()
     theirs = put(rig, kind, NAMES[kind])
     await begun(rig)
@@ -81,7 +81,7 @@ async def test_t3_a_strangers_object_is_not_deleted_with_the_deployment(kind: Ki
 
 
 @ALL
-async def test_t3_a_child_of_an_earlier_object_is_waited_for_without_a_word_for_a_minute(kind: Kind) -> None:
+async def test_a_child_of_an_earlier_object_is_waited_for_without_a_word_for_a_minute(kind: Kind) -> None:
     rig = Rig()
     owner = {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "name": "d", "uid": "then", "controller": True}
     theirs = put(rig, kind, NAMES[kind], labels=LABELS, ownerReferences=[owner])
@@ -97,7 +97,7 @@ async def test_t3_a_child_of_an_earlier_object_is_waited_for_without_a_word_for_
 
 
 @ALL
-async def test_t3_an_orphan_of_ours_is_adopted(kind: Kind) -> None:
+async def test_an_orphan_of_ours_is_adopted(kind: Kind) -> None:
     rig = Rig()
     body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"labels": LABELS}, "spec": {}}
     managed = [entry(body, "Update", manager="diffusion-operator")]
@@ -117,7 +117,7 @@ def refusal(kind: Kind) -> ClusterRefused:
 
 
 @ALL
-async def test_t1_a_refused_child_is_named_and_the_rest_serves(kind: Kind) -> None:
+async def test_a_refused_child_is_named_and_the_rest_serves(kind: Kind) -> None:
     rig = Rig()
     rig.cluster.refuse = lambda verb, manifest: refusal(kind) if manifest["kind"] == kind.kind else None
     await begun(rig)
@@ -137,7 +137,7 @@ async def test_t1_a_refused_child_is_named_and_the_rest_serves(kind: Kind) -> No
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_t1_a_secret_that_is_there_keeps_no_pod_from_being_made_where_no_other_secret_may_be() -> None:
+async def test_a_secret_that_is_there_keeps_no_pod_from_being_made_where_no_other_secret_may_be() -> None:
     """Admission comes first: a full quota refuses a create even of an object that exists."""
     rig = await serving(1)
     before = copy.deepcopy(rig.cluster.find(SECRET, NAMES[SECRET]))
@@ -155,7 +155,7 @@ async def test_t1_a_secret_that_is_there_keeps_no_pod_from_being_made_where_no_o
 
 @pytest.mark.parametrize("strategy", [{}, {"maxUnavailable": 0, "maxSurge": 1}, {"type": "Recreate"}], ids=["default", "surge", "recreate"])
 @pytest.mark.parametrize("kind", MOUNTED, ids=lambda kind: kind.kind)
-async def test_t1_no_replica_goes_for_a_new_template_while_no_pod_can_be_made_of_it(kind: Kind, strategy: dict[str, Any]) -> None:
+async def test_no_replica_goes_for_a_new_template_while_no_pod_can_be_made_of_it(kind: Kind, strategy: dict[str, Any]) -> None:
     rig = await serving(1, rollout=strategy)
     rig.cluster.refuse = lambda verb, manifest: refusal(kind) if manifest["kind"] == kind.kind else None
     rig.cluster.remove(kind, NAMES[kind])
@@ -175,7 +175,7 @@ async def test_t1_no_replica_goes_for_a_new_template_while_no_pod_can_be_made_of
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_t1_a_secret_that_may_not_be_changed_is_named_with_the_servers_words() -> None:
+async def test_a_secret_that_may_not_be_changed_is_named_with_the_servers_words() -> None:
     rig = Rig()
     theirs = put(rig, SECRET, NAMES[SECRET], labels=LABELS)
     rig.cluster.refuse = lambda verb, manifest: refusal(SECRET) if (verb, manifest["kind"]) == ("patch", "Secret") else None
@@ -185,7 +185,7 @@ async def test_t1_a_secret_that_may_not_be_changed_is_named_with_the_servers_wor
     assert rig.message("ChildrenReady") == f"Secret {NAMES[SECRET]} was refused: exceeded quota: no more of these"
 
 
-async def test_t22_a_refused_configmap_and_a_deleted_pod_are_not_called_serving() -> None:
+async def test_a_refused_configmap_and_a_deleted_pod_are_not_called_serving() -> None:
     """A real cluster showed it so: no pod, Ready=True/Serving, no condition and no Event."""
     rig = await serving()
     rig.cluster.refuse = lambda verb, manifest: refusal(CONFIG_MAP) if manifest["kind"] == CONFIG_MAP.kind else None
@@ -199,7 +199,7 @@ async def test_t22_a_refused_configmap_and_a_deleted_pod_are_not_called_serving(
     assert rig.cluster.notes("ChildRefused") != []
 
 
-async def test_t22_a_configmap_whose_change_is_refused_keeps_no_pod_from_being_made() -> None:
+async def test_a_configmap_whose_change_is_refused_keeps_no_pod_from_being_made() -> None:
     rig = await serving()
     rig.cluster.refuse = lambda verb, manifest: refusal(CONFIG_MAP) if manifest["kind"] == CONFIG_MAP.kind else None
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "OnIdle"}))
@@ -212,7 +212,7 @@ async def test_t22_a_configmap_whose_change_is_refused_keeps_no_pod_from_being_m
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_t1_a_refused_child_is_tried_after_1_2_4_and_up_to_60_seconds() -> None:
+async def test_a_refused_child_is_tried_after_1_2_4_and_up_to_60_seconds() -> None:
     rig, tries = Rig(), []
 
     def refuse(verb: str, manifest: dict[str, Any]) -> ClusterError | None:
@@ -235,7 +235,7 @@ ODD = [ClusterUnavailable("odd", status=500, reason="InternalError", said="faile
 
 @ALL
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
-async def test_t1_a_child_that_fails_in_a_way_nobody_expected_keeps_no_other_from_being_made(
+async def test_a_child_that_fails_in_a_way_nobody_expected_keeps_no_other_from_being_made(
     kind: Kind, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, failures = Rig(), [3]
@@ -257,7 +257,7 @@ async def test_t1_a_child_that_fails_in_a_way_nobody_expected_keeps_no_other_fro
     assert rig.condition("ChildrenReady") == ("True", "AllApplied")
 
 
-async def test_t1_a_pod_that_cannot_be_deleted_keeps_the_others_and_the_status_from_nothing() -> None:
+async def test_a_pod_that_cannot_be_deleted_keeps_the_others_and_the_status_from_nothing() -> None:
     rig = await serving(2)
     delete = rig.cluster.delete
 
@@ -274,7 +274,7 @@ async def test_t1_a_pod_that_cannot_be_deleted_keeps_the_others_and_the_status_f
     assert any("a webhook says no" in error for error in rig.errors)
 
 
-async def test_t1_a_pass_that_cannot_plan_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pass_that_cannot_plan_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = await serving()
 
     def fail(*_: Any, **_named: Any) -> None:
@@ -290,7 +290,7 @@ async def test_t1_a_pass_that_cannot_plan_claims_nothing(monkeypatch: pytest.Mon
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_t4_a_strangers_pod_is_skipped_by_the_next_incarnation_and_told_once() -> None:
+async def test_a_strangers_pod_is_skipped_by_the_next_incarnation_and_told_once() -> None:
     rig, creates = Rig(), []
     theirs = [put(rig, POD, name) for name in ("d-0-0", "d-0-1")]
     create = rig.cluster.create
@@ -311,7 +311,7 @@ async def test_t4_a_strangers_pod_is_skipped_by_the_next_incarnation_and_told_on
     assert "pod d-0-0 belongs to somebody else" in rig.cluster.notes("NameConflict")[0]
 
 
-async def test_t4_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() -> None:
+async def test_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() -> None:
     """An operator that has just started finds such a pod, and so does one whose watch is late."""
     rig = await serving()
     pod = rig.cluster.find(POD, "d-0-0") or {}
@@ -326,7 +326,7 @@ async def test_t4_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() 
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_t3_what_a_create_wrote_is_removed_by_later_changes() -> None:
+async def test_what_a_create_wrote_is_removed_by_later_changes() -> None:
     rig = await serving(service={"annotations": {"example.com/a": "1"}, "port": 80})
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(service={"port": 8080}))
     await rig.run()
@@ -337,7 +337,7 @@ async def test_t3_what_a_create_wrote_is_removed_by_later_changes() -> None:
 
 
 @pytest.mark.parametrize("applied_before", [False, True], ids=["as it was made", "after a change"])
-async def test_t23_a_service_whose_port_was_edited_is_put_back_as_a_whole(applied_before: bool) -> None:
+async def test_a_service_whose_port_was_edited_is_put_back_as_a_whole(applied_before: bool) -> None:
     rig = await serving()
     if applied_before:
         rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(service={"annotations": {"a": "b"}}))

@@ -209,7 +209,7 @@ POLICY_EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("change", POLICY_EDITS.values(), ids=POLICY_EDITS)
-async def test_t24_a_policy_that_another_client_changed_is_put_back(change: Callable[[dict[str, Any]], object]) -> None:
+async def test_a_policy_that_another_client_changed_is_put_back(change: Callable[[dict[str, Any]], object]) -> None:
     rig = await serving(1)
     name = control_policy_name("d")
     before = copy.deepcopy(content(rig.cluster.find(NETWORK_POLICY, name)))
@@ -220,7 +220,7 @@ async def test_t24_a_policy_that_another_client_changed_is_put_back(change: Call
     assert rig.condition("ControlSecured")[0] == "True"
 
 
-async def test_t24_a_service_that_publishes_pods_which_are_not_ready_is_put_back() -> None:
+async def test_a_service_that_publishes_pods_which_are_not_ready_is_put_back() -> None:
     rig = await serving(1)
     edit(rig, SERVICE, "d", lambda live: live["spec"].update(publishNotReadyAddresses=True))
     await rig.run(1)
@@ -249,7 +249,7 @@ def changed_spec(spec: dict[str, Any], change: Callable[[dict[str, Any]], object
     return live["spec"]
 
 
-async def test_t24_a_child_that_another_client_changes_again_and_again_is_put_back_every_ten_minutes() -> None:
+async def test_a_child_that_another_client_changes_again_and_again_is_put_back_every_ten_minutes() -> None:
     rig, repairs = await fought(SERVICE, "d", lambda live: live["spec"].update(type="NodePort"), minutes=22)
     assert repairs == 3 + 2
     status, reason = rig.condition("ChildrenReady")
@@ -267,7 +267,7 @@ async def test_t24_a_child_that_another_client_changes_again_and_again_is_put_ba
     ],
     ids=["to other pods", "without its port", "with one more port"],
 )
-async def test_t24_a_contested_service_that_leads_elsewhere_is_put_back_every_minute_and_not_called_ready(
+async def test_a_contested_service_that_leads_elsewhere_is_put_back_every_minute_and_not_called_ready(
     change: Callable[[dict[str, Any]], object], reached: bool
 ) -> None:
     rig, repairs = await fought(SERVICE, "d", change, minutes=5)
@@ -280,7 +280,7 @@ async def test_t24_a_contested_service_that_leads_elsewhere_is_put_back_every_mi
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_t27_an_operator_of_another_release_is_no_contest_and_what_it_wrote_is_put_back_when_it_has_ended() -> None:
+async def test_an_operator_of_another_release_is_no_contest_and_what_it_wrote_is_put_back_when_it_has_ended() -> None:
     """Here an earlier operator removes `publishNotReadyAddresses` each second, for a minute."""
     rig = await serving(1)
     wanted, repairs = copy.deepcopy(content(rig.cluster.find(SERVICE, "d"))), 0
@@ -300,7 +300,7 @@ async def test_t27_an_operator_of_another_release_is_no_contest_and_what_it_wrot
     assert rig.cluster.notes("Repaired") == []
 
 
-async def test_t24_a_contested_policy_is_put_back_every_minute_and_the_control_port_is_not_called_secured() -> None:
+async def test_a_contested_policy_is_put_back_every_minute_and_the_control_port_is_not_called_secured() -> None:
     name = control_policy_name("d")
     rig, repairs = await fought(NETWORK_POLICY, name, lambda live: live["spec"].update(ingress=[{}]), minutes=5)
     assert 3 + 3 <= repairs <= 3 + 5
@@ -309,7 +309,7 @@ async def test_t24_a_contested_policy_is_put_back_every_minute_and_the_control_p
     assert rig.condition("ControlSecured")[0] == "True"
 
 
-async def test_t24_a_webhook_that_changes_each_write_is_told_and_not_fought() -> None:
+async def test_a_webhook_that_changes_each_write_is_told_and_not_fought() -> None:
     rig = await serving(1)
     replace, writes = rig.cluster._replace, 0
 
@@ -338,7 +338,7 @@ async def without_its_secret() -> Rig:
     return rig
 
 
-async def test_rf27_a_secret_of_ours_that_is_gone_comes_back_where_a_pod_waits_for_it() -> None:
+async def test_a_secret_of_ours_that_is_gone_comes_back_where_a_pod_waits_for_it() -> None:
     rig = await without_its_secret()
     rig.cluster.remove(POD, "d-0-0")
     await rig.run()
@@ -347,7 +347,7 @@ async def test_rf27_a_secret_of_ours_that_is_gone_comes_back_where_a_pod_waits_f
     assert rig.cluster.names(SECRET) == ["d-control"]
 
 
-async def test_rf27_a_secret_of_ours_that_is_gone_comes_back_in_time_without_anybody_waiting() -> None:
+async def test_a_secret_of_ours_that_is_gone_comes_back_in_time_without_anybody_waiting() -> None:
     rig = await without_its_secret()
     await rig.run(rig.runtime.settings.resync_s + 60)
     assert rig.cluster.names(SECRET) == ["d-control"]

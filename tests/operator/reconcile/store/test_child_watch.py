@@ -135,7 +135,7 @@ async def test_where_the_api_server_forgot_the_place_a_deletion_meanwhile_is_fou
     assert (rig.changes[2:], rig.server.opened) == (["b@92"], ["90", "500"])
 
 
-async def test_t13_an_api_server_that_was_away_and_went_back_is_followed_from_its_older_version() -> None:
+async def test_an_api_server_that_was_away_and_went_back_is_followed_from_its_older_version() -> None:
     rig = Rig(Server([event("ADDED", "a", 300), LOST], LOST, [event("MODIFIED", "a", 8)]))
     await rig.listing.list()
     rig.server.items, rig.server.version = [pod("a", 7)], "7"
@@ -143,7 +143,7 @@ async def test_t13_an_api_server_that_was_away_and_went_back_is_followed_from_it
     assert (rig.changes, rig.server.opened) == (["a@300", "a@7", "a@8"], ["90", "300", "7", "8"])
 
 
-async def test_t8_a_watch_that_is_refused_is_tried_for_ever_and_others_are_not_concerned() -> None:
+async def test_a_watch_that_is_refused_is_tried_for_ever_and_others_are_not_concerned() -> None:
     rig = Rig(Server(*[REFUSED] * 9, [event("ADDED", "a", 91)]))
     await rig.run()
     assert (rig.changes, rig.server.listed) == (["a@91"], 10)

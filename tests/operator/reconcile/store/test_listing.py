@@ -116,7 +116,7 @@ async def test_an_api_server_that_is_down_is_no_reason_to_stop_listing() -> None
     assert rig.changes == ["a"]
 
 
-async def test_t8_a_scope_that_is_refused_is_set_aside_and_taken_up_when_it_can_be_listed() -> None:
+async def test_a_scope_that_is_refused_is_set_aside_and_taken_up_when_it_can_be_listed() -> None:
     rig = Rig()
     rig.cluster.down = True
     await rig.run()

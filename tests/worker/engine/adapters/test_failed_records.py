@@ -32,14 +32,14 @@ def fail(table: AdapterTable, name: str) -> None:
     table.failed.add(adapter)
 
 
-async def test_e21_the_oldest_failures_go_and_those_that_somebody_wants_stay() -> None:
+async def test_the_oldest_failures_go_and_those_that_somebody_wants_stay() -> None:
     there = table()
     for name in (WANTED, *(f"call-{number:03}" for number in range(3 * MOST))):
         fail(there, name)
     assert there.names() == [f"call-{number:03}" for number in range(2 * MOST, 3 * MOST)] + [WANTED]
 
 
-async def test_e21_a_failure_is_forgotten_after_a_while_unless_its_name_was_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_is_forgotten_after_a_while_unless_its_name_was_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failed_records, "KEPT_S", 0.05)
     there = table()
     for name in (WANTED, "gone", "again"):
@@ -51,7 +51,7 @@ async def test_e21_a_failure_is_forgotten_after_a_while_unless_its_name_was_put_
     assert there.names() == ["again", WANTED]
 
 
-async def test_e21_ten_thousand_residents_are_refused_within_a_second() -> None:
+async def test_ten_thousand_residents_are_refused_within_a_second() -> None:
     there = table()
     for number in range(4):
         adapter = there.new(f"resident-{number}", call(Residency.RESIDENT))
@@ -67,7 +67,7 @@ async def test_e21_ten_thousand_residents_are_refused_within_a_second() -> None:
     there.require_place("new", call(Residency.RESIDENT))
 
 
-async def test_e21_puts_that_fail_leave_a_bounded_number_of_records() -> None:
+async def test_puts_that_fail_leave_a_bounded_number_of_records() -> None:
     async with serving_edge() as edge:
         for number in range(MOST + 6):
             answer = await edge.put_adapter(f"bad-{number:03}", f"/bad/{number}", digest="sha256:" + "0" * 64)

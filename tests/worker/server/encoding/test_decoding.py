@@ -53,11 +53,11 @@ def children(decoders: Decoders) -> list[str]:
 
 
 @pytest.mark.parametrize("content", [png(48, 32), png(48, 32, "RGBA"), jpeg(48, 32, mode="RGB"), png(300, 200)])
-async def test_e4_an_image_is_the_same_as_decoded_here(content: bytes) -> None:
+async def test_an_image_is_the_same_as_decoded_here(content: bytes) -> None:
     assert await Decoders().decode(content, JOB) == decode("image", content, max_pixels=4096)
 
 
-async def test_e4_a_jpeg_of_too_many_scans_is_refused_by_their_number() -> None:
+async def test_a_jpeg_of_too_many_scans_is_refused_by_their_number() -> None:
     decoders = Decoders()
     content = jpeg(64, 64, scans=800)
     with pytest.raises(RequestError, match=f"image: expected a JPEG of at most {MAX_SCANS} scans, found 800 scans") as raised:
@@ -73,7 +73,7 @@ def test_scans_are_counted_in_the_image_and_not_in_its_metadata() -> None:
 
 
 @pytest.mark.slow
-async def test_e4_a_file_that_takes_more_than_its_seconds_is_refused_and_costs_nobody_else_anything() -> None:
+async def test_a_file_that_takes_more_than_its_seconds_is_refused_and_costs_nobody_else_anything() -> None:
     decoders = Decoders()
     slow = asyncio.create_task(decoders.decode(jpeg(6000, 6000, scans=MAX_SCANS), msgspec.structs.replace(JOB, cpu_s=1)))
     began = time.monotonic()
@@ -84,12 +84,12 @@ async def test_e4_a_file_that_takes_more_than_its_seconds_is_refused_and_costs_n
         await slow
 
 
-async def test_e4_a_file_that_takes_more_than_its_memory_is_refused() -> None:
+async def test_a_file_that_takes_more_than_its_memory_is_refused() -> None:
     with pytest.raises(RequestError, match="expected an image that decodes within 16 MiB, found an image that takes more"):
         await Decoders().decode(png(4000, 2400), msgspec.structs.replace(JOB, memory_bytes=16 << 20))
 
 
-async def test_e4_a_decode_whose_client_has_gone_is_ended() -> None:
+async def test_a_decode_whose_client_has_gone_is_ended() -> None:
     decoders = Decoders()
     await decoders.decode(png(48, 32), JOB)
     decoding = asyncio.create_task(decoders.decode(jpeg(5000, 5000, scans=60), msgspec.structs.replace(JOB, cpu_s=60)))
@@ -99,7 +99,7 @@ async def test_e4_a_decode_whose_client_has_gone_is_ended() -> None:
     await until(lambda: children(decoders) == [])
 
 
-async def test_e4_a_decoding_process_that_was_killed_is_started_again() -> None:
+async def test_a_decoding_process_that_was_killed_is_started_again() -> None:
     decoders = Decoders()
     await decoders.decode(png(48, 32), JOB)
     assert decoders._process is not None
@@ -108,7 +108,7 @@ async def test_e4_a_decoding_process_that_was_killed_is_started_again() -> None:
     assert (await decoders.decode(png(48, 32), JOB)).width == 48
 
 
-async def test_e4_a_decoding_process_that_does_not_begin_is_busy_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decoding_process_that_does_not_begin_is_busy_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     decoders = Decoders()
     await decoders.decode(png(48, 32), JOB)
     assert decoders._process is not None
@@ -131,11 +131,11 @@ async def test_e4_a_decoding_process_that_does_not_begin_is_busy_and_replaced(mo
         "os.kill(1, 0)",
     ],
 )
-def test_e4_a_confined_process_opens_and_starts_nothing(attempt: str) -> None:
+def test_a_confined_process_opens_and_starts_nothing(attempt: str) -> None:
     ended = subprocess.run([sys.executable, "-c", f"import os, socket; {CONFINED}{attempt}"], capture_output=True, text=True, timeout=60)
     assert "PermissionError: [Errno 1] Operation not permitted" in ended.stderr
 
 
-def test_e4_a_confined_process_computes() -> None:
+def test_a_confined_process_computes() -> None:
     ended = subprocess.run([sys.executable, "-c", f"{CONFINED}print(sum(range(9)))"], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.returncode) == ("36\n", 0)
