@@ -16,7 +16,7 @@ from support.cluster.faults import kill_server_in
 from support.cluster.rig import ADAPTER_READY, SERVING, START_S, ClusterRig
 from support.runner import digit_judge
 from tools.demo.images import DemoImage
-from tools.demo.kubectl import Document, Wanted
+from tools.demo.kubectl import Document, Wanted, condition
 from tools.demo.weights_memory import RankMemory, check_given_back, read_weights_memory, total_resident
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -93,10 +93,12 @@ def test_a_model_that_nobody_uses_falls_asleep_and_gives_its_memory_back(rig_on_
     rig.eventually("when it may sleep is told", lambda: rig.kubectl.get(DD)["status"].get("sleepEligibleTime"), deadline_s=30)
     assert_right(rig.image(NAME))
     set_sleep(rig, idleSeconds=IDLE_S)
-    found = rig.wait(DD, WAKEABLE, deadline_s=IDLE_S + NOTICE_S)
+    # It is wakeable already on its way to sleep.
+    found = rig.wait(DD, ALL_ASLEEP, deadline_s=IDLE_S + NOTICE_S)
     set_sleep(rig, idleSeconds=LONG_S)
     assert (found["status"]["awakeReplicas"], found["status"]["asleepReplicas"]) == (0, 1)
-    assert rig.condition(DD, "Awake")["reason"] == "AllAsleep"
+    ready = condition(found, "Ready")
+    assert ready is not None and (ready["status"], ready["reason"]) == ("True", "AsleepWakeable")
     print(check_given_back(awake_memory, read_weights_memory(rig.kubectl, rig.pod(NAME))))
     operation = rig.state(NAME)["lastOperation"]
     assert (operation["kind"], operation["error"], operation["level"]) == ("sleep", None, "HostMemory")

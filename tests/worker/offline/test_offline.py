@@ -325,7 +325,21 @@ def test_an_interrupted_call_raises_and_frees_its_places(engine: DiffusionEngine
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)
-    engine._thread.run(nothing_runs(engine), timeout_s=10)
+    engine._thread.run(lambda: nothing_runs(engine), timeout_s=10)
+
+
+def test_a_call_that_is_interrupted_before_its_work_begins_leaves_no_coroutine(
+    engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine._thread._loop, "call_soon_threadsafe", interrupted)
+        engine.generate("kumquatfen")
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
+    assert len(engine.generate("kumquatfen")) == 1
 
 
 def test_a_call_that_takes_too_long_is_given_up(engine: DiffusionEngine, groups: Groups) -> None:

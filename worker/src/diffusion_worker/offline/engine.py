@@ -138,7 +138,7 @@ class DiffusionEngine:
 
         with step_bar(counts, progress) as draw:
             try:
-                made = self._thread.run(make(), meanwhile=draw, timeout_s=timeout_s)
+                made = self._thread.run(make, meanwhile=draw, timeout_s=timeout_s)
             except TimeoutError:
                 raise RequestError(ErrorCode.TIMEOUT, f"the images were not made within {timeout_s:g} s") from None
         return [

@@ -62,14 +62,14 @@ class EngineThread:
         Raises:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up in time, or died.
         """
-        self.run(self._start(), meanwhile=meanwhile)
+        self.run(self._start, meanwhile=meanwhile)
 
     def load_progress(self) -> tuple[int, int]:
         """Return the bytes of weights loaded so far, and in all; both are 0 while that is unknown."""
         return self._ranks.load_progress() if self._ranks is not None else (0, 0)
 
-    def run(self, work: Coroutine[Any, Any, T], *, meanwhile: Callable[[], None] = nothing, timeout_s: float | None = None) -> T:
-        """Run `work` on the loop and return its result. `meanwhile` is called ten times a second.
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], *, meanwhile: Callable[[], None] = nothing, timeout_s: float | None = None) -> T:
+        """Run `work()` on the loop and return its result. `meanwhile` is called ten times a second.
 
         An exception that ends the wait, as Ctrl-C does, cancels the work.
 
@@ -77,7 +77,7 @@ class EngineThread:
             TimeoutError: it took longer than `timeout_s`. GroupFailed: the loop's thread is gone.
         """
         ends_at = None if timeout_s is None else time.monotonic() + timeout_s
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._submit(work)
         try:
             while not concurrent.futures.wait([future], LOOK_S).done:
                 meanwhile()
@@ -95,11 +95,31 @@ class EngineThread:
             return
         with self._lock:
             if self._ending is None:
-                self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+                self._ending = self._submit(self._end)
         if threading.current_thread() is self._thread:
             return  # called by the garbage collector on the loop's thread, which cannot wait for itself
         concurrent.futures.wait([self._ending], self._config.drain_timeout_s + STOP_TIMEOUT_S + FORK_SERVER_S)
         self._thread.join(STOP_TIMEOUT_S)
+
+    def _submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
+        """Run `work()` on the loop, and return what becomes its result. To cancel that cancels the work.
+
+        The coroutine is made in the loop's thread, which no Ctrl-C interrupts. The caller's could be interrupted before it hands one over,
+        and Python would warn of a coroutine that nobody awaited.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def begin() -> None:
+            task = self._loop.create_task(work())
+            task.add_done_callback(lambda task: _settle(future, task))
+            future.add_done_callback(lambda future: self._cancel(task) if future.cancelled() else None)
+
+        self._loop.call_soon_threadsafe(begin)
+        return future
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
+            self._loop.call_soon_threadsafe(task.cancel)
 
     def _require_alive(self) -> None:
         if not self._thread.is_alive():
@@ -131,3 +151,16 @@ class EngineThread:
                 await self._loop.shutdown_default_executor()
         finally:
             self._loop.call_soon(self._loop.stop)
+
+
+def _settle(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
+    """Give a future the outcome of its task, unless the caller has cancelled it."""
+    if task.cancelled():
+        future.cancel()
+    error = None if task.cancelled() else task.exception()
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(task.result())
