@@ -71,6 +71,52 @@ def test_the_messages_of_failed_tests_are_shown_again_at_the_end(tmp_path: Path,
     assert "good: " not in at_the_end
 
 
+def with_tests(folder: Path, files: dict[str, str]) -> Stage:
+    """Return a stage that runs files of tests of a new folder."""
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}")
+    return Stage("tests", "a stage of this test", command, tuple(str(folder / name) for name in files))
+
+
+def failing_once(folder: Path) -> str:
+    """Return a test that fails in its first run alone."""
+    ran = f"Path({str(folder / 'ran')!r})"
+    return f"from pathlib import Path\ndef test_it():\n    if not {ran}.exists():\n        {ran}.touch()\n        assert 0\n"
+
+
+def test_a_file_that_failed_once_runs_again_alone_and_its_test_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = f"from pathlib import Path\ndef test_good():\n    with Path({str(tmp_path / 'good')!r}).open('a') as f: f.write('x')\n"
+    tests = with_tests(tmp_path, {"test_once.py": failing_once(tmp_path), "test_good.py": good})
+    last = LastRuns(tmp_path)
+    assert runner.run_beside([tests], last)
+    shown = capsys.readouterr().out
+    assert "tests: FAILED in " in shown and "tests: passed at the second look in " in shown
+    assert "tests: FAILED ONCE test_once.py::test_it\n" in shown
+    assert (tmp_path / "good").read_text() == "x"
+    assert last.read()["tests"].passed
+
+
+def test_a_file_that_fails_twice_fails_its_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not runner.run_beside([with_tests(tmp_path, {"test_bad.py": "def test_bad(): assert 1 == 2\n"})], LastRuns(tmp_path))
+    assert "tests: FAILED again in " in capsys.readouterr().out
+
+
+def test_failures_in_three_files_get_no_second_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {f"test_{number}.py": "def test_bad(): assert 1 == 2\n" for number in range(3)}
+    assert not runner.run_beside([with_tests(tmp_path, files)], LastRuns(tmp_path))
+    assert "second look" not in capsys.readouterr().out
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Let SIGINT interrupt the tests as in a terminal, even where the shell had them ignore it."""

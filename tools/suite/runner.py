@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -17,7 +18,10 @@ LOAD_EVERY_S = 5.0
 PART_OF_A_LINE_S = 20.0
 # pytest begins the lines of a failure's message, and those of its summary, with these.
 OF_A_FAILURE = (b"E  ", b"FAILED ", b"ERROR ")
+FAILED_TEST = re.compile(rb"(?:FAILED|ERROR) (([^ :]+\.py)::[^ ]+)")
 SHOWN_AGAIN = 25
+# Failures in more files than these are no accident of a busy machine.
+SECOND_LOOK_FILES = 2
 
 
 def describe(stages: Sequence[Stage], last: dict[str, StageRun]) -> str:
@@ -40,9 +44,21 @@ def minutes(seconds: float) -> str:
 def run_beside(stages: Sequence[Stage], last: LastRuns) -> bool:
     """Run stages side by side; return whether all passed. Ctrl-C and SIGTERM end what they started.
 
-    The messages of failed tests are shown again at the end: a long output is often kept by its end alone.
+    The messages of failed tests are shown again at the end: a long output is often kept by its end alone. Where tests of one or two files
+    failed, these files run a second time, alone. If they pass then, so does the stage, and the tests are named as failed once.
     """
     processes = [_Running(stage, prefix=len(stages) > 1) for stage in stages]
+    _wait(processes)
+    for process in sorted(processes, key=lambda process: not process.passed):
+        print(f"{process.stage.name}: {'passed' if process.passed else 'FAILED'} in {minutes(process.seconds)}", flush=True)
+        if not process.passed:
+            process.show_failures()
+            process.passed = _second_look(process)
+        last.note(process.stage, process.result())
+    return all(process.passed for process in processes)
+
+
+def _wait(processes: Sequence[_Running]) -> None:
     try:
         while sum(process.lives() for process in processes):  # each is asked, since it notes its own end
             time.sleep(0.2)
@@ -50,12 +66,25 @@ def run_beside(stages: Sequence[Stage], last: LastRuns) -> bool:
         for process in processes:
             process.end()
         raise
-    for process in sorted(processes, key=lambda process: not process.passed):
-        last.note(process.stage, process.result())
-        print(f"{process.stage.name}: {'passed' if process.passed else 'FAILED'} in {minutes(process.seconds)}", flush=True)
-        if not process.passed:
-            process.show_failures()
-    return all(process.passed for process in processes)
+
+
+def _second_look(first: _Running) -> bool:
+    """Run the files of a stage's failed tests again, alone; return whether they pass. More than two files are not run again."""
+    name, failed = first.stage.name, first.failed_tests()
+    files = sorted(set(failed.values()))
+    if not 0 < len(files) <= SECOND_LOOK_FILES:
+        return False
+    print(f"{name}: a second look, alone, at {' and '.join(files)}", flush=True)
+    second = _Running(first.stage.only(files), prefix=True)
+    _wait([second])
+    if not second.passed:
+        print(f"{name}: FAILED again in {minutes(second.seconds)}", flush=True)
+        second.show_failures()
+        return False
+    print(f"{name}: passed at the second look in {minutes(second.seconds)}", flush=True)
+    for test in failed:
+        print(f"{name}: FAILED ONCE {test}", flush=True)
+    return True
 
 
 class _Running:
@@ -72,7 +101,7 @@ class _Running:
         self._of_failures: list[bytes] = []
         unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            stage.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=unbuffered
+            (*stage.command, *stage.paths), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=unbuffered
         )
         self._shown = threading.Thread(target=self._show)
         self._shown.start()
@@ -103,6 +132,11 @@ class _Running:
         """Return how it went."""
         load, busy_cores = sum(self._loads) / len(self._loads), self._busy_s / self.seconds
         return StageRun(round(self.seconds, 1), round(load, 2), round(self._loads[0], 2), round(busy_cores, 2), self.passed)
+
+    def failed_tests(self) -> dict[str, str]:
+        """Return the failed tests that pytest's summary names, each with its file."""
+        found = (FAILED_TEST.match(line) for line in self._of_failures)
+        return {match[1].decode(): match[2].decode() for match in found if match}
 
     def show_failures(self) -> None:
         """Show the last lines about its failed tests once more."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,15 +18,21 @@ ON_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """A part of `make test`, which can be run alone."""
+    """A part of `make test`, which can be run alone. `paths` are those of its tests, where its command does not take all."""
 
     name: str
     what: str
     command: tuple[str, ...]
+    paths: tuple[str, ...] = ()
+
+    def only(self, files: Sequence[str]) -> Stage:
+        """Return the stage with the tests of some files alone. It keeps no record of what they cost."""
+        return Stage(self.name, self.what, tuple(word for word in self.command if not word.startswith("--ledger=")), tuple(files))
 
 
-def _tests(name: str, what: str, *options: str, before: tuple[str, ...] = ()) -> Stage:
-    return Stage(name, what, (*before, sys.executable, "-m", "pytest", "-q", "--durations=10", f"--ledger={LEDGER / name}", *options))
+def _tests(name: str, what: str, *options: str, paths: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> Stage:
+    command = (*before, sys.executable, "-m", "pytest", "-q", "--durations=10", f"--ledger={LEDGER / name}", *options)
+    return Stage(name, what, command, paths)
 
 
 LINT = Stage("lint", "ruff, mypy, plain English, the layers", ("make", "--no-print-directory", "lint"))
@@ -41,8 +48,8 @@ WITH_TORCH = (
 )
 # All of the families' tests are slow ones, and to import them takes seconds.
 WITHOUT_TORCH = ("tests", *(f"--ignore={path}" for path in (*WITH_TORCH, "tests/cluster", "tests/worker/families")))
-FAST = _tests("fast", "tests that need neither a cluster nor minutes nor torch", *IS_FAST, *WITHOUT_TORCH)
-FAST_TORCH = _tests("fast-torch", "tests that need torch, and neither a cluster nor minutes", *IS_FAST, *WITH_TORCH)
+FAST = _tests("fast", "tests that need neither a cluster nor minutes nor torch", *IS_FAST, paths=WITHOUT_TORCH)
+FAST_TORCH = _tests("fast-torch", "tests that need torch, and neither a cluster nor minutes", *IS_FAST, paths=WITH_TORCH)
 IMAGES = Stage(
     "images",
     "the cluster's programs and our images, made where they are new",
@@ -55,16 +62,17 @@ ON_CLUSTER = ("tests/cluster", "tests/devcluster")
 KIND_ENGINE = "tests/devcluster/kind"
 # The first test brings the cluster up, whose steps have deadlines of their own: to unpack an image takes minutes on a busy machine.
 NEEDS_CLUSTER = ("-m", "cluster", "-o", "timeout_func_only=true")
-WITHOUT_ENGINE = (*NEEDS_CLUSTER, *ON_CLUSTER, f"--ignore={KIND_ENGINE}")
-CLUSTER = _tests("cluster", "tests on a cluster with our images", *WITHOUT_ENGINE)
+WITHOUT_ENGINE = (*NEEDS_CLUSTER, f"--ignore={KIND_ENGINE}")
+CLUSTER = _tests("cluster", "tests on a cluster with our images", *WITHOUT_ENGINE, paths=ON_CLUSTER)
 WITH_KIND = ("env", "DEVCLUSTER_PROVIDER=kind")
 KIND_SMOKE = _tests(
     *("kind-smoke", "kind's engine, and the operator on a kind cluster, without the worker's image"),
-    *("--no-skips", *NEEDS_CLUSTER, KIND_ENGINE, "tests/devcluster/test_real_cluster.py"),
+    *("--no-skips", *NEEDS_CLUSTER),
+    paths=(KIND_ENGINE, "tests/devcluster/test_real_cluster.py"),
     before=WITH_KIND,
 )
 # Not a part of `make test`.
-KIND = _tests("kind", "tests on a cluster with our images, on kind", "--no-skips", *WITHOUT_ENGINE, before=WITH_KIND)
+KIND = _tests("kind", "tests on a cluster with our images, on kind", "--no-skips", *WITHOUT_ENGINE, paths=ON_CLUSTER, before=WITH_KIND)
 # The stages of a group run side by side. A cluster's tests mostly wait, and the slow ones compute.
 GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW, CLUSTER, KIND_SMOKE))
 OF_MAKE_TEST = tuple(stage for group in GROUPS for stage in group)
