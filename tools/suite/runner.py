@@ -44,8 +44,8 @@ def minutes(seconds: float) -> str:
 def run_beside(stages: Sequence[Stage], last: LastRuns) -> bool:
     """Run stages side by side; return whether all passed. Ctrl-C and SIGTERM end what they started.
 
-    The messages of failed tests are shown again at the end: a long output is often kept by its end alone. Where tests of one or two files
-    failed, these files run a second time, alone. If they pass then, so does the stage, and the tests are named as failed once.
+    The messages of failed tests are shown again at the end: a long output is often kept by its end alone. Files of failed tests
+    run a second time, alone, if they are one or two. If they pass then, so does the stage, and the tests are named as failed once.
     """
     processes = [_Running(stage, prefix=len(stages) > 1) for stage in stages]
     _wait(processes)

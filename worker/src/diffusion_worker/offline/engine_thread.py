@@ -27,6 +27,7 @@ STOP_TIMEOUT_S = 12.0
 FORK_SERVER_S = 30.0
 
 T = TypeVar("T")
+Work = Callable[[], Coroutine[Any, Any, T]]
 
 
 def nothing() -> None:
@@ -68,7 +69,7 @@ class EngineThread:
         """Return the bytes of weights loaded so far, and in all; both are 0 while that is unknown."""
         return self._ranks.load_progress() if self._ranks is not None else (0, 0)
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, T]], *, meanwhile: Callable[[], None] = nothing, timeout_s: float | None = None) -> T:
+    def run(self, work: Work[T], *, meanwhile: Callable[[], None] = nothing, timeout_s: float | None = None) -> T:
         """Run `work()` on the loop and return its result. `meanwhile` is called ten times a second.
 
         An exception that ends the wait, as Ctrl-C does, cancels the work.
@@ -101,7 +102,7 @@ class EngineThread:
         concurrent.futures.wait([self._ending], self._config.drain_timeout_s + STOP_TIMEOUT_S + FORK_SERVER_S)
         self._thread.join(STOP_TIMEOUT_S)
 
-    def _submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
+    def _submit(self, work: Work[T]) -> concurrent.futures.Future[T]:
         """Run `work()` on the loop, and return what becomes its result. To cancel that cancels the work.
 
         The coroutine is made in the loop's thread, which no Ctrl-C interrupts. The caller's could be interrupted before it hands one over,
