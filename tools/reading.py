@@ -20,7 +20,7 @@ from random import Random
 
 import click
 
-from tools.messages import PAGE
+from tools.messages.page import PAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("operator/src", "worker/src", "tools", "benchmarks", "tests")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/development/messages.txt is what the sources give, and each form of a message in Python is read."""
+"""docs/development/messages.txt is what the sources give, and each form of a message in Python, in the chart and in the page is read."""
 
 from pathlib import Path
 
 import pytest
 
-from tools import messages
-from tools.messages_sources import Kind, Package
+from tools.messages import browser, manifests, page
+from tools.messages.python import Kind, Package
 
 SOURCE = '''
 """A module's docstring is no message."""
@@ -43,13 +43,13 @@ class ConfigError(RequestError):
 '''
 
 
-@pytest.mark.parametrize("name", messages.PARTS)
+@pytest.mark.parametrize("name", page.PARTS)
 def test_the_committed_file_has_what_the_sources_give(name: str) -> None:
-    assert messages.part(name) in messages.PAGE.read_text(), "run: python -m tools.messages"
+    assert page.part(name) in page.PAGE.read_text(), "run: python -m tools.messages"
 
 
 def test_the_committed_file_has_nothing_else() -> None:
-    assert messages.page() == messages.PAGE.read_text(), "run: python -m tools.messages"
+    assert page.page() == page.PAGE.read_text(), "run: python -m tools.messages"
 
 
 def test_each_form_of_a_message_is_read_with_its_code_and_the_names_of_its_values(tmp_path: Path) -> None:
@@ -65,3 +65,65 @@ def test_each_form_of_a_message_is_read_with_its_code_and_the_names_of_its_value
         (Kind.METRIC, "sizes: Sizes that were checked."),
         (Kind.ERROR, "{check} = LimitReached: the limit of sizes is reached"),
     ]
+
+
+HTML = """<html><head><title>Images</title><script>var a = "no text at all";</script></head><body>
+<section aria-label="Image"><label for="seed">Seed</label><input id="seed" placeholder="random">
+<p>The API needs no page: POST to <code>v1/images</code>.</p><ul></ul></section></body></html>"""
+
+SCRIPT = """
+// A comment is "no text".
+const STATES = {
+  ready: ["good", "ready"],
+  asleep: ["rest", "the model is asleep"], // "a comment" again
+};
+const AGAIN = "Try again.";
+const TITLES = { NotFound: "There is no such model" };
+const ADVICE = {
+  Busy: "The model was busy. " + AGAIN,
+};
+function show(error) {
+  headers({ Authorization: `Bearer ${key}` });
+  const before = ahead ? `, ${ahead} ${ahead === 1 ? "request" : "requests"} before this one` : "";
+  announce(`Waiting: ${WAITS[state] ?? state}${before} …`);
+  link.textContent = `Download (${Math.ceil(size / 1024)} KiB)`;
+  row.id = `strength-${id}`;
+  row.append(element("button", "Remove"));
+  throw new Problem({ code: "NotFound", message: "No model came." });
+}
+"""
+
+
+def test_each_form_of_a_text_of_the_page_is_read() -> None:
+    assert list(browser.html_texts(HTML)) == [
+        "title: Images",
+        "section aria-label: Image",
+        "label: Seed",
+        "input placeholder: random",
+        "p: The API needs no page: POST to v1/images.",
+    ]
+    assert list(browser.script_texts(SCRIPT)) == [
+        "STATES.ready: ready",
+        "STATES.asleep: the model is asleep",
+        "Try again.",
+        "TITLES.NotFound: There is no such model",
+        "ADVICE.Busy: The model was busy. {AGAIN}",
+        ", {ahead} {request|requests} before this one",
+        "Waiting: {WAITS}{before} …",
+        "Download ({…} KiB)",
+        "Remove",
+        "message: No model came.",
+    ]
+
+
+def test_texts_of_the_chart_are_its_refusals_its_notes_and_its_alerts(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        '{{ fail "metrics: is false" }}\n{{ fail (printf "env: %s is taken" .name) }}\n# to fail "is no message"'
+    )
+    assert list(manifests.refusals(tmp_path)) == ["metrics: is false", "env: %s is taken"]
+    notes = tmp_path / "NOTES.txt"
+    notes.write_text("{{ .Chart.Name }} runs.\n{{- if .Values.crds }}\nKinds stay.\n{{- end }}\n")
+    assert list(manifests.notes(notes)) == ["{{ .Chart.Name }} runs.", "Kinds stay."]
+    alerts = tmp_path / "alerts.yaml"
+    alerts.write_text("- rules:\n  - {alert: Down, labels: {severity: critical}, annotations: {summary: It is down.}}")
+    assert list(manifests.alerts(alerts)) == ["Down (critical): It is down."]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages for `tools.messages`, read from Python: errors, conditions, Events, log lines, help of metrics, and the texts they consist of.
+"""Messages in Python: errors, conditions, Events, log lines, help of metrics, and the texts they consist of.
 
 A value in a message is shown by its name in braces, or by the text above that it stands for. A choice of two is shown as `{a|b}`.
 """
@@ -11,25 +11,21 @@ import builtins
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-from tools.words_sources import LEVELS, is_text
+from tools.messages.expressions import HOLE, Texts, children, code_of, is_log_call, is_prose, last_name, texts_by_name, texts_within, walk
+from tools.words_sources import is_text
 
-LOGGERS = {"log", "logger"}
 QUIET = {"debug", "info"}
 METRICS = re.compile(r"gauge|counter|histogram|labelled|by_state|.*MetricFamily", re.IGNORECASE)
 VERDICTS = {"verdict", "_normal", "_warning", "PlannedEvent"}
 """Functions that make a condition or an Event; their message is shown by its name where it is no text."""
 # Strings in these are no messages: annotations, patterns, and the names of tasks.
 NO_MESSAGES = {"cast", "compile", "findall", "match", "search", "sub", "create_task", "basicConfig", "encode", "option"}
-CODE = re.compile(r"[A-Z][A-Za-z]+")
-WORD = re.compile(r"[\"'(“]*[A-Za-z][A-Za-z'’-]*[.,:;)\"'”?]*")
-FEWEST_WORDS = 2
-HOLE = re.compile(r"\{[^{}]*\}")
 
 
 class Kind(enum.StrEnum):
@@ -40,10 +36,6 @@ class Kind(enum.StrEnum):
     LOG = "Log lines of level WARNING and above"
     METRIC = "Metrics"
     API = "Descriptions in the HTTP API"
-
-
-Texts = Mapping[str, Sequence[ast.expr]]
-"""Names that stand for texts only, and the texts."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ class Package:
         """Names of the classes of errors, those of builtins among them."""
         found = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)}
         classes = [node for tree in self.trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
-        while more := {one.name for one in classes if found & {_last(base) for base in one.bases}} - found:
+        while more := {one.name for one in classes if found & {last_name(base) for base in one.bases}} - found:
             found |= more
         return found
 
@@ -94,7 +86,7 @@ class Package:
     def codes(self) -> dict[str, str]:
         """Constants that are a code or a reason, by name."""
         assigned = [node for tree in self.trees.values() for node in tree.body if isinstance(node, ast.Assign)]
-        return {_last(node.targets[0]): code for node in assigned if (code := _code(node.value, {})) is not None}
+        return {last_name(node.targets[0]): code for node in assigned if (code := code_of(node.value, {})) is not None}
 
     @cached_property
     def makers(self) -> dict[str, Maker]:
@@ -110,9 +102,9 @@ class Package:
     def maker(self, function: ast.FunctionDef) -> Maker | None:
         """Return the error that a function makes and the names of its parameters; None for a function that does something else."""
         match [node for node in function.body if not isinstance(node, ast.Expr)]:
-            case [*before, ast.Return(value=ast.Call() as error)] if _last(error.func) in self.errors:
+            case [*before, ast.Return(value=ast.Call() as error)] if last_name(error.func) in self.errors:
                 if all(isinstance(node, ast.Assign) for node in before):
-                    return Maker([one.arg for one in function.args.args], _texts_by_name(before), error)
+                    return Maker([one.arg for one in function.args.args], texts_by_name(before), error)
         return None
 
 
@@ -124,11 +116,11 @@ class _Module:
         self._package = package
         self._read: set[int] = set()
         self._makers = package.makers | {one.name: maker for one in package.functions(tree) if (maker := package.maker(one))}
-        self._functions = {node.name for node in _walk(tree) if isinstance(node, ast.FunctionDef)}
+        self._functions = {node.name for node in walk(tree) if isinstance(node, ast.FunctionDef)}
 
     def messages(self) -> list[Message]:
         """Return the messages of the calls that make one, and then the other texts of the module as its commonest kind."""
-        constants = _texts_by_name([node for node in self._tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)])
+        constants = texts_by_name([node for node in self._tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)])
         made = list(self._made(self._tree, constants))
         kinds = Counter(one.kind for one in made if one.kind is not Kind.LOG)
         kind = kinds.most_common(1)[0][0] if kinds else self._package.default
@@ -141,18 +133,18 @@ class _Module:
             case ast.Assert() | ast.arg():
                 return
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                names = _texts_within(node, names)
+                names = texts_within(node, names)
             case ast.AnnAssign(target=ast.Name(id=name)):
                 field = name
             case ast.Call() if (message := self._message(node, names, field, raised=raised)) is not None:
                 yield message
         raised = isinstance(node, ast.Raise)
-        for child in _children(node):
+        for child in children(node):
             yield from self._made(child, names, field, raised=raised)
 
     def _message(self, call: ast.Call, names: Texts, field: str, *, raised: bool) -> Message | None:
-        called = _last(call.func)
-        if _logs(call):
+        called = last_name(call.func)
+        if is_log_call(call):
             text = self._text(call.args[-1 if called == "log" and len(call.args) < 2 else called == "log"], names)
             level = {"exception": "ERROR, with a traceback", "log": "WARNING or ERROR"}.get(called, called.upper())
             return None if called in QUIET else Message(Kind.LOG, call.lineno, level, text)
@@ -181,7 +173,7 @@ class _Module:
         codes = [code for argument in arguments if (code := self._code(argument)) is not None]
         texts = [one for one in arguments if self._code(one) is None and self._is_known(one, names)]
         unknown = [one for one in arguments if self._code(one) is None and not isinstance(one, ast.Constant)]
-        called = _last(call.func)
+        called = last_name(call.func)
         text = ", ".join(self._text(one, names) for one in texts or unknown[-1:])
         if not codes and HOLE.fullmatch(text):
             return None
@@ -192,12 +184,12 @@ class _Module:
         match node:
             case ast.Assert() | ast.arg() | ast.Compare(ops=[ast.In()]):
                 return
-            case ast.Call() if _last(node.func) in NO_MESSAGES or _logs(node):
+            case ast.Call() if last_name(node.func) in NO_MESSAGES or is_log_call(node):
                 return
             case ast.Expr(value=value) if is_text(value):
                 return  # a docstring
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                owner, names = f"{{{name.strip('_')}}} =", _texts_within(node, names)
+                owner, names = f"{{{name.strip('_')}}} =", texts_within(node, names)
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Tuple(elts=elements)) if all(map(is_text, elements)) and name.isupper():
                 return  # parts of other programs' messages, which are looked for
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
@@ -206,19 +198,19 @@ class _Module:
                 owner = f"{owner} {codes[0]}:"
         if is_text(node):
             assert isinstance(node, ast.expr)
-            if id(node) not in self._read and _is_prose(text := self._text(node, names)):
+            if id(node) not in self._read and is_prose(text := self._text(node, names)):
                 yield node.lineno, f"{owner} {text}"
-            inner: list[ast.AST] = [part.value for part in _walk(node) if isinstance(part, ast.FormattedValue)]
+            inner: list[ast.AST] = [part.value for part in walk(node) if isinstance(part, ast.FormattedValue)]
         else:
             apart = [getattr(node, "annotation", None), getattr(node, "returns", None), *getattr(node, "decorator_list", ())]
-            inner = [child for child in _children(node) if child not in apart]
+            inner = [child for child in children(node) if child not in apart]
         for child in inner:
             yield from self._others(child, names, owner)
 
     # Texts
 
     def _code(self, node: ast.AST) -> str | None:
-        return _code(node, self._package.codes)
+        return code_of(node, self._package.codes)
 
     def _is_known(self, node: ast.expr, names: Texts) -> bool:
         return is_text(node) or (isinstance(node, ast.Name) and node.id in names) or isinstance(node, ast.IfExp)
@@ -267,68 +259,3 @@ class _Module:
             case ast.BoolOp(values=[first, *_]) | ast.BinOp(left=first):
                 return self._name(first)
         return ast.unparse(node) if isinstance(node, ast.Constant) else "…"
-
-
-def _texts_within(function: ast.FunctionDef | ast.AsyncFunctionDef, names: Texts) -> Texts:
-    parameters = {node.arg for node in _walk(function.args) if isinstance(node, ast.arg)}
-    return {name: texts for name, texts in names.items() if name not in parameters} | _texts_by_name(function.body)
-
-
-def _texts_by_name(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
-    """Return the names that stand for texts only, in these statements and those in them."""
-    texts: dict[str, list[ast.expr]] = {}
-    assigned: Counter[str] = Counter()
-    for node in chain.from_iterable(map(_walk, body)):
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_text(value) or _chooses_text(value):
-                texts.setdefault(name, []).append(value)
-            case ast.Name(id=name, ctx=ast.Store()):
-                assigned[name] += 1
-    return {name: found for name, found in texts.items() if len(found) == assigned[name]}
-
-
-def _chooses_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.IfExp) and (is_text(node.body) or is_text(node.orelse))
-
-
-def _code(node: ast.AST, constants: Mapping[str, str]) -> str | None:
-    """Return a code or a reason: of a literal, a constant, a member of an enumeration, or a choice with one of these."""
-    match node:
-        case ast.Constant(value=str(text)) if CODE.fullmatch(text):
-            return text
-        case ast.JoinedStr(values=[ast.Constant(value=str(text)), ast.FormattedValue()]) if CODE.fullmatch(text):
-            return f"{text}…"
-        case ast.Attribute(value=ast.Name(id="ErrorCode" | "Problem"), attr=name):
-            return name.title().replace("_", "")
-        case ast.Name(id=name):
-            return constants.get(name)
-        case ast.IfExp(body=first, orelse=second) | ast.BoolOp(values=[first, second]):
-            found = [_code(one, constants) for one in (first, second)]
-            return "|".join(code or "…" for code in found) if any(found) else None
-    return None
-
-
-@cache
-def _children(node: ast.AST) -> list[ast.AST]:
-    return [child for child in ast.iter_child_nodes(node) if child._fields]
-
-
-def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and all below it, in the order of the source."""
-    left = [node]
-    while left:
-        yield (node := left.pop())
-        left += reversed(_children(node))
-
-
-def _last(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _logs(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and _last(call.func.value) in LOGGERS and call.func.attr in {*LEVELS, "log"}
-
-
-def _is_prose(text: str) -> bool:
-    plain = HOLE.sub("{}", text)
-    return "\n" not in plain and "\\" not in plain and sum(map(bool, map(WORD.fullmatch, plain.split()))) >= FEWEST_WORDS
