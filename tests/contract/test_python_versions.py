@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pythons that this machine may lack: their wheels resolve, and our sources hold nothing that they took away."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+
+from support.syntax import ROOT, SOURCES, parse
+
+# Modules of the standard library that 3.12 and 3.13 removed (their pages of changes, and PEP 594).
+REMOVED = {
+    *("aifc", "asynchat", "asyncore", "audioop", "cgi", "cgitb", "chunk", "crypt", "distutils", "imghdr", "imp", "lib2to3", "mailcap"),
+    *("msilib", "nis", "nntplib", "ossaudiodev", "pipes", "smtpd", "sndhdr", "spwd", "sunau", "telnetlib", "uu", "xdrlib"),
+}
+# The manylinux tag of Debian 12, on which the container images stand.
+PLATFORM = "x86_64-manylinux_2_36"
+
+
+def sources() -> list[Path]:
+    return [path for folder in SOURCES for path in sorted(folder.rglob("*.py"))]
+
+
+def test_no_source_has_what_a_later_python_warns_of() -> None:
+    """3.12 warns of an unknown escape in a text as `SyntaxWarning`, which 3.11 knows as `DeprecationWarning`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path in sources():
+            compile(path.read_text(), str(path), "exec")
+
+
+def test_no_source_imports_a_module_that_a_later_python_removed() -> None:
+    assert {module for path in sources() for module in imported(parse(path.read_text()))} & REMOVED == set()
+    assert imported(parse("import imp\nfrom distutils.util import strtobool")) == {"imp", "distutils"}
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Return the first part of each module that is imported."""
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_each_library_at_its_pin_has_a_wheel_for_a_later_python(version: str, tmp_path: Path) -> None:
+    projects = [tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in ("worker", "operator")]
+    asked = [requirement for project in projects for requirement in project["dependencies"]]
+    (tmp_path / "asked.txt").write_text("\n".join(asked))
+    command = [
+        str(Path(sys.executable).with_name("uv")),
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-header",
+        "--no-annotate",
+        "--only-binary=:all:",
+    ]
+    command += [f"--python-version={version}", f"--python-platform={PLATFORM}", f"--constraint={ROOT / 'constraints.txt'}"]
+    index = {"UV_DEFAULT_INDEX": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {}
+    ran = subprocess.run(
+        [*command, str(tmp_path / "asked.txt")], env=os.environ | index, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = {line.partition("==")[0] for line in ran.stdout.splitlines() if "==" in line}
+    assert {"torch", "diffusers", "kopf", "pyzmq", "msgspec"} <= found and len(found) > 80

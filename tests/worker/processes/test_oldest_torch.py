@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker on the oldest torch that `worker/pyproject.toml` allows loads, makes images with and without an adapter, sleeps and wakes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageChops
+
+from support.runner import digit_judge
+from support.worker.process import DIGITS, WorkerProcess
+from tools import oldest_torch
+
+# It downloads torch at the first time, a minute or more.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+STRIPES = DIGITS / "loras" / "stripes"
+ASKED = {"prompt": "a red digit seven", "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def old() -> Iterator[WorkerProcess]:
+    with WorkerProcess(env={"PYTHONPATH": str(oldest_torch.folder())}) as worker:
+        worker.wait_ready()
+        yield worker
+
+
+def farthest(first: Image.Image, second: Image.Image) -> int:
+    """Return the largest difference of a channel of a pixel, in levels of 255."""
+    return int(np.asarray(ImageChops.difference(first, second)).max())
+
+
+def test_the_ranks_run_the_oldest_torch_and_not_the_environments(old: WorkerProcess) -> None:
+    assert oldest_torch.requirements() == ["torch==2.11.*", "torchvision==0.26.*"]
+    for pid in old.rank_pids():
+        libraries = {line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "libtorch_cpu.so" in line}
+        assert libraries == {str(oldest_torch.folder() / "torch" / "lib" / "libtorch_cpu.so")}
+
+
+def test_an_image_and_an_adapters_image_are_those_of_the_torch_that_is_pinned(old: WorkerProcess, worker: WorkerProcess) -> None:
+    plain = old.image(**ASKED)
+    seen = digit_judge.judge(plain)
+    assert (seen.digit, seen.colour) == (7, "red")
+    assert old.put_adapter("stripes", STRIPES).status_code in (200, 202)
+    old.wait_for(lambda: [one["state"] for one in old.state()["adapters"]] == ["Loaded"], what="the adapter")
+    striped = old.image(**ASKED, model="stripes")
+    assert digit_judge.has_style(striped, "stripes")
+    assert farthest(plain, worker.image(**ASKED)) <= 2
+    assert farthest(striped, worker.image(**ASKED, model="stripes")) <= 2
+
+
+def test_it_sleeps_and_wakes_to_the_same_image(old: WorkerProcess) -> None:
+    before = old.image(**ASKED)
+    assert old.sleep(level="HostMemory")["state"] == "asleep"
+    old.wake()
+    assert old.image(**ASKED).tobytes() == before.tobytes()

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oldest torch that the worker allows, in a folder of the cache. Put before the environment's own in PYTHONPATH, it shares the rest."""
+
+import os
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+from tools.devcluster.cache import cached, content_hash
+from tools.devcluster.paths import REPOSITORY, log_dir
+from tools.devcluster.progress import run_logged
+
+# torchvision's compiled part is for a single minor release of torch.
+PACKAGES = ("torch", "torchvision")
+INSTALL_TIMEOUT_S = 900
+# A program that imports torch reads none of these, 200 MB.
+UNUSED = ("torch/include", "torch/test", "torch/share/cmake")
+
+
+def requirements() -> list[str]:
+    """Return the lower bounds of `worker/pyproject.toml` as requirements, such as `torch==2.11.*`."""
+    bounds = tomllib.loads((REPOSITORY / "worker" / "pyproject.toml").read_text())["project"]["dependencies"]
+    found = (re.match(rf"({'|'.join(PACKAGES)})>=([\d.]+)", bound) for bound in bounds)
+    return [f"{match[1]}=={match[2]}.*" for match in found if match]
+
+
+def folder() -> Path:
+    """Return the folder, made once for these bounds: about 1 GB to download, a minute.
+
+    Raises:
+        CommandFailed: pip cannot install them.
+    """
+    index = os.environ.get("TORCH_INDEX", "")
+    return cached("oldest-torch", content_hash([*requirements(), index, sys.version], relative_to=Path()), lambda new: _install(new, index))
+
+
+def _install(new: Path, index: str) -> None:
+    """Install without dependencies: CUDA's libraries are those of the environment, which are of the same major release."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"]
+    command += [f"--target={new}", *([f"--index-url={index}"] if index else []), *requirements()]
+    run_logged(command, what="the oldest torch (about a minute, once)", log=log_dir() / "oldest-torch.log", deadline_s=INSTALL_TIMEOUT_S)
+    for path in UNUSED:
+        shutil.rmtree(new / path, ignore_errors=True)
