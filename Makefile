@@ -20,8 +20,9 @@ SUITE := $(PY) -m tools.suite
 PREFLIGHT :=
 GOAL ?=
 SOAK ?=
+CANARY ?=
 
-.PHONY: help preflight venv lint test test-fast test-slow test-cluster test-kind demo cluster cluster-down digits bench soak
+.PHONY: help preflight venv lint test test-fast test-slow test-cluster test-kind demo cluster cluster-down digits bench soak canary
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,3 +76,6 @@ bench: venv ## a single benchmark (GOAL=P4) or all of them
 soak: venv ## the fuzz tests and soaks at full size, and all images of the digits' exam (SOAK="--minutes 5", SOAK="--help")
 	@PYTHONPATH=.:tests $(PY) -m support.soak.run $(SOAK)
 	@$(if $(SOAK),,$(PY) examples/digits/evaluate.py --no-sheet)
+
+canary: venv ## import, load, families and adapters with the newest releases of all libraries (CANARY="--resolve-only")
+	@$(PY) -m tools.newest_releases $(CANARY)
