@@ -28,7 +28,7 @@ class Policy(Protocol):
     def next_tick(self, now_s: float) -> Tick | None:
         """Return the next tick, or None if there is nothing to do."""
 
-    def observe(self, done: TickDone, now_s: float) -> None:
+    def observe(self, done: TickDone, now_s: float) -> object:
         """Take the report of the oldest tick that was sent."""
 
     def held_until_s(self) -> float | None:

@@ -19,6 +19,8 @@ from diffusion_worker.messages import RequestSpec
 GATES = "DIFFUSION_TEST_GATES"
 # A test that never opens its gate fails at a deadline of the worker.
 LONGEST_S = 60.0
+# Pixels of a latent of the digits model.
+LATENT_PIXELS = 2
 
 
 class Polite:
@@ -87,6 +89,24 @@ class Corrupting:
     def limit_memory(self, cgroup: str) -> None:
         """Replace the kernel's cgroup folder by one whose files say how much memory a rank may use and uses."""
         device_memory.CGROUP = Path(cgroup)
+
+
+class Cramped:
+    """An extension whose device has no memory for a step of 48 pixels beside another request, and none for 96 pixels at all."""
+
+    def load_model(self, report: Any, *, asleep: bool = False) -> Any:
+        runner = self.model_runner
+        compute = runner._compute
+
+        def cramped(module: Any, call: Any, plain: bool) -> Any:
+            if call.component == "transformer":
+                side = call.arguments["hidden_states"].shape[-1]
+                if side == 96 // LATENT_PIXELS or (side == 48 // LATENT_PIXELS and len(runner._states) > 1):
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return compute(module, call, plain)
+
+        runner._compute = cramped
+        return super().load_model(report, asleep=asleep)  # type: ignore[misc]
 
 
 class Gated:

@@ -85,8 +85,9 @@ class FakeRank:
 class FakeRequests:
     """The requests of a generation of ranks, and its adapters. A test may add an adapter or remove one."""
 
-    # Images of so many pixels or more run out of memory.
+    # Images of so many pixels or more run out of memory, or only beside others where `cramped` is set.
     out_of_memory_pixels: int | None = None
+    cramped = False
     # The step at which a request needs the model alone.
     changing: int | None = None
     # The most adapters that requests used at once.
@@ -126,7 +127,8 @@ class FakeRequests:
         for request_id, (spec, left) in advancing.items():
             self.active[request_id] = (spec, left - 1)
             step = (spec.steps or DEFAULT_STEPS) - left + 1
-            if self.out_of_memory_pixels is not None and (spec.height or 0) * (spec.width or 0) >= self.out_of_memory_pixels:
+            large = self.out_of_memory_pixels is not None and (spec.height or 0) * (spec.width or 0) >= self.out_of_memory_pixels
+            if large and (not self.cramped or len(self.active) > 1):
                 done.failed.append(messages.Failed(request_id, OUT_OF_MEMORY))
             elif not self.registered.keys() >= {use.lora_int_id for use in spec.loras}:
                 done.failed.append(messages.Failed(request_id, NOT_LOADED))

@@ -297,11 +297,15 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Steps that a request has taken, and the total if its scheduler declares it."""
+    """Steps that a request has taken, and the total if its scheduler declares it.
+
+    `held_bytes` is the memory that it holds on rank 0 until its next step, by estimate: latents, embeddings and values of its step cache.
+    """
 
     request_id: str
     step: int
     steps: int | None = None
+    held_bytes: int = 0
 
 
 class Preview(msgspec.Struct, frozen=True):

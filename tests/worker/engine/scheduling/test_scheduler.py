@@ -8,7 +8,8 @@ import pytest
 from benchmarks.replay import Arrival, Outcome, VirtualDevice, percentile, replay
 from benchmarks.stand_ins.fifo import FifoScheduler
 from diffusion_worker.engine.scheduling.request_class import Defaults
-from diffusion_worker.engine.scheduling.scheduler import PATIENCE, RESIDENT_BATCHES, SHARE, StepScheduler
+from diffusion_worker.engine.scheduling.residents import RESIDENT_BATCHES
+from diffusion_worker.engine.scheduling.scheduler import PATIENCE, SHARE, StepScheduler
 from diffusion_worker.messages import ErrorReport, Failed, Finished, RequestSpec, Tick, TickDone
 
 SMALL_S, LARGE_S = 0.03, 0.12

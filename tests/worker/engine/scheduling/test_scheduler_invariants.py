@@ -14,10 +14,12 @@ from diffusion_worker.engine.scheduling.step_loop import TICKS_AHEAD
 from diffusion_worker.messages import ErrorReport, Failed, Finished, RequestSpec, Tick, TickDone
 
 SIDES = (256, 512, 1024)
+# The steps left of a request that runs out of memory in its next one.
+NO_MEMORY = -100
 PIXEL_S = 1e-7
 
 requests = st.tuples(st.sampled_from(SIDES), st.integers(1, 12), st.sampled_from([1.0, 5.0]))
-actions = st.lists(st.one_of(requests, st.sampled_from(["send", "report", "abort", "fail", "lose"])), max_size=120)
+actions = st.lists(st.one_of(requests, st.sampled_from(["send", "report", "abort", "fail", "no memory", "lose"])), max_size=120)
 
 
 def spec(name: str, side: int, steps: int, guidance: float = 5.0) -> RequestSpec:
@@ -36,6 +38,7 @@ class Ranks:
         self.sent: list[tuple[Tick, TickDone]] = []
         self.ended: set[str] = set()
         self.gone: set[str] = set()  # ended, perhaps without a report so far
+        self.alone: set[str] = set()  # to run while no other is here
         self.now_s = 0.0
 
     def act(self, action: Any, number: int) -> None:
@@ -53,10 +56,11 @@ class Ranks:
         elif action == "abort" and (alive := [name for name in self.arrived if name not in self.ended]):
             name = alive[number % len(alive)]
             self.ended.add(name)
+            self.alone.discard(name)
             self.scheduler.remove(name)
-        elif action == "fail" and self.here:
+        elif action in ("fail", "no memory") and self.here:
             name = list(self.here)[number % len(self.here)]
-            self.here[name] = -1
+            self.here[name] = -1 if action == "fail" else NO_MEMORY
         elif action == "lose":
             self.here.clear()
             self.gone.clear()
@@ -74,34 +78,41 @@ class Ranks:
             name = item.request_id
             assert name not in self.here, "joined twice"
             assert name not in self.ended, "joined after its end"
+            assert not self.alone or (name in self.alone and not self.here), "joined beside one that runs alone"
+            self.gone.discard(name)
             earlier = [other for other in self.arrived[: self.arrived.index(name)] if other not in self.ended | self.gone]
             alike = [other for other in earlier if class_of(self.specs[other], Defaults()) == class_of(item, Defaults())]
-            assert all(other in self.here for other in alike), "overtook one of its class"
+            assert name in self.alone or all(other in self.here for other in alike), "overtook one of its class"
             self.here[name] = (item.steps or 0) + 1
         denoised = [name for name in tick.advance if self.here.get(name, 0) > 1]
         assert len(denoised) <= self.size, "more than the batch"
-        finished, failed = [], []
+        finished, failed, without_memory = [], [], []
         for name in tick.advance:
             if name not in self.here:
                 continue
             self.here[name] -= 1
             if self.here[name] <= 0:
-                (finished if self.here[name] == 0 else failed).append(name)
+                (finished if self.here[name] == 0 else without_memory if self.here[name] < NO_MEMORY else failed).append(name)
                 del self.here[name]
                 self.gone.add(name)
         done = TickDone(
             tick.number,
             [Finished(name, 0, (8, 8, 3)) for name in finished],
-            [Failed(name, ErrorReport("EngineFailed", "no")) for name in failed],
+            [Failed(name, ErrorReport("EngineFailed", "no")) for name in failed]
+            + [Failed(name, ErrorReport("InsufficientMemory", "no")) for name in without_memory],
             denoise_seconds=0.01 * max(1, len(denoised)),
         )
         self.sent.append((tick, done))
 
     def report(self) -> None:
         _, done = self.sent.pop(0)
-        self.scheduler.observe(done, self.now_s)
+        again = self.scheduler.observe(done, self.now_s)
+        assert not self.alone.intersection(again), "ran alone a second time"
+        self.alone.update(again)
         for name in [item.request_id for item in done.finished] + [item.request_id for item in done.failed]:
-            self.ended.add(name)
+            if name not in again:
+                self.ended.add(name)
+                self.alone.discard(name)
 
     def finish(self) -> None:
         """Run until nothing is left to do."""
@@ -125,6 +136,7 @@ def test_nobody_is_lost_advanced_twice_or_overtaken_in_its_class_and_the_batch_i
     assert ranks.ended == set(ranks.arrived)
     assert ranks.here == {}
     assert (ranks.scheduler.waiting, ranks.scheduler.running, ranks.scheduler.in_flight) == (0, 0, 0)
+    assert ranks.scheduler._residents.bytes == 0
 
 
 @pytest.mark.slow

@@ -49,6 +49,19 @@ async def turns(count: int = 30) -> None:
         await asyncio.sleep(0)
 
 
+async def test_a_request_out_of_memory_beside_another_begins_again_alone_and_nobody_gets_an_error() -> None:
+    ranks, heard = FakeRankGroup(), list[RequestEvent]()
+    ranks.out_of_memory_pixels, ranks.cramped = 1, True
+    async with running(ranks) as loop:
+        failing = loop.submit(spec("a", steps=2), on_event=heard.append)
+        other = loop.submit(spec("b", steps=2))
+        made = [bytes((await outcome).pixels) for outcome in (failing, other)]
+    assert made == [fake_pixels(spec("a", steps=2)), fake_pixels(spec("b", steps=2))]
+    assert heard == [StepTaken(0, 0, None, 2), StepTaken(0, 1, 2, 2), StepTaken(0, 2, 2, 2)]
+    assert [name for name, _ in ranks.joined] == ["a", "b", "a"]
+    assert loop.stats.replayed == 1
+
+
 async def test_a_request_hears_of_every_step_in_order_and_others_do_not() -> None:
     heard: dict[str, list[RequestEvent]] = {"a": [], "b": []}
     async with running(FakeRankGroup()) as loop:

@@ -78,6 +78,25 @@ DIGITS = list(enumerate(DIGIT_WORDS))[::2]
 every_kind = pytest.mark.parametrize("kind", [StepCache.FIRST_BLOCK, pytest.param(StepCache.TAYLOR_SEER, marks=pytest.mark.slow)])
 
 ONE = request("one", steps=8, guidance_scale=3.0, accelerated=True)
+
+
+@every_kind
+def test_what_a_request_holds_between_steps_is_reported_with_the_values_of_its_step_cache(
+    rigs: dict[StepCache, CachedRig], plain: RunnerRig, kind: StepCache
+) -> None:
+    held = {}
+    for name, rig in (("cached", rigs[kind]), ("plain", plain)):
+        output = rig.runner.execute_stepwise(Tick(0, [ONE]))
+        assert [progress.request_id for progress in output.progress] == ["one"]
+        held[name] = output.progress[0].held_bytes
+        rig.runner.drop_all()
+    # Guidance gives two rows of four channels of 16 x 16 latents, with float32, and their embeddings.
+    latents = 2 * 4 * 16 * 16 * 4
+    assert latents < held["plain"] < 100 * latents
+    # The cache keeps at least the change of all tokens by the blocks.
+    assert held["cached"] > held["plain"] + latents
+
+
 OTHER = request("other", prompt="a blue digit two", seed=5, steps=11, guidance_scale=4.0, accelerated=True)
 THIRD = request("third", prompt="a green digit four", seed=9, steps=7, guidance_scale=2.0, accelerated=True)
 

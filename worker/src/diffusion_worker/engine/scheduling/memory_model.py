@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a step by its pixels, learned from the peaks that the ranks report. Pure.
 
-The estimate errs on the small side, so that nothing is refused that would have fitted. It refuses images larger than one that failed alone
-recently, or than a line through the measured peaks allows.
+The estimate errs on the small side, so that nothing is refused that would have fitted. It refuses images larger than one that failed
+recently while no other was with the ranks, or than a line through the measured peaks allows.
 """
 
 import math
@@ -31,13 +31,16 @@ class PeakModel(msgspec.Struct):
             inner = sorted(self.peaks)[1:-1]
             del self.peaks[inner[len(inner) // 2]]
 
-    def most(self, free_bytes: int) -> float:
-        """Return the amount that fits, never less than the largest measured one; infinite while too little was measured."""
+    def most(self, free_bytes: int, beside_bytes: int = 0) -> float:
+        """Return the amount that fits, infinite while too little was measured.
+
+        Without `beside_bytes`, held by others meanwhile, it is never less than the largest measured one.
+        """
         if not free_bytes or len(self.peaks) < 2:
             return math.inf
         low, high = min(self.peaks), max(self.peaks)
         slope = (self.peaks[high] - self.peaks[low]) / (high - low)
-        return max(high, high + (free_bytes - self.peaks[high]) / slope) if slope > 0 else math.inf
+        return max(high, high + (free_bytes - self.peaks[high]) / slope) - beside_bytes / slope if slope > 0 else math.inf
 
 
 class MemoryModel:
@@ -52,7 +55,7 @@ class MemoryModel:
         self._failed_at_s = 0.0
 
     def observe(self, kind: RequestClass, requests: int, peak_bytes: int) -> None:
-        """Record the peak of memory of a step with so many requests of a class."""
+        """Record the peak of memory of a step with so many requests of a class, without what others held beside them."""
         if peak_bytes <= 0:
             return
         if requests == 1:
@@ -64,9 +67,14 @@ class MemoryModel:
             del self._batches[next(iter(self._batches))]
 
     def failed(self, load: float, now_s: float) -> None:
-        """Record that a request of this load, alone, ran out of memory."""
+        """Record that a request of this load ran out of memory while no other was with the ranks."""
         self._failed_load = min(load, self._failed_load)
         self._failed_at_s = now_s
+
+    def succeeded(self, load: float) -> None:
+        """Record that a request of this load was made: a failure of this or a smaller load counts no more."""
+        if load >= self._failed_load:
+            self._failed_load = math.inf
 
     def most_load(self, now_s: float) -> float:
         """Return the largest load of one request that may fit in memory, as far as is known."""
@@ -75,8 +83,11 @@ class MemoryModel:
             self._failed_load = math.inf
         return min(most, math.nextafter(self._failed_load, 0)) if math.isfinite(self._failed_load) else most
 
-    def batch(self, kind: RequestClass, demand: int) -> int:
-        """Return how many requests of a class fit in a step; at least one, since its admission decided that."""
+    def batch(self, kind: RequestClass, demand: int, *, beside_bytes: int = 0) -> int:
+        """Return how many requests of a class fit in a step; at least one, since its admission decided that.
+
+        `beside_bytes` are held by requests of other classes, which wait on the ranks.
+        """
         line = self._batches.get(kind)
-        most = line.most(self.free_bytes) if line else math.inf
+        most = line.most(self.free_bytes, beside_bytes) if line else math.inf
         return demand if math.isinf(most) else max(1, min(demand, int(most)))

@@ -67,6 +67,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
     reported: int = 0
     # Ids of the adapters that it needs in slots.
     adapters: frozenset[int] = frozenset()
+    # It runs while no other request is with the ranks.
+    alone: bool = False
+    # Estimate of its memory on each rank between two steps; 0 until it has joined.
+    held_bytes: int = 0
 
     @property
     def left(self) -> int:
@@ -75,7 +79,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     def restart(self) -> None:
         """Set the request back to its state on arrival."""
-        self.joined, self.sent, self.reported = False, 0, 0
+        self.joined, self.sent, self.reported, self.held_bytes = False, 0, 0, 0
 
 
 class ClassQueue:

@@ -16,10 +16,11 @@ from collections import deque
 import msgspec
 
 from diffusion_worker.engine.scheduling.adapter_slots import AdapterSlots
-from diffusion_worker.engine.scheduling.cost_curve import CostCurve
 from diffusion_worker.engine.scheduling.memory_model import MemoryModel
 from diffusion_worker.engine.scheduling.request_class import Defaults, RequestClass, class_of
 from diffusion_worker.engine.scheduling.request_queue import ClassQueue, QueuedRequest, RunLengthKey, RunLengths
+from diffusion_worker.engine.scheduling.residents import Residents
+from diffusion_worker.engine.scheduling.step_costs import StepCosts
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import RequestSpec, Tick, TickDone
 
@@ -27,23 +28,22 @@ from diffusion_worker.messages import RequestSpec, Tick, TickDone
 SHARE = 0.25
 # A request has waited too long after this multiple of the time that it takes alone.
 PATIENCE = 2.0
-# Requests on the ranks at once, in batches: paused ones keep their latents there.
-RESIDENT_BATCHES = 4
-# Seconds assumed for a pixel of a step until the first report; only comparisons between classes use it.
-GUESSED_PIXEL_S = 1e-7
 # Requests of a class that one choice may pass because their adapters have no slots.
 LOOKAHEAD = 256
-# Classes whose costs are remembered while they have no requests.
-REMEMBERED_CLASSES = 256
 
 
 class SentTick(msgspec.Struct, frozen=True):
-    """A tick without a report yet: its class and its requests, of which `denoising` are expected to call the denoiser."""
+    """A tick without a report yet: its class and its requests, of which `denoising` are expected to call the denoiser.
+
+    `beside` counts the other requests that were with the ranks, which held `beside_bytes` by estimate.
+    """
 
     number: int
     kind: RequestClass | None
     requests: list[QueuedRequest]
     denoising: int
+    beside: int = 0
+    beside_bytes: int = 0
 
 
 class TickEstimate(msgspec.Struct, frozen=True):
@@ -73,12 +73,13 @@ class StepScheduler:
         self._max_batch_size = max_batch_size
         self._window_s = window_s
         self._defaults = Defaults()
-        self._curves: dict[RequestClass, CostCurve] = {}
+        self._costs = StepCosts()
         self._lengths = RunLengths()
-        self._pixel_s: float | None = None
         self._requests: dict[str, QueuedRequest] = {}
         self._queues: dict[RequestClass, ClassQueue] = {}
-        self._resident = 0
+        self._residents = Residents(max_batch_size)
+        # Requests that are to run while no other is with the ranks, by their ids, in that order.
+        self._alone: dict[str, QueuedRequest] = {}
         self._leaving: list[str] = []
         self._sent: deque[SentTick] = deque()
         self._tick_numbers = itertools.count(1)
@@ -87,12 +88,12 @@ class StepScheduler:
     @property
     def waiting(self) -> int:
         """Requests that have not joined yet."""
-        return len(self._requests) - self._resident
+        return len(self._requests) - self._residents.count
 
     @property
     def running(self) -> int:
         """Requests on the ranks."""
-        return self._resident
+        return self._residents.count
 
     @property
     def active_adapters(self) -> int:
@@ -133,7 +134,7 @@ class StepScheduler:
             request.restart()
             self._queues[request.kind].joined = 0
         self._slots.clear()
-        self._resident = 0
+        self._residents.clear()
         self._sent.clear()
         self._leaving.clear()
         return [request.spec.request_id for request in running]
@@ -147,16 +148,26 @@ class StepScheduler:
         for request in list(self._requests.values()):
             own = request.spec.request_id == request_id
             if own or (request.spec.task == task and not request.joined and not request.spec.whole):
-                self._forget(request)
-                self.add(msgspec.structs.replace(request.spec, whole=True), request.arrived_s)
-                self._requests[request.spec.request_id].number = request.number
+                self._add_again(request, msgspec.structs.replace(request.spec, whole=True), alone=request.alone)
         return self._requests[request_id].spec
 
-    def observe(self, done: TickDone, now_s: float) -> None:
-        """Take the report of the oldest tick without one: learn its costs, and forget the requests that ended."""
+    def run_alone(self, request_id: str) -> None:
+        """Queue a request again, to run before all that wait and while no other request is with the ranks."""
+        request = self._requests[request_id]
+        self._add_again(request, request.spec, alone=True)
+
+    def observe(self, done: TickDone, now_s: float) -> list[str]:
+        """Take the report of the oldest tick without one: learn its costs, and forget the requests that ended.
+
+        Returns the requests that ran out of memory beside others. They are not over: each runs once more, alone.
+        """
         sent = self._sent.popleft()
         for request in sent.requests:
             request.reported += 1
+        again = []
+        for progress in done.progress:
+            if (request := self._requests.get(progress.request_id)) is not None:
+                self._residents.measured(request, progress.held_bytes)
         finished = {outcome.request_id for outcome in done.finished}
         failed = {outcome.request_id: outcome.error.code for outcome in done.failed}
         self._learn_costs(sent, done, finished | failed.keys() | {replay.request_id for replay in done.replays})
@@ -164,11 +175,19 @@ class StepScheduler:
             request_id = request.spec.request_id
             if request_id in finished:
                 self._learn_length(request)
-            if failed.get(request_id) == ErrorCode.INSUFFICIENT_MEMORY:
-                self.memory.failed(request.kind.load, now_s)
+                self.memory.succeeded(request.kind.load)
             # The request may have been removed meanwhile, and its id may stand for a later one.
-            if (request_id in finished or request_id in failed) and self._requests.get(request_id) is request:
+            here = self._requests.get(request_id) is request
+            if failed.get(request_id) == ErrorCode.INSUFFICIENT_MEMORY:
+                if sent.beside == 0 and len(sent.requests) == 1:
+                    self.memory.failed(request.kind.load, now_s)
+                elif here:
+                    self.run_alone(request_id)
+                    again.append(request_id)
+                    continue
+            if here and (request_id in finished or request_id in failed):
                 self._forget(request)
+        return again
 
     def next_tick(self, now_s: float) -> Tick | None:
         """Return the next tick, with a step of one class and the requests that leave; None if there is neither."""
@@ -183,11 +202,12 @@ class StepScheduler:
         for request in join:
             request.joined = True
             self._slots.join(request)
+            self._residents.join(request)
             self._queues[request.kind].joined += 1
         for request in chosen:
             request.sent += 1
-        self._resident += len(join)
-        self._sent.append(SentTick(number, chosen[0].kind, chosen, denoising))
+        beside, beside_bytes = self._residents.beside(chosen)
+        self._sent.append(SentTick(number, chosen[0].kind, chosen, denoising, beside, beside_bytes))
         return Tick(number, [request.spec for request in join], leave, [request.spec.request_id for request in chosen])
 
     def leave_tick(self) -> Tick | None:
@@ -209,13 +229,12 @@ class StepScheduler:
         sent = self._sent[0]
         if sent.kind is None:
             return TickEstimate("requests that leave", steps=1, step_s=0.0, same_class=True)
-        curve = self._curves.get(sent.kind)
         longest = max(sent.requests, key=lambda request: request.length)
         return TickEstimate(
             f"step {longest.reported + 1} of {longest.length} of {len(sent.requests)} requests of {sent.kind}",
             steps=longest.length,
-            step_s=None if self._pixel_s is None else self._step_s(sent.kind, len(sent.requests)),
-            same_class=curve is not None and curve.measured,
+            step_s=self._costs.step_s(sent.kind, len(sent.requests)) if self._costs.measured else None,
+            same_class=self._costs.has_measured(sent.kind),
         )
 
     def expected_s(self, spec: RequestSpec) -> float:
@@ -231,6 +250,8 @@ class StepScheduler:
 
     def _choose(self, now_s: float) -> list[QueuedRequest]:
         """Choose the requests of the next step, and credit the classes that have waited too long for it."""
+        if (lone := next(iter(self._alone.values()), None)) is not None and (lone.joined or self._nobody_is_there()):
+            return [lone] if lone.left else []
         batches = [(queue, batch) for queue in self._queues.values() if (batch := self._batch(queue, now_s))]
         if not batches:
             return []
@@ -251,6 +272,10 @@ class StepScheduler:
                 other.credit_s += spent_s * SHARE / (1 - SHARE) / len(overdue)
         return batch
 
+    def _nobody_is_there(self) -> bool:
+        """Return whether the ranks hold no request; only their reports show it."""
+        return self._residents.count == 0 and not self._sent
+
     def _batch(self, queue: ClassQueue, now_s: float) -> list[QueuedRequest]:
         """Return the requests of a class that would take a step now, oldest first.
 
@@ -260,7 +285,8 @@ class StepScheduler:
         size = self._size(queue.kind, demand)
         if demand == 0 or self._waits_for_company(queue, demand, now_s):
             return []
-        room = RESIDENT_BATCHES * self._max_batch_size - self._resident
+        # While a request waits for its run alone, the others run to their end and none joins.
+        room = 0 if self._alone else self._residents.room(queue.kind, self.memory.free_bytes)
         return self._filled(queue, size, min(size, room))
 
     def _filled(self, queue: ClassQueue, size: int, joins: int) -> list[QueuedRequest]:
@@ -290,9 +316,7 @@ class StepScheduler:
         """Return the most requests of a class in one step."""
         if demand == 0 or kind.exact:
             return min(demand, 1)
-        fitting = self.memory.batch(kind, demand)
-        curve = self._curves.get(kind)
-        return curve.batch(fitting) if curve else fitting
+        return self._costs.batch(kind, self.memory.batch(kind, demand, beside_bytes=self._residents.bytes_beside(kind)))
 
     def _waits_for_company(self, queue: ClassQueue, demand: int, now_s: float) -> bool:
         """Return whether a class waits for company: it has not started, and more of its requests would make the step cheaper."""
@@ -314,7 +338,7 @@ class StepScheduler:
         self._passed = []
 
     def _has_waited_too_long(self, request: QueuedRequest, now_s: float) -> bool:
-        return now_s - request.arrived_s > PATIENCE * request.length * self._step_s(request.kind, 1)
+        return now_s - request.arrived_s > PATIENCE * request.length * self._costs.step_s(request.kind, 1)
 
     def _seconds_to_an_image(self, batch: list[QueuedRequest]) -> float:
         """Return the least device seconds for an image, over all ticks at which this batch could end."""
@@ -327,17 +351,12 @@ class StepScheduler:
     def _cost_s(self, batch: list[QueuedRequest]) -> float:
         """Estimate the seconds of a step of these requests; 0 if all only have to be decoded, so that they go first."""
         denoising = sum(not self._is_last(request) for request in batch)
-        return self._step_s(batch[0].kind, denoising) if denoising else 0.0
-
-    def _step_s(self, kind: RequestClass, batch: int) -> float:
-        curve = self._curves.get(kind)
-        measured = curve.seconds(batch) if curve else None
-        return kind.load * (self._pixel_s or GUESSED_PIXEL_S) * batch if measured is None else measured
+        return self._costs.step_s(batch[0].kind, denoising) if denoising else 0.0
 
     def _share_s(self, kind: RequestClass) -> float:
         """Return the seconds of one request's share in a step, at the batch size that its class has when many wait."""
         batch = max(1, self._size(kind, self._max_batch_size))
-        return self._step_s(kind, batch) / batch
+        return self._costs.step_s(kind, batch) / batch
 
     def _course(self, spec: RequestSpec) -> RunLengthKey:
         return RunLengthKey(spec.steps or self._defaults.steps, spec.task, spec.strength)
@@ -346,23 +365,11 @@ class StepScheduler:
         """Learn costs from a tick's report. Requests in `ended` were decoded in it, not denoised."""
         if sent.kind is None:
             return
-        self.memory.observe(sent.kind, len(sent.requests), done.peak_bytes)
+        self.memory.observe(sent.kind, len(sent.requests), done.peak_bytes - sent.beside_bytes)
         batch = sum(request.spec.request_id not in ended for request in sent.requests)
         # A tick without a model call only copied adapters, which says nothing about a step.
-        if batch == 0 or not done.calls:
-            return
-        curve = self._curves.pop(sent.kind, None) or CostCurve()
-        self._curves[sent.kind] = curve  # the newest last
-        while len(self._curves) > REMEMBERED_CLASSES:
-            del self._curves[next(iter(self._curves))]
-        seconds = done.denoise_seconds or done.seconds
-        if done.split:
-            # A call that one bad request broke says nothing about the others.
-            if all(failure.error.code == ErrorCode.INSUFFICIENT_MEMORY for failure in done.failed):
-                curve.split(sent.denoising)
-        elif seconds > 0:
-            curve.observe(batch, seconds)
-            self._pixel_s = seconds / (batch * sent.kind.load)
+        if batch and done.calls:
+            self._costs.observe(sent.kind, batch, sent.denoising, done)
 
     def _learn_length(self, request: QueuedRequest) -> None:
         course = self._course(request.spec)
@@ -373,10 +380,21 @@ class StepScheduler:
                 if self._course(other.spec) == course:
                     other.length = length
 
+    def _add_again(self, request: QueuedRequest, spec: RequestSpec, *, alone: bool) -> None:
+        """Replace a request that the ranks do not have by one that begins, which keeps its number."""
+        self._forget(request)
+        self.add(spec, request.arrived_s)
+        again = self._requests[spec.request_id]
+        again.number = request.number
+        if alone:
+            again.alone = True
+            self._alone[spec.request_id] = again
+
     def _forget(self, request: QueuedRequest) -> None:
         request_id = request.spec.request_id
         del self._requests[request_id]
-        self._resident -= request.joined
+        self._alone.pop(request_id, None)
+        self._residents.leave(request)
         self._slots.leave(request)
         queue = self._queues[request.kind]
         queue.joined -= request.joined

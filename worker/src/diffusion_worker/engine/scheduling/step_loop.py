@@ -294,14 +294,19 @@ class StepLoop:
 
     def _deliver(self, report: TickReport) -> None:
         done = report.done
-        self._scheduler.observe(done, self._clock())
+        again = self._scheduler.observe(done, self._clock())
         self._count(done)
         self._tell(report)
         for finished in done.finished:
             height, width = finished.shape[-3:-1]
             self._settle(finished.request_id, FinishedPixels(report.frames[finished.frame], height, width, finished.stages))
         for failed in done.failed:
-            self._settle(failed.request_id, failed.error)
+            if failed.request_id not in again:
+                self._settle(failed.request_id, failed.error)
+        for request_id in again:
+            log.warning("request %s ran out of memory beside others, and runs once more by itself", request_id)
+            self.stats.replayed += 1
+            self._requests[request_id].start_over()
         for replay in done.replays:
             self._make_alone(replay)
 

@@ -11,7 +11,7 @@ from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockSt
 
 from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
 from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, FirstBlockOnly, Kept, Tensors
-from diffusion_worker.runner.step_cache.interface import own_state
+from diffusion_worker.runner.step_cache.interface import bytes_of, own_state
 
 # The first block's output and change.
 HEAD = "head"
@@ -43,6 +43,9 @@ class _FirstBlockBranch:
             self._state.head_block_residual = (kept | self._probed)[RESIDUAL][0]
             self._state.tail_block_residuals = kept[TAIL]
         self._probed = {}
+
+    def held_bytes(self) -> int:
+        return bytes_of([self._state.head_block_residual, *(self._state.tail_block_residuals or ())])
 
 
 # The value that the authors of the method use for Flux (ParaAttention, and diffusers' guide to it). Diffusers' own 0.05 skips next to

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of a step cache: hooks on a denoiser's layers, and a request's remembered values."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,9 @@ class Branch(Protocol):
     def keep(self, kept: Kept) -> None:
         """Remember the values of a call that was made, or of its first layer while the verdict is open."""
 
+    def held_bytes(self) -> int:
+        """Return the size of the remembered values."""
+
 
 class CachedRequest(Protocol):
     """A running request, as far as a step cache sees it."""
@@ -53,6 +56,11 @@ class CacheKind(Protocol):
 
     def branch(self, steps: int | None) -> Branch:
         """Make a branch for a request with this number of steps."""
+
+
+def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Return the size of tensors, of which some may be missing."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def own_state(state: Any) -> StateManager:

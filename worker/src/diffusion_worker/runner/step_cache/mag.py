@@ -13,7 +13,7 @@ from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS, MagCacheBlockHook, MagCac
 
 from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
 from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, Kept, Tensors
-from diffusion_worker.runner.step_cache.interface import own_state
+from diffusion_worker.runner.step_cache.interface import bytes_of, own_state
 
 # The magnitudes of these models' residuals, which diffusers has measured. Others have to be calibrated first.
 MAG_RATIOS = {"FluxTransformer2DModel": FLUX_MAG_RATIOS}
@@ -50,6 +50,9 @@ class _MagBranch:
 
     def keep(self, kept: Kept) -> None:
         self._residual = kept.get(TAIL, self._residual)
+
+    def held_bytes(self) -> int:
+        return bytes_of(self._residual or ())
 
 
 class MagCache:

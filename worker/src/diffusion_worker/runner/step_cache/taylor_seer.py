@@ -12,7 +12,7 @@ from diffusers.hooks import TaylorSeerCacheConfig
 from diffusers.hooks.taylorseer_cache import _TRANSFORMER_BLOCK_IDENTIFIERS, TaylorSeerCacheHook, TaylorSeerState
 
 from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, Kept, Tensors, hook
-from diffusion_worker.runner.step_cache.interface import own_state
+from diffusion_worker.runner.step_cache.interface import bytes_of, own_state
 
 
 class _TaylorBranch:
@@ -49,6 +49,10 @@ class _TaylorBranch:
             state = self._states.setdefault(place, TaylorSeerState(dtype, self._config.max_order))
             state.current_step = self._step
             state.update(tuple(tensors))
+
+    def held_bytes(self) -> int:
+        factors = [terms for state in self._states.values() for terms in state.taylor_factors.values()]
+        return bytes_of(term for terms in factors for term in terms.values())
 
 
 class TaylorSeer:

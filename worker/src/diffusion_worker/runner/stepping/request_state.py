@@ -14,6 +14,7 @@ import msgspec
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.contents import Contents
+from diffusion_worker.runner.model_call.outputs import tensors_of
 from diffusion_worker.runner.step_cache.interface import Branch
 from diffusion_worker.runner.stepping.autocast_state import OwnPrecision
 from diffusion_worker.runner.stepping.call_history import CallHistory, Step
@@ -120,6 +121,9 @@ class DiffusionRequestState:
         # The step cache's values, by the kind of call; and calls since the last step, by component and context.
         self.branches: dict[Hashable, Branch] = {}
         self._since_step: Counter[tuple[str, str]] = Counter()
+        # Bytes of the tensors that denoisers got since the last step, by the tensors' ids.
+        self._given: dict[int, int] = {}
+        self.held_bytes = 0
         self.body = body
         self._asked = False
         self._call: ModelCall | None = None
@@ -226,7 +230,12 @@ class DiffusionRequestState:
         if isinstance(event, ModelCall):
             self._asked = self._fiber.called = True
             self._call = event if self.history is not None else None
+            if event.denoises:
+                self._given.update((id(tensor), tensor.nbytes) for tensor in tensors_of(event.arguments))
         elif event is StepBoundary.STEP:
             self.steps_done += 1
             self._since_step.clear()
+            # A pipeline keeps about what it gives to its denoisers: the latents and the embeddings.
+            self.held_bytes = sum(self._given.values()) + sum(branch.held_bytes() for branch in self.branches.values())
+            self._given.clear()
         return event

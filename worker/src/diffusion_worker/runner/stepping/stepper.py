@@ -263,7 +263,7 @@ class Stepper:
                 del self._states[request_id]
             elif event is StepBoundary.STEP:
                 self._without_steps = False
-                self._output.progress.append(Progress(request_id, state.steps_done, state.steps_planned))
+                self._output.progress.append(Progress(request_id, state.steps_done, state.steps_planned, state.held_bytes))
                 if (preview := preview_due(state)) is not None:
                     begun.append((preview, preview.advance()))
         return self._take(begun, pending) if begun else pending
