@@ -98,6 +98,13 @@ async def sdk(edge: Edge) -> AsyncIterator[openai.AsyncOpenAI]:
         yield found
 
 
+async def test_a_field_that_is_wrong_in_any_case_is_refused_before_an_image_is_decoded(edge: Edge) -> None:
+    no_image = {"image": ("red.png", b"no image at all", "image/png")}
+    assert "1 to" in refusal(await edit(edge, no_image, num_inference_steps=100_000), "num_inference_steps")
+    assert "a text" in refusal(await edit(edge, no_image, prompt=" "), "prompt")
+    refusal(await edit(edge, no_image), "image")
+
+
 async def test_an_edit_as_the_openai_sdk_sends_it_reaches_the_ranks_with_its_pixels(edge: Edge) -> None:
     async with sdk(edge) as client:
         made = await client.images.edit(

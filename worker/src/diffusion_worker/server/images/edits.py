@@ -18,7 +18,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response
 
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.requests.admission import GenerationParams, check_served, only_inpaints
+from diffusion_worker.engine.requests.admission import GenerationParams, check_form, check_served, only_inpaints
 from diffusion_worker.errors import refused
 from diffusion_worker.messages import Task
 from diffusion_worker.server.encoding.decode_job import DecodeJob
@@ -171,8 +171,9 @@ async def _with_images(request: Request, form: EditForm, params: GenerationParam
     decoders: Decoders = request.app.state.decoders
     if not form.images:
         raise refused("image", "an image", "none")
+    # Checked before an image is decoded, since that costs seconds; the engine checks all else.
+    check_form(params, engine.config.limits)
     if engine.model is not None and not (form.mask is None and only_inpaints(engine.model)):
-        # Checked before decoding; the engine checks all else.
         check_served(Task.EDIT if form.mask is None else Task.INPAINT, engine.model)
     names = [name if len(form.images) == 1 else f"{name}[{index}]" for index, (name, _) in enumerate(form.images)]
     most = engine.config.limits.max_pixels
