@@ -166,8 +166,8 @@ class StepScheduler:
             request.reported += 1
         again = []
         for progress in done.progress:
-            if (request := self._requests.get(progress.request_id)) is not None:
-                self._residents.measured(request, progress.held_bytes)
+            if (held := self._requests.get(progress.request_id)) is not None:
+                self._residents.measured(held, progress.held_bytes)
         finished = {outcome.request_id for outcome in done.finished}
         failed = {outcome.request_id: outcome.error.code for outcome in done.failed}
         self._learn_costs(sent, done, finished | failed.keys() | {replay.request_id for replay in done.replays})
