@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -64,7 +65,10 @@ ON_DEMAND = ("node", "operators")
 
 
 def main() -> int:
-    """Run the parts, print their outcomes, and return the exit status."""
+    """Run the parts, print their outcomes, and return the exit status. SIGTERM and Ctrl-C end what a part started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # A shell has programs in its background ignore the signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options = argparse.ArgumentParser(description="Soak a real worker of two ranks.")
     for _, counts in PARTS.values():
         for option, default in counts.items():
