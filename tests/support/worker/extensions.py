@@ -7,6 +7,7 @@ a process, which the extensions make.
 
 import hashlib
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +108,19 @@ class Cramped:
 
         runner._compute = cramped
         return super().load_model(report, asleep=asleep)  # type: ignore[misc]
+
+
+class Poisoned:
+    """An extension that kills its rank in the third step of a request whose prompt has the word poison."""
+
+    def execute_stepwise(self, tick: Any, frames: Any = ()) -> Any:
+        steps = self.__dict__.setdefault("steps_of_poisons", {})
+        steps.update({spec.request_id: 0 for spec in tick.join if "poison" in spec.prompt})
+        for name in steps.keys() & set(tick.advance or ()):
+            steps[name] += 1
+            if steps[name] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute_stepwise(tick, frames)  # type: ignore[misc]
 
 
 class Gated:

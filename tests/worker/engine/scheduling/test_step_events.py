@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from diffusion_worker.engine.scheduling.step_loop import MAX_REPLAYS, StepLoop
+from diffusion_worker.engine.scheduling.step_loop import StepLoop
 from diffusion_worker.engine.state.request_events import PreviewMade, RequestEvent, StepTaken
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec, Task
@@ -103,7 +103,7 @@ async def test_a_request_that_is_made_again_after_a_loss_says_so_by_step_0_and_s
         await turns()
         before = list(heard)
         await ranks.restart()
-        loop.lost(ErrorCode.RANK_FAILED, "lost")
+        loop.lost("lost", 1)
         again = asyncio.create_task(loop.run())
         await outcome
         again.cancel()
@@ -153,8 +153,8 @@ async def test_nothing_is_heard_after_the_outcome_nor_of_a_request_that_was_canc
         await turns()
         loop.end(RequestError(ErrorCode.ASLEEP, "the model goes to sleep"), only=lambda name: name == "a")
         loop.forget("b")
-        for _ in range(MAX_REPLAYS + 1):
-            loop.lost(ErrorCode.RANK_FAILED, "lost")
+        for number in (1, 2):
+            loop.lost("lost", number)
         ranks.stepping.set()
         await turns()
         assert (ended.done(), cancelled.cancelled()) == (True, True)
@@ -190,7 +190,7 @@ async def test_the_time_in_the_queue_ends_when_the_request_goes_to_the_ranks_and
         ranks.lose("gone")
         await turns()
         await ranks.restart()
-        loop.lost(ErrorCode.RANK_FAILED, "lost")
+        loop.lost("lost", 1)
         ranks.stepping.set()
         again = asyncio.create_task(loop.run())
         assert (await first).queued_s == 0
@@ -209,7 +209,7 @@ async def test_what_the_prompt_cache_did_adds_up_over_losses_of_the_ranks() -> N
         ranks.lose("gone")
         await turns()
         await ranks.restart()
-        loop.lost(ErrorCode.RANK_FAILED, "lost")
+        loop.lost("lost", 1)
         assert loop.stats.prompt_cache is not None
         assert (loop.stats.prompt_cache.hits, loop.stats.prompt_cache.size) == (2, 0)
         again = asyncio.create_task(loop.run())

@@ -6,13 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
-
 from diffusion_worker.engine.scheduling.scheduler import TickEstimate
-from diffusion_worker.engine.scheduling.step_loop import MAX_REPLAYS, TICKS_AHEAD, FinishedPixels, StepLoop
+from diffusion_worker.engine.scheduling.step_loop import TICKS_AHEAD, FinishedPixels, StepLoop
 from diffusion_worker.engine.scheduling.tick_deadline import FACTOR, FLOOR_OF_NEW_CLASS_S, FLOOR_S, UNMEASURED_S, wave_limit_s
 from diffusion_worker.engine.state.rank_protocol import TickReport
-from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec, Tick
 from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
 
@@ -128,31 +125,6 @@ async def test_the_last_request_that_is_aborted_is_taken_from_the_ranks_too() ->
         assert (loop.running, loop.waiting) == (0, 0)
 
 
-async def test_running_requests_are_made_again_first_after_a_loss_and_fail_with_its_code_after_two_replays() -> None:
-    ranks = WatchedRanks()
-    ranks.stepping.clear()
-    loop = StepLoop(ranks, max_batch_size=2, tick_timeout_s=None, broken=lambda _: None)
-    loop.describe(await ranks.start())
-    outcomes = {name: loop.submit(spec(name, steps=30)) for name in "abc"}
-    for loss in range(MAX_REPLAYS + 1):
-        task = asyncio.create_task(loop.run())
-        await turns()
-        ranks.lose("rank 0 was ended by SIGKILL")
-        await task
-        await ranks.restart()
-        assert ranks.names("join")[loss * TICKS_AHEAD] == ["a", "b"]
-        loop.lost(ErrorCode.RANK_FAILED, "lost")
-    assert loop.stats.replayed == 2 * MAX_REPLAYS
-    for name in "ab":
-        with pytest.raises(RequestError, match="lost") as refused:
-            await settled(outcomes[name])
-        assert refused.value.code is ErrorCode.RANK_FAILED
-    ranks.stepping.set()
-    task = asyncio.create_task(loop.run())
-    assert bytes((await settled(outcomes["c"])).pixels) == fake_pixels(spec("c", steps=30))
-    task.cancel()
-
-
 async def test_a_request_that_was_replayed_has_the_image_of_its_seed() -> None:
     ranks = WatchedRanks()
     loop = StepLoop(ranks, max_batch_size=2, tick_timeout_s=None, broken=lambda _: None)
@@ -163,7 +135,7 @@ async def test_a_request_that_was_replayed_has_the_image_of_its_seed() -> None:
     ranks.lose("rank 0 was ended by SIGKILL")
     await task
     await ranks.restart()
-    loop.lost(ErrorCode.RANK_FAILED, "lost")
+    loop.lost("lost", 1)
     task = asyncio.create_task(loop.run())
     assert bytes((await settled(outcome)).pixels) == fake_pixels(spec("a", seed=7, steps=30))
     task.cancel()

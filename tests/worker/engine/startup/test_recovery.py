@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diffusion_worker.engine.scheduling.poison import MOST_IN_A_ROW
 from diffusion_worker.engine.state.restart_budget import WINDOW_S, RestartBudget
 from diffusion_worker.engine.state.state_document import AdapterCall, EngineState
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout
@@ -55,18 +56,19 @@ async def test_running_and_queued_requests_are_answered_by_the_next_group_as_if_
     assert edge.engine.stats.replayed == 2
 
 
-async def test_a_request_is_begun_again_twice_and_then_fails_with_a_code(edge: Edge) -> None:
+async def test_a_request_that_loses_the_ranks_again_when_it_is_alone_fails_and_its_like_is_refused(edge: Edge) -> None:
     (task,) = await asked(edge)
-    for generation in (2, 3):
-        edge.ranks.lose(KILLED)
-        await restarted(edge, generation, inFlight=1)
+    edge.ranks.lose(KILLED)
+    await restarted(edge, inFlight=1)
     edge.ranks.lose(KILLED)
     answer = await task
-    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (500, "RankFailed", True)
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (422, "RequestFailed", False)
     assert KILLED in answer.json()["error"]["message"]
-    await restarted(edge, 4)
+    await restarted(edge, 3)
     edge.ranks.stepping.set()
-    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
+    again = await edge.request_images(prompt="p kumquatfen", seed=99)
+    assert (again.status_code, again.json()["error"]["code"], again.headers["x-should-retry"]) == (422, "RequestFailed", "false")
+    assert (await edge.request_images(prompt="q kumquatfen")).status_code == 200
 
 
 async def test_a_request_that_comes_while_the_group_is_started_again_waits_for_it(edge: Edge) -> None:
@@ -286,6 +288,36 @@ async def test_a_model_that_cannot_be_loaded_again_fails_the_engine_with_the_rea
     assert (edge.engine.state, (await edge.data.get("/readyz")).status_code) == (EngineState.FAILED, 503)
 
 
+async def test_losses_by_poisons_do_not_count_and_a_loss_that_nobody_explains_does() -> None:
+    async with serving_edge(ranks=2, max_batch_size=2, max_restarts=1) as edge:
+        for number in range(3):
+            (task,) = await asked(edge, prompt=f"poison kumquatfen {number}")
+            for generation in (2 * number + 2, 2 * number + 3):
+                edge.ranks.lose(KILLED)
+                await restarted(edge, generation)
+            assert (await task).status_code == 422
+            edge.ranks.stepping.set()
+            assert (await edge.request_images(prompt="p kumquatfen", seed=0)).status_code == 200
+        edge.ranks.lose(KILLED)
+        await restarted(edge, 8)
+        edge.ranks.lose(KILLED)
+        async with asyncio.timeout(5):
+            assert "lost too often" in await edge.engine.run_until_failure()
+
+
+async def test_ranks_that_every_request_loses_are_given_up_although_each_request_looked_guilty() -> None:
+    async with serving_edge(ranks=2, max_batch_size=2, max_restarts=1) as edge:
+        for number in range(MOST_IN_A_ROW + 1):
+            (task,) = await asked(edge, prompt=f"innocent kumquatfen {number}")
+            edge.ranks.lose(KILLED)
+            await restarted(edge, 2 * number + 2)
+            edge.ranks.lose(KILLED)
+            answer = await task
+        assert answer.status_code == 422
+        async with asyncio.timeout(5):
+            assert "lost too often" in await edge.engine.run_until_failure()
+
+
 async def test_a_group_that_is_lost_too_often_fails_the_engine() -> None:
     async with serving_edge(max_restarts=2) as edge:
         for generation in (2, 3):
@@ -298,8 +330,15 @@ async def test_a_group_that_is_lost_too_often_fails_the_engine() -> None:
 
 def test_restarts_count_for_ten_minutes() -> None:
     budget = RestartBudget(2)
-    assert [budget.spend(at) for at in (0.0, 1.0, 2.0)] == [True, True, False]
-    assert budget.spend(WINDOW_S + 2.5)
+    assert [budget.spend(number, at) for number, at in enumerate((0.0, 1.0, 2.0))] == [True, True, False]
+    assert budget.spend(3, WINDOW_S + 2.5)
+
+
+def test_explained_losses_give_their_restarts_back() -> None:
+    budget = RestartBudget(1)
+    assert budget.spend(1, 0.0)
+    budget.explain({1, 2})
+    assert [budget.spend(number, 1.0) for number in (3, 4)] == [True, False]
 
 
 async def test_an_engine_that_ends_while_its_group_is_started_again_ends(edge: Edge) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from diffusion_worker.engine.scheduling.memory_model import MemoryModel
+from diffusion_worker.engine.scheduling.poison import Poisons, content_of
 from diffusion_worker.engine.scheduling.request_class import Defaults
 from diffusion_worker.engine.scheduling.scheduler import StepScheduler
 from diffusion_worker.engine.scheduling.tick_deadline import wave_limit_s
@@ -24,9 +25,6 @@ log = logging.getLogger(__name__)
 
 # The next tick is with the ranks while the current one runs, so that none of them waits for the server.
 TICKS_AHEAD = 2
-
-# Restarts of a request. After a third loss of the ranks it is as likely the cause as a victim.
-MAX_REPLAYS = 2
 
 # Bytes of images on their way to the ranks.
 InputFrames = Sequence[bytes | memoryview]
@@ -48,18 +46,25 @@ class FinishedPixels(msgspec.Struct, frozen=True):
 class Submission(msgspec.Struct, eq=False):
     """A submitted request: image `index` of its caller's. `joined_s` is the time at which it first went to the ranks."""
 
+    spec: RequestSpec
     outcome: "asyncio.Future[FinishedPixels]"
     frames: InputFrames
     index: int
     on_event: OnEvent | None
     submitted_s: float
     joined_s: float | None = None
-    replays: int = 0
+    # The number of the loss of the ranks at which it was there; it has run alone since.
+    lost_in: int | None = None
     # Counted from 1: one more after each loss of the ranks, and when the request has to run alone.
     attempt: int = 1
     # The number of steps it will take, as last reported.
     steps: int | None = None
     on_join: Callable[[], None] | None = None
+
+    @property
+    def content(self) -> bytes:
+        """Return the digest of what it asks for."""
+        return content_of(self.spec, self.frames)
 
     def start_over(self) -> None:
         """Begin another attempt at the request, and report its step 0."""
@@ -117,6 +122,7 @@ class StepLoop:
         self._clock = clock
         self._scheduler = StepScheduler(max_batch_size, slots=max_loras, window_s=window_s)
         self._requests: dict[str, Submission] = {}
+        self._poisons = Poisons()
         # Counts of the prompt caches of lost generations.
         self._prompts_before = PromptCacheStats()
         self._work = asyncio.Event()
@@ -180,7 +186,12 @@ class StepLoop:
         now_s = self._clock()
         if spec.task in self.whole:
             spec = msgspec.structs.replace(spec, whole=True)
-        self._requests[spec.request_id] = Submission(outcome, frames, index, on_event, now_s, on_join=on_join)
+        request = Submission(spec, outcome, frames, index, on_event, now_s, on_join=on_join)
+        self._requests[spec.request_id] = request
+        if self._poisons and (left_s := self._poisons.refused_for_s(request.content, now_s)):
+            why = "the rank group was lost twice while such an image was made, the second time with no other beside it"
+            outcome.set_exception(RequestError(ErrorCode.REQUEST_FAILED, f"such requests are refused for {left_s:.0f} s more: {why}"))
+            return outcome
         self._scheduler.add(spec, now_s)
         self._idle.clear()
         self._work.set()
@@ -227,21 +238,36 @@ class StepLoop:
         self._quiet.clear()
         self._work.set()
 
-    def lost(self, code: ErrorCode, message: str) -> None:
-        """Queue the requests of lost ranks again, before the others and with the same seeds.
+    def lost(self, reason: str, number: int) -> set[int]:
+        """Queue the requests of lost ranks again, each to run alone before the others, with the same seed.
 
-        A request already restarted `MAX_REPLAYS` times ends with the error. Must not be called while `run` runs.
+        A request that is lost for the second time was alone, so it ends and its like is refused for a while. Must not be called while `run`
+        runs.
+
+        Returns the numbers of the losses that this explains: none, or both of that request.
         """
         self._keep_prompt_counts()
-        for request_id in self._scheduler.requeue_running():
+        running = self._scheduler.requeue_running()
+        if len(running) == 1 and (first := self._requests[running[0]].lost_in) is not None:
+            return {first, number} if self._condemn(running[0], reason) else set()
+        for request_id in running:
             request = self._requests[request_id]
-            request.replays += 1
-            if request.replays > MAX_REPLAYS:
-                self._scheduler.remove(request_id)
-                self._settle(request_id, ErrorReport(code, message))
-            else:
-                self.stats.replayed += 1
-                request.start_over()
+            request.lost_in = number
+            self._scheduler.run_alone(request_id)
+            self.stats.replayed += 1
+            request.start_over()
+        return set()
+
+    def _condemn(self, request_id: str, reason: str) -> bool:
+        """End a request that lost the ranks alone, and all with its content; return whether its losses are explained."""
+        content = self._requests[request_id].content
+        log.error("request %s lost the ranks twice, the second time alone; it ends, and its like is refused for a while", request_id)
+        twice = "the rank group was lost twice while this image was made, the second time with no other beside it"
+        for other_id, other in self._requests.items():
+            if not other.outcome.done() and (other_id == request_id or other.content == content):
+                self._scheduler.remove(other_id)
+                self._settle(other_id, ErrorReport(ErrorCode.REQUEST_FAILED, f"{twice}: {reason}"))
+        return self._poisons.condemn(content, self._clock())
 
     async def run(self) -> None:
         """Step until cancelled, or until the group or this loop breaks; may be called again after `lost`."""
@@ -299,6 +325,7 @@ class StepLoop:
         self._tell(report)
         for finished in done.finished:
             height, width = finished.shape[-3:-1]
+            self._poisons.image_made()
             self._settle(finished.request_id, FinishedPixels(report.frames[finished.frame], height, width, finished.stages))
         for failed in done.failed:
             if failed.request_id not in again:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervision of a rank group: step it, and after a loss restart it with its adapters and in its former state.
 
-Queued requests stay queued and running ones are made again from their seed. A group that is lost too often, or cannot load
-its model any more, fails the engine.
+Queued requests stay queued, and running ones are made again from their seed, one at a time. A group that is lost too often, or cannot
+load its model any more, fails the engine. Losses that a single request caused do not count.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from diffusion_worker.engine.state.lifecycle import EngineLife
 from diffusion_worker.engine.state.rank_protocol import Loss, RankGroup
 from diffusion_worker.engine.state.restart_budget import RestartBudget
 from diffusion_worker.engine.state.state_document import EngineState, LoadStage
-from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout
+from diffusion_worker.errors import ConfigError, Fault, GroupFailed, LoadTimeout
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,10 @@ class Supervisor:
         while True:
             self._life.lose_group(loss, self._ranks.generation)
             await self._stop_stepping()
-            self._steps.lost(ErrorCode.RANK_FAILED, f"the rank group was lost while this image was made: {loss.reason}")
-            if not self._budget.spend(time.monotonic()):
+            number = self._ranks.generation
+            explained = self._steps.lost(loss.reason, number)
+            self._budget.explain(explained)
+            if number not in explained and not self._budget.spend(number, time.monotonic()):
                 self._failed(f"the rank group was lost too often: {loss.reason}")
                 return
             self._life.losses.restarts += 1

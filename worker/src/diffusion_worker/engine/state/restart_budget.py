@@ -21,17 +21,22 @@ AFTER: dict[EngineState, EngineState] = {
 
 
 class RestartBudget:
-    """The number of losses within ten minutes after which no restart is tried. Times are monotonic seconds."""
+    """The number of unexplained losses within ten minutes after which no restart is tried. Times are monotonic seconds."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._at: list[float] = []
+        # The time of each loss, by its number.
+        self._at: dict[int, float] = {}
 
-    def spend(self, now_s: float) -> bool:
-        """Spend a restart; return False when there have been too many."""
-        self._at = [at for at in self._at if now_s - at < WINDOW_S]
-        self._at.append(now_s)
+    def spend(self, number: int, now_s: float) -> bool:
+        """Spend a restart on a loss; return False when there have been too many."""
+        self._at = {loss: at for loss, at in self._at.items() if now_s - at < WINDOW_S} | {number: now_s}
         return len(self._at) <= self._limit
+
+    def explain(self, numbers: set[int]) -> None:
+        """Count these losses no more, because a request caused them that is made no more."""
+        for number in numbers:
+            self._at.pop(number, None)
 
 
 class LossRecord(msgspec.Struct):

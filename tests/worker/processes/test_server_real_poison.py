@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that kill real ranks: ten different ones within a minute fail by themselves, and everybody beside them gets an image."""
+
+import concurrent.futures
+import time
+
+import httpx2
+import pytest
+
+from support.worker.process import WorkerProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+POISONS, BESIDE_EACH = 10, 3
+# All restarts together take a minute on an idle machine.
+LONGEST_S = 800
+
+
+def test_ten_poisons_within_a_minute_fail_alone_and_three_innocents_beside_each_get_their_images() -> None:
+    options = ("--worker-extension=support.worker.extensions:Poisoned", "--warmup-steps=0")
+    with WorkerProcess(options=options) as worker, httpx2.Client(timeout=LONGEST_S, limits=httpx2.Limits(max_connections=100)) as client:
+        worker.wait_ready()
+
+        def ask(prompt: str, seed: int) -> httpx2.Response:
+            body = {"prompt": prompt, "seed": seed, "num_inference_steps": 4, "size": "32x32"}
+            return client.post(f"{worker.url}/v1/images/generations", json=body)
+
+        def image(answer: httpx2.Response) -> str:
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["data"][0]["b64_json"])
+
+        alone = [image(ask("a red digit seven", seed)) for seed in range(BESIDE_EACH)]
+        boot = worker.boot_id
+        with concurrent.futures.ThreadPoolExecutor(POISONS * (BESIDE_EACH + 1)) as threads:
+            started = time.monotonic()
+            poisons, innocents = [], []
+            for number in range(POISONS):
+                poisons.append(threads.submit(ask, f"poison kumquatfen {number}", number))
+                innocents += [threads.submit(ask, "a red digit seven", seed) for seed in range(BESIDE_EACH)]
+            worker.wait_for(lambda: worker.state()["queued"] + worker.state()["inFlight"] > POISONS, what="asked", timeout_s=60)
+            assert time.monotonic() - started < 60
+            failed = [future.result() for future in poisons]
+            made = [image(future.result()) for future in innocents]
+        assert [(answer.status_code, answer.json()["error"]["code"]) for answer in failed] == [(422, "RequestFailed")] * POISONS
+        # An innocent that was made again alone has the very bits; one that shared a step with others may be rounded otherwise.
+        assert set(alone) <= set(made)
+        state = worker.state()
+        assert (state["bootId"], state["state"], state["failure"]) == (boot, "ready", None)
+        assert state["restarts"] <= 2 * POISONS
+        # The same request is refused without a loss, whatever the seed.
+        again = ask("poison kumquatfen 0", 99)
+        assert (again.status_code, again.headers["x-should-retry"]) == (422, "false")
+        assert "such requests are refused for" in again.json()["error"]["message"]
+        assert worker.state()["restarts"] == state["restarts"]

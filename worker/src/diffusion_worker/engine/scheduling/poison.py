@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contents of requests that lost the ranks twice, the second time alone. Their like is refused for a while. Pure.
+
+Every request on the ranks at a loss is a suspect, and is made again with no other beside it. Innocent ones finish. A loss during such a run
+shows the guilty one, and explains the loss before it as well.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from diffusion_worker.messages import RequestSpec
+
+REFUSED_S = 600.0
+# Contents that are remembered; the oldest are forgotten first.
+REMEMBERED = 1024
+# Requests that may be found guilty in a row, with no image made between them. After more the ranks themselves are suspect.
+MOST_IN_A_ROW = 5
+
+
+def content_of(spec: RequestSpec, frames: Sequence[bytes | memoryview]) -> bytes:
+    """Return a digest of what a request asks for; its seed does not count, because a client that repeats it may leave the seed open."""
+    digest = hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(spec, request_id="", seed=0, whole=False)))
+    for frame in frames:
+        digest.update(hashlib.sha256(frame).digest())
+    return digest.digest()
+
+
+class Poisons:
+    """The contents that are refused, each until a time, and the number found guilty since the last image."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[bytes, float] = {}
+        self._in_a_row = 0
+
+    def __bool__(self) -> bool:
+        """Return whether any content is or was refused; the digest of a request is needed only then."""
+        return bool(self._until_s)
+
+    def condemn(self, content: bytes, now_s: float) -> bool:
+        """Refuse a content from now on; return whether it explains the losses, which more in a row than the limit do not."""
+        self._until_s.pop(content, None)
+        self._until_s[content] = now_s + REFUSED_S
+        if len(self._until_s) > REMEMBERED:
+            del self._until_s[next(iter(self._until_s))]
+        self._in_a_row += 1
+        return self._in_a_row <= MOST_IN_A_ROW
+
+    def image_made(self) -> None:
+        """Record that the ranks made an image, so they are not to blame for every loss."""
+        self._in_a_row = 0
+
+    def refused_for_s(self, content: bytes, now_s: float) -> float:
+        """Return the seconds for which a content is still refused; 0 if it is not."""
+        left_s = self._until_s.get(content, now_s) - now_s
+        if left_s <= 0:
+            self._until_s.pop(content, None)
+        return max(0.0, left_s)
