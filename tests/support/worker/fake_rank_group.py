@@ -29,6 +29,8 @@ from diffusion_worker.messages import (
     SleepTask,
     Tick,
     WakeTask,
+    WarmedUp,
+    WarmTick,
     pack,
 )
 from support.worker.fake_rank import (
@@ -77,6 +79,8 @@ class FakeRankGroup(FakeRequests):
         self.counts = dict.fromkeys(("warm_up", "fingerprint", "synchronize"), 0)
         # The effects of the worker's options, as the ranks report them after their warm-up.
         self.features: dict[str, str] = {}
+        # The times of the warm-up's ticks, as the ranks report them.
+        self.warm_ticks: list[WarmTick] = []
         # The checksum of the weights, and the result for a fixed seed, as the ranks report them.
         self.weights_checksum, self.probe = "weights", "probe"
         # Results of the next sleeps and wakes on the last rank: an error that it acknowledges, or None. The others succeed.
@@ -180,7 +184,7 @@ class FakeRankGroup(FakeRequests):
             return self._replies(error=self.method_errors[method])
         match method:
             case "warm_up":
-                return self._replies(dict(self.features))
+                return self._replies(WarmedUp(dict(self.features), self.warm_ticks))
             case "add_lora":
                 return self._add_lora(decode(raw["request"], type=LoRARequest), decode(raw["options"], type=LoadOptions))
             case "remove_lora":

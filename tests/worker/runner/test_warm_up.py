@@ -15,7 +15,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.state.rank_protocol import TickReport
 from diffusion_worker.engine.state.state_document import EngineState, LoadStage
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
-from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, RequestSpec, RpcReply, Task, Tick
+from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, RequestSpec, RpcReply, Task, Tick, WarmedUp
 from diffusion_worker.runner.stepping.stepper import StepOutput
 from diffusion_worker.runner.warm_up import Variant, compiled_variants, warm_up, warm_up_requests
 from support.runner.rig import RunnerRig
@@ -34,6 +34,8 @@ def config_of(**change: object) -> WorkerConfig:
 class Ranks:
     """Ranks that execute ticks; every request takes one tick."""
 
+    denoise_s = 0.25
+
     def __init__(self, *, fail: str | None = None, most_failing_steps: int = 100) -> None:
         self.specs: list[RequestSpec] = []
         self.frames: list[int] = []
@@ -45,7 +47,7 @@ class Ranks:
         self.frames += map(len, frames)
         if tick.join and self._fail is not None and (tick.join[-1].steps or 0) <= self._most_failing_steps:
             return StepOutput(errors={tick.join[-1].request_id: ErrorReport(ErrorCode.ENGINE_FAILED, self._fail)})
-        return StepOutput(images={spec.request_id: None for spec in tick.join})
+        return StepOutput(images={spec.request_id: None for spec in tick.join}, denoise_seconds=self.denoise_s)
 
 
 # --- the engine ---------------------------------------------------------------------------------------------------------
@@ -152,6 +154,24 @@ def test_every_size_is_warmed_up_with_the_steps_that_the_options_say() -> None:
     assert [(spec.width, spec.height, spec.steps) for spec in ranks.specs] == [(None, None, 1)]
 
 
+def test_the_warm_up_measures_the_step_and_the_longest_tick_of_every_size_and_variant() -> None:
+    ticks = warm_up(config_of(warmup_sizes=[(64, 32), (128, 128)]), MODEL, Ranks().execute, variants=[Variant(1), Variant(2)])
+    assert [(tick.spec.width, tick.spec.height, tick.images, tick.step_s) for tick in ticks] == [
+        (64, 32, 1, 0.25),
+        (64, 32, 2, 0.25),
+        (128, 128, 1, 0.25),
+        (128, 128, 2, 0.25),
+    ]
+    assert all(0 < tick.longest_s < 60 for tick in ticks)
+
+
+def test_a_model_whose_denoiser_was_not_seen_is_measured_by_its_whole_tick() -> None:
+    ranks = Ranks()
+    ranks.denoise_s = 0.0
+    [tick] = warm_up(config_of(), MODEL, ranks.execute)
+    assert tick.step_s == tick.longest_s > 0
+
+
 @pytest.mark.parametrize(("task", "frames"), [(Task.EDIT, [64 * 48 * 3]), (Task.INPAINT, [64 * 48 * 3, 64 * 48])])
 def test_a_model_that_makes_nothing_of_words_alone_gets_a_grey_image(task: Task, frames: list[int]) -> None:
     model = msgspec.structs.replace(MODEL, tasks=[task], default_width=64, default_height=48)
@@ -238,4 +258,4 @@ def test_a_model_that_makes_no_image_never_becomes_ready_and_the_worker_ends_wit
 
 
 def _reply(rank: int, words: str) -> RpcReply:
-    return RpcReply(1, rank, msgspec.msgpack.encode({"compile": words}))
+    return RpcReply(1, rank, msgspec.msgpack.encode(WarmedUp({"compile": words})))

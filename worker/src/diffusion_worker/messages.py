@@ -234,6 +234,25 @@ class ModelInfo(msgspec.Struct, frozen=True):
     max_width: int | None = None
 
 
+class WarmTick(msgspec.Struct, frozen=True):
+    """The times of a request's warm-up with so many images at once, on one rank.
+
+    `step_s` are the denoisers' seconds in its shortest step, and `longest_s` those of its longest tick, with all that comes once.
+    """
+
+    spec: RequestSpec
+    images: int
+    step_s: float
+    longest_s: float
+
+
+class WarmedUp(msgspec.Struct, frozen=True):
+    """A rank's report of its warm-up: the outcome of the options, as `ModelInfo.features`, and what ticks took."""
+
+    features: dict[str, str] = {}
+    ticks: list[WarmTick] = []
+
+
 class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
     """Progress of a rank's load, in bytes of weights."""
 

@@ -10,7 +10,7 @@ from diffusion_worker.engine.scheduling.scheduler import TickEstimate
 from diffusion_worker.engine.scheduling.step_loop import TICKS_AHEAD, FinishedPixels, StepLoop
 from diffusion_worker.engine.scheduling.tick_deadline import FACTOR, FLOOR_OF_NEW_CLASS_S, FLOOR_S, UNMEASURED_S, wave_limit_s
 from diffusion_worker.engine.state.rank_protocol import TickReport
-from diffusion_worker.messages import RequestSpec, Tick
+from diffusion_worker.messages import RequestSpec, Tick, WarmedUp, WarmTick
 from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
 
 DEADLINE_S = 5.0
@@ -165,6 +165,21 @@ def test_a_legitimate_long_video_is_never_ended_by_a_constant() -> None:
     assert wave_limit_s(TickEstimate("a step", steps=4, step_s=0.01, same_class=True), None) == FLOOR_S
     assert wave_limit_s(TickEstimate("a step", steps=4, step_s=0.01, same_class=False), None) == FLOOR_OF_NEW_CLASS_S
     assert wave_limit_s(video, 5.0) == 5.0
+    # A model that compiles for five minutes may do so again for another size.
+    compiled = TickEstimate("a step", steps=4, step_s=0.01, same_class=False, once_s=300.0)
+    assert wave_limit_s(compiled, None) >= 900.0
+
+
+async def test_the_first_request_has_a_limit_by_the_warm_up_and_another_size_by_its_pixels() -> None:
+    ranks = WatchedRanks(seconds=2.0)
+    async with running(ranks) as loop:
+        loop.warmed_up(WarmedUp({}, [WarmTick(spec("warm-up"), 1, step_s=2.0, longest_s=5.0)]))
+        await settled(loop.submit(spec("a", steps=49)))
+        await settled(loop.submit(spec("b", steps=49, height=256)))
+    assert ranks.limits[0] == (FACTOR * (50 * 2.0 + 5.0), "step 1 of 50 of 1 requests of 64x64")
+    # Four times the pixels take at most sixteen times as long. The number of ticks is known then.
+    first = next(limit for limit, phase in ranks.limits if phase == "step 1 of 49 of 1 requests of 64x256")
+    assert first == FACTOR * 16 * (49 * 2.0 + 5.0)
 
 
 async def test_a_first_step_waits_for_company_and_starts_without_it_when_the_window_is_over() -> None:

@@ -250,7 +250,7 @@ def images_of(rig: RunnerRig, *, count: int, adapters: tuple[int, ...], guidance
 @pytest.mark.slow
 def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything_again(traced: None) -> None:
     plain, rig = RunnerRig(), RunnerRig(compile=Compile.DEFAULT, max_loras=2)
-    assert rig.runner.warm_up() == {"compile": "default (regional, 4 blocks)"}
+    assert rig.runner.warm_up().features == {"compile": "default (regional, 4 blocks)"}
 
     def both(count: int, *adapters: int, guidance: float = 4.0) -> None:
         ours = images_of(rig, count=count, adapters=adapters, guidance=guidance)
@@ -283,7 +283,7 @@ def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything
         rig.runner.release()
         rig.runner.restore()
         both(2, 3)
-    assert rig.runner.warm_up() == {"compile": "default (regional, 4 blocks)"}
+    assert rig.runner.warm_up().features == {"compile": "default (regional, 4 blocks)"}
 
 
 @pytest.mark.slow

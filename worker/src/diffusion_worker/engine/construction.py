@@ -97,7 +97,7 @@ class EngineParts:
             self.loader,
             self.verification,
             describe=self._describe,
-            warmed=self.steps.set_features,
+            warmed=self.steps.warmed_up,
         )
         self.supervisor = Supervisor(
             self.life,

@@ -33,6 +33,7 @@ from diffusion_worker.messages import (
     TaskAck,
     Tick,
     WakeTask,
+    WarmedUp,
 )
 from diffusion_worker.runner.device import device_of
 from diffusion_worker.runner.loading.offloading import check_device
@@ -113,11 +114,11 @@ class DiffusionWorker:
         """
         self.model_runner.init_lora_manager()
 
-    def warm_up(self) -> dict[str, str]:
-        """Run requests of few steps and drop all they leave; return the outcome of the options. Raises RequestError."""
-        features = self.model_runner.warm_up()
+    def warm_up(self) -> WarmedUp:
+        """Run requests of few steps and drop all they leave; return the options' outcome and the ticks' times. Raises RequestError."""
+        made = self.model_runner.warm_up()
         self.free_memory()
-        return features
+        return made
 
     def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:
         """Advance every active request by one step; `frames` are those that `tick.frames` counts."""

@@ -31,6 +31,7 @@ from diffusion_worker.messages import (
     RequestSpec,
     SleepLevel,
     Tick,
+    WarmedUp,
 )
 from diffusion_worker.runner.fingerprint import Probe, adapter_contents
 from diffusion_worker.runner.loading.adapter_layers import TEXT_ENCODER, add_on_all_ranks, create_lora_manager
@@ -177,8 +178,8 @@ class DiffusionModelRunner:
         self.loras.make_static(self._compilation.regions)
         self._stepper.serve(modules, self.loras, cache=self._cache, compute=self._compute)
 
-    def warm_up(self) -> dict[str, str]:
-        """Run requests of few steps and drop all they leave; return the outcome of the options, as `ModelInfo.features`.
+    def warm_up(self) -> WarmedUp:
+        """Run requests of few steps and drop all they leave; return the outcome of the options, and what ticks took.
 
         Raises:
             RequestError: a warm-up request failed; Asleep.
@@ -188,12 +189,12 @@ class DiffusionModelRunner:
         try:
             with self.loras.dummy_adapters(1) as dummies:
                 variants = self._warm_up_variants(next(iter(dummies), None))
-                warm_up(self._config, self._model, self.execute_stepwise, variants=variants)
+                ticks = warm_up(self._config, self._model, self.execute_stepwise, variants=variants)
         finally:
             self.drop_all()
             if self._prompts is not None:
                 self._prompts.reset()
-        return self._model.features
+        return WarmedUp(self._model.features, ticks)
 
     def _warm_up_variants(self, adapter: int | None) -> Sequence[Variant]:
         assert self._model is not None and self._tasks is not None

@@ -3,6 +3,7 @@
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import ErrorReport, ImageInput, LoRAUse, ModelInfo, RequestSpec, Task, Tick
+from diffusion_worker.messages import ErrorReport, ImageInput, LoRAUse, ModelInfo, RequestSpec, Task, Tick, WarmTick
 from diffusion_worker.runner.pipelines.body import inputs_of
 from diffusion_worker.runner.stepping.stepper import StepOutput
 
@@ -59,22 +60,27 @@ def compiled_variants(pipeline: Any, task: Task, *, most_images: int, ranks: int
     return rows + [Variant(variant.images, variant.changes | use) for variant in rows]
 
 
-def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variants: Sequence[Variant] = PLAIN) -> None:
-    """Run the warm-up in every size and variant; `execute` lets requests join and advances them by a step.
+def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variants: Sequence[Variant] = PLAIN) -> list[WarmTick]:
+    """Run the warm-up in every size and variant, and return what its ticks took.
+
+    `execute` lets requests join and advances them by a step.
 
     Raises:
         RequestError: a request failed; the message says which and why.
     """
+    ticks = []
     for request, variant in itertools.product(warm_up_requests(config, model), variants):
-        spec, failed = request.spec, _make(execute, request, variant)
-        if failed is not None and spec.steps == 1:
+        spec, made = request.spec, _make(execute, request, variant)
+        if isinstance(made, ErrorReport) and spec.steps == 1:
             # Some pipelines (Mochi) fail with a schedule of a single step.
             spec = msgspec.structs.replace(spec, steps=2)
-            failed = _make(execute, msgspec.structs.replace(request, spec=spec), variant)
-        if failed is not None:
+            made = _make(execute, msgspec.structs.replace(request, spec=spec), variant)
+        if isinstance(made, ErrorReport):
             size = f"{spec.width}x{spec.height}" if spec.width else "the default size"
             what = f"{spec.task} with {spec.steps} steps in {size} by {model.pipeline}"
-            raise RequestError(ErrorCode(failed.code), f"{what}: {failed.message}")
+            raise RequestError(ErrorCode(made.code), f"{what}: {made.message}")
+        ticks.append(made)
+    return ticks
 
 
 def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpRequest]:
@@ -115,19 +121,23 @@ def _from_image(spec: RequestSpec, task: Task, model: ModelInfo) -> WarmUpReques
     return WarmUpRequest(msgspec.structs.replace(spec, task=task, width=width, height=height, images=images, mask=mask), frames)
 
 
-def _make(execute: Execute, request: WarmUpRequest, variant: Variant) -> ErrorReport | None:
-    """Make all images of a variant; return the first error, or None where none fails."""
+def _make(execute: Execute, request: WarmUpRequest, variant: Variant) -> ErrorReport | WarmTick:
+    """Make all images of a variant; return the first error, or the times where none fails."""
     name, frames = request.spec.request_id, request.frames
     specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **variant.changes) for number in range(variant.images)]
     left, joining = {spec.request_id for spec in specs}, specs
+    longest_s, steps_s = 0.0, list[float]()
     for number in itertools.count(1):
         tick = Tick(number, joining, frames=[len(frames)] * len(joining) if frames else [])
+        started = time.monotonic()
         output = execute(tick, frames * len(joining))
+        longest_s = max(longest_s, time.monotonic() - started)
+        steps_s += [output.denoise_seconds] if output.denoise_seconds else []
         joining = [msgspec.structs.replace(spec, whole=True) for spec in specs if spec.request_id in output.replays]
         if output.errors:
             execute(Tick(number + 1, leave=sorted(left - output.errors.keys())), [])
             return next(iter(output.errors.values()))
         left -= output.images.keys()
         if not left:
-            return None
+            return WarmTick(specs[0], variant.images, min(steps_s, default=longest_s), longest_s)
     raise AssertionError("unreachable")

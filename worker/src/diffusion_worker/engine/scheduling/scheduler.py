@@ -22,7 +22,7 @@ from diffusion_worker.engine.scheduling.request_queue import ClassQueue, QueuedR
 from diffusion_worker.engine.scheduling.residents import Residents
 from diffusion_worker.engine.scheduling.step_costs import StepCosts
 from diffusion_worker.errors import ErrorCode
-from diffusion_worker.messages import RequestSpec, Tick, TickDone
+from diffusion_worker.messages import RequestSpec, Tick, TickDone, WarmTick
 
 # Share of the device for all classes together whose requests have waited too long.
 SHARE = 0.25
@@ -49,13 +49,15 @@ class SentTick(msgspec.Struct, frozen=True):
 class TickEstimate(msgspec.Struct, frozen=True):
     """Estimate of the tick that the ranks work on.
 
-    `step_s` is the measured time of a step of its size, scaled from other classes without `same_class`.
+    `step_s` is the measured time of a step of its size, scaled from other sizes without `same_class`, and None without any. `once_s` is the
+    time for all that comes once in a request or a class, such as encoders, decoding and compilation.
     """
 
     phase: str
     steps: int
     step_s: float | None
     same_class: bool
+    once_s: float = 0.0
 
 
 class StepScheduler:
@@ -109,6 +111,11 @@ class StepScheduler:
         """Set the model's defaults for requests, and the memory for them; call it before the first request."""
         self._defaults = defaults
         self.memory.free_bytes = free_bytes
+
+    def warmed_up(self, ticks: list[WarmTick]) -> None:
+        """Take what ticks of the warm-up took, for deadlines of sizes that were not measured since."""
+        for tick in ticks:
+            self._costs.warmed_up(class_of(tick.spec, self._defaults), tick)
 
     def add(self, spec: RequestSpec, now_s: float) -> None:
         """Queue a request."""
@@ -233,8 +240,9 @@ class StepScheduler:
         return TickEstimate(
             f"step {longest.reported + 1} of {longest.length} of {len(sent.requests)} requests of {sent.kind}",
             steps=longest.length,
-            step_s=self._costs.step_s(sent.kind, len(sent.requests)) if self._costs.measured else None,
+            step_s=self._costs.careful_step_s(sent.kind, len(sent.requests)),
             same_class=self._costs.has_measured(sent.kind),
+            once_s=self._costs.once_s(sent.kind),
         )
 
     def expected_s(self, spec: RequestSpec) -> float:

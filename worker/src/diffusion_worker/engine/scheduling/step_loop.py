@@ -19,7 +19,18 @@ from diffusion_worker.engine.state.histogram import Durations
 from diffusion_worker.engine.state.rank_protocol import RankGroup, TickReport
 from diffusion_worker.engine.state.request_events import PreviewMade, RequestEvent, StepTaken
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import ErrorReport, ModelInfo, PromptCacheStats, Replay, RequestSpec, StageSeconds, Task, Tick, TickDone
+from diffusion_worker.messages import (
+    ErrorReport,
+    ModelInfo,
+    PromptCacheStats,
+    Replay,
+    RequestSpec,
+    StageSeconds,
+    Task,
+    Tick,
+    TickDone,
+    WarmedUp,
+)
 
 log = logging.getLogger(__name__)
 
@@ -137,9 +148,10 @@ class StepLoop:
         defaults = Defaults(model.default_height, model.default_width, model.default_frames, model.default_steps, model.references)
         self._scheduler.describe(defaults, model.free_bytes)
 
-    def set_features(self, features: dict[str, str]) -> None:
-        """Set the outcome of the options, from the ranks' report after their warm-up."""
-        self.features = features
+    def warmed_up(self, report: WarmedUp) -> None:
+        """Take the ranks' report of their warm-up: the outcome of the options, and times for the first deadlines."""
+        self.features = report.features
+        self._scheduler.warmed_up(report.ticks)
 
     @property
     def memory(self) -> MemoryModel:

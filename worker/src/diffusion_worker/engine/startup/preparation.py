@@ -17,15 +17,13 @@ from diffusion_worker.engine.state.lifecycle import EngineLife
 from diffusion_worker.engine.state.rank_calls import CallAll
 from diffusion_worker.engine.state.state_document import LoadStage
 from diffusion_worker.errors import ConfigError, ErrorCode, GroupFailed, RequestError
-from diffusion_worker.messages import ModelInfo, RpcReply
+from diffusion_worker.messages import ModelInfo, RpcReply, WarmedUp
 
 log = logging.getLogger(__name__)
 
-Features = dict[str, str]
-
 
 class Preparation:
-    """The preparation of each generation of ranks. `describe` is called with each model, `warmed` with the outcome of its options."""
+    """The preparation of each generation of ranks. `describe` is called with each model, `warmed` with each warm-up."""
 
     def __init__(
         self,
@@ -36,7 +34,7 @@ class Preparation:
         verification: Verification,
         *,
         describe: Callable[[ModelInfo], None],
-        warmed: Callable[[Features], None],
+        warmed: Callable[[WarmedUp], None],
     ) -> None:
         self._config = config
         self._life = life
@@ -62,7 +60,7 @@ class Preparation:
         check_sizes(self._config, model)
         self._describe(model)
         if asleep:
-            self._warmed(model.features)
+            self._warmed(WarmedUp(model.features))
             return
         self._life.stage = LoadStage.WARMUP
         try:
@@ -105,14 +103,14 @@ class Preparation:
         self._warm = True
 
 
-async def warm_up(call_all: CallAll, config: WorkerConfig, model: ModelInfo) -> Features:
-    """Warm the model up in every size of the options; return the outcome of the options, as `ModelInfo.features`.
+async def warm_up(call_all: CallAll, config: WorkerConfig, model: ModelInfo) -> WarmedUp:
+    """Warm the model up in every size of the options; return the outcome of the options, and what ticks took.
 
     Raises:
         RequestError: the model made no image; the message names the size and the reason. GroupFailed: the ranks were lost meanwhile.
     """
     if config.warmup_steps == 0:
-        return model.features
+        return WarmedUp(model.features)
     started = time.monotonic()
     replies = await call_all("warm_up", timeout_s=config.startup_timeout_s)
     log.info("warmed up steps=%d seconds=%.3f", config.warmup_steps, time.monotonic() - started)
@@ -128,12 +126,13 @@ def check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
             raise ConfigError(f"--warmup-size {width}x{height}: {error.message}") from None
 
 
-def _agreed(replies: list[RpcReply]) -> Features:
-    """Return the options as rank 0 has them. If others differ, name the first of them, as one slow rank slows all."""
-    found = {reply.rank: msgspec.msgpack.decode(reply.result or b"", type=Features) for reply in replies}
-    agreed = dict(found[0])
-    for rank, features in found.items():
-        for option, words in features.items():
-            if words != found[0].get(option) and agreed.get(option) == found[0].get(option):
+def _agreed(replies: list[RpcReply]) -> WarmedUp:
+    """Return the report of rank 0. If others differ in an option, name the first of them, as one slow rank slows all."""
+    found = {reply.rank: msgspec.msgpack.decode(reply.result or b"", type=WarmedUp) for reply in replies}
+    first = found[0].features
+    agreed = dict(first)
+    for rank, report in found.items():
+        for option, words in report.features.items():
+            if words != first.get(option) and agreed.get(option) == first.get(option):
                 agreed[option] = f"rank {rank}: {words}"
-    return agreed
+    return WarmedUp(agreed, found[0].ticks)
