@@ -59,7 +59,7 @@ FLEET = (
     ),
     Panel(
         "Queue",
-        "Images that are being made, and those that wait for a place in a batch.",
+        "Images that are being made, and images that wait for a place in a batch.",
         "short",
         {"being made": "sum(diffusion_worker_requests_in_flight)", "waiting": "sum(diffusion_worker_requests_queued)"},
     ),
@@ -89,7 +89,7 @@ FLEET = (
     ),
     Panel(
         "Adapter evictions per second",
-        "Adapters that left a worker's memory for others.",
+        "Adapters evicted from a worker's memory for others.",
         "short",
         {"evictions": _rate("diffusion_worker_adapter_evictions_total")},
     ),
@@ -148,7 +148,7 @@ ONE_MODEL = (
     ),
     Panel(
         "Adapters",
-        "Adapters by state, on average of the replicas.",
+        "Adapters by state, averaged over the replicas.",
         "short",
         {"{{state}}": f"avg by (state) (diffusion_worker_adapters{CHOSEN}) > 0"},
     ),

@@ -106,7 +106,7 @@ def test_the_rules_are_rendered_when_asked_and_about_the_releases_operator(chart
     text = (CHART / "files" / "alerts.yaml").read_text().replace("OPERATOR_NAMESPACE", NAMESPACE)
     assert rule["spec"]["groups"] == yaml.safe_load(text)
     assert rule["metadata"]["labels"]["release"] == "prometheus"
-    with pytest.raises(RenderError, match="nothing to look at"):
+    with pytest.raises(RenderError, match=r"set metrics\.enabled to true as well"):
         chart.text("bare-values.yaml", overrides={"metrics.alerts": True})
 
 

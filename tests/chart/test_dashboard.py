@@ -54,5 +54,5 @@ def test_the_dashboard_is_installed_when_asked_with_the_labels_of_the_sidecar(ch
     assert json.loads(found["data"]["diffusion-models.json"]) == json.loads(dashboard.PATH.read_text())
     default = the_only(chart.documents(overrides={"dashboards.enabled": True}), "ConfigMap")
     assert default["metadata"]["labels"]["grafana_dashboard"] == "1"
-    with pytest.raises(RenderError, match="nothing to look at"):
+    with pytest.raises(RenderError, match=r"set metrics\.enabled to true as well"):
         chart.text("bare-values.yaml", overrides={"dashboards.enabled": True})

@@ -133,7 +133,7 @@ def let_it_fall_asleep(demo: Demo, step: Step) -> None:
     wait_for(demo.kubectl, DEPLOYMENT, WAKEABLE, deadline_s=SLEEP_S, tell=demo.story.say)
     demo.show_objects()
     operation = _last_operation(demo, "sleep")
-    step.result = f"asleep by itself: {operation['freedBytes'] / 1e6:.1f} MB given back in {operation['seconds']:.2f} s"
+    step.result = f"asleep by itself: {operation['freedBytes'] / 1e6:.1f} MB freed in {operation['seconds']:.2f} s"
 
 
 def wake_it_by_a_request(demo: Demo, step: Step) -> None:

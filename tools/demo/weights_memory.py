@@ -91,7 +91,7 @@ def megabytes(size: int) -> str:
 
 
 def check_given_back(before: Sequence[RankMemory], after: Sequence[RankMemory]) -> str:
-    """Return the figures in words; raise DemoFailed if sleep gave back too little or the worker's figure is not the kernel's."""
+    """Return the figures in words; raise DemoFailed if a sleep freed too little or the worker's figure is not the kernel's."""
     awake, asleep = total_resident(before), total_resident(after)
     if awake < sum(rank.weights for rank in before):
         raise DemoFailed(f"while awake the weights' mapping has {awake} bytes in memory, less than the weights have")

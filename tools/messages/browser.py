@@ -23,7 +23,7 @@ OBJECT = re.compile(r"^const (\w+) = \{", re.MULTILINE)
 KEY = re.compile(r'(\w+):\s*(?:\["\w*",\s*)?$')
 SUM = re.compile(r"\s*\+\s*([A-Z]+)\b")
 # A short text that is shown all the same: of an element, or with the mark that ends a sentence.
-LABELLED = re.compile(r'(?:element\("\w+", |title: |setText\("[\w-]+", |announce\(|\["\w+", )$')
+LABELLED = re.compile(r'(?:element\("\w+", |title: |setText\("[\w-]+", |announce\(|: \["\w+", )$')
 
 
 def html_texts(content: str) -> Iterator[str]:

@@ -69,7 +69,7 @@ def run(
     liveness_port: int,
     log_format: str,
 ) -> None:
-    """Run until a signal ends it."""
+    """Run the operator until a signal ends it."""
     if all_namespaces == bool(namespaces):
         raise click.UsageError("give either --namespace, once or more, or --all-namespaces")
     try:

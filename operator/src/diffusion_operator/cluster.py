@@ -173,7 +173,7 @@ class KubernetesCluster:
 
     async def published_kinds(self) -> Manifest:
         """Return the OpenAPI document of our kinds, which every account may read; an empty one where it may not, or where there is none."""
-        what, path = "get the schema of our kinds", f"/openapi/v3/apis/{GROUP}/{VERSION}"
+        what, path = "read the schema of the operator's kinds", f"/openapi/v3/apis/{GROUP}/{VERSION}"
         try:
             response = await self._client.request("get", path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S)
             content: Manifest = await response.json(loads=msgspec.json.decode)

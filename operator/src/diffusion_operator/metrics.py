@@ -178,7 +178,7 @@ class Workers(Collector):
         """In the thread of the metrics server; each copy is one step of the interpreter. Every state is there, as 0."""
         records = [record for memory in list(self._memories.values()) for record in list(memory.polls.values())]
         counts = collections.Counter(record.followed for record in records)
-        family = GaugeMetricFamily("diffusion_operator_workers", "Workers by how the operator follows them.", labels=["followed"])
+        family = GaugeMetricFamily("diffusion_operator_workers", "Workers by how the operator reads their state.", labels=["followed"])
         for state in Followed:
             family.add_metric([state.value], counts[state])
         yield family

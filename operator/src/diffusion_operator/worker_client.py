@@ -322,5 +322,5 @@ def _wire_error(content: bytes, status: int) -> WireError:
     try:
         return msgspec.json.decode(content, type=WireError)
     except (ValueError, RecursionError):
-        message = f"status {status}, and a body that is no error of a worker"
+        message = f"status {status}, and a body that is not a worker's error"
         return WireError(code=f"Http{status}", message=message, retryable=status >= 500)

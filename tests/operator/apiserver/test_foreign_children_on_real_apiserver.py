@@ -174,7 +174,7 @@ def ready_without(kind: Kind) -> tuple[str, str]:
 async def test_a_strangers_object_is_left_alone_and_named_and_taken_up_when_it_goes(everywhere: Everywhere, kind: Kind) -> None:
     place, name = Place(everywhere.client, f"stranger-{kind.kind.lower()}"), NAMES[kind]
     message = await place.until("ChildrenReady", "False", "NameConflict")
-    assert f"{kind.kind} {name} belongs to somebody else and is left alone" in message
+    assert f"{kind.kind} {name} is not managed by this DiffusionDeployment and is left alone" in message
     await place.until("Ready", *ready_without(kind))
     assert await place.pods() == ([] if kind in MOUNTED else ["d-0-0"])
     assert await place.get(kind, name) == everywhere.theirs[place.namespace], "not even its version is another one"
@@ -193,7 +193,7 @@ async def test_a_strangers_pod_is_left_alone_and_the_next_name_taken(everywhere:
     await place.until("Ready", "True", "Serving")
     assert await place.pods() == ["d-0-0", "d-0-1"]
     assert (await place.get(POD, "d-0-0"))["metadata"]["uid"] == everywhere.theirs["stranger-pod"]["metadata"]["uid"]
-    await place.noted("NameConflict", "pod d-0-0 belongs to somebody else")
+    await place.noted("NameConflict", "pod d-0-0 is not managed by this DiffusionDeployment")
     assert len(await place.notes("NameConflict")) == 1
 
 

@@ -73,7 +73,7 @@ DECLARED = [
     ("a sleeping one is woken", "AlwaysAwake", ASLEEP, ["wake 0"]),
     ("a ready one is left", "AlwaysAwake", READY, []),
     ("one that drains is called back", "AlwaysAwake", says(WorkerPhase.DRAINING, operation=op("sleep", "s")), ["wake 0"]),
-    ("one that gives its memory back is let finish", "AlwaysAwake", says(WorkerPhase.SLEEPING, operation=op("sleep", "s")), []),
+    ("one that frees its memory is let finish", "AlwaysAwake", says(WorkerPhase.SLEEPING, operation=op("sleep", "s")), []),
     ("one that slept by itself is woken", "AlwaysAwake", says(WorkerPhase.ASLEEP, last_operation=op("sleep", "policy-b")), ["wake 0"]),
     ("one that slept by request is told that requests may wake it", "OnIdle", told(ASLEEP), ["sleep 0"]),
     ("one that knows is left", "OnIdle", told(ASLEEP, SleepPolicy.ON_IDLE), []),

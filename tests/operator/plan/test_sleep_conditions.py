@@ -141,7 +141,7 @@ def test_the_message_says_when_a_request_would_be_served() -> None:
 
 def test_what_the_schema_cannot_refuse_is_told() -> None:
     text = message("Awake", planned(pod(), sleep=ON_IDLE | {"minAwake": 3}).status)
-    assert "spec.sleep.minAwake is 3 and spec.replicas 1: none sleeps" in text
+    assert "spec.sleep.minAwake is 3 and spec.replicas 1, so no replica sleeps" in text
     assert "spec.resources.limits has no memory" in text
     bounded = {"resources": {"limits": {"memory": "8Gi"}}}
     assert "warning" not in message("Awake", planned(pod(), sleep=ON_IDLE, **bounded).status)
@@ -153,7 +153,7 @@ STEPS = [
     (DRAINING, {}, "running requests have up to 300 s before it sleeps"),
     (DRAINING, {"drain": "Abort"}, "running requests are ended"),
     (DRAINING, {"drainTimeoutSeconds": 0}, "running requests are ended"),
-    (SLEEPING, {}, "it gives its memory back"),
+    (SLEEPING, {}, "it frees its memory"),
     (WAKING, {"wakeTimeoutSeconds": 9}, "it has 9 s to wake"),
     (ASLEEP, {}, None),
 ]

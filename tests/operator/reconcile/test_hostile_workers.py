@@ -258,7 +258,7 @@ async def test_an_error_that_is_not_understood_is_its_status_alone(body: bytes) 
         async with client_of(answering(body, status="418 Teapot", kind=kind)) as (client, _):
             with pytest.raises(ControlRefused) as caught:
                 await client.put_adapter(PUT, token="t")
-        assert (caught.value.code, str(caught.value)) == ("Http418", "status 418, and a body that is no error of a worker")
+        assert (caught.value.code, str(caught.value)) == ("Http418", "status 418, and a body that is not a worker's error")
 
 
 async def test_words_of_an_error_are_cut_and_escaped() -> None:

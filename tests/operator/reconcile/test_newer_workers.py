@@ -42,7 +42,7 @@ async def test_a_ready_replica_in_a_state_of_a_newer_worker_serves_on_and_says_s
     assert rig.condition("Ready") == ("True", "Serving")
     assert rig.routable() == ["d-0-0"]
     (replica,) = rig.status()["replicaStates"]
-    assert "the worker says 'resharding', which this operator does not know" in replica["message"]
+    assert "the worker reports the state 'resharding', which this operator does not know" in replica["message"]
 
 
 async def test_a_replica_with_a_policy_a_level_and_a_residency_of_a_newer_worker_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,7 +360,7 @@ async def test_one_failed_poll_changes_nothing_and_three_over_fifteen_seconds_ar
     assert rig.condition("Ready") == ("True", "ServingDegraded"), "the kubelet's probe says that the data path is fine"
     assert rig.condition("Degraded") == ("True", "ControlUnreachable")
     assert rig.routable() == ["d-0-0", "d-1-0"]
-    assert "polls of the control endpoint failed" in rig.message("Degraded")
+    assert "calls to its control port failed" in rig.message("Degraded")
     rig.workers.at("10.0.0.1").unreachable = False
     await rig.run(10)
     assert rig.condition("Ready") == ("True", "Serving")

@@ -90,7 +90,7 @@ async def test_a_model_that_nobody_asks_sleeps_after_the_idle_time_and_a_request
     await rig.run(3)
     assert (rig.states(), rig.condition("Ready")) == (["Awake"], ("True", "Serving"))
     assert kinds(worker(rig)) == ["sleep", "wake"], "the operator woke nobody"
-    assert rig.cluster.notes("Slept") == ["replica 0 fell asleep in 0.250 s at level HostMemory and gave back 3.20 GB"]
+    assert rig.cluster.notes("Slept") == ["replica 0 fell asleep in 0.250 s at level HostMemory and freed 2.98 GiB"]
     assert rig.cluster.notes("Woke") == ["replica 0 woke in 0.250 s from level HostMemory, 5 bytes of weights are in memory again"]
 
 

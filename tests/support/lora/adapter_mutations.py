@@ -197,7 +197,7 @@ class Mutator:
         self.file.length_off_by = self.rng.choice([1, -1, 8, -9, 1000, -1000, 1 << 20, 1 << 40, (1 << 63)])
 
     def metadata(self) -> None:
-        """Replace the metadata: by unknown keys, by invalid settings and recipes, or by something that is no table of strings."""
+        """Replace the metadata: by unknown keys, by invalid settings and recipes, or by something that is not a table of strings."""
         garbage = self.rng.choice(
             ["", "{", "[]", "3", "null", "[" * 5000, '{"steps": -1}', '{"transformer.r": "x"}', '{"transformer.lora_alpha": 1e999}',
              '{"transformer.use_dora": true}', '{"unet.r": 99}', '{"sigmas": [0, 0]}', '{"shift": NaN}']

@@ -69,7 +69,7 @@ def first_key(state: State, part: str) -> str:
         ({"r": 4}, "InvalidAdapter", "expected rank 4 as the configuration says, found 8"),
         ({"rank_pattern": {"to_q": 2}}, "InvalidAdapter", "to_q: expected rank 2"),
         ({"target_modules": ["to_q"]}, "InvalidAdapter", "target_modules"),
-        ({"alpha_pattern": {"(a": 2}}, "InvalidAdapter", "is no pattern"),
+        ({"alpha_pattern": {"(a": 2}}, "InvalidAdapter", "is not a regular expression"),
     ],
 )
 def test_a_configuration_that_would_not_be_applied_exactly_is_refused_by_name(
@@ -312,19 +312,19 @@ def entry(name: str, shape: list[int], begin: int, end: int, dtype: str = "F32")
 @pytest.mark.parametrize(
     ("document", "data", "says"),
     [
-        ("{ ", 0, "no JSON"),
-        ("[]", 0, "no JSON object"),
-        ("[" * 30_000, 0, "no JSON"),
-        ('{"a": ' + "1" * 5000 + "}", 0, "no JSON"),
+        ("{ ", 0, "not a JSON object"),
+        ("[]", 0, "not a JSON object"),
+        ("[" * 30_000, 0, "not a JSON object"),
+        ('{"a": ' + "1" * 5000 + "}", 0, "not a JSON object"),
         ("[" + "[]," * 300_000 + "1]", 0, "more tables or lists than 20000 tensors need"),
         ("{" + ",".join(f'"{number}":{{}}' for number in range(20_001)) + "}", 0, "more tables or lists"),
-        ('{"__metadata__": {"a": 1}}', 0, "no table of strings"),
+        ('{"__metadata__": {"a": 1}}', 0, "not a table of strings"),
         ('{"a": 3}', 0, "a: expected dtype"),
         ("{" + entry("a", [2], 0, 8) + ", " + entry("a", [2], 0, 8) + "}", 8, "has a twice"),
-        ("{" + entry("a", [2], 0, 8, "F33") + "}", 8, "'F33' is no dtype"),
+        ("{" + entry("a", [2], 0, 8, "F33") + "}", 8, "'F33' is not a dtype"),
         ("{" + entry("a", [2], 0, 7) + "}", 7, "a: F32 [2] takes 8 bytes"),
-        ("{" + entry("a", [-2], 0, 8) + "}", 8, "is no shape"),
-        ("{" + entry("a", [1 << 62, 1 << 62], 0, 8) + "}", 8, "is no shape"),
+        ("{" + entry("a", [-2], 0, 8) + "}", 8, "is not a shape"),
+        ("{" + entry("a", [1 << 62, 1 << 62], 0, 8) + "}", 8, "is not a shape"),
         ("{" + entry("a", [2], 0, 8) + ", " + entry("b", [2], 4, 12) + "}", 12, "b: its data_offsets [4, 12] are wrong: it overlaps"),
         (
             "{" + entry("a", [2], 0, 8) + ", " + entry("b", [2], 16, 24) + "}",
@@ -333,9 +333,9 @@ def entry(name: str, shape: list[int], begin: int, end: int, dtype: str = "F32")
         ),
         ("{" + entry("a", [2], 0, 8) + "}", 4, "a: ends at byte 8 of 4"),
         ("{" + entry("a", [2], 0, 8) + "}", 12, "take 8 bytes, but 12 follow"),
-        ("{" + entry("../../etc/passwd", [2], 0, 8) + "}", 8, "is no name of a tensor"),
-        ("{" + entry("a\\u001b[31m", [2], 0, 8) + "}", 8, "is no name of a tensor"),
-        ("{" + entry("a" * 600, [2], 0, 8) + "}", 8, "is no name of a tensor"),
+        ("{" + entry("../../etc/passwd", [2], 0, 8) + "}", 8, "is not a tensor's name"),
+        ("{" + entry("a\\u001b[31m", [2], 0, 8) + "}", 8, "is not a tensor's name"),
+        ("{" + entry("a" * 600, [2], 0, 8) + "}", 8, "is not a tensor's name"),
     ],
 )
 def test_a_header_that_lies_is_refused_with_the_first_tensor(tmp_path: Path, document: str, data: int, says: str) -> None:

@@ -95,7 +95,7 @@ def test_allowed_origins_come_from_options_or_from_the_environment(monkeypatch: 
         (['--lora=a={"s3": {"uri": "s3://b/k", "credentialsSecretRef": {"name": ".."}}}'], "s3.credentialsSecretRef.name: expected"),
         (["--max-loras=0", f"--lora=a={DIGITS / 'loras' / 'stripes'}"], "1 adapters, but --max-loras is 0"),
         (["--cache-dir=/nowhere"], "--cache-dir: expected a folder that can be written to, found '/nowhere'"),
-        ([f"--lora=digits={DIGITS / 'loras' / 'stripes'}", "--served-name=digits"], "the name is that of the model"),
+        ([f"--lora=digits={DIGITS / 'loras' / 'stripes'}", "--served-name=digits"], "the name is the model's served name"),
         (["--max-cached-loras=4", *(f"--lora={name}=s3://b/k" for name in "abcde")], "5 adapters, but --max-cached-loras is 4"),
         (["--max-cached-loras=3"], "--max-cached-loras: expected at least --max-loras 4, found 3"),
         (["--max-loras-per-request=5"], "--max-loras-per-request: expected at most --max-loras 4, found 5"),

@@ -153,7 +153,7 @@ def test_the_image_is_downloaded_in_the_format_that_was_asked_for(
 
 def test_an_image_by_an_adapter_is_the_adapters_and_says_so(worker: WorkerProcess, open_page: Callable[..., Page]) -> None:
     page = open_page(worker)
-    expect(page.locator("#add_adapter option")).to_have_text(["none, the base model", "frame", "stripes"])
+    expect(page.locator("#add_adapter option")).to_have_text(["none (base model)", "frame", "stripes"])
     page.get_by_label("Adapters", exact=True).select_option("stripes")
     make(page, prompt="a blue digit four", num_inference_steps="6", seed="3")
     assert re.match(r"stripes × 1 \(sha256:[0-9a-f]{12}…\)", finished(page)["adapters"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep gives the weights' memory back, as the kernel counts it, and the image after waking is the same, bit for bit."""
+"""Sleep frees the weights' memory, as the kernel counts it, and the image after waking is the same, bit for bit."""
 
 import concurrent.futures
 import json

@@ -169,7 +169,7 @@ def test_an_image_of_no_numbers_is_the_error_of_its_own_request_and_the_others_o
     loop(wire, FakeWorker({1: lambda: both}))
     (done,) = wire.said
     assert [(failed.request_id, failed.error.code) for failed in done.failed] == [("bad", ErrorCode.REQUEST_FAILED)]
-    assert "no numbers" in done.failed[0].error.message
+    assert "not numbers" in done.failed[0].error.message
     assert [(item.request_id, item.frame) for item in done.finished] == [("good", 0)]
 
 
@@ -218,5 +218,5 @@ def test_a_gpu_would_make_the_same_bytes_as_a_cpu() -> None:
         assert bool(finite)
     values[0, 1, 2, 3] = float("inf")
     assert not bool(bytes_of(values[0])[1])
-    with pytest.raises(RequestError, match="no numbers"):
+    with pytest.raises(RequestError, match="not numbers"):
         to_pixels(values)

@@ -101,8 +101,8 @@ def test_an_error_in_a_shared_call_ends_only_the_request_that_causes_it(rig: Run
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"pipeline": "NoSuchPipeline"}, "'NoSuchPipeline' is no pipeline of diffusers"),
-        ({"pipeline": "AutoencoderKL"}, "'AutoencoderKL' is no pipeline of diffusers"),
+        ({"pipeline": "NoSuchPipeline"}, "'NoSuchPipeline' is not a pipeline of diffusers"),
+        ({"pipeline": "AutoencoderKL"}, "'AutoencoderKL' is not a pipeline of diffusers"),
         ({"pipeline": "FluxPipeline"}, "FluxPipeline: expected .* to be"),
     ],
 )

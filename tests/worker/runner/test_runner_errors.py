@@ -93,7 +93,7 @@ def test_an_image_that_is_not_finite_is_an_error_and_no_black_image(rig: RunnerR
     rig.runner.join(request("poisoned"), make_body(rig.runner.pipeline, request("poisoned"), conditioning={"latents": poison}))
     images, errors = rig.run(good, running=1)
     assert errors["poisoned"].code == ErrorCode.REQUEST_FAILED
-    assert "no numbers" in errors["poisoned"].message
+    assert "not numbers" in errors["poisoned"].message
     assert levels_apart(images["good"], image_of_diffusers(plain, good)) <= 1
 
 

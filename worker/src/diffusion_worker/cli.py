@@ -57,7 +57,7 @@ class NumberRange(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if math.isnan(number):
-            self.fail(f"{value!r} is no number.", param, ctx)
+            self.fail(f"{value!r} is not a number.", param, ctx)
         return number
 
 
@@ -101,14 +101,18 @@ def cli() -> None:
 @cli.command()
 @click.argument("model", required=False, metavar="[SOURCE]")
 @click.option("--model", "model_option", metavar="SOURCE", help="A diffusers folder: a path, hf://, s3://, pvc:// or JSON; same as SOURCE.")
-@click.option("--served-name", metavar="NAME", help="The model's name in requests; by default that of its folder.")
-@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, help="Processes, one for each GPU.")
+@click.option("--served-name", metavar="NAME", help="The model's name in requests; by default the name of its folder.")
+@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, help="Rank processes, one for each GPU.")
 @click.option("--tensor", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the large layers of a model.")
 @click.option("--sequence", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the tokens of an image.")
 @click.option("--shard", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the memory for weights.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in tiles, spread over the ranks.")
 @click.option(
-    "--lora", "loras", multiple=True, metavar="NAME=SOURCE", help="An adapter at start: a path, hf://, s3://, pvc://, https:// or JSON."
+    "--lora",
+    "loras",
+    multiple=True,
+    metavar="NAME=SOURCE",
+    help="An adapter to load at start, may be repeated: a path, hf://, s3://, pvc://, https:// or JSON.",
 )
 @click.option("--desired", "desired_path", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
 @click.option(
@@ -152,8 +156,14 @@ def cli() -> None:
     show_default=True,
     help="Time that a first step waits for requests to share it.",
 )
-@click.option("--exact", is_flag=True, help="Every request's model calls run alone: bit-equal to diffusers at one rank.")
-@click.option("--prompt-cache-size", type=click.IntRange(0, 65_536), default=32, show_default=True, help="Encoded prompts kept; 0: none.")
+@click.option("--exact", is_flag=True, help="Run each request's model calls alone; with one rank, images equal diffusers' bit for bit.")
+@click.option(
+    "--prompt-cache-size",
+    type=click.IntRange(0, 65_536),
+    default=32,
+    show_default=True,
+    help="Most encoded prompts that a rank keeps; 0: none.",
+)
 @click.option(
     "--compile",
     type=click.Choice([kind.value for kind in Compile]),
@@ -201,7 +211,7 @@ def cli() -> None:
     "--max-queued",
     click.IntRange(1, 1_000_000),
     QueueLimits().max_queued,
-    "Most requests that wait; one more is answered with 429 and the time to come back.",
+    "Most requests that wait; further ones get 429 with Retry-After.",
 )
 @_bound(
     "--max-queued-seconds",
@@ -215,9 +225,9 @@ def cli() -> None:
     QueueLimits().max_queued_bytes,
     "Most bytes of decoded images that all requests may hold.",
 )
-@_bound("--max-connections", click.IntRange(1, 1_000_000), 900, "Most connections of the data port; probes are answered beyond them.")
+@_bound("--max-connections", click.IntRange(1, 1_000_000), 900, "Most connections of the data port; probes are answered even beyond it.")
 @click.option(
-    "--api-key-file", "api_key_path", metavar="FILE", help="A file with the bearer token of the data port; without it, no token is needed."
+    "--api-key-file", "api_key_path", metavar="FILE", help="A file with the API key that requests must send; without it, no key is needed."
 )
 @click.option(
     "--cors-origin",
@@ -226,17 +236,23 @@ def cli() -> None:
     metavar="ORIGIN",
     envvar="DIFFUSION_WORKER_CORS_ORIGIN",
     show_envvar=True,
-    help="An origin whose pages may call the data port, as https://app.example, or *.",
+    help="An origin whose pages may call the data port, as https://app.example, or *; may be repeated.",
 )
-@click.option("--ui/--no-ui", default=True, show_default=True, help="The page at / of the data port.")
-@click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Adapters that running requests use at once.")
-@click.option("--max-cached-loras", type=click.IntRange(0, 100_000), help="Adapters kept in memory; by default 16, or --max-loras if more.")
+@click.option("--ui/--no-ui", default=True, show_default=True, help="Serve the page at / of the data port.")
+@click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Most adapters in use at once.")
+@click.option(
+    "--max-cached-loras", type=click.IntRange(0, 100_000), help="Most adapters in host memory; by default 16, or --max-loras if more."
+)
 @click.option(
     "--max-loras-per-request", type=click.IntRange(1, 64), help="Most adapters of one request; by default 4, or --max-loras if less."
 )
 @click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True, help="Largest rank of an adapter.")
 @click.option(
-    "--lora-target-module", "lora_target_modules", multiple=True, metavar="NAME", help="Layers adapters may change; by default any."
+    "--lora-target-module",
+    "lora_target_modules",
+    multiple=True,
+    metavar="NAME",
+    help="End of a layer's name that adapters may change; by default any.",
 )
 @click.option(
     "--lora-on-missing",
@@ -253,33 +269,45 @@ def cli() -> None:
     show_default=True,
     help="Time limit to fetch and load an adapter, used where the call gives none.",
 )
-@click.option("--cache-dir", metavar="PATH", help="Folder that keeps fetched models and adapters; by default they go with the worker.")
+@click.option(
+    "--cache-dir", metavar="PATH", help="Folder that keeps fetched models and adapters; by default they are deleted when the worker ends."
+)
 @click.option(
     "--cache-size-bytes",
     type=click.IntRange(min=1),
     help="Size of the cache above which unused files are removed; by default only when the disk is full.",
 )
 @click.option(
-    "--secrets-dir", default=SECRETS_DIR, show_default=True, metavar="PATH", help="Folder with a folder for each Secret of a source."
+    "--secrets-dir",
+    default=SECRETS_DIR,
+    show_default=True,
+    metavar="PATH",
+    help="Folder with one folder for each Secret that sources name.",
 )
 @click.option(
-    "--claims-dir", default=CLAIMS_DIR, show_default=True, metavar="PATH", help="Folder with a folder for each claim of a source."
+    "--claims-dir", default=CLAIMS_DIR, show_default=True, metavar="PATH", help="Folder with one folder for each claim that sources name."
 )
 @click.option("--allow-http-sources", is_flag=True, help="Sources over http, not only https: for tests and closed networks.")
 @click.option("--host", default="0.0.0.0", show_default=True, help="Address of the data port, and of the control port if it has a token.")
-@click.option("--port", type=PORT, default=8000, show_default=True, help="Images, models, probes, metrics; 0 takes a free one.")
-@click.option("--control-port", type=PORT, default=8001, show_default=True, help="State, sleep, wake, adapters; 0 takes a free one.")
+@click.option(
+    "--port", type=PORT, default=8000, show_default=True, help="The data port: images, models, probes, metrics; 0 takes a free one."
+)
+@click.option(
+    "--control-port", type=PORT, default=8001, show_default=True, help="The control port: state, sleep, wake, adapters; 0 takes a free one."
+)
 @click.option(
     "--control-token-file",
     "control_token_path",
     metavar="FILE",
-    help="A file with the bearer token of the control port; without it, the port is on 127.0.0.1 only.",
+    help="A file with the control token; without it, the control port is on 127.0.0.1 only.",
 )
+@click.option("--state-dir", metavar="PATH", help="Folder with the record that the model sleeps; a worker restarted with it starts asleep.")
 @click.option(
-    "--state-dir", metavar="PATH", help="Folder that remembers that the model sleeps: restarted with it, the worker starts asleep."
-)
-@click.option(
-    "--max-restarts", type=click.IntRange(0, 100_000), default=5, show_default=True, help="Restarts of lost ranks in ten minutes."
+    "--max-restarts",
+    type=click.IntRange(0, 100_000),
+    default=5,
+    show_default=True,
+    help="Most restarts of lost ranks in ten minutes; then the worker ends.",
 )
 @click.option(
     "--rendezvous-address", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Address at which the ranks meet."
@@ -309,7 +337,7 @@ def cli() -> None:
     help="Seconds that running requests may take after SIGTERM.",
 )
 def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
-    """Serve the model of SOURCE: images on one port, control on another."""
+    """Serve the model at SOURCE: images on the data port, state and control on the control port."""
     config = config_of(options)
     check(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
@@ -419,7 +447,7 @@ def check(config: WorkerConfig) -> None:
         raise ConfigError(f"--served-name: expected letters, digits, '.', '_' and '-', at most 63, found {config.served_name!r}")
     if (name := config.served_name) in config.preload_loras:
         text = shown(config.preload_loras[name])
-        raise ConfigError(f"--lora {name}={text}: the name is that of the model, choose another or another --served-name")
+        raise ConfigError(f"--lora {name}={text}: the name is the model's served name: choose another name, or another --served-name")
     check_sources(config)
     check_lora_bounds(config)
     check_together(config)

@@ -51,7 +51,7 @@ async def test_a_strangers_object_is_left_alone_and_named_and_its_name_is_taken_
     await begun(rig)
     assert rig.cluster.find(kind, NAMES[kind]) == theirs
     assert rig.condition("ChildrenReady") == ("False", "NameConflict")
-    assert f"{kind.kind} {NAMES[kind]} belongs to somebody else" in rig.message("ChildrenReady")
+    assert f"{kind.kind} {NAMES[kind]} is not managed by this DiffusionDeployment" in rig.message("ChildrenReady")
     assert len(rig.cluster.notes("NameConflict")) == 1
     if kind in MOUNTED:
         assert rig.cluster.names(POD) == []
@@ -308,7 +308,7 @@ async def test_a_strangers_pod_is_skipped_by_the_next_incarnation_and_told_once(
     assert creates == ["d-0-0", "d-0-1", "d-0-2"]
     assert [rig.cluster.find(POD, name) for name in ("d-0-0", "d-0-1")] == theirs
     assert len(rig.cluster.notes("NameConflict")) == 2
-    assert "pod d-0-0 belongs to somebody else" in rig.cluster.notes("NameConflict")[0]
+    assert "pod d-0-0 is not managed by this DiffusionDeployment" in rig.cluster.notes("NameConflict")[0]
 
 
 async def test_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() -> None:

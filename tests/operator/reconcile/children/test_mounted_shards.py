@@ -148,7 +148,7 @@ async def test_a_strangers_shard_refuses_its_own_adapters_only_until_it_goes() -
     assert rig.cluster.find(CONFIG_MAP, A) == before
     assert (rig.condition("ChildrenReady"), rig.condition("Ready")) == (("False", "NameConflict"), ("True", "Serving"))
     assert rig.adapter_condition("Accepted", "a") == ("False", "NameConflict")
-    assert f"ConfigMap {A} belongs to somebody else" in rig.adapter_message("Accepted", "a")
+    assert f"ConfigMap {A} is not managed by this DiffusionDeployment" in rig.adapter_message("Accepted", "a")
     assert rig.adapter_condition("Ready", "b") == ("True", "LoadedEverywhere")
     assert worker.loads == ["b"], "it was not even tried"
     rig.restart_operator()

@@ -102,7 +102,7 @@ async def test_what_is_put_while_the_model_sleeps_is_deferred_and_loaded_before_
 
 async def test_what_is_wrong_with_a_file_is_told_at_once_as_far_as_it_can_be_without_the_ranks(edge: Edge) -> None:
     await sleep(edge)
-    edge.fetcher.unread_errors["/a"] = RequestError(ErrorCode.INVALID_ADAPTER, "adapter 'a': its header is no JSON object")
+    edge.fetcher.unread_errors["/a"] = RequestError(ErrorCode.INVALID_ADAPTER, "adapter 'a': its header is not a JSON object")
     with pytest.raises(RequestError, match="header") as error:
         await put(edge, "a")
     assert (error.value.code, states(edge)) == (ErrorCode.INVALID_ADAPTER, [("a", "Failed")])

@@ -325,7 +325,7 @@ async def test_a_defect_while_looking_ends_those_that_wait_instead_of_forgetting
     rig.life.enter(WAKING)
     with pytest.raises(AttributeError):
         await rig.outcome("a")
-    assert "the watch over held requests failed" in caplog.text
+    assert "the task that watches held requests failed" in caplog.text
     rig.cold_requests = ColdRequests()
     rig.ask("b")
     await rig.settle()

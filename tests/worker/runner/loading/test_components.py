@@ -211,8 +211,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         f"diffusion_pytorch_model.safetensors: tensor {OUT}: expected a floating type, found int64",
     ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read: No such file"),
-    "half a config": (lambda folder: (folder / "config.json").write_text('{"act_fn": '), "config.json is no JSON object"),
-    "a list for a config": (lambda folder: (folder / "config.json").write_text("[]"), "config.json is no JSON object"),
+    "half a config": (lambda folder: (folder / "config.json").write_text('{"act_fn": '), "config.json is not a JSON object"),
+    "a list for a config": (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not a JSON object"),
     "a config of another class": (
         lambda folder: (folder / "config.json").write_text('{"block_out_channels": "many"}'),
         "AutoencoderKL cannot be loaded from .*vae: ",

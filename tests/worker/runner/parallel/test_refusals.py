@@ -61,7 +61,7 @@ def flux_with_heads(heads: int) -> Any:
 
 
 def test_a_text_whose_length_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--sequence 3: the text of FluxPipeline has 512 tokens, which is no multiple of 3"):
+    with pytest.raises(ConfigError, match="--sequence 3: the text of FluxPipeline has 512 tokens, which is not a multiple of 3"):
         kinds_of(flux_with_heads(3), sequence=3)
 
 

@@ -96,7 +96,7 @@ def test_the_ranks_are_the_product_of_all_sizes_and_only_those_of_one_group_comp
     }
     for sizes, (mesh, rows) in expected.items():
         assert [places[sizes] for places in each] == [(mesh, ran) for ran in rows]
-    assert {places["{'tensor': 3}"] for places in each} == {"4 ranks are no multiple of tensor 3 x sequence 1 x shard 1"}
+    assert {places["{'tensor': 3}"] for places in each} == {"4 ranks are not a multiple of tensor 3 x sequence 1 x shard 1"}
 
 
 @pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"])

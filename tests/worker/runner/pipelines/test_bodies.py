@@ -209,7 +209,7 @@ def test_pixels_are_bytes_whatever_the_pipeline_returns() -> None:
 
 
 def test_values_that_are_no_numbers_make_no_image() -> None:
-    with pytest.raises(RequestError, match="no numbers"):
+    with pytest.raises(RequestError, match="not numbers"):
         to_pixels(np.full((1, 4, 6, 3), np.nan))
 
 

@@ -149,7 +149,7 @@ class EngineParts:
     def fail(self, reason: str) -> None:
         """Fail the engine: all waiting requests and loads end with the reason."""
         if self.life.fail(reason):
-            log.error("engine failed: %s", reason)
+            log.error("worker failed: %s", reason)
             self.lost.set()
             self.loader.stop(RequestError(ErrorCode.ENGINE_FAILED, reason, retry_after_s=10.0))
             self.steps.end(GroupFailed(reason))

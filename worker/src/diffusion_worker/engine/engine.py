@@ -126,7 +126,7 @@ class Engine:
         self.life.loaded = False
         self._parts.digest.end()
         self._parts.declared.end()
-        self._parts.loader.stop(RequestError(ErrorCode.TERMINATING, "the server is shutting down", retry_after_s=1.0))
+        self._parts.loader.stop(RequestError(ErrorCode.TERMINATING, "the worker is shutting down", retry_after_s=1.0))
         self._accept_nothing()
         await self._finish(self.config.drain_timeout_s)
         if self._draining is not None:
@@ -156,7 +156,7 @@ class Engine:
         """Wait until no request is left; past the time, end requests with an error."""
         await self._parts.sleep_calls.end()
         if self.state is EngineState.TERMINATING:
-            await self._steps.drain(within_s, ErrorCode.TERMINATING, "the server is shutting down")
+            await self._steps.drain(within_s, ErrorCode.TERMINATING, "the worker is shutting down")
 
     async def generate(self, params: GenerationParams, *, on_event: Callable[[RequestEvent], None] | None = None) -> Generation:
         """Make the images of a request; see `RequestService.generate`."""
@@ -374,7 +374,7 @@ class Engine:
         if self.life.state_after_restart not in (EngineState.DRAINING, *DEFERRING):
             self.life.require_ready(f"adapter {name!r}", restarting_too=False)
         if name == self.config.served_name:
-            raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: the name is that of the base model")
+            raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: its name is that of the base model")
         self._parts.declared.called(name)
         return await self._parts.loader.put(name, call)
 
@@ -406,4 +406,4 @@ class Engine:
 
     def _check_boot(self, boot_id: str | None) -> None:
         if boot_id is not None and boot_id != self.boot_id:
-            raise RequestError(ErrorCode.WRONG_BOOT, f"bootId: expected {self.boot_id}, found {boot_id}: the server restarted meanwhile")
+            raise RequestError(ErrorCode.WRONG_BOOT, f"bootId: expected {self.boot_id}, found {boot_id}: the worker restarted meanwhile")

@@ -154,7 +154,7 @@ def _no_header(beginning: bytes, length: int, size: int, label: str) -> RequestE
             return RequestError(code, f"{label}: expected a safetensors file, found {what}")
     if 2 <= length <= size - LENGTH_BYTES:
         return _invalid(f"{label}: its header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")
-    return _invalid(f"{label}: is no safetensors file, or is truncated: its header claims {length} bytes, the file has {size}")
+    return _invalid(f"{label}: is not a safetensors file, or is truncated: its header claims {length} bytes, the file has {size}")
 
 
 def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHeader:
@@ -167,7 +167,7 @@ def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHea
     try:
         metadata = msgspec.json.decode(document.pop("__metadata__", b"{}"), type=dict[str, str])
     except msgspec.DecodeError:
-        raise _invalid(f"{label}: __metadata__ of its header is no table of strings") from None
+        raise _invalid(f"{label}: __metadata__ of its header is not a table of strings") from None
     tensors = {name: _entry(name, value, label) for name, value in document.items()}
     _check_ranges(tensors, size_bytes - len(beginning), label)
     return AdapterHeader(metadata=metadata, tensors=tensors, data_start=len(beginning), size_bytes=size_bytes)
@@ -186,7 +186,7 @@ def _decode(data: bytes, label: str) -> dict[str, msgspec.Raw]:
         if any(data.count(key) != len(document) - ("__metadata__" in document) for key in _KEYS):
             _refuse_repeated_names(data, label)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise _invalid(f"{label}: its header is no JSON object: {str(error)[:120]}") from None
+        raise _invalid(f"{label}: its header is not a JSON object: {str(error)[:120]}") from None
     return document
 
 
@@ -206,7 +206,7 @@ def _refuse_repeated_names(data: bytes, label: str) -> None:
 def _entry(name: str, raw: msgspec.Raw, label: str) -> TensorEntry:
     """Decode and check the entry of one tensor; raises RequestError (InvalidAdapter)."""
     if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name) or ".." in name:
-        raise _invalid(f"{label}: {shown(name)} is no name of a tensor")
+        raise _invalid(f"{label}: {shown(name)} is not a tensor's name")
     try:
         entry = _entry_decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -214,7 +214,7 @@ def _entry(name: str, raw: msgspec.Raw, label: str) -> TensorEntry:
     dtype, shape, (begin, end) = entry.dtype, entry.shape, entry.data_offsets
     item = ITEM_BYTES.get(dtype)
     if item is None:
-        raise _invalid(f"{label}: {name}: {ascii(dtype)[:120]} is no dtype")
+        raise _invalid(f"{label}: {name}: {ascii(dtype)[:120]} is not a dtype")
     if end - begin != math.prod(shape) * item:
         expected = f"{dtype} {list(shape)} takes {math.prod(shape) * item} bytes"
         raise _invalid(f"{label}: {name}: {expected}, its data_offsets have {end - begin}")
@@ -230,10 +230,10 @@ def _wrong_entry(name: str, raw: msgspec.Raw, label: str) -> RequestError:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         return _invalid(f"{label}: {name}: expected dtype, shape and data_offsets in the header, found {ascii(value)[:120]}")
     if not isinstance(value["dtype"], str):
-        return _invalid(f"{label}: {name}: {ascii(value['dtype'])[:120]} is no dtype")
+        return _invalid(f"{label}: {name}: {ascii(value['dtype'])[:120]} is not a dtype")
     if not _are_sizes(value["shape"]) or len(value["shape"]) > MAX_DIMENSIONS:
-        return _invalid(f"{label}: {name}: {ascii(value['shape'])[:120]} is no shape")
-    return _invalid(f"{label}: {name}: {ascii(value['data_offsets'])[:120]} are no data_offsets")
+        return _invalid(f"{label}: {name}: {ascii(value['shape'])[:120]} is not a shape")
+    return _invalid(f"{label}: {name}: {ascii(value['data_offsets'])[:120]} are not data_offsets")
 
 
 def _are_sizes(values: Any) -> bool:

@@ -166,7 +166,7 @@ def _decode(data: bytes, label: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _invalid(f"{label} cannot be read: {str(error)[:120]}") from None
     if not isinstance(document, dict):
-        raise _invalid(f"{label} is no JSON object")
+        raise _invalid(f"{label} is not a JSON object")
     return document
 
 
@@ -225,7 +225,7 @@ def _match(pattern: str, module: str, label: str, match: Callable[[str, str], re
     try:
         return match(pattern, module)
     except (re.error, OverflowError, RecursionError) as error:
-        raise _invalid(f"{label}: {ascii(pattern)[:120]} is no pattern: {error}") from None
+        raise _invalid(f"{label}: {ascii(pattern)[:120]} is not a regular expression: {error}") from None
 
 
 def _invalid(message: str) -> RequestError:

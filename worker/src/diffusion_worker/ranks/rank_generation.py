@@ -125,7 +125,7 @@ class RankGeneration:
                 left_s = since + timeout_s - time.monotonic()
         finally:
             waiting.cancel()
-        silent = "rank 0, which answers for all, said nothing"
+        silent = "rank 0, which answers for all, sent nothing"
         self.lose(f"{phase} was not finished within {timeout_s:.3g} s: {silent}", Fault.STALLED)
         raise GroupFailed(self.loss.result().reason)
 

@@ -210,9 +210,7 @@ class DiffusionWorker:
                 fingerprint, and such a worker never sleeps.
         """
         if self._config.shard > 1:
-            raise RequestError(
-                ErrorCode.INVALID_REQUEST, "fingerprint: not supported with --shard, whose weights the worker cannot give back"
-            )
+            raise RequestError(ErrorCode.INVALID_REQUEST, "fingerprint: not supported with --shard, whose weights the worker cannot free")
         return self.model_runner.fingerprint(probe=probe)
 
     def synchronize(self) -> None:

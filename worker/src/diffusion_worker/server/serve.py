@@ -166,8 +166,8 @@ async def _life(engine: Engine) -> Ending:
     except GroupFailed as error:
         return Ending(EXIT_GROUP_LOST, str(error))
     except Exception as error:
-        log.exception("unexpected error in the engine")
-        return Ending(EXIT_GROUP_LOST, f"unexpected error in the engine: {error!r}")
+        log.exception("unexpected error in the worker")
+        return Ending(EXIT_GROUP_LOST, f"unexpected error in the worker: {error!r}")
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -224,7 +224,7 @@ async def _close(engine: Engine, listeners: list[Listener], serving: list[asynci
 
 
 def _end_at_once(ending: Ending, timeout_s: float) -> None:
-    reason = f"shutdown took over {timeout_s:g} s, after: {ending.reason}"
+    reason = f"the shutdown took more than {timeout_s:g} s, after: {ending.reason}"
     log.error("%s", reason)
     write_termination_log(reason)
     os._exit(ending.exit_code or EXIT_GROUP_LOST)

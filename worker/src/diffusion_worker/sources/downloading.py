@@ -321,7 +321,7 @@ def raise_for_status(response: httpx2.Response, what: str) -> None:
     status = response.status_code
     found = f"the source answered {status}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{what}: {found}: its credentials are missing or not enough")
+        raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{what}: {found}: its credentials are missing or insufficient")
     if status in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
         raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: {found}")
     if status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500:

@@ -88,7 +88,7 @@ class Bucket:
             with relay(self._reach, allow_http=self._allow_http) as proxy:
                 found = obstore.list(self._listing_store(proxy), self.key or None).collect()
         except (UnauthenticatedError, PermissionDeniedError):
-            raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{self.what}: its credentials are missing or not enough") from None
+            raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{self.what}: its credentials are missing or insufficient") from None
         except FileNotFoundError:
             raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{self.what}: there is no such bucket") from None
         except (BaseError, OSError) as error:

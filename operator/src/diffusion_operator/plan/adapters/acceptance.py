@@ -101,9 +101,12 @@ def _refusal(
     if not lora.enabled:
         return "LoRADisabled", f"spec.lora.enabled of {where} is false"
     if name == deployment.served_name:
-        return "NameReserved", f"the name {name!r} is the served name of {where}"
+        return "NameReserved", f"the name {name!r} is the served name of {where}; create the adapter with another spec.adapterName"
     if claim.owner is not None:
-        return "NameConflict", f"the name {name!r} belongs to the older LoRAAdapter {claim.owner}"
+        return (
+            "NameConflict",
+            f"the name {name!r} belongs to the older LoRAAdapter {claim.owner}; create this one with another spec.adapterName",
+        )
     if _held_by_another(deployment, adapter, held):
         return "NameConflict", f"the adapter that had the name {name!r} before is still being unloaded"
     return (
@@ -137,17 +140,17 @@ def _too_large(deployment: DiffusionDeployment, adapter: LoRAAdapter, where: str
     if rank is None or rank <= limit:
         return None
     enough = next((one for one in _RANKS if one >= rank), None)
-    advice = f"raise that to {enough}, which replaces the replicas, or use a smaller adapter" if enough else "use a smaller adapter"
+    advice = f"raise the limit to {enough}, which replaces the replicas, or use a smaller adapter" if enough else "use a smaller adapter"
     return "RankTooLarge", f"the adapter has rank {rank}, and spec.lora.maxRank of {where} is {limit}: {advice}"
 
 
 def _capacity_refusal(adapter: LoRAAdapter, lora: Lora, where: str, *, full: bool) -> tuple[str, str] | None:
     """Only Resident ones take a place for good; the others take turns."""
     if lora.slots == 0:
-        return "CapacityExceeded", f"spec.lora.maxLoaded of {where} is 0: no adapter can be used"
+        return "CapacityExceeded", f"spec.lora.maxLoaded of {where} is 0, so no adapter can be used: raise it"
     if adapter.spec.suspend or adapter.spec.residency is not Residency.RESIDENT or not full:
         return None
-    message = f"{lora.slots} of {lora.slots} adapters are Resident on {where} (spec.lora.maxLoaded): raise that, or make one Cached"
+    message = f"{lora.slots} of {lora.slots} adapters are Resident on {where} (spec.lora.maxLoaded): raise it, or make one Cached"
     return "CapacityExceeded", message
 
 

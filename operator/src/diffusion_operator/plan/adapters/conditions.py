@@ -73,7 +73,7 @@ def loaded(view: AdapterView) -> Verdict:
     desired = view.decision.desired is not None
     total, text = len(view.instances) if desired else 0, _tally(view)
     if total == 0:
-        return verdict("Loaded", False, "NoReplicas", "there is no replica to load it on" if desired else "not asked for")
+        return verdict("Loaded", False, "NoReplicas", "there is no replica to load it on" if desired else "no replica is asked to load it")
     if view.count(InstanceState.LOADED) == total:
         return verdict("Loaded", True, "AllReplicas", text)
     if view.count(InstanceState.FAILED):
@@ -141,7 +141,7 @@ def _progress(instance: Instance) -> str:
 def _evicted(view: AdapterView) -> str:
     return (
         f"evicted from memory on {_replicas(view.evicted)}, where a request for it gets 503 AdapterNotLoaded. More adapters than "
-        "the deployment's spec.lora.maxCached take turns: raise that, set spec.lora.onMissing to Load, or make this one Resident"
+        "the deployment's spec.lora.maxCached are in use: raise it, set spec.lora.onMissing to Load, or make this one Resident"
     )
 
 

@@ -106,7 +106,7 @@ def _evicted(attempt: Attempt, now: datetime) -> Attempt:
     minutes = THRASH_WINDOW.seconds // 60
     message = (
         f"this adapter was evicted {len(evictions)} times in {minutes} minutes. It is loaded again in {minutes} minutes, or when its spec "
-        "changes. Check that spec.lora.maxCached of the DiffusionDeployment is enough for its adapters"
+        "changes. If the DiffusionDeployment has more adapters than its spec.lora.maxCached, raise that field"
     )
     return msgspec.structs.replace(attempt, error=WireError(code=RELOAD_LOOP, message=message), next_retry=now + THRASH_WINDOW)
 

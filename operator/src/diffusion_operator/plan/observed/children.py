@@ -153,7 +153,8 @@ def hurried(known: ChildTry, now: datetime) -> ChildTry:
 
 
 def stranger(kind: Kind, name: str) -> ChildState:
-    text = f"{kind.kind} {name} belongs to somebody else and is left alone; delete or rename it, or give the deployment another name"
+    found = f"{kind.kind} {name} is not managed by this DiffusionDeployment and is left alone"
+    text = f"{found}; delete or rename it, or give the deployment another name"
     return ChildState(kind=kind.kind, name=name, ours=False, reason=NAME_CONFLICT, message=text)
 
 

@@ -20,7 +20,7 @@ class PolicyOutcome(msgspec.Struct, frozen=True):
 
 
 def control_secured(spec: DeploymentSpec, policy: PolicyOutcome) -> Verdict:
-    token = "the control port takes the deployment's token only"
+    token = "the control port accepts only the deployment's token"
     if spec.control.network_policy is PolicyMode.NONE:
         return verdict("ControlSecured", True, "TokenOnly", f"{token}; spec.control.networkPolicy is None")
     if not policy.possible:

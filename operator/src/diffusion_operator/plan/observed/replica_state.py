@@ -137,7 +137,8 @@ def read_group(pod: Pod, poll: Poll, previous: ReplicaStatus | None, deployment:
     state = _state(pod, poll, previous)
     problem, message = _problem(pod, poll, state, deployment)
     if poll.state is not None and not poll.state.state.known:
-        word = f"the worker says {poll.state.state.value!r}, which this operator does not know: the worker is newer than the operator"
+        state_name = poll.state.state.value
+        word = f"the worker reports the state {state_name!r}, which this operator does not know: the worker is newer than the operator"
         message = f"{message}; {word}".lstrip("; ")
     if poll.state is not None and poll.state.desired.problem is not None:
         message = f"{message}; {poll.state.desired.problem.message}".lstrip("; ")
@@ -216,7 +217,7 @@ def _last_requests(poll: Poll, seconds: int) -> str:
 
 
 def _unreachable(poll: Poll) -> str:
-    return f"the last polls of the control endpoint failed: {poll.error}"
+    return f"the last calls to its control port failed: {poll.error}"
 
 
 def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
@@ -251,7 +252,7 @@ def _on_its_way(state: ReplicaState, sleep: Sleep) -> str:
     if state is ReplicaState.DRAINING:
         patient = sleep.drain is DrainMode.WAIT and sleep.drain_timeout_seconds
         return f"running requests have up to {sleep.drain_timeout_seconds} s before it sleeps" if patient else "running requests are ended"
-    return {ReplicaState.SLEEPING: "it gives its memory back", ReplicaState.WAKING: f"it has {sleep.wake_timeout_seconds} s to wake"}.get(
+    return {ReplicaState.SLEEPING: "it frees its memory", ReplicaState.WAKING: f"it has {sleep.wake_timeout_seconds} s to wake"}.get(
         state, ""
     )
 

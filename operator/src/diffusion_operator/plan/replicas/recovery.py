@@ -52,7 +52,7 @@ def given_up(groups: Sequence[Group], spec: DeploymentSpec) -> Mapping[int, Reas
     """Return the reasons by index; `groups` include their failures."""
     reasons = {group.index: why for group in groups if (why := _reason(group, spec)) is not None}
     silent = _cut_off(groups)
-    return reasons | ({silent.index: Reason("its control endpoint could not be reached for five minutes")} if silent is not None else {})
+    return reasons | ({silent.index: Reason("its control port could not be reached for five minutes")} if silent is not None else {})
 
 
 def due(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> Mapping[int, str]:

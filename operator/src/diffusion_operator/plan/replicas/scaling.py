@@ -83,7 +83,7 @@ def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
     """Retire the older of two pods of one replica: two operators that overlap may each make one, and a replica is its newest pod."""
     newest = {group.pod.uid for group in groups}
     older = [pod for pod in observed.pods if not observed.leaves(pod) and pod.uid not in newest]
-    return [DeletePod(name=pod.name, uid=pod.uid, why="a newer pod has the place of this replica", orphan=pod.orphan) for pod in older]
+    return [DeletePod(name=pod.name, uid=pod.uid, why="a newer pod has the index of this replica", orphan=pod.orphan) for pod in older]
 
 
 def _wrongly_pinned(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:

@@ -31,5 +31,6 @@ def orphan_replaced(name: str, *, why: str, uid: str) -> PlannedEvent:
 
 def pod_name_taken(name: str, *, index: int, uid: str) -> PlannedEvent:
     """Return the Event about somebody else's pod under a name of replica `index`."""
-    text = f"pod {name} belongs to somebody else and is left alone; replica {index} gets a pod with another name (status.replicaStates)"
+    found = f"pod {name} is not managed by this DiffusionDeployment and is left alone"
+    text = f"{found}; replica {index} gets a pod with another name (status.replicaStates)"
     return PlannedEvent(type=EventType.WARNING, reason=NAME_CONFLICT, message=text, key=uid)

@@ -33,9 +33,9 @@ def _suspended(before: DeploymentStatus, after: DeploymentStatus) -> Iterator[Pl
     if found is None or (was == PAUSED) is (found.reason == PAUSED):
         return
     if found.reason == PAUSED:
-        yield _normal("Suspended", "spec.suspend is true: the pods end, and all else stays", after)
+        yield _normal("Suspended", "spec.suspend is true: the pods are deleted, and everything else is kept", after)
     elif was:
-        yield _normal("Resumed", "spec.suspend is not true any more: the pods are made again", after)
+        yield _normal("Resumed", "spec.suspend is no longer true: the pods are made again", after)
 
 
 def _normal(reason: str, message: str, after: DeploymentStatus) -> PlannedEvent:

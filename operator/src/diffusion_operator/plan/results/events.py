@@ -41,7 +41,7 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
         message = f"{shown}; the counts are of all replicas"
         events.append(_normal("StatusTruncated", message, key=str(after.observed_generation)))
     if _revision_done(before, after):
-        message = f"all replicas have revision {after.current_revision}"
+        message = f"all replicas have the template's revision {after.current_revision}"
         events.append(_normal("RolloutComplete", message, key=after.current_revision or ""))
     looping = condition_of(after.conditions, "Degraded")
     if looping is not None and looping.reason == "CrashLooping" != reason_of(before.conditions, "Degraded"):
@@ -125,7 +125,7 @@ def _operation_events(index: int, ended: OperationStatus, *, boot: str, generati
     if ended.code is None:
         woke, level = ended.kind == "wake", ended.level.value if ended.level is not None else "unknown"
         what = f"woke {took} from level {level}, {_size(ended.bytes)} of weights are in memory again"
-        slept = f"fell asleep {took} at level {level} and gave back {_size(ended.bytes)}"
+        slept = f"fell asleep {took} at level {level} and freed {_size(ended.bytes)}"
         key = f"{boot}-{ended.id}"
         return [_normal("Woke" if woke else "Slept", f"replica {index} {what if woke else slept}", key=key)]
     kind = "wake" if ended.kind == "wake" else "sleep"
@@ -140,12 +140,12 @@ def _why(code: str | None, message: str | None) -> str:
 
 
 def _size(count: int | None) -> str:
-    """`3.20 GB`, in powers of ten as disks and models are sold."""
+    """Return a size as `2.98 GiB`, in powers of two as Kubernetes' quantities."""
     if count is None:
         return "an unknown number of bytes"
-    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
-        if count >= 10**power:
-            return f"{count / 10**power:.2f} {unit}"
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 2**power:
+            return f"{count / 2**power:.2f} {unit}"
     return f"{count} bytes"
 
 

@@ -122,7 +122,7 @@ def progressing(now: Situation) -> Verdict:
     missing = now.wanted - len(now.groups)
     if now.progress.stalled and now.progress.record is not None:
         limit = f"for {now.spec.rollout.progress_deadline_seconds} s (spec.rollout.progressDeadlineSeconds)"
-        served = f"{now.progress.record.served} of {now.wanted} replicas serve with the new template, and no further one {limit}"
+        served = f"{now.progress.record.served} of {now.wanted} replicas serve with the new template, and no further one came up {limit}"
         text = f"{served}; replicas that serve are left alone until the spec changes{_others(now)}"
         return verdict("Progressing", False, "DeadlineExceeded", text)
     # A group that starts its ranks again gets on by itself.
@@ -151,7 +151,7 @@ def scheduled(now: Situation) -> Verdict:
         return verdict("Scheduled", False, "InsufficientGPU" if gpu else "Unschedulable", _replica_message(waiting[0]))
     gated = sum(group.pod.gated for group in now.groups)
     if gated:
-        text = f"{gated} of {now.wanted} replicas wait behind a scheduling gate, as one of Kueue's until its queue has quota"
+        text = f"{gated} of {now.wanted} replicas wait behind a scheduling gate, such as Kueue's, which goes when the queue has quota"
         return verdict("Scheduled", False, "WaitingForQuota", text)
     if now.refusal:
         return verdict("Scheduled", False, "QuotaExceeded" if QUOTA in now.refusal else "PodsRefused", now.refusal)
@@ -187,9 +187,9 @@ def _sleep_advice(spec: DeploymentSpec) -> Iterator[str]:
     """Yield advice on sleep settings that are valid but unwise."""
     sleep = spec.sleep
     if sleep.policy is SleepPolicy.ON_IDLE and sleep.min_awake > spec.replicas:
-        yield f"spec.sleep.minAwake is {sleep.min_awake} and spec.replicas {spec.replicas}: none sleeps"
+        yield f"spec.sleep.minAwake is {sleep.min_awake} and spec.replicas {spec.replicas}, so no replica sleeps"
     if sleep.policy is not SleepPolicy.ALWAYS_AWAKE and sleep.level is SleepLevel.HOST_MEMORY and "memory" not in spec.resources.limits:
-        yield "warning: spec.sleep.level is HostMemory and spec.resources.limits has no memory: nothing bounds what a sleep keeps"
+        yield "warning: spec.sleep.level is HostMemory and spec.resources.limits has no memory, so nothing limits what a sleep keeps"
 
 
 def adapters_ready(now: Situation) -> Verdict:
@@ -247,7 +247,7 @@ def _tally(now: Situation) -> str:
 
 def _suspended(now: Situation) -> str:
     ending = f"; {len(now.groups)} replicas have not ended yet" if now.groups else ""
-    return f"spec.suspend is true: there are no replicas until it is false, and then spec.replicas ({now.spec.replicas}){ending}"
+    return f"spec.suspend is true, so there are no replicas; when it is false, spec.replicas ({now.spec.replicas}) are made{ending}"
 
 
 def _rolled_out(now: Situation) -> str:

@@ -130,7 +130,7 @@ class DeclaredAdapters:
                 reasons = "; ".join(missing.values())
                 message = (
                     f"mounted lists of adapters are missing or outdated after {FILE_PATIENCE_S:.0f} s: {reasons}; "
-                    "their adapters are loaded once the lists come or calls ask"
+                    "their adapters are loaded when the lists arrive or the operator asks for them"
                 )
                 log.error("%s", message)
                 self.problem = ProblemReport(ErrorCode.DIGEST_MISMATCH, message)
@@ -199,7 +199,7 @@ class DeclaredAdapters:
 
     def _may_be(self, name: str) -> bool:
         if name == self._config.served_name:
-            log.error("adapter=%s not loaded code=%s: the name is that of the base model", name, ErrorCode.CONFLICT)
+            log.error("adapter=%s not loaded code=%s: its name is that of the base model", name, ErrorCode.CONFLICT)
         return name != self._config.served_name
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

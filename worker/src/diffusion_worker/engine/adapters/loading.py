@@ -155,7 +155,7 @@ class AdapterLoader:
         arriving = self._table.drop_arriving(name)
         adapter = self._table.take_out(name)
         if adapter is None:
-            raise RequestError(ErrorCode.NOT_FOUND, f"adapter {name!r} is not known here")
+            raise RequestError(ErrorCode.NOT_FOUND, f"adapter {name!r} is not known to this worker")
         why = f"adapter {name!r} was removed while it was loading"
         self._outcomes.discard(arriving, why)
         self._outcomes.give_up(adapter, why)
@@ -238,7 +238,7 @@ class AdapterLoader:
         try:
             loaded = await self._brought(adapter, load)
         except asyncio.CancelledError:
-            self._outcomes.failed(adapter, load, load.superseded or RequestError(ErrorCode.TERMINATING, "the server is shutting down"))
+            self._outcomes.failed(adapter, load, load.superseded or RequestError(ErrorCode.TERMINATING, "the worker is shutting down"))
         except GroupFailed as error:
             message = f"adapter {adapter.name!r}: the rank group was lost while it was loading: {error}"
             self._outcomes.failed(adapter, load, RequestError(ErrorCode.RANK_FAILED, message))

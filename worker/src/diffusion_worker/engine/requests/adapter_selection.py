@@ -103,7 +103,7 @@ class AdapterSelection:
         adapter = self._table.get(name)
         if adapter is None:
             adapters = ", ".join(self._table.names()) or "none"
-            message = f"model {name!r} is not known here: expected {self._served_name!r} or an adapter of it, which are: {adapters}"
+            message = f"model {name!r} is not known to this worker: expected {self._served_name!r} or one of its adapters: {adapters}"
             raise RequestError(ErrorCode.NOT_FOUND, message)
         if adapter.state in THERE or (self._is_loaded_for_requests(adapter) and adapter.state is not AdapterState.FAILED):
             return adapter

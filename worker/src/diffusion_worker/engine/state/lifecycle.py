@@ -16,11 +16,11 @@ REFUSALS: dict[EngineState, tuple[ErrorCode, str, float | None]] = {
     EngineState.STARTING: (ErrorCode.STARTING, "the model is still loading", 5.0),
     EngineState.DRAINING: (ErrorCode.ASLEEP, "the model is going to sleep", None),
     EngineState.SLEEPING: (ErrorCode.ASLEEP, "the model is going to sleep", None),
-    EngineState.ASLEEP: (ErrorCode.ASLEEP, "the model is asleep, because its sleep policy says so", None),
+    EngineState.ASLEEP: (ErrorCode.ASLEEP, "the model is asleep by its sleep policy", None),
     EngineState.WAKING: (ErrorCode.BUSY, "the model is waking up", 1.0),
     EngineState.RESTARTING: (ErrorCode.BUSY, "the rank group was lost and is being started again", 1.0),
-    EngineState.FAILED: (ErrorCode.ENGINE_FAILED, "the rank group is lost; the server is about to restart", 10.0),
-    EngineState.TERMINATING: (ErrorCode.TERMINATING, "the server is shutting down", 1.0),
+    EngineState.FAILED: (ErrorCode.ENGINE_FAILED, "the rank group is lost; the worker is about to restart", 10.0),
+    EngineState.TERMINATING: (ErrorCode.TERMINATING, "the worker is shutting down", 1.0),
 }
 
 

@@ -119,7 +119,7 @@ class Operations:
         except GroupFailed as error:
             problem = ProblemReport(ErrorCode.ENGINE_FAILED, str(error), True)
         except asyncio.CancelledError:
-            problem = ProblemReport(ErrorCode.TERMINATING, "the server is shutting down", True)
+            problem = ProblemReport(ErrorCode.TERMINATING, "the worker is shutting down", True)
         except Exception as error:
             log.exception("%s operation=%s failed unexpectedly", kind, operation_id)
             problem = ProblemReport(ErrorCode.ENGINE_FAILED, f"{kind} failed unexpectedly: {error!r}", True)

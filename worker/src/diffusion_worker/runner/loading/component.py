@@ -94,4 +94,4 @@ def _check_config(name: str, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"component {name}: {path} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"component {name}: {path} is no JSON object: {error}") from None
+        raise ConfigError(f"component {name}: {path} is not a JSON object: {error}") from None

@@ -76,7 +76,7 @@ def _pipeline_class(config: WorkerConfig, index: dict[str, Any]) -> Any:
     if missing := missing_libraries(found):
         raise ConfigError(f"--pipeline: {name} needs {' and '.join(missing)}, which the worker does not have")
     if not _is_pipeline(found):
-        raise ConfigError(f"model {config.model!r}: {name!r} is no pipeline of diffusers {diffusers.__version__}")
+        raise ConfigError(f"model {config.model!r}: {name!r} is not a pipeline of diffusers {diffusers.__version__}")
     return found
 
 

@@ -48,7 +48,7 @@ def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a safetensors file, or of all in a folder, by name.
 
     Raises:
-        RequestError: InvalidRequest, there is no such file or it is no safetensors file.
+        RequestError: InvalidRequest, there is no such file or it is not a safetensors file.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:

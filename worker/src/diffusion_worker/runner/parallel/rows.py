@@ -66,7 +66,7 @@ class Parallel:
         shard: int = 1,
     ) -> None:
         if world % (tensor * sequence * shard):
-            raise ValueError(f"{world} ranks are no multiple of tensor {tensor} x sequence {sequence} x shard {shard}")
+            raise ValueError(f"{world} ranks are not a multiple of tensor {tensor} x sequence {sequence} x shard {shard}")
         self.rank = rank
         self.world = world
         self.device = device

@@ -120,7 +120,7 @@ def check_model(name: str, model: nn.Module, size: int) -> None:
         raise ConfigError(f"--sequence: {kind} ({name}) is not supported, expected one of {', '.join(sorted(FAMILIES))}")
     heads = int(model.config["num_attention_heads"])  # type: ignore[index]
     if heads % size:
-        raise ConfigError(f"--sequence {size}: {kind} ({name}) has {heads} attention heads, which is no multiple of {size}")
+        raise ConfigError(f"--sequence {size}: {kind} ({name}) has {heads} attention heads, which is not a multiple of {size}")
 
 
 def describe(info: ModelInfo, token_pixels: int, size: int) -> ModelInfo:
@@ -129,7 +129,7 @@ def describe(info: ModelInfo, token_pixels: int, size: int) -> ModelInfo:
         tokens = (info.default_height // token_pixels) * (info.default_width // token_pixels)
         if tokens % size:
             made = f"{info.default_width}x{info.default_height} by default, in {tokens} tokens"
-            raise ConfigError(f"--sequence {size}: {info.pipeline} makes {made}, which is no multiple of {size}")
+            raise ConfigError(f"--sequence {size}: {info.pipeline} makes {made}, which is not a multiple of {size}")
     return msgspec.structs.replace(info, token_pixels=token_pixels, tokens_multiple=size)
 
 
@@ -176,7 +176,7 @@ class Ulysses:
         if type(module.processor).__name__ == "JointAttnProcessor2_0":
             module.processor = SplitJointAttention(self._group)
         if not hasattr(module.processor, "_parallel_config"):
-            raise ConfigError(f"--sequence: {name} has a {type(module.processor).__name__}, which knows nothing of other ranks")
+            raise ConfigError(f"--sequence: {name} has a {type(module.processor).__name__}, which does not support several ranks")
         module.processor._parallel_config = self._config
 
     def _check_length(self, what: str, length: int) -> None:

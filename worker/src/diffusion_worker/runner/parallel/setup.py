@@ -136,7 +136,7 @@ class ParallelKinds:
         text = None if parameter is None else parameter.default
         splits_text = any(sequence.FAMILIES[type(model).__name__].text for model in self._denoisers.values())
         if splits_text and isinstance(text, int) and text % size:
-            raise ConfigError(f"--sequence {size}: the text of {kind} has {text} tokens, which is no multiple of {size}")
+            raise ConfigError(f"--sequence {size}: the text of {kind} has {text} tokens, which is not a multiple of {size}")
 
     def _check_shared_layers(self) -> None:
         """Raise ConfigError where two models share a layer, because a layer is sharded with one model."""

@@ -29,7 +29,7 @@ def check_model(name: str, model: nn.Module, size: int) -> None:
         raise ConfigError(f"--tensor: {kind} ({name}) is not supported, expected one of {', '.join(FAMILIES)}")
     heads = int(model.config["num_attention_heads"])  # type: ignore[index]
     if heads % size:
-        raise ConfigError(f"--tensor {size}: {kind} ({name}) has {heads} attention heads, which is no multiple of {size}")
+        raise ConfigError(f"--tensor {size}: {kind} ({name}) has {heads} attention heads, which is not a multiple of {size}")
     try:
         resolve_tp_shard_specs(model, model._tp_plan, size)
     except ValueError as error:

@@ -40,7 +40,7 @@ class RawImage:
         """Return uint8 [height, width, 3], or [frames, height, width, 3]; in any thread. Waits for the copy.
 
         Raises:
-            RequestError: RequestFailed, the model returned values that are no numbers.
+            RequestError: RequestFailed, the model returned values that are not numbers.
         """
         return to_pixels(self._output) if self._copy is None else self._copy.pixels()
 
@@ -92,7 +92,7 @@ def to_pixels(output: Any) -> Pixels:
     """Return the pixels of the first image or video in a pipeline's result, in any form that pipelines return it.
 
     Raises:
-        RequestError: RequestFailed, the model returned values that are no numbers.
+        RequestError: RequestFailed, the model returned values that are not numbers.
     """
     first = output[0]
     if isinstance(first, list | tuple):
@@ -106,7 +106,7 @@ def to_pixels(output: Any) -> Pixels:
 
 def _require_numbers(finite: bool) -> None:
     if not finite:
-        raise RequestError(ErrorCode.REQUEST_FAILED, "the model returned values that are no numbers")
+        raise RequestError(ErrorCode.REQUEST_FAILED, "the model returned values that are not numbers")
 
 
 def _in_colour(pixels: Pixels) -> Pixels:

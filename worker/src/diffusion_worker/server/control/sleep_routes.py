@@ -36,7 +36,7 @@ STAGE = 0
 OVER_TIMEOUT_S = 900.0
 NOT_IMPLEMENTED = 501
 GIB = 1 << 30
-NOTHING: dict[int | str, dict[str, Any]] = {200: {"description": "It is done; no content."}, **ERRORS}
+NOTHING: dict[int | str, dict[str, Any]] = {200: {"description": "Done; no content."}, **ERRORS}
 
 
 class SleepQuery(BaseModel):

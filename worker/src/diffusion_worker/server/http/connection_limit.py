@@ -85,4 +85,4 @@ class ConnectionCollector(Collector):
         """Yield all families; called by the registry."""
         yield gauge("connections", "Connections of the data port.", self._limit.open)
         yield gauge("connections_max", "Most connections of the data port that are served at once, probes aside.", self._limit.most)
-        yield counter("connections_refused", "Requests refused on connections beyond the bound.", self._limit.refused)
+        yield counter("connections_refused", "Requests refused on connections beyond connections_max.", self._limit.refused)

@@ -214,7 +214,7 @@ async def _content(field: str, sent: UploadFile | str) -> bytes:
 def _content_of_url(field: str, url: str) -> bytes:
     head, comma, content = url.partition(",")
     if not head.startswith("data:"):
-        raise refused(field, "a data: URL (the server fetches no others)", "another URL")
+        raise refused(field, "a data: URL (the worker fetches no others)", "another URL")
     if not comma or not head.endswith(";base64"):
         raise refused(field, "a data: URL in base64", "another encoding")
     try:

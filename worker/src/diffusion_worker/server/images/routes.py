@@ -34,7 +34,7 @@ async def cancel_request(request_id: str, request: Request) -> None:
     if (replica := replica_of(request_id)) not in (None, request.app.state.replica):
         message = f"requests: expected an id of the replica {request.app.state.replica}, found one of {replica}"
         raise RequestError(ErrorCode.NOT_FOUND, message, details={"replica": replica})
-    raise RequestError(ErrorCode.NOT_FOUND, "requests: nothing runs under this id")
+    raise RequestError(ErrorCode.NOT_FOUND, "requests: no running request has this id")
 
 
 @router.get("/v1/models", response_model_exclude_none=True)

@@ -62,7 +62,7 @@ class EngineCollector(Collector):
         outcomes = {outcome.value: held.outcomes[outcome] for outcome in HeldOutcome}
         yield gauge("requests_held", "Requests that wait until the model serves.", document.held.current)
         yield gauge("held_oldest_seconds", "Waiting time of the oldest held request.", document.held.oldest_age_seconds or 0.0)
-        yield labelled("held_requests", "Requests for a model that did not serve, by outcome.", "outcome", outcomes)
+        yield labelled("held_requests", "Requests that came while the model did not serve, by outcome.", "outcome", outcomes)
         yield histogram("held_seconds", "Time that requests were held, with and without success.", {"": held.waited})
 
     def _queue(self) -> Iterator[Metric]:
@@ -126,7 +126,7 @@ class EngineCollector(Collector):
         yield counter("rank_group_restarts", "Times the rank group was started again.", restarts)
         yield labelled("rank_group_losses", "Losses of the rank group by kind of fault.", "fault", losses)
         yield labelled(
-            "frames_dropped", "Invalid frames between server and ranks, by the end that received and dropped them.", "end", dropped
+            "frames_dropped", "Invalid messages between server process and ranks, by the receiver that dropped them.", "end", dropped
         )
 
 

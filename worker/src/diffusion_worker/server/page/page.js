@@ -44,7 +44,7 @@ const AGAIN = "Try again in a moment.";
 const ADVICE = {
   InvalidRequest: "Change the field named above and try again.",
   Unauthorized: "Enter the worker's API key at the top of the page.",
-  Forbidden: "Open the page by the worker's own address, or have its owner allow this one.",
+  Forbidden: "Open the page at the worker's own address, or start the worker with a --cors-origin that allows this one.",
   NotFound: "The list of adapters was read again; choose an adapter from it.",
   AdapterNotLoaded: "The adapter is known, but not loaded yet. " + AGAIN,
   AdapterRemoved: "The adapter was removed meanwhile. Choose another one.",
@@ -222,7 +222,7 @@ function showWait({ state, ahead }) {
 
 function showStep({ step, steps }) {
   const text = steps ? `Step ${step} of ${steps}` : `Step ${step}`;
-  announce(step ? text : "The image is begun again …", step, steps);
+  announce(step ? text : "Starting the image again …", step, steps);
 }
 
 function showImage({ b64_json, output_format, size }, isPreview) {
@@ -328,7 +328,7 @@ function offerAdapters() {
   const free = adapters.filter(({ id }) => !chosen.includes(id));
   const options = free.map(({ id, state }) => new Option(state === "Cached" ? `${id} (is loaded first)` : id, id));
   const list = byId("add_adapter");
-  list.replaceChildren(new Option(chosen.length ? "add another one …" : "none, the base model", ""), ...options);
+  list.replaceChildren(new Option(chosen.length ? "add another one …" : "none (base model)", ""), ...options);
   list.disabled = !free.length || chosen.length >= mostAdapters;
 }
 
@@ -355,7 +355,7 @@ function showStatus({ state, percent, in_flight, queued, held, paused, policy, r
   const [lamp, words] = STATES[state] ?? ["wait", state];
   const text = (policy === "OnIdle" && WAKEABLE[state]) || words;
   const load = percent !== null ? `, ${percent} %` : "";
-  const pause = paused ? ", paused: no step is made until somebody resumes it" : "";
+  const pause = paused ? ", paused: no step runs until somebody resumes the worker" : "";
   const work = state === "ready" && in_flight + queued ? `, ${in_flight} in progress, ${queued} waiting` : "";
   const kept = held ? `, ${held} held` : "";
   byId("lamp").className = paused && lamp === "good" ? "wait" : lamp;

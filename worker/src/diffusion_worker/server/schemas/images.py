@@ -54,7 +54,7 @@ class ImageRequest(BaseModel):
 
     prompt: Annotated[str, Field(min_length=1, description="The image's content in words; not only spaces.")]
     model: Annotated[ModelName | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
-    n: Annotated[int | None, Field(ge=1, description="Number of images, by default 1. Their seeds follow each other.")] = None
+    n: Annotated[int | None, Field(ge=1, description="Number of images, by default 1. Each has the seed before it plus 1.")] = None
     size: Annotated[str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto.")] = None
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="The first image's seed; random if absent.")] = None
     num_inference_steps: Annotated[int | None, Field(ge=1)] = None
@@ -69,7 +69,8 @@ class ImageRequest(BaseModel):
     quality: Annotated[
         Literal["auto", "standard", "low", "medium", "high", "hd", "xhigh", "max"] | None,
         Field(
-            description="high, hd and xhigh compute every step, max is exact too; with the others the worker's step cache may skip work."
+            description="high, hd and xhigh compute every step; max runs alone too, as with exact; "
+            "with the others the worker's step cache may skip work."
         ),
     ] = None
     response_format: Annotated[
