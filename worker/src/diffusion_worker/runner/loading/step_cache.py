@@ -10,7 +10,7 @@ from diffusion_worker.config import StepCache as Kind
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.runner.model_call.components import DIVISIBLE_DENOISERS
 from diffusion_worker.runner.parallel.rows import Parallel
-from diffusion_worker.runner.pipelines.step_cache_support import SUPPORTED, why_no_denoiser, why_no_pipeline
+from diffusion_worker.runner.pipelines.step_cache_support import supported, why_no_denoiser, why_no_pipeline
 from diffusion_worker.runner.step_cache.cache import Agree, PipelineStepCache
 from diffusion_worker.runner.step_cache.first_block import FirstBlock
 from diffusion_worker.runner.step_cache.hooked_run import CacheVerdict
@@ -34,9 +34,9 @@ def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Modul
     reason = why_no_pipeline(pipeline) or next((why for part in denoisers.values() if (why := why_no_denoiser(kind, made, part))), None)
     if reason is not None or not denoisers:
         named = ", ".join(sorted({type(part).__name__ for part in denoisers.values()})) or "no denoiser"
-        supported = ", ".join(sorted(SUPPORTED[kind]))
+        known = ", ".join(supported(kind))
         why = reason or "there is nothing to cache"
-        raise ConfigError(f"--step-cache {kind}: {type(pipeline).__name__} with {named} is not supported: {why}; supported: {supported}")
+        raise ConfigError(f"--step-cache {kind}: {type(pipeline).__name__} with {named} is not supported: {why}; supported: {known}")
     return PipelineStepCache(made, denoisers, _agreement(parallel) if parallel.world > 1 else None)
 
 

@@ -6,7 +6,6 @@ everything else must be equal by content. A call with an argument of an unknown 
 `outputs` splits their results.
 """
 
-import enum
 import functools
 from collections.abc import Hashable
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from diffusion_worker.runner.families import Role, model_record
 from diffusion_worker.runner.model_call.contents import Contents
 from diffusion_worker.runner.model_call.outputs import split, stacked, tensors_of, unstacked, with_tensors
 
@@ -31,28 +31,6 @@ ROW_TABLES = frozenset({"input_ids", "position_ids", "segment_ids"})
 SWITCHES = frozenset({"image_embeds"})
 DENOISER_MODULES = ("diffusers.models.transformers.", "diffusers.models.unets.", "diffusers.models.controlnets.")
 DENOISER_WORDS = ("transformer", "unet", "controlnet", "prior")
-
-
-class Role(enum.Enum):
-    """The role of an argument in a call of several rows."""
-
-    ROW = "row"
-    COLUMN = "column"  # a tensor whose second dimension is the rows
-    ITEM = "item"  # a list with one entry per row
-    TIME = "time"
-    NESTED = "nested"
-    EQUAL = "equal"
-
-
-# Roles of arguments that the default rules get wrong, by model class.
-ROLES: dict[tuple[str, str], Role] = {
-    # Read from row 0 only, unlike those of Ideogram 4.
-    ("OmniGenTransformer2DModel", "position_ids"): Role.EQUAL,
-    # The layers of the language model come before the rows.
-    ("HiDreamImageTransformer2DModel", "encoder_hidden_states_llama3"): Role.COLUMN,
-    # The prompt is there once for each frame of a row.
-    ("UNetMotionModel", "encoder_hidden_states"): Role.ROW,
-}
 
 
 class ModelCall(msgspec.Struct, frozen=True):
@@ -145,19 +123,19 @@ class _Layout:
     """The layout of a call's arguments over its rows."""
 
     def __init__(self, call: ModelCall) -> None:
-        self.model = type(call.module).__name__
+        self.record = model_record(type(call.module))
         self.leading = _leading(call.arguments)
         self.rows = call.rows
         self.listed = call.listed
 
     def role(self, path: str, value: Any) -> Role:
-        """Return the role of an argument, or of an item in it, which exceptions in `ROLES` decide first.
+        """Return the role of an argument, or of an item in it, which the model's record decides first.
 
         A tensor's role follows from its name and its rows. Lists are items if the rows are a list's, other containers of tensors are
         nested, and everything else must be equal.
         """
-        if (self.model, path) in ROLES:
-            return ROLES[self.model, path]
+        if (known := self.record.role(path)) is not None:
+            return known
         if isinstance(value, torch.Tensor):
             return self._tensor_role(path, value)
         if self.listed and isinstance(value, list) and len(value) == self.rows:

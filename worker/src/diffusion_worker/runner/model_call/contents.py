@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from diffusion_worker.runner.families import cache_record
+
 _PLAIN = (str, bytes, bool, int, float, complex, torch.dtype, torch.device)
 
 
@@ -65,5 +67,6 @@ def content(value: Any) -> Hashable | None:
 
 
 def _is_idle(value: Any) -> bool:
-    """Return whether the model ignores this cache: GLM-Image passes one at every step, also without reference images."""
-    return type(value).__name__ == "GlmImageKVCache" and all(layer.mode is None for layer in value.caches)
+    """Return whether this is a cache that the model ignores."""
+    record = cache_record(type(value))
+    return record is not None and all(getattr(layer, record.mode) is None for layer in getattr(value, record.layers))

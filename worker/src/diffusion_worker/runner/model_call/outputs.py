@@ -48,7 +48,8 @@ def _rebuilt(output: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _is_distribution(output: Any) -> bool:
-    return type(output).__name__.endswith("DiagonalGaussianDistribution")
+    """Return whether an output is one of the distributions of diffusers' VAEs, which have no class in common."""
+    return isinstance(getattr(output, "parameters", None), torch.Tensor) and hasattr(output, "deterministic")
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence parallel (Ulysses): each rank has some tokens of every row, and inside an attention all tokens of some heads.
 
-Diffusers' hooks split and gather the tokens, by diffusers' plan for a model or the one in `FAMILIES`. Diffusers' own switch is not used,
+Diffusers' hooks split and gather the tokens, by diffusers' plan for a model or the one in its record. Diffusers' own switch is not used,
 because it asks for an accelerator and takes the whole world for the group.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo
+from diffusion_worker.runner.families import SequencePlan, TokenCount, model_record, models
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.parallel.joint_attention import SplitJointAttention
 
@@ -25,43 +26,23 @@ Arguments = dict[str, Any]
 Plan = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class SequenceFamily:
-    """The counting and splitting of a model class's tokens.
-
-    `tokens` and `text` return the lengths to split, from a call's arguments and the model's config. `pack` returns the number of
-    neighbouring latents that the pipeline packs into one token. `plan` replaces diffusers' own. `pad_text` pads the text to a length that
-    can be split.
-    """
-
-    tokens: Callable[[Arguments, Any], int]
-    pack: Callable[[Any], int]
-    text: Callable[[Arguments], int] | None = None
-    plan: Plan | None = None
-    pad_text: Callable[[Arguments, int], Arguments] | None = None
-    # Modules that attend to the text alone. Every rank has the whole text, so they need no tokens of other ranks.
-    to_text_only: str | None = None
-
-
-def _length(name: str) -> Callable[[Arguments], int]:
-    return lambda arguments: int(arguments[name].shape[1])
-
-
-def _packed_tokens(arguments: Arguments, config: Any) -> int:
-    return int(arguments["hidden_states"].shape[1])
-
-
-def _patched_tokens(arguments: Arguments, config: Any) -> int:
-    """Return the number of patches in latents [rows, channels, (frames,) height, width]."""
+def _tokens(plan: SequencePlan, arguments: Arguments, config: Any) -> int:
+    """Return the number of tokens of an image: given, or patches in latents [rows, channels, (frames,) height, width]."""
+    states = arguments["hidden_states"]
+    if plan.tokens is TokenCount.PACKED:
+        return int(states.shape[1])
     patch = config.patch_size if isinstance(config.patch_size, list | tuple) else (config.patch_size,) * 2
-    sides = arguments["hidden_states"].shape[2:]
-    tokens = 1
-    for side, part in zip(sides, patch, strict=True):
-        tokens *= side // part
-    return tokens
+    return math.prod(side // part for side, part in zip(states.shape[2:], patch, strict=True))
 
 
-def _pad_qwen_text(arguments: Arguments, size: int) -> Arguments:
+def packed_latents(model: Any) -> int:
+    """Return the number of neighbouring latents, along a side, in one token of a model that has a plan."""
+    plan = plan_of(model)
+    patch = model.config.patch_size if plan.pack is None else plan.pack
+    return int(patch[-1] if isinstance(patch, list | tuple) else patch)
+
+
+def _pad_text(arguments: Arguments, size: int) -> Arguments:
     """Pad the text to a multiple of `size`, because prompts have any length here.
 
     Padding is masked, and positions of images do not depend on the text's length.
@@ -79,45 +60,32 @@ def _pad_qwen_text(arguments: Arguments, size: int) -> Arguments:
     }
 
 
-def _tokens_in(dim: int, dims: int) -> ContextParallelInput:
-    return ContextParallelInput(split_dim=dim, expected_dims=dims)
+def plan_of(model: nn.Module) -> SequencePlan:
+    """Return the plan of a model that `check_model` accepts."""
+    plan = model_record(type(model)).sequence
+    assert plan is not None, f"{type(model).__name__} has no plan"
+    return plan
 
 
-def _tokens_out_of(dim: int, dims: int) -> ContextParallelInput:
-    return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=True)
-
-
-_GATHERED = ContextParallelOutput(gather_dim=1, expected_dims=3)
-
-FAMILIES = {
-    "FluxTransformer2DModel": SequenceFamily(_packed_tokens, lambda config: 2, text=_length("encoder_hidden_states")),
-    "Flux2Transformer2DModel": SequenceFamily(_packed_tokens, lambda config: 2, text=_length("encoder_hidden_states")),
-    "QwenImageTransformer2DModel": SequenceFamily(_packed_tokens, lambda config: config.patch_size, pad_text=_pad_qwen_text),
-    "WanTransformer3DModel": SequenceFamily(_patched_tokens, lambda config: config.patch_size[-1]),
-    "LTXVideoTransformer3DModel": SequenceFamily(
-        _packed_tokens,
-        lambda config: config.patch_size,
-        # Diffusers' plan splits the text too, and then fails on its mask, which has all heads.
-        plan={
-            # With an image to start from each token has a time of its own.
-            "": {"hidden_states": _tokens_in(1, 3), "timestep": _tokens_in(1, 2)},
-            "rope": {0: _tokens_out_of(1, 3), 1: _tokens_out_of(1, 3)},
-            "proj_out": _GATHERED,
-        },
-        to_text_only="attn2",
-    ),
-    # Diffusers has no plan for it, and no processor that supports one. The text is on every rank: it is short, and 333 tokens long.
-    "SD3Transformer2DModel": SequenceFamily(
-        _patched_tokens, lambda config: config.patch_size, plan={"pos_embed": {0: _tokens_out_of(1, 3)}, "proj_out": _GATHERED}
-    ),
-}
+def _diffusers_plan(plan: SequencePlan, model: Any) -> Plan:
+    """Return a plan in the form of diffusers, or diffusers' own for the model."""
+    if not plan.splits:
+        return model._cp_plan  # type: ignore[no-any-return]
+    made: Plan = {}
+    for split in plan.splits:
+        of_output = isinstance(split.tensor, int)
+        made.setdefault(split.module, {})[split.tensor] = ContextParallelInput(
+            split_dim=split.dim, expected_dims=split.dims, split_output=of_output
+        )
+    return made | {plan.gathered: ContextParallelOutput(gather_dim=1, expected_dims=3)}
 
 
 def check_model(name: str, model: nn.Module, size: int) -> None:
     """Raise ConfigError where the model cannot be split over `size` ranks."""
     kind = type(model).__name__
-    if kind not in FAMILIES:
-        raise ConfigError(f"--sequence: {kind} ({name}) is not supported, expected one of {', '.join(sorted(FAMILIES))}")
+    if model_record(type(model)).sequence is None:
+        known = ", ".join(record.name for record in models() if record.sequence is not None)
+        raise ConfigError(f"--sequence: {kind} ({name}) is not supported, expected one of {known}")
     heads = int(model.config["num_attention_heads"])  # type: ignore[index]
     if heads % size:
         raise ConfigError(f"--sequence {size}: {kind} ({name}) has {heads} attention heads, which is not a multiple of {size}")
@@ -149,31 +117,31 @@ class Ulysses:
         Raises:
             ConfigError: an attention does not support split tokens, and would silently use this rank's alone.
         """
-        family = FAMILIES[type(model).__name__]
+        plan = plan_of(model)
         for name, module in model.named_modules():
             if hasattr(module, "processor"):
-                self._connect(name, module, family)
+                self._connect(name, module, plan)
         model._parallel_config = self._config
-        apply_context_parallel(model, self._config.context_parallel_config, family.plan or model._cp_plan)
+        apply_context_parallel(model, self._config.context_parallel_config, _diffusers_plan(plan, model))
 
     def prepare(self, model: nn.Module) -> Callable[[ModelCall], ModelCall]:
         """Return a function that prepares a call of the model; it raises RequestError for a length that cannot be split."""
-        family, config = FAMILIES[type(model).__name__], model.config
+        plan, config = plan_of(model), model.config
 
         def prepare(call: ModelCall) -> ModelCall:
-            self._check_length("tokens of the image", family.tokens(call.arguments, config))
-            if family.text is not None:
-                self._check_length("tokens of the text", family.text(call.arguments))
-            if family.pad_text is None:
+            self._check_length("tokens of the image", _tokens(plan, call.arguments, config))
+            if plan.text is not None:
+                self._check_length("tokens of the text", int(call.arguments[plan.text].shape[1]))
+            if not plan.pads_text:
                 return call
-            return msgspec.structs.replace(call, arguments=family.pad_text(call.arguments, self.size))
+            return msgspec.structs.replace(call, arguments=_pad_text(call.arguments, self.size))
 
         return prepare
 
-    def _connect(self, name: str, module: Any, family: SequenceFamily) -> None:
-        if family.to_text_only is not None and name.endswith(family.to_text_only):
+    def _connect(self, name: str, module: Any, plan: SequencePlan) -> None:
+        if plan.text_attention is not None and name.endswith(plan.text_attention):
             return
-        if type(module.processor).__name__ == "JointAttnProcessor2_0":
+        if type(module.processor).__name__ == plan.joint_processor:
             module.processor = SplitJointAttention(self._group)
         if not hasattr(module.processor, "_parallel_config"):
             raise ConfigError(f"--sequence: {name} has a {type(module.processor).__name__}, which does not support several ranks")

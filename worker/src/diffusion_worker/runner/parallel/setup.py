@@ -20,6 +20,7 @@ from diffusion_worker.memory.filling import ReportBytes
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, read_in_place
 from diffusion_worker.messages import ModelInfo
+from diffusion_worker.runner.families import pipeline_record
 from diffusion_worker.runner.model_call.components import DIVISIBLE_DENOISERS
 from diffusion_worker.runner.parallel import sequence, sharding, tensor, vae_tiles
 from diffusion_worker.runner.parallel.rows import Parallel
@@ -130,11 +131,11 @@ class ParallelKinds:
         size, kind = self._config.sequence, type(self._pipeline).__name__
         if any("controlnet" in name for name in self._modules):
             raise ConfigError(f"--sequence: {kind} is not supported: a ControlNet adds to the tokens of whole images")
-        if "KV" in kind:
-            raise ConfigError(f"--sequence: {kind} is not supported: it caches keys and values of whole images")
+        if why := pipeline_record(type(self._pipeline)).unsplit:
+            raise ConfigError(f"--sequence: {kind} is not supported: {why}")
         parameter = inspect.signature(type(self._pipeline).__call__).parameters.get("max_sequence_length")
         text = None if parameter is None else parameter.default
-        splits_text = any(sequence.FAMILIES[type(model).__name__].text for model in self._denoisers.values())
+        splits_text = any(sequence.plan_of(model).text for model in self._denoisers.values())
         if splits_text and isinstance(text, int) and text % size:
             raise ConfigError(f"--sequence {size}: the text of {kind} has {text} tokens, which is not a multiple of {size}")
 
@@ -150,7 +151,7 @@ class ParallelKinds:
     def _token_pixels(self) -> int:
         """Return the side of a token in pixels."""
         model = next(iter(self._denoisers.values()))
-        return self._vae_scale() * int(sequence.FAMILIES[type(model).__name__].pack(model.config))
+        return self._vae_scale() * sequence.packed_latents(model)
 
     def _vae_scale(self) -> int:
         for name in ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor"):

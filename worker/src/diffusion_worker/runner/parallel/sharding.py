@@ -13,12 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.runner.families import model_record
 
 # Words in the names of components that are sharded. A VAE is not: it is small, and its `decode` bypasses the hooks.
 SHARDED = ("transformer", "unet", "controlnet", "prior", "text_encoder")
-
-# Models that use weights of a block outside its call, where they are not gathered.
-WHOLE_BLOCKS = {"DiTTransformer2DModel": "it computes its condition with a layer of its first block"}
 
 
 def is_sharded(component: str) -> bool:
@@ -28,9 +26,8 @@ def is_sharded(component: str) -> bool:
 
 def check_model(name: str, model: nn.Module) -> None:
     """Raise ConfigError for a model that cannot be sharded."""
-    kind = type(model).__name__
-    if kind in WHOLE_BLOCKS:
-        raise ConfigError(f"--shard: {kind} ({name}) is not supported: {WHOLE_BLOCKS[kind]}")
+    if why := model_record(type(model)).unsharded:
+        raise ConfigError(f"--shard: {type(model).__name__} ({name}) is not supported: {why}")
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -17,16 +17,15 @@ from torch.nn import functional
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.lora.layers import LinearPart
 from diffusion_worker.lora.loads.model_table import PartCut
-
-# Models whose plan was tried. Others have a plan too, but an attention that computes its width from the number of heads.
-FAMILIES = ("Flux2Transformer2DModel", "FluxTransformer2DModel", "QwenImageTransformer2DModel")
+from diffusion_worker.runner.families import model_record, models
 
 
 def check_model(name: str, model: nn.Module, size: int) -> None:
     """Raise ConfigError where the model cannot be cut for `size` ranks."""
     kind = type(model).__name__
-    if kind not in FAMILIES:
-        raise ConfigError(f"--tensor: {kind} ({name}) is not supported, expected one of {', '.join(FAMILIES)}")
+    if not model_record(type(model)).tensor:
+        known = ", ".join(record.name for record in models() if record.tensor)
+        raise ConfigError(f"--tensor: {kind} ({name}) is not supported, expected one of {known}")
     heads = int(model.config["num_attention_heads"])  # type: ignore[index]
     if heads % size:
         raise ConfigError(f"--tensor {size}: {kind} ({name}) has {heads} attention heads, which is not a multiple of {size}")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.runner.families import TileShape, model_record, models
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.parallel.rows import Execute, Parallel
 
@@ -31,19 +32,14 @@ def _frame_shape(vae: Any) -> Callable[[torch.Tensor], Shape]:
     return lambda tile: (tile.shape[0], vae.config.input_channels, 1, tile.shape[3] * scale, tile.shape[4] * scale)
 
 
-# The output shape of each VAE's decoder.
-SHAPES: dict[str, Callable[[Any], Callable[[torch.Tensor], Shape]]] = {
-    "AutoencoderKL": _image_shape,
-    "AutoencoderKLFlux2": _image_shape,
-    "AutoencoderKLQwenImage": _frame_shape,
-}
+SHAPES: dict[TileShape, Callable[[Any], Callable[[torch.Tensor], Shape]]] = {TileShape.IMAGE: _image_shape, TileShape.FRAME: _frame_shape}
 
 
 def check_vae(name: str, vae: nn.Module) -> None:
     """Raise ConfigError for a VAE whose tiles cannot be spread."""
-    kind = type(vae).__name__
-    if kind not in SHAPES:
-        raise ConfigError(f"--vae-tiling: {kind} ({name}) is not supported, expected one of {', '.join(SHAPES)}")
+    if model_record(type(vae)).tiles is None:
+        known = ", ".join(record.name for record in models() if record.tiles is not None)
+        raise ConfigError(f"--vae-tiling: {type(vae).__name__} ({name}) is not supported, expected one of {known}")
 
 
 class TileDecoder:
@@ -91,8 +87,10 @@ class VaeTiles:
     """The tiles of one VAE over the ranks."""
 
     def __init__(self, vae: Any, parallel: Parallel) -> None:
+        shape = model_record(type(vae)).tiles
+        assert shape is not None, "check_vae refuses others"
         vae.enable_tiling()
-        TileDecoder(vae.decoder, SHAPES[type(vae).__name__](vae))
+        TileDecoder(vae.decoder, SHAPES[shape](vae))
         self._vae = vae
         self._parallel = parallel
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image inputs of a pipeline class, and a request's images under its argument names.
 
-They are read from the arguments of the class's call. Tables have the rest: references, which the model sees unchanged, and classes that
-work without an image although they take one.
+They are read from the arguments of the class's call. The class's record has the rest: references, which the model sees unchanged, and
+classes that work without an image although they take one.
 """
 
 import inspect
@@ -16,37 +16,12 @@ from PIL import Image, ImageOps
 
 from diffusion_worker.errors import refused
 from diffusion_worker.messages import ImageInput, RequestSpec, Task
+from diffusion_worker.runner.families import pipeline_record
 from diffusion_worker.runner.pipelines.body import FRAMES, TRUE_GUIDANCE, inputs_of
 from diffusion_worker.runner.pipelines.step_support import source_of
 
 Arguments = dict[str, Any]
 
-# The same limit as OpenAI's.
-MOST_REFERENCES = 16
-# Classes whose images are references of any size beside the one that is made, and how many of them they take.
-REFERENCES = {
-    "BriaFibo2Pipeline": 1,
-    "DreamLiteMobilePipeline": 1,
-    "DreamLitePipeline": 1,
-    "Flux2KleinKVPipeline": MOST_REFERENCES,
-    "Flux2KleinPipeline": MOST_REFERENCES,
-    "Flux2Pipeline": MOST_REFERENCES,
-    "FluxKontextPipeline": 1,
-    "GlmImagePipeline": MOST_REFERENCES,
-    "JoyImageEditPipeline": 1,
-    "JoyImageEditPlusPipeline": MOST_REFERENCES,
-    "QwenImage21Pipeline": MOST_REFERENCES,
-    "QwenImageEditPipeline": 1,
-    "QwenImageEditPlusPipeline": MOST_REFERENCES,
-    "StableCascadeCombinedPipeline": MOST_REFERENCES,
-    "ZImageOmniPipeline": MOST_REFERENCES,
-}
-# Classes with references that fail without an image, although their call has a default for it.
-NEED_A_REFERENCE = frozenset({"QwenImageEditPipeline", "QwenImageEditPlusPipeline"})
-# Words in the names of classes that take an image and serve no edit. They make something else of it, or need more than an image and words.
-NO_EDIT = ("SuperResolution", "Upscal", "Layered", "VisualCloze", "Refiner", "ControlNetUnion")
-# Classes that take an image instead of words, not beside them.
-EITHER = frozenset({"UniDiffuserPipeline"})
 IMAGES = ("image", "images", "control_image")
 # Arguments that requests provide, so that a class may want them without a default.
 GIVEN = frozenset(
@@ -80,11 +55,11 @@ def image_inputs(pipeline: Any) -> ImageInputs | None:
 
     For a modular pipeline that works with and without a mask, `masked_inputs` returns those with a mask.
     """
-    takes, name = inputs_of(pipeline), _family(pipeline)
+    takes, record = inputs_of(pipeline), pipeline_record(type(pipeline))
     image = _first_image(takes)
-    if image is None or name in EITHER or any(word in name for word in NO_EDIT) or needs_more(pipeline):
+    if image is None or record.image_or_words or record.no_edit or needs_more(pipeline):
         return None
-    references = REFERENCES.get(name, 0)
+    references = record.references
     more = "image_reference" if "image_reference" in takes else None
     return ImageInputs(
         image,
@@ -102,7 +77,7 @@ def works_from_words(pipeline: Any) -> bool:
     if "prompt" not in takes or needs_more(pipeline):
         return False
     inputs = image_inputs(pipeline)
-    return not inputs.required if inputs else _first_image(takes) is None or _family(pipeline) in EITHER
+    return not inputs.required if inputs else _first_image(takes) is None or pipeline_record(type(pipeline)).image_or_words
 
 
 def masked_inputs(pipeline: Any) -> ImageInputs | None:
@@ -192,21 +167,16 @@ def _first_image(takes: Mapping[str, Any]) -> str | None:
 
 def _requires(pipeline: Any, takes: Mapping[str, Any], image: str) -> bool:
     """Return whether the class cannot work from words alone."""
-    name = _family(pipeline)
     if _is_modular(pipeline):
         return any(item.name == image and item.required for item in pipeline._blocks.inputs)
-    if name in REFERENCES:
-        return name in NEED_A_REFERENCE
+    record = pipeline_record(type(pipeline))
+    if record.references:
+        return record.needs_reference
     # A custom class with a default for its image is believed to work without one.
     parameter = inspect.signature(type(pipeline).__call__).parameters.get(image)
     has_default = parameter is None or parameter.default is not parameter.empty
     theirs = type(pipeline).__module__.startswith("diffusers.")
     return theirs or not has_default or "strength" in takes or "mask_image" in takes
-
-
-def _family(pipeline: Any) -> str:
-    """Return the class's name; for a modular class the classic one's."""
-    return type(pipeline).__name__.replace("ModularPipeline", "Pipeline")
 
 
 def _is_modular(pipeline: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from diffusers.configuration_utils import FrozenDict
 
+from diffusion_worker.runner.families import Workaround, pipeline_record
 from diffusion_worker.runner.pipelines.step_support import source_of
 
 # Stable Diffusion 3's inpainting takes this number of channels for a model whose input is latents without a mask.
@@ -15,10 +16,8 @@ SD3_LATENT_CHANNELS = 16
 
 def mend(view: Any) -> None:
     """Apply the workarounds to a request's view, whose modules are stand-ins that belong to it."""
-    if type(view).__name__ == "StableDiffusion3InpaintPipeline":
-        _mend_sd3_inpainting(view)
-    if type(view).__name__ == "QwenImage21Pipeline":
-        _let_hook_norm(view)
+    for workaround in pipeline_record(type(view)).workarounds:
+        WORKAROUNDS[workaround](view)
 
 
 def _let_hook_norm(view: Any) -> None:
@@ -56,3 +55,9 @@ def _forgets_shift(kind: Any) -> bool:
 
 def _decode_shifted(decode: Callable[..., Any], shift: float) -> Callable[..., Any]:
     return lambda latents, *args, **kwargs: decode(latents + shift, *args, **kwargs)
+
+
+WORKAROUNDS: dict[Workaround, Callable[[Any], None]] = {
+    Workaround.HOOK_BEHIND_STAND_IN: _let_hook_norm,
+    Workaround.SD3_INPAINTING: _mend_sd3_inpainting,
+}

@@ -10,11 +10,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from diffusion_worker.runner.families import pipeline_record
 from diffusion_worker.runner.pipelines.step_support import source_of
 
 SIDES = frozenset({"height", "width"})
-# These pack four latents to a token, and have neither a patch size nor a processor that says so. QwenImage21 rounds other sizes down.
-PACKED = frozenset({"Flux3ModularPipeline", "Flux3DistilledModularPipeline", "QwenImage21Pipeline"})
 
 
 def written_divisors(pipeline: Any) -> list[int]:
@@ -29,7 +28,7 @@ def written_divisors(pipeline: Any) -> list[int]:
 
 def tokens_side(pipeline: Any) -> int:
     """Return the number of latents along a side that the pipeline packs into one token by itself."""
-    return 2 if type(pipeline).__name__ in PACKED else 1
+    return pipeline_record(type(pipeline)).packs
 
 
 def _divisors(tree: ast.AST) -> Iterator[ast.expr]:

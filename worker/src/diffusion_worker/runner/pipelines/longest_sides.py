@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-# NextDiT has no table: LuminaPipeline computes one for every request, with this many patches a side.
-LUMINA_PATCHES = 384
+from diffusion_worker.runner.families import Positions, model_record
 
 Patches = tuple[int, int]
 
@@ -20,7 +19,8 @@ Patches = tuple[int, int]
 def longest_sides(denoiser: torch.nn.Module, latent: int) -> tuple[int, int] | None:
     """Return height and width in pixels, where a latent stands for `latent` of them a side; None where any size has positions."""
     config = getattr(denoiser, "config", {})
-    found = [*_of_modules(denoiser), *_of_config(config, type(denoiser).__name__)]
+    positions = model_record(type(denoiser)).positions or Positions()
+    found = [*_of_modules(denoiser, positions), *_of_config(config, positions)]
     if not found:
         return None
     patch = _patch(config)
@@ -28,29 +28,27 @@ def longest_sides(denoiser: torch.nn.Module, latent: int) -> tuple[int, int] | N
     return height, width
 
 
-def _of_modules(denoiser: torch.nn.Module) -> Iterator[Patches]:
+def _of_modules(denoiser: torch.nn.Module, positions: Positions) -> Iterator[Patches]:
     """Yield squares of learned or stored positions: cropped from the middle (SD3, OmniGen, AuraFlow) or from a corner (CogView3 Plus)."""
     part: Any
     for part in denoiser.modules():
         # Not by getattr: diffusers answers a model's configuration to that, with a warning.
         if size := vars(part).get("pos_embed_max_size"):
-            # AuraFlow's number is the area of its square.
-            side = math.isqrt(size) if type(part).__name__ == "AuraFlowPatchEmbed" else size
+            side = math.isqrt(size) if positions.by_area else size
             yield side, side
-        elif type(part).__name__ == "CosmosLearnablePositionalEmbed":
+        elif type(part).__name__ == positions.learned:
             yield int(part.max_size[1]), int(part.max_size[2])
 
 
-def _of_config(config: Any, name: str) -> Iterator[Patches]:
-    """Yield the sizes, in patches, of rotary tables by the model's configuration and class; some models keep these tables in no module."""
+def _of_config(config: Any, positions: Positions) -> Iterator[Patches]:
+    """Yield the sizes, in patches, of rotary tables by the model's configuration and record; some models keep these tables in no module."""
     lengths = config.get("axes_lens")
     if isinstance(lengths, list | tuple) and len(lengths) == 3:
         # Z-Image and Lumina 2 have lengths for text, height and width.
         yield int(lengths[1]), int(lengths[2])
-    if name == "LuminaNextDiT2DModel":
-        yield LUMINA_PATCHES, LUMINA_PATCHES
-    if name == "CosmosTransformer3DModel":
-        # The size is that of time, height and width, in latents. All axes share one table, as long as the longest of them.
+    if positions.side is not None:
+        yield positions.side, positions.side
+    if positions.one_table:
         longest = max(size // patch for size, patch in zip(config["max_size"], config["patch_size"], strict=True))
         yield longest, longest
 

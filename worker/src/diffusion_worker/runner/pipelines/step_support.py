@@ -16,15 +16,14 @@ from typing import Any
 
 import diffusers
 
+from diffusion_worker.runner.families import pipeline_record
+
 STEPS = re.compile(r"scheduler\w*(?:\[\w+\])?\.step\(|\.step\(\s*(?:noise_pred|model_output)")
 CHANGES = {
     "set_attn_processor(": "swaps the model's attention processors during its call",
     "register_forward_hook(": "hooks a model during its call",
     "enable_fuser(": "switches layers of the model during its call",
 }
-# Classes whose source was read and is harmless: every request sets the same hook, which keeps nothing.
-HARMLESS = frozenset({"QwenImage21Pipeline"})
-NEEDS_GRADIENTS = ("StableDiffusionAttendAndExcitePipeline", "StableDiffusionPix2PixZeroPipeline")
 # Methods that are no part of a call, or that only users of the class call.
 NO_PART_OF_A_CALL = frozenset({"__init__", "invert"})
 
@@ -47,7 +46,7 @@ def whole_run_reason(pipeline_class: Any) -> str | None:
 @functools.cache
 def why_exclusive(pipeline_class: Any) -> str | None:
     """Return the reason why a request of this class changes the shared model, so that no other may run meanwhile; None if it does not."""
-    if pipeline_class.__name__ in HARMLESS:
+    if pipeline_record(pipeline_class).harmless:
         return None
     source = "\n".join(_sources(pipeline_class))
     return next((why for word, why in CHANGES.items() if word in source), None)
@@ -55,9 +54,7 @@ def why_exclusive(pipeline_class: Any) -> str | None:
 
 def why_impossible(pipeline_class: Any) -> str | None:
     """Return the reason why a class cannot run at all; None if it can."""
-    if any(parent.__name__ in NEEDS_GRADIENTS for parent in pipeline_class.__mro__):
-        return "needs gradients of the model, and inference has none"
-    return None
+    return pipeline_record(pipeline_class).impossible or None
 
 
 def _sources(pipeline_class: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ from diffusers.pipelines import auto_pipeline
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ModelInfo, RequestSpec, Task
+from diffusion_worker.runner.families import pipeline_record
 from diffusion_worker.runner.pipelines.body import PipelineBody, inputs_of, make_body
 from diffusion_worker.runner.pipelines.conditioning import (
     ImageInputs,
@@ -32,23 +33,6 @@ from diffusion_worker.runner.pipelines.view import silence
 log = logging.getLogger(__name__)
 
 PAIRS = {Task.EDIT: auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, Task.INPAINT: auto_pipeline.AUTO_INPAINT_PIPELINES_MAPPING}
-# Pairs whose classes diffusers has, but not in its own lists.
-MORE_PAIRS = {
-    Task.EDIT: {
-        "AmusedPipeline": "AmusedImg2ImgPipeline",
-        "ChromaPipeline": "ChromaImg2ImgPipeline",
-        "KolorsPipeline": "KolorsImg2ImgPipeline",
-        "SanaSprintPipeline": "SanaSprintImg2ImgPipeline",
-    },
-    Task.INPAINT: {
-        "AmusedPipeline": "AmusedInpaintPipeline",
-        "ChromaPipeline": "ChromaInpaintPipeline",
-        "Flux2KleinPipeline": "Flux2KleinInpaintPipeline",
-        "FluxKontextPipeline": "FluxKontextInpaintPipeline",
-    },
-}
-# Input channels of a denoiser of Stable Diffusion 3 that gets a mask and a masked image beside the latents.
-SD3_MASKED_CHANNELS = 33
 
 
 class TaskPipeline(msgspec.Struct, frozen=True):
@@ -118,7 +102,7 @@ class TaskPipelines:
 
     def _add_companions(self, pipeline: Any) -> None:
         for task in (Task.EDIT, Task.INPAINT):
-            kind = None if task in self._servers else _paired_class(type(pipeline).__name__, task)
+            kind = None if task in self._servers else _paired_class(type(pipeline), task)
             if kind is None or (companion := _made_of(kind, pipeline)) is None:
                 continue
             inputs = image_inputs(companion)
@@ -126,9 +110,12 @@ class TaskPipelines:
                 self._servers[task] = TaskPipeline(companion, inputs)
 
 
-def _paired_class(name: str, task: Task) -> Any:
+def _paired_class(pipeline_class: Any, task: Task) -> Any:
     """Return the class that serves a task with the components of a pipeline class; None where diffusers has none."""
-    if more := MORE_PAIRS[task].get(name):
+    name, record = pipeline_class.__name__, pipeline_record(pipeline_class)
+    more = record.edits_by if task is Task.EDIT else record.inpaints_by
+    # Not of a class that it extends: the companion would lack all that this one adds.
+    if more and record.name == name:
         return getattr(diffusers, more, None)
     for mapping in (auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING, *PAIRS.values()):
         for family, kind in mapping.items():
@@ -164,7 +151,5 @@ def _made_of(kind: Any, pipeline: Any) -> Any:
 
 def _fit(kind: Any, parts: dict[str, Any]) -> bool:
     """Return whether the class can use these weights; it would report that itself only after the first model call."""
-    if kind.__name__ == "StableDiffusion3InpaintPipeline":
-        channels = parts["transformer"].config.in_channels
-        return channels in (SD3_MASKED_CHANNELS, parts["vae"].config.latent_channels)
-    return True
+    masked = pipeline_record(kind).masked_channels
+    return not masked or parts["transformer"].config.in_channels in (masked, parts["vae"].config.latent_channels)

@@ -8,15 +8,13 @@ import types
 from typing import Any
 
 import torch
-from diffusers.hooks import MagCacheConfig
-from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS, MagCacheBlockHook, MagCacheHeadHook, MagCacheState
+from diffusers.hooks import MagCacheConfig, mag_cache
+from diffusers.hooks.mag_cache import MagCacheBlockHook, MagCacheHeadHook, MagCacheState
 
+from diffusion_worker.runner.families import model_record, models
 from diffusion_worker.runner.step_cache.blocks import TAIL, Block, hook_blocks, minus, passed_through, plus, why_no_blocks
 from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVerdict, Kept, Tensors
 from diffusion_worker.runner.step_cache.interface import bytes_of, own_state
-
-# The magnitudes of these models' residuals, which diffusers has measured. Others have to be calibrated first.
-MAG_RATIOS = {"FluxTransformer2DModel": FLUX_MAG_RATIOS}
 
 
 class _MagBranch:
@@ -56,19 +54,26 @@ class _MagBranch:
 
 
 class MagCache:
-    """The cache that skips all blocks while the magnitude of their change, measured for the model beforehand, moves little."""
+    """The cache that skips all blocks while the magnitude of their change, measured for the model beforehand, moves little.
+
+    Diffusers has measured the models whose records say so. Others have to be calibrated first.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: torch.Tensor | None = None
 
     def why_not(self, module: torch.nn.Module) -> str | None:
-        if type(module).__name__ not in MAG_RATIOS:
-            return f"the magnitudes of its residuals are not known, only those of {', '.join(MAG_RATIOS)}"
+        if not model_record(type(module)).mag_ratios:
+            known = ", ".join(record.name for record in models() if record.mag_ratios)
+            return f"the magnitudes of its residuals are not known, only those of {known}"
         return why_no_blocks(module)
 
     def branch(self, steps: int | None) -> _MagBranch:
-        ratios = next(iter(MAG_RATIOS.values()))
         given = {} if steps is None else {"num_inference_steps": steps}
-        return _MagBranch(MagCacheConfig(mag_ratios=ratios, **given))
+        return _MagBranch(MagCacheConfig(mag_ratios=self._ratios, **given))
 
     def put_on(self, module: torch.nn.Module) -> CachedModule:
+        self._ratios = getattr(mag_cache, model_record(type(module)).mag_ratios)
         return hook_blocks(module, _before_blocks, _after_blocks)
 
 

@@ -15,11 +15,9 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.video_processor import VideoProcessor
 
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.runner.families import pipeline_record
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
-
-# Pipelines that cut their images out of the decoded result after its conversion to an array.
-CUTS_ARRAYS = frozenset({"VisualClozeProcessor"})
 
 
 class RawImage:
@@ -117,13 +115,13 @@ def keep_on_device(view: Any) -> None:
     """Let a view's image processors return a tensor where they are asked for an array: the same numbers, not copied yet.
 
     Those of videos stay as they are, because they stack the arrays of several. Those of a custom pipeline stay, because it may do anything
-    with its arrays.
+    with its arrays. So do those of a class whose record says that it cuts arrays.
     """
-    if not type(view).__module__.startswith("diffusers."):
+    if not type(view).__module__.startswith("diffusers.") or pipeline_record(type(view)).cuts_arrays:
         return
     for name, part in list(vars(view).items()):
         plain = getattr(type(part), "postprocess", None) is VaeImageProcessor.postprocess
-        if plain and not isinstance(part, VideoProcessor) and type(part).__name__ not in CUTS_ARRAYS:
+        if plain and not isinstance(part, VideoProcessor):
             own = copy.copy(part)
             own.postprocess = functools.partial(_postprocess, part)
             view.__dict__[name] = own

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The signatures in the records of model classes, compared with the installed libraries or renewed.
+
+    python -m tools.families            says which records differ from what is installed
+    python -m tools.families --write    writes the installed signatures and versions into the records
+    python -m tools.families --new Name prints a record of a class that has none
+
+A test compares too. Look at the model's code before you write: a new or renamed argument may need a role, or another rule.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diffusion_worker.runner import families
+from diffusion_worker.runner.families import ModelRecord, models, signature_of
+
+FOLDER = Path(families.__file__).parent
+LIBRARIES = ("diffusers", "transformers")
+# Methods whose calls are merged, of models that have them; `forward` of such a model only does both.
+CODER_METHODS = ("encode", "decode")
+WIDTH = 105
+
+
+def find_class(name: str) -> Any:
+    """Return the model class of this name, which diffusers or transformers export or diffusers has somewhere; None without one."""
+    for library in LIBRARIES:
+        if found := getattr(importlib.import_module(library), name, None):
+            return found
+    root = Path(importlib.import_module("diffusers").__path__[0])
+    for path in sorted(root.rglob("*.py")):
+        if re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE):
+            return getattr(importlib.import_module(".".join(("diffusers", *path.relative_to(root).with_suffix("").parts))), name)
+    return None
+
+
+def installed(name: str, methods: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """Return the version of a class's library, and the signatures of those methods that it has.
+
+    Raises:
+        ClickException: there is no such class.
+    """
+    found = find_class(name)
+    if found is None:
+        raise click.ClickException(f"{name} is neither in diffusers nor in transformers")
+    library = found.__module__.partition(".")[0]
+    signatures = {method: text for method in methods if (text := signature_of(found, method)) is not None}
+    return f"{library} {version(library)}", signatures
+
+
+def differences(record: ModelRecord) -> Iterator[str]:
+    """Yield a line for each method of a record whose signature is not that of the installed class."""
+    _, now = installed(record.name, tuple(record.signatures))
+    for method, text in record.signatures.items():
+        if text != now.get(method):
+            yield f"{record.name}.{method}: tested with {record.version} ({text}), installed ({now.get(method, 'no such method')})"
+
+
+def renewed(source: str) -> str:
+    """Return the source of a family's file with the version and signatures of every model record as installed."""
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    data = source.encode()
+    for first, last, text in sorted(_replacements(ast.parse(source), starts), reverse=True):
+        data = data[:first] + text.encode() + data[last:]
+    return data.decode()
+
+
+def _replacements(tree: ast.AST, starts: list[int]) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and new text of each version and each dictionary of signatures, in bytes."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == ModelRecord.__name__):
+            continue
+        written = {keyword.arg: keyword.value for keyword in node.keywords}
+        methods = tuple(ast.literal_eval(written["signatures"]))
+        now, signatures = installed(ast.literal_eval(node.args[0]), methods)
+        for argument, text in (("version", f'"{now}"'), ("signatures", _literal(signatures))):
+            value = written[argument]
+            assert value.end_lineno is not None and value.end_col_offset is not None
+            yield starts[value.lineno - 1] + value.col_offset, starts[value.end_lineno - 1] + value.end_col_offset, text
+
+
+def _literal(signatures: dict[str, str]) -> str:
+    return "{" + ", ".join(f'"{method}": {_wrapped(text)}' for method, text in signatures.items()) + "}"
+
+
+def _wrapped(text: str) -> str:
+    """Return a text as a literal, or as several in parentheses."""
+    parts = textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+    quoted = [f"{part} " for part in parts[:-1]] + parts[-1:]
+    literals = ['"' + part.replace("\\", "\\\\").replace('"', '\\"') + '"' for part in quoted]
+    return literals[0] if len(literals) == 1 else "(" + "\n".join(literals) + ")"
+
+
+def formatted(source: str) -> str:
+    """Return a source as ruff formats it."""
+    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(FOLDER / "family.py"), "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+
+
+def new_record(name: str) -> str:
+    """Return the source of a record for a class."""
+    now, signatures = installed(name, CODER_METHODS)
+    if not signatures:
+        now, signatures = installed(name, ("forward",))
+    return formatted(f'RECORDS = (ModelRecord("{name}", version="{now}", signatures={_literal(signatures)},),)\n')
+
+
+def family_files() -> list[Path]:
+    """Return the files with records."""
+    return [path for path in sorted(FOLDER.glob("*.py")) if "\nRECORDS" in path.read_text()]
+
+
+@click.command()
+@click.option("--write", is_flag=True, help="Write the installed signatures and versions into the records.")
+@click.option("--new", metavar="NAME", help="Print a record of a class that has none.")
+def main(*, write: bool, new: str | None) -> None:
+    """Compare the signatures in the records of model classes with the installed libraries; exit 1 if one differs."""
+    if new:
+        click.echo(new_record(new), nl=False)
+        return
+    lines = [line for record in models() for line in differences(record)]
+    click.echo("\n".join(lines) or "every record has the installed signature")
+    if write:
+        for path in family_files():
+            path.write_text(formatted(renewed(path.read_text())))
+    elif lines:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

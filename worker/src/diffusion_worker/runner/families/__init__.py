@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of model and pipeline classes, a file for each family or group of them."""
+
+import sys
+
+from diffusion_worker.runner.families.record import (
+    ArgumentRole,
+    CacheRecord,
+    ModelRecord,
+    PipelineRecord,
+    Positions,
+    Role,
+    SequencePlan,
+    TileShape,
+    TokenCount,
+    TokenSplit,
+    Workaround,
+)
+from diffusion_worker.runner.families.registry import (
+    cache_record,
+    model_record,
+    models,
+    pipeline_record,
+    pipelines,
+    register,
+    register_families,
+    unregister,
+)
+from diffusion_worker.runner.families.signature import signature_of
+
+__all__ = [
+    "ArgumentRole",
+    "CacheRecord",
+    "ModelRecord",
+    "PipelineRecord",
+    "Positions",
+    "Role",
+    "SequencePlan",
+    "TileShape",
+    "TokenCount",
+    "TokenSplit",
+    "Workaround",
+    "cache_record",
+    "model_record",
+    "models",
+    "pipeline_record",
+    "pipelines",
+    "register",
+    "signature_of",
+    "unregister",
+]
+
+register_families(sys.modules[__name__])

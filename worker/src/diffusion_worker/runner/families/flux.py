@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLUX.1 with Kontext, ControlNets and VisualCloze, and Chroma."""
+
+from diffusion_worker.config import StepCache
+from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord, Record, SequencePlan, TokenCount
+
+TRIED = "the plan of diffusers was tried"
+EXAMPLES = "its images are rows of examples, not one image to change"
+
+RECORDS: tuple[Record, ...] = (
+    ModelRecord(
+        "FluxTransformer2DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": (
+                "hidden_states, encoder_hidden_states=None, pooled_projections=None, timestep=None, img_ids=None, "
+                "txt_ids=None, guidance=None, joint_attention_kwargs=None, controlnet_block_samples=None, "
+                "controlnet_single_block_samples=None, return_dict=True, controlnet_blocks_repeat=False"
+            )
+        },
+        sequence=SequencePlan(tokens=TokenCount.PACKED, pack=2, text="encoder_hidden_states"),
+        tensor=TRIED,
+        step_caches=frozenset({StepCache.FIRST_BLOCK, StepCache.TAYLOR_SEER, StepCache.MAG_CACHE}),
+        mag_ratios="FLUX_MAG_RATIOS",
+    ),
+    ModelRecord(
+        "FluxControlNetModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": (
+                "hidden_states, controlnet_cond, controlnet_mode=None, conditioning_scale=1.0, encoder_hidden_states=None, "
+                "pooled_projections=None, timestep=None, img_ids=None, txt_ids=None, guidance=None, "
+                "joint_attention_kwargs=None, return_dict=True"
+            )
+        },
+    ),
+    ModelRecord(
+        "ChromaTransformer2DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": (
+                "hidden_states, encoder_hidden_states=None, timestep=None, img_ids=None, txt_ids=None, "
+                "attention_mask=None, joint_attention_kwargs=None, controlnet_block_samples=None, "
+                "controlnet_single_block_samples=None, return_dict=True, controlnet_blocks_repeat=False"
+            )
+        },
+    ),
+    PipelineRecord("FluxKontextPipeline", version="diffusers 0.42.1", references=1, inpaints_by="FluxKontextInpaintPipeline"),
+    PipelineRecord("FluxKontextModularPipeline", version="diffusers 0.42.1", references=1),
+    PipelineRecord("ChromaPipeline", version="diffusers 0.42.1", edits_by="ChromaImg2ImgPipeline", inpaints_by="ChromaInpaintPipeline"),
+    PipelineRecord("VisualClozePipeline", version="diffusers 0.42.1", no_edit=EXAMPLES, cuts_arrays=True),
+    PipelineRecord("VisualClozeGenerationPipeline", version="diffusers 0.42.1", no_edit=EXAMPLES, cuts_arrays=True),
+)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CogVideoX, CogView and GLM-Image."""
+
+from diffusion_worker.config import StepCache
+from diffusion_worker.runner.families.record import MOST_REFERENCES, CacheRecord, ModelRecord, PipelineRecord, Record
+
+RECORDS: tuple[Record, ...] = (
+    ModelRecord(
+        "CogVideoXTransformer3DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": (
+                "hidden_states, encoder_hidden_states, timestep, timestep_cond=None, ofs=None, image_rotary_emb=None, "
+                "attention_kwargs=None, return_dict=True"
+            )
+        },
+        step_caches=frozenset({StepCache.FIRST_BLOCK}),
+    ),
+    ModelRecord(
+        "CogView3PlusTransformer2DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": ("hidden_states, encoder_hidden_states, timestep, original_size, target_size, crop_coords, return_dict=True")
+        },
+    ),
+    ModelRecord(
+        "CogView4Transformer2DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": (
+                "hidden_states, encoder_hidden_states, timestep, original_size, target_size, crop_coords, "
+                "attention_kwargs=None, return_dict=True, attention_mask=None, image_rotary_emb=None"
+            )
+        },
+        step_caches=frozenset({StepCache.FIRST_BLOCK}),
+    ),
+    ModelRecord(
+        "GlmImageTransformer2DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": (
+                "hidden_states, encoder_hidden_states, prior_token_id, prior_token_drop, timestep, target_size, "
+                "crop_coords, attention_kwargs=None, return_dict=True, attention_mask=None, kv_caches=None, "
+                "image_rotary_emb=None"
+            )
+        },
+    ),
+    ModelRecord(
+        "AutoencoderKLCogVideoX",
+        version="diffusers 0.42.1",
+        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+    ),
+    PipelineRecord("GlmImagePipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
+    CacheRecord("GlmImageKVCache", layers="caches", mode="mode", why="one is passed at every step, also without reference images"),
+)

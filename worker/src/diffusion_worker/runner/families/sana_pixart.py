@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiT, PixArt, Sana and PRX."""
+
+from diffusion_worker.config import StepCache
+from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord, Record
+
+RECORDS: tuple[Record, ...] = (
+    ModelRecord(
+        "DiTTransformer2DModel",
+        version="diffusers 0.42.1",
+        signatures={"forward": ("hidden_states, timestep=None, class_labels=None, cross_attention_kwargs=None, return_dict=True")},
+        unsharded="it computes its condition with a layer of its first block",
+        step_caches=frozenset({StepCache.FIRST_BLOCK}),
+    ),
+    ModelRecord(
+        "PixArtTransformer2DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": (
+                "hidden_states, encoder_hidden_states=None, timestep=None, added_cond_kwargs=None, "
+                "cross_attention_kwargs=None, attention_mask=None, encoder_attention_mask=None, return_dict=True"
+            )
+        },
+        step_caches=frozenset({StepCache.FIRST_BLOCK}),
+    ),
+    ModelRecord(
+        "SanaTransformer2DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": (
+                "hidden_states, encoder_hidden_states, timestep, guidance=None, encoder_attention_mask=None, "
+                "attention_mask=None, attention_kwargs=None, controlnet_block_samples=None, return_dict=True"
+            )
+        },
+    ),
+    ModelRecord(
+        "SanaVideoTransformer3DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": (
+                "hidden_states, encoder_hidden_states, timestep, guidance=None, encoder_attention_mask=None, "
+                "attention_mask=None, attention_kwargs=None, controlnet_block_samples=None, return_dict=True"
+            )
+        },
+    ),
+    ModelRecord(
+        "PRXTransformer2DModel",
+        version="diffusers 0.42.1",
+        signatures={
+            "forward": ("hidden_states, timestep, encoder_hidden_states, attention_mask=None, attention_kwargs=None, return_dict=True")
+        },
+    ),
+    ModelRecord(
+        "AutoencoderDC",
+        version="diffusers 0.42.1",
+        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+    ),
+    PipelineRecord("SanaSprintPipeline", version="diffusers 0.42.1", edits_by="SanaSprintImg2ImgPipeline"),
+)

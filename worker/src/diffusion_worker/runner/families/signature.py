@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The signature of a method as text: names, kinds and defaults of its parameters."""
+
+import functools
+import inspect
+from typing import Any
+
+
+@functools.cache
+def signature_of(model_class: Any, method: str) -> str | None:
+    """Return the parameters of a class's method without `self` and without annotations; None where there is no such method."""
+    function = getattr(model_class, method, None)
+    if function is None:
+        return None
+    signature = inspect.signature(function)
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in list(signature.parameters.values())[1:]]
+    text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    return text[1:-1]
