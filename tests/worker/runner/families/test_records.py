@@ -107,7 +107,7 @@ def test_no_class_of_diffusers_inherits_the_record_of_another() -> None:
     assert [item.__name__ for item in pipes if pipeline_record(item).name not in ("", item.__name__)] == []
     modules = [item for item in found if inspect.isclass(item) and issubclass(item, diffusers.ModelMixin)]
     assert len(modules) > 100
-    # Its forward is the UNet's, whose record has no other fact than that.
+    # This one has the forward of the UNet, whose record has no other fact than that.
     assert [item.__name__ for item in modules if model_record(item).name not in ("", item.__name__)] == ["DreamLiteUNetModel"]
 
 

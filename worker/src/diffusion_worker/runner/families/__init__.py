@@ -24,7 +24,6 @@ from diffusion_worker.runner.families.registry import (
     pipelines,
     register,
     register_families,
-    unregister,
 )
 from diffusion_worker.runner.families.signature import signature_of
 
@@ -47,7 +46,6 @@ __all__ = [
     "pipelines",
     "register",
     "signature_of",
-    "unregister",
 ]
 
 register_families(sys.modules[__name__])

@@ -33,7 +33,7 @@ class ArgumentRole(msgspec.Struct, frozen=True):
 class TokenCount(enum.Enum):
     """The way to count the tokens of an image in `hidden_states`."""
 
-    PACKED = "packed"  # its second dimension
+    PACKED = "packed"  # the second dimension
     PATCHED = "patched"  # latents by the model's patch size, along each side
 
 
@@ -147,7 +147,7 @@ class PipelineRecord(msgspec.Struct, frozen=True):
     inpaints_by: str = ""
     """The class for inpainting with the same components, where diffusers has it but not in its own lists."""
     masked_channels: int = 0
-    """Input channels of a denoiser that gets a mask beside the latents. One with another number has to have the VAE's."""
+    """Input channels of a denoiser that gets a mask beside the latents. A denoiser with another number has to have the VAE's."""
     harmless: str = ""
     """The reason why it may run beside others, although its source has a word for changing the model."""
     impossible: str = ""

@@ -28,13 +28,6 @@ def register(*records: Record) -> None:
     _found.clear()
 
 
-def unregister(*records: Record) -> None:
-    """Remove records that were added."""
-    for record in records:
-        _by_name.pop(record.name, None)
-    _found.clear()
-
-
 def register_families(package: Any) -> None:
     """Add the `RECORDS` of every module in a package."""
     for module in pkgutil.iter_modules(package.__path__):
@@ -73,7 +66,7 @@ def _all(kind: type[R]) -> Iterator[R]:
 def _record(kind: type[R], wanted: Any) -> R | None:
     key = (kind, wanted)
     if key not in _found:
-        # By name: a class that shards or a request's view extends has the name of its model or pipeline.
+        # Names, because the classes of sharded models and of views are made at run time, and have those of the class that they extend.
         known = (_by_name.get(parent.__name__) for parent in wanted.__mro__)
         _found[key] = next((record for record in known if isinstance(record, kind)), None)
     return _found[key]  # type: ignore[no-any-return]
