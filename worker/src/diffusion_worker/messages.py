@@ -254,7 +254,7 @@ class WarmedUp(msgspec.Struct, frozen=True):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
-    """Progress of a rank's load, in bytes of weights."""
+    """Bytes of weights that a rank has read so far, and those that it has to read."""
 
     rank: int
     bytes_done: int
@@ -262,7 +262,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """A rank's report that it has loaded its model."""
+    """The report of a rank after its load: its process, the model as it sees it, and the memory in use."""
 
     rank: int
     pid: int
@@ -351,7 +351,7 @@ class PromptCacheStats(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A request that ended with an error of its own."""
+    """The end of a request by an error that concerns no other request."""
 
     request_id: str
     error: ErrorReport

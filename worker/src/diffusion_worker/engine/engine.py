@@ -94,7 +94,7 @@ class Engine:
 
     @property
     def features(self) -> dict[str, str]:
-        """Return the outcome of the options that speed up or shrink the model."""
+        """Return by option, as `compile`, the effect it has on this model; empty before the ranks reported their warm-up."""
         return self._steps.features
 
     @property

@@ -161,7 +161,7 @@ class LoRALinear(LoRALayer):
 
 
 def scaled(low: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Return `A x` times the strengths (None: all are 1)."""
+    """Multiply `low`, the result of factor A, by the strength of each row; None stands for strength 1 everywhere."""
     if scales is None:
         return low
     if torch.compiler.is_compiling():

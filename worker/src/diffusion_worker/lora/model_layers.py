@@ -142,7 +142,7 @@ class ModelLayers:
                 yield from (f"{path}.{part}" for part in FUSED[leaf])
 
     def names_of_other_modules(self) -> Iterator[str]:
-        """Iterate over the names of the modules that cannot be wrapped."""
+        """Iterate over modules of the model that cannot have adapters, such as norms."""
         return (name for name in self._kinds if name not in self._layers)
 
     def own(self, name: str) -> ModelLayer:

@@ -166,7 +166,7 @@ class LoRAModelManager:
         return self._registered.get(lora_int_id)
 
     def slot_of(self, lora_int_id: int) -> int | None:
-        """Return the slot that an adapter is active in; None if it is in none."""
+        """Look up the slot of an adapter by its id; None for one that is only registered, or unknown."""
         return self._active.get(lora_int_id)
 
     def _slot(self, lora_int_id: int) -> int:

@@ -91,7 +91,7 @@ class AdapterLayers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots on the device."""
+        """Return the size of all slots in bytes, also while a sleep has freed them; see `resident_bytes`."""
         return sum(segment.nbytes for segment in self._segments)
 
     @property

@@ -55,7 +55,7 @@ class ColumnRun(NamedTuple):
 
     @property
     def span(self) -> "Span":
-        """The columns and rows of a slot that it fills."""
+        """Return the area of a slot that `write` fills: columns from `start`, and as many rows as the rank of the adapter."""
         return Span(self.start, self.start + self.values.shape[1], self.values.shape[0])
 
 

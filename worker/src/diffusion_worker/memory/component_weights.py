@@ -124,5 +124,5 @@ def fill_again(placed: Iterable[PlacedTensor]) -> None:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's contents."""
+    """Multiply the number of elements by their size; storage that views share counts for each view."""
     return tensor.numel() * tensor.element_size()

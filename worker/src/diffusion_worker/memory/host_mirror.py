@@ -58,7 +58,7 @@ class HostMirror:
 
 
 def chunk_sizes(size: int) -> list[int]:
-    """Return powers of two that hold `size` bytes together, the largest first."""
+    """Cut `size` bytes into chunks of a power of two, each from LEAST_CHUNK_BYTES to MOST_CHUNK_BYTES; the last may be part empty."""
     sizes, left = [], size
     while left > 0:
         fitting = 1 << (left.bit_length() - 1)

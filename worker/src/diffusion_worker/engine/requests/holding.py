@@ -59,7 +59,7 @@ class ColdSituation(msgspec.Struct, frozen=True):
 
     @property
     def serves(self) -> bool:
-        """Return whether requests go to the ranks."""
+        """Return whether the state is READY, in which a request neither waits nor is refused."""
         return self.state is EngineState.READY
 
     @property
@@ -72,7 +72,7 @@ class ColdSituation(msgspec.Struct, frozen=True):
 
     @property
     def wakes(self) -> bool:
-        """Return whether a request is a reason to wake the model now."""
+        """Return whether a request wakes the model: its policy is OnIdle, and it sleeps or is on its way to sleep."""
         return self.cold_state in TO_SLEEP and self.policy is SleepPolicy.ON_IDLE
 
 
@@ -99,7 +99,7 @@ def why_gone(now: ColdSituation) -> RequestError | None:
 
 
 def refusal(now: ColdSituation, what: str) -> RequestError:
-    """Return the error of a request that could have waited, with the code of the state and a time to come back."""
+    """Build the RequestError `this request <what>: <why>`; its code follows from the cold state, and `retry_after_s` is always set."""
     code, why, _ = REFUSALS[now.cold_state]
     return RequestError(code, f"this request {what}: {why}", retry_after_s=_retry_after_s(now))
 

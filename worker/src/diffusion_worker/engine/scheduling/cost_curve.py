@@ -48,11 +48,11 @@ class CostCurve:
 
     @property
     def measured(self) -> bool:
-        """Return whether any report came in."""
+        """Return whether a step of any batch size was observed; before that, `seconds` is None."""
         return bool(self._levels)
 
     def observe(self, batch: int, seconds: float) -> None:
-        """Record that a step of `batch` requests took `seconds`."""
+        """Add one measured step; a level of sizes that FORGET_AFTER steps did not have starts from scratch."""
         self._steps += 1
         level = self._levels.setdefault(_level_of(batch), _Level())
         if self._steps - level.last_step > FORGET_AFTER:

@@ -49,7 +49,7 @@ class RequestClass(msgspec.Struct, frozen=True):
 
     @property
     def sized(self) -> bool:
-        """Return whether `load` is more than a guess."""
+        """Return whether height and width are known, without which `load` is a guess."""
         return bool(self.height and self.width)
 
     def __str__(self) -> str:

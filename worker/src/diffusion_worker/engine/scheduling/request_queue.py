@@ -34,16 +34,16 @@ class RunLengths:
         self._varying: set[RunLengthKey] = set()
 
     def of(self, course: RunLengthKey) -> int:
-        """Return the ticks that a request takes, the decode included."""
+        """Estimate the ticks of a request: the most observed for its key, otherwise by its steps and strength, and one for the decode."""
         steps = course.steps or USUAL_STEPS
         return self._seen.get(course, (steps if course.strength is None else math.ceil(steps * course.strength)) + 1)
 
     def sure(self, course: RunLengthKey) -> bool:
-        """Return whether the length is certain: seen, and the same each time."""
+        """Return whether every request of this key that was observed took the same number of ticks."""
         return course in self._seen and course not in self._varying
 
     def observe(self, course: RunLengthKey, ticks: int) -> None:
-        """Record that a request took so many ticks."""
+        """Learn from a finished request; a key whose requests differ is not sure any more, and keeps the largest number."""
         if self._seen.get(course, ticks) != ticks:
             self._varying.add(course)
         ticks = max(ticks, self._seen.pop(course, 0))
@@ -99,7 +99,7 @@ class ClassQueue:
 
     @property
     def started(self) -> bool:
-        """Return whether any of them is with the ranks."""
+        """Return whether a request of this class has joined the ranks and not left them."""
         return self.joined > 0
 
     def add(self, request: QueuedRequest) -> None:
@@ -107,5 +107,5 @@ class ClassQueue:
         self.requests[request.spec.request_id] = request
 
     def demand(self, most: int) -> int:
-        """Return the number of requests that could take a step now, counted up to `most`."""
+        """Count the requests with steps left; stop counting at `most`, as a batch takes no more."""
         return sum(1 for _ in itertools.islice((1 for request in self.requests.values() if request.left), most))

@@ -144,7 +144,7 @@ class StepLoop:
         self._quiet = asyncio.Event()
 
     def describe(self, model: ModelInfo) -> None:
-        """Set the loaded model; call it before the first request."""
+        """Give the scheduler the defaults of the loaded model and the device's free bytes. Requests come after that."""
         defaults = Defaults(model.default_height, model.default_width, model.default_frames, model.default_steps, model.references)
         self._scheduler.describe(defaults, model.free_bytes)
 

@@ -42,7 +42,7 @@ class ModelFetch:
 
     @property
     def needed(self) -> bool:
-        """Return whether there is anything to fetch."""
+        """Return whether the model comes from a source, such as hf://, and not from a local folder."""
         return self._config.model_source is not None
 
     async def run(self) -> None:

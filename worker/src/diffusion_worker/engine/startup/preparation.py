@@ -118,7 +118,11 @@ async def warm_up(call_all: CallAll, config: WorkerConfig, model: ModelInfo) -> 
 
 
 def check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
-    """Check the sizes to warm up by the rules for requests; raise ConfigError."""
+    """Hold each `--warmup-size` to the limits of requests, if there is a warm-up.
+
+    Raises:
+        ConfigError: a size is over a limit, or the model cannot make it; names the option and the size.
+    """
     for width, height in config.warmup_sizes if config.warmup_steps else []:
         try:
             check_size(GenerationParams(prompt="", width=width, height=height), config.limits, model)

@@ -63,7 +63,7 @@ class Operations:
         self._results: dict[str, OperationResult | str] = {}
 
     def running(self) -> Operation | None:
-        """Return the operation in progress, if there is one."""
+        """Snapshot the sleep or wake in progress with its age in seconds; None between operations."""
         now = self._running
         return None if now is None else Operation(now.operation_id, now.kind, round(time.monotonic() - now.began_s, 3))
 
@@ -72,7 +72,7 @@ class Operations:
         return self._running is not None and self._running.operation_id == self._meant(operation_id)
 
     def is_done(self, operation_id: str) -> bool:
-        """Return whether this very operation is over."""
+        """Return whether an operation of this id has a result and is not in progress."""
         return operation_id in self._results and not self.is_running(operation_id)
 
     def join(self, operation_id: str) -> None:

@@ -107,7 +107,7 @@ class RankGroup(Protocol):
         """Return the ranks as the state document shows them."""
 
     def load_progress(self) -> tuple[int, int]:
-        """Return the bytes of weights loaded and in all, summed over the ranks; (0, 0) before anything is known."""
+        """Return (done, total) bytes of the load, summed over the ranks; (0, 0) until the first rank reports."""
 
     async def stop(self) -> None:
         """End every rank, politely first, and wait until all are gone. Harmless when called twice."""

@@ -29,7 +29,7 @@ class RestartBudget:
         self._at: dict[int, float] = {}
 
     def spend(self, number: int, now_s: float) -> bool:
-        """Spend a restart on a loss; return False when there have been too many."""
+        """Count loss `number`; return False if the last WINDOW_S seconds had more losses than `--max-restarts`."""
         self._at = {loss: at for loss, at in self._at.items() if now_s - at < WINDOW_S} | {number: now_s}
         return len(self._at) <= self._limit
 
