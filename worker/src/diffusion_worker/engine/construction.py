@@ -3,11 +3,12 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters.declared import DeclaredAdapters
-from diffusion_worker.engine.adapters.loading import AdapterLoader
+from diffusion_worker.engine.adapters.runner import AdapterRunner
 from diffusion_worker.engine.adapters.table import AdapterTable
 from diffusion_worker.engine.requests import admission
 from diffusion_worker.engine.requests.adapter_selection import AdapterSelection
@@ -31,7 +32,6 @@ from diffusion_worker.engine.state.rank_calls import RankCalls
 from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.engine.state.restart_budget import RestartBudget
 from diffusion_worker.engine.state.revision import Signal
-from diffusion_worker.engine.state.state_document import EngineState
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import ModelInfo
 from diffusion_worker.sources.fetching import Fetcher
@@ -65,22 +65,11 @@ class EngineParts:
             capacity=config.max_cached_loras,
             residents=config.max_loras,
             # With an operator all names are of custom resources.
-            keeps_failed=lambda name: config.desired_path is not None or name in config.preload_loras,
+            keep_failed=config.preload_loras if config.desired_path is None else None,
         )
-        self.loader = AdapterLoader(
-            self.adapters,
-            self.rank_calls.call_all,
-            ranks.prepare_adapter,
-            fetcher,
-            self.life,
-            ranks_total=config.ranks,
-            abort=self._abort,
-            settled=self._settled,
-            require_serving=self._require_serving,
-            follow=lambda deadline_s: self.declared.follow(deadline_s),
-        )
-        self.declared = DeclaredAdapters(self.loader, config, lambda: self.rules.desired)
-        self.adapter_use = AdapterSelection(self.adapters, self.loader, config, self.life)
+        self.runner = AdapterRunner(self.adapters, ranks, fetcher, self.life, abort=self._abort)
+        self.declared = DeclaredAdapters(self.adapters, self.runner, config, lambda: self.rules.desired)
+        self.adapter_use = AdapterSelection(self.adapters, self.runner, config, self.life)
         self.requests = RequestService(
             config,
             self.life,
@@ -89,12 +78,13 @@ class EngineParts:
             Holding(self.life, self.rules, wake=lambda: self.sleep_calls.wake_on_demand(), on_held=self.signal.notify),
             identity=lambda: (self.model_fetch.revision, self.digest.value),
         )
-        self.verification = Verification(self.rank_calls.call_all, self.loader.held, self.loader.load_again)
+        self.verification = Verification(self.rank_calls.call_all, self.adapters.held, self.runner.load_again)
         self.preparation = Preparation(
             config,
             self.life,
             self.rank_calls.call_all,
-            self.loader,
+            self.declared,
+            self.runner,
             self.verification,
             describe=self._describe,
             warmed=self.steps.warmed_up,
@@ -103,7 +93,7 @@ class EngineParts:
             self.life,
             ranks,
             self.steps,
-            self.loader,
+            self.runner,
             self.preparation,
             budget=RestartBudget(config.max_restarts),
             failed=self.fail,
@@ -121,16 +111,6 @@ class EngineParts:
             self.life, self.rules, self.operations, sleeper, idle_s=self._idle_s, held=lambda: self.requests.holding.current
         )
 
-    async def _settled(self) -> None:
-        """Wait until no generation of ranks is being started again; raise GroupFailed if none comes any more."""
-        if self.life.state is not EngineState.STARTING:
-            await self.supervisor.settled()
-
-    def _require_serving(self, what: str) -> None:
-        """Raise RequestError if the ranks cannot load an adapter now."""
-        if self.life.state not in (EngineState.STARTING, EngineState.DRAINING):
-            self.life.require_ready(what, restarting_too=False)
-
     def _describe(self, model: ModelInfo) -> None:
         """Record the model that the ranks loaded, or will load at their first wake; raise ConfigError if it excludes an option."""
         self.requests.model = model
@@ -142,7 +122,7 @@ class EngineParts:
         age_s = self.requests.last_age_s
         return self.life.state_age_seconds if age_s is None else age_s
 
-    def _abort(self, request_ids: list[str], code: ErrorCode, message: str) -> None:
+    def _abort(self, request_ids: Sequence[str], code: ErrorCode, message: str) -> None:
         """End requests with an error; an id stands for all images of its request."""
         self.steps.end(RequestError(code, message), only=lambda image: image.rpartition("-")[0] in request_ids)
 
@@ -151,5 +131,5 @@ class EngineParts:
         if self.life.fail(reason):
             log.error("worker failed: %s", reason)
             self.lost.set()
-            self.loader.stop(RequestError(ErrorCode.ENGINE_FAILED, reason, retry_after_s=10.0))
+            self.runner.stop(RequestError(ErrorCode.ENGINE_FAILED, reason, retry_after_s=10.0))
             self.steps.end(GroupFailed(reason))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model on a rank group: it admits requests, loads adapters, sleeps and wakes, and reports its state.
 
-It runs on the server's event loop, without torch. `StepLoop` has the admitted requests, `AdapterLoader` the adapters.
+It runs on the server's event loop, without torch. `StepLoop` has the admitted requests, `AdapterTable` the adapters.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ import msgspec
 
 from diffusion_worker.compatibility import sleep_blocker
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.adapters.on_ranks import AdapterLoads
-from diffusion_worker.engine.adapters.outcomes import DEFERRING
+from diffusion_worker.engine.adapters.runner import DEFERRING
 from diffusion_worker.engine.adapters.state_pages import StatePages
+from diffusion_worker.engine.adapters.table import LoadCounts
 from diffusion_worker.engine.construction import EngineParts
 from diffusion_worker.engine.requests.admission import GenerationParams
 from diffusion_worker.engine.requests.holding import Holding
@@ -28,7 +28,7 @@ from diffusion_worker.engine.state.operator_epoch import OperatorEpoch
 from diffusion_worker.engine.state.rank_calls import all_true
 from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.engine.state.request_events import Generation, RequestEvent
-from diffusion_worker.engine.state.revision import Look, Revision, look_at
+from diffusion_worker.engine.state.revision import Look, look_at
 from diffusion_worker.engine.state.state_document import (
     AdapterCall,
     AdapterDocument,
@@ -66,16 +66,9 @@ class Engine:
         self.rules = self._parts.rules
         self._steps = self._parts.steps
         self._draining: asyncio.Task[None] | None = None
-        self._revision = Revision(
-            boot_id,
-            self._parts.signal,
-            look=self._look,
-            touched=lambda: self._parts.adapters.touched_records(config.ranks),
-            settled=self._parts.adapters.settle,
-            published=self._parts.adapters.publish,
+        self._pages = StatePages(
+            boot_id, self._parts.adapters, self._parts.signal, document=self._bare_document, look=self._look, ranks=config.ranks
         )
-
-        self._pages = StatePages(boot_id, self._parts.adapters, self._revision, self._bare_document, ranks=config.ranks)
 
     @property
     def state(self) -> EngineState:
@@ -126,7 +119,7 @@ class Engine:
         self.life.loaded = False
         self._parts.digest.end()
         self._parts.declared.end()
-        self._parts.loader.stop(RequestError(ErrorCode.TERMINATING, "the worker is shutting down", retry_after_s=1.0))
+        self._parts.runner.stop(RequestError(ErrorCode.TERMINATING, "the worker is shutting down", retry_after_s=1.0))
         self._accept_nothing()
         await self._finish(self.config.drain_timeout_s)
         if self._draining is not None:
@@ -177,14 +170,14 @@ class Engine:
         return self._steps.stats
 
     @property
-    def adapter_loads(self) -> AdapterLoads:
+    def adapter_loads(self) -> LoadCounts:
         """Return counters of adapter loads, for metrics."""
-        return self._parts.loader.loads
+        return self._parts.adapters.loads
 
     @property
     def registered_adapters(self) -> int:
         """Number of adapters in the ranks' host memory, for metrics; the same bytes under two names are one."""
-        return self._parts.adapters.registered
+        return len(self._parts.adapters.copies())
 
     @property
     def active_adapters(self) -> int:
@@ -232,7 +225,7 @@ class Engine:
     def state_document(self) -> StateDocument:
         """Return the whole state for the control API; cheap, and available in every state."""
         adapters = [adapter.document(self.config.ranks) for adapter in self._parts.adapters]
-        return msgspec.structs.replace(self._bare_document(), adapters=adapters, revision=self._revision.current())
+        return msgspec.structs.replace(self._bare_document(), adapters=adapters, revision=self._pages.revision.current())
 
     async def state_after(self, revision: str, wait_s: float, limit: int) -> StateDocument:
         """Wait until the state changes after a revision, or the time is over, and return a page of the changes.
@@ -240,7 +233,7 @@ class Engine:
         Raises:
             RequestError: Overloaded, too many clients wait already.
         """
-        await self._revision.wait_for_other(revision, wait_s)
+        await self._pages.revision.wait_for_other(revision, wait_s)
         return self._pages.since(revision, limit)
 
     def state_page(self, limit: int) -> StateDocument:
@@ -253,7 +246,7 @@ class Engine:
 
     def end_watches(self) -> None:
         """End all waits for a change of the state, now and from now on: the server is about to close its connections."""
-        self._revision.end()
+        self._pages.revision.end()
 
     def _look(self) -> Look:
         work = self._steps.running + self._steps.waiting + self._parts.adapter_use.waiting + self.held.current
@@ -368,7 +361,7 @@ class Engine:
 
         Raises:
             RequestError: WrongBoot; Starting, Busy, EngineFailed or Terminating if the ranks do not serve; Conflict with the model's name;
-                else as `AdapterLoader.put`.
+                else as `AdapterRunner.put`.
         """
         self._check_boot(call.boot_id)
         if self.life.state_after_restart not in (EngineState.DRAINING, *DEFERRING):
@@ -376,7 +369,8 @@ class Engine:
         if name == self.config.served_name:
             raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: its name is that of the base model")
         self._parts.declared.called(name)
-        return await self._parts.loader.put(name, call)
+        adapter = await self._parts.runner.put(name, call)
+        return adapter.document(self.config.ranks)
 
     async def delete_adapter(self, name: str, *, operation_id: str, boot_id: str | None, drain_s: float) -> None:
         """Unload an adapter, in every state; requests for it get 404 at once, running ones may finish within `drain_s`.
@@ -386,7 +380,7 @@ class Engine:
         """
         self._check_boot(boot_id)
         self._parts.declared.called(name)
-        await self._parts.loader.delete(name, drain_s=drain_s)
+        await self._parts.runner.delete(name, drain_s=drain_s)
 
     async def profile(self, call: ProfileCall) -> ProfileDocument:
         """Begin or end a trace on every rank; without effect if profiling is off.

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters.desired_files import DesiredFiles
-from diffusion_worker.engine.adapters.loading import AdapterLoader
+from diffusion_worker.engine.adapters.runner import AdapterRunner
+from diffusion_worker.engine.adapters.table import AdapterTable
 from diffusion_worker.engine.state.state_document import AdapterCall, DesiredAdapter, DesiredState, ProblemReport
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.parsing import parse_source
@@ -49,33 +50,26 @@ def changes(before: Sequence[DesiredAdapter], after: Sequence[DesiredAdapter]) -
 
 
 class DeclaredAdapters:
-    """The adapters of a loader, kept as options and files declare them; `desired` returns the main file as it is now."""
+    """The adapters of a table, kept as options and files declare them; `desired` returns the main file as it is now."""
 
-    def __init__(
-        self,
-        loader: AdapterLoader,
-        config: WorkerConfig,
-        desired: Callable[[], DesiredState],
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, table: AdapterTable, runner: AdapterRunner, config: WorkerConfig, desired: Callable[[], DesiredState]) -> None:
         # The reason for adapters of the files that may be missing here.
         self.problem: ProblemReport | None = None
-        self._loader = loader
+        # Time of the last call of the control port about a name, on the clock of the files' times.
+        self.called_at_s: dict[str, float] = {}
+        self._table = table
+        self._runner = runner
         self._config = config
         self._desired = desired
-        self._clock = clock
         self._files = DesiredFiles(config.desired_path)
         self._followed: dict[str, DesiredAdapter] = {}
-        # Time of the last call about a name, on the clock of the files' times.
-        self._called_at_s: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: asyncio.Task[None] | None = None
 
     def called(self, name: str) -> None:
         """Record that a call of the control port is about a name."""
         if self._config.desired_path is not None:
-            self._called_at_s[name] = self._clock()
+            self.called_at_s[name] = time.time()
 
     async def load_at_start(self, deadline_s: float) -> None:
         """Try to load the most wanted adapters once. A failed one is kept as Failed and does not stop the model from serving.
@@ -153,7 +147,7 @@ class DeclaredAdapters:
             if self._is_older(name, written_s):
                 await self._remove(name)
         calls = {each.name: _desired_call(each) for each in put if self._is_older(each.name, written_s)}
-        self._called_at_s = {name: at_s for name, at_s in self._called_at_s.items() if at_s >= written_s}
+        self.called_at_s = {name: at_s for name, at_s in self.called_at_s.items() if at_s >= written_s}
         chosen = self._known(calls | {name: call for name, call in options.items() if name not in calls})
         if chosen:
             self._in_background(self._put(chosen, written_s))
@@ -161,23 +155,23 @@ class DeclaredAdapters:
 
     def _is_older(self, name: str, written_s: float) -> bool:
         """Return whether the last call about a name is older than the files."""
-        return self._called_at_s.get(name, -1.0) < written_s
+        return self.called_at_s.get(name, -1.0) < written_s
 
     def _known(self, calls: dict[str, AdapterCall]) -> list[Call]:
         """Make all these adapters known, and return those to load now, the most wanted first."""
-        changed = [(name, call) for name, call in calls.items() if self._loader.knows(name)]
-        new = {name: call for name, call in calls.items() if self._may_be(name) and not self._loader.knows(name)}
-        wanted = [(name, new[name]) for name in self._loader.most_wanted(new)]
+        changed = [(name, call) for name, call in calls.items() if self._table.newest(name)]
+        new = {name: call for name, call in calls.items() if self._may_be(name) and not self._table.newest(name)}
+        wanted = [(name, new[name]) for name in self._table.most_wanted(new)]
         for name, call in new.items():
             try:
-                self._loader.know(name, call)
+                self._runner.declare(name, call)
             except RequestError as error:
                 log.error("adapter=%s not loaded code=%s: %s", name, error.code, error.message)
-        return [(name, call) for name, call in wanted if self._loader.knows(name)] + changed
+        return [(name, call) for name, call in wanted if self._table.newest(name)] + changed
 
     async def _remove(self, name: str) -> None:
         try:
-            await self._loader.delete(name, drain_s=0.0)
+            await self._runner.delete(name, drain_s=0.0)
         except RequestError as error:
             if error.code is not ErrorCode.NOT_FOUND:
                 log.error("adapter=%s not unloaded code=%s: %s", name, error.code, error.message)
@@ -191,7 +185,7 @@ class DeclaredAdapters:
                 if not self._is_older(name, written_s) or self._followed.get(name) != declared.get(name):
                     continue  # a later call or later files ask for something else
                 try:
-                    await self._loader.put(name, call)
+                    await self._runner.put(name, call)
                 except RequestError as error:
                     log.error("adapter=%s not loaded code=%s: %s", name, error.code, error.message)
 

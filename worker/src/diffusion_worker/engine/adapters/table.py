@@ -1,167 +1,320 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All adapters of a server: by name, with those about to replace or to leave them, and the choice of evictions.
+"""The one table of a server's adapters: data and lookups, without torch. `machine.step` alone makes the transitions.
 
-The ranks hold `capacity` of them in host memory, one copy for all names of the same bytes. They hold one more while a version is loaded
-beside the one it replaces.
+A name has a current version, perhaps one that arrives, and versions that only finish their requests. Ids stand for the ranks' copies.
 """
 
-import asyncio
 import itertools
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 
-from diffusion_worker.engine.adapters.adapter import LOADING, Adapter, Usage
-from diffusion_worker.engine.adapters.failed_records import FailedRecords
-from diffusion_worker.engine.state.adapter_changes import AdapterChanges
-from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState, Residency
+from diffusion_worker.engine.state.histogram import Durations
+from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState, ProblemReport, Residency
 from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.lora.identity import contradicts
+from diffusion_worker.messages import AdapterIdentity, LoadedLoRA
+from diffusion_worker.sources.fetching import Fetched
+
+LOADING = (AdapterState.FETCHING, AdapterState.LOADING)
+# Seconds for which an adapter reports that a wake found it wrong, so that somebody can see it.
+TELL_WRONG_S = 600.0
+
+
+class Load:
+    """A load in progress, shared by all its waiters. `number` is the id on the ranks; `deadline_s` is on the event loop's clock."""
+
+    def __init__(self, number: int, deadline_s: float, *, asked: bool) -> None:
+        self.number = number
+        self.deadline_s = deadline_s
+        # True for a put; otherwise the load is for requests, which may try again after a failure that may pass.
+        self.asked = asked
+        # True when the ranks have the call already, so that their answer must be awaited.
+        self.registering = False
+        # Adapters that the ranks may evict for it.
+        self.victims: Sequence[Adapter] = ()
+        # The error for the waiters of a load that is no longer wanted.
+        self.superseded: RequestError | None = None
+        # True when its waiters have their outcome.
+        self.answered = False
+
+
+class Usage:
+    """The requests that used the adapters of one name. Times are monotonic."""
+
+    requests = 0
+    last_s: float | None = None
+
+
+class LoadCounts:
+    """Counters of loads since the start: codes with OK among them, durations of successes and of remote fetches, and evictions."""
+
+    def __init__(self) -> None:
+        self.codes = Counter[str]()
+        self.durations = Durations()
+        self.fetch_durations = Durations()
+        self.fetched_bytes = 0
+        self.evictions = 0
+
+
+class TouchedRecords:
+    """The adapters whose records may have changed, so that the records of all adapters need not be compared."""
+
+    def __init__(self) -> None:
+        # Weak references: without a reader, removed adapters must not gather here.
+        self.unpublished: weakref.WeakKeyDictionary[Adapter, None] = weakref.WeakKeyDictionary()
+        self.names: set[str] = set()
+
+    def add(self, adapter: "Adapter") -> None:
+        """Record that an adapter's record may have changed."""
+        self.unpublished[adapter] = None
+        self.names.add(adapter.name)
+
+
+class Adapter:
+    """A version of an adapter's content under its name. Other bytes under the same name are another adapter; each load has another id."""
+
+    _touched: TouchedRecords
+
+    def __init__(self, name: str, call: AdapterCall, *, usage: Usage, touched: TouchedRecords) -> None:
+        object.__setattr__(self, "_touched", touched)
+        self.name = name
+        self.call = call
+        self.usage = usage
+        self.lora_int_id = 0
+        self.state = AdapterState.FETCHING
+        # The result of the last load; kept while the adapter is `Cached`.
+        self.loaded: LoadedLoRA | None = None
+        # Each rank's report of the adapter, recorded at the load and compared after every wake.
+        self.kept: list[str] = []
+        # Seconds of the last load that succeeded.
+        self.load_s: float | None = None
+        # Time at which a wake last found those reports to differ.
+        self.found_wrong_s: float | None = None
+        self.fetched: Fetched | None = None
+        self.progress: tuple[int, int | None] | None = None
+        self.error: ProblemReport | None = None
+        self.load: Load | None = None
+        # True while the ranks hold its weights, or may hold them.
+        self.registered = False
+        # True while the load that runs may evict it, so that no request may take it.
+        self.going = False
+        # Set before the weights leave the ranks: a new generation must not load them.
+        self.unloading = False
+        self.users: set[str] = set()
+        # Numbers of the requests that wait until all of their adapters are usable.
+        self.wanted: set[int] = set()
+        # The place in the order of uses and loads.
+        self.used_at = 0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        self.touch()
+
+    def touch(self) -> None:
+        """Record that its record may have changed."""
+        self._touched.add(self)
+
+    @property
+    def usable(self) -> bool:
+        """Return whether a request may use it now."""
+        return self.state is AdapterState.LOADED and not self.going
+
+    @property
+    def serves(self) -> bool:
+        """Return whether its name could be served if the ranks were awake."""
+        return self.state is AdapterState.LOADED or (self.state is AdapterState.DEFERRED and self.loaded is not None)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the weights of a loaded adapter."""
+        assert self.loaded is not None, "only loaded adapters are used"
+        return self.loaded.digest
+
+    @property
+    def identity(self) -> AdapterIdentity:
+        """Identity of a loaded adapter: what it does to the model."""
+        assert self.loaded is not None, "only loaded adapters are used"
+        return self.loaded.identity
+
+    @property
+    def pinned_identity(self) -> str | None:
+        """The identity that every load of it must find, unless another converter named it."""
+        return self.loaded.identity if self.loaded else self.call.identity
+
+    @property
+    def pinned(self) -> str | None:
+        """The digest that every load of it must find."""
+        return self.loaded.digest if self.loaded else self.call.digest
+
+    @property
+    def resident(self) -> bool:
+        """Return whether it is never evicted."""
+        return self.call.residency is Residency.RESIDENT
+
+    def copy_key(self) -> tuple[object, ...]:
+        """Return the key of the adapter's copy on the ranks; adapters with one key share a copy."""
+        return (self.lora_int_id,) if self.loaded is None else (self.loaded.identity,)
+
+    def is_content(self, call: AdapterCall) -> bool:
+        """Return whether it matches a call, regardless of scale, residency and priority.
+
+        A digest in the call decides; without one the source does, unless the source of an adapter that left memory may have changed.
+        """
+        loaded = self.loaded
+        if self.state is AdapterState.FAILED or set(call.components) != set(self.call.components):
+            return False
+        if loaded and (call.format not in (None, loaded.format) or call.expected_rank not in (None, loaded.rank)):
+            return False
+        if loaded and contradicts(loaded.identity, call.identity):
+            return False
+        if call.digest is not None:
+            return call.digest == self.pinned
+        # A deferred adapter's fetched copy cannot change.
+        in_place = self.fetched is None or self.fetched.digest is None
+        may_have_changed = self.state is AdapterState.CACHED or (self.state is AdapterState.DEFERRED and in_place)
+        return call.source == self.call.source and not (loaded and may_have_changed)
+
+    def may_be_behind(self, call: AdapterCall) -> bool:
+        """Return whether it matches a call as far as is known without the source, which may have changed."""
+        loaded = self.loaded if self.state is AdapterState.LOADED and self.fetched is not None else None
+        exactly = loaded is not None and (call.digest, call.identity) == (loaded.digest, loaded.identity)
+        return loaded is not None and not exactly and self.is_content(call)
+
+    def document(self, ranks: int) -> AdapterDocument:
+        """Return the adapter as the state document shows it."""
+        loaded, fetched, last_s = self.loaded, self.fetched, self.usage.last_s
+        fetched_bytes, total_bytes = (self.progress if self.progress and self.state is AdapterState.FETCHING else None) or (None, None)
+        # A deferred adapter's file was inspected, but no rank has read it yet.
+        unread = fetched.digest if fetched and self.state is AdapterState.DEFERRED else None
+        return AdapterDocument(
+            name=self.name,
+            digest=loaded.digest if loaded else unread,
+            identity=loaded.identity if loaded else None,
+            source=self.call.source,
+            state=self.state,
+            scale=self.call.scale,
+            rank=loaded.rank if loaded else None,
+            modules=loaded.modules if loaded else None,
+            size_bytes=loaded.size_bytes if loaded else None,
+            ranks_loaded=ranks if loaded and self.registered else 0,
+            ranks_total=ranks,
+            refs=len(self.users),
+            error=self.error,
+            revision=fetched.revision if fetched else None,
+            components=loaded.components if loaded else [],
+            format=loaded.format if loaded else None,
+            alpha=loaded.alpha if loaded else None,
+            base_model=loaded.base_model if loaded else None,
+            recipe=loaded.recipe if loaded else None,
+            residency=self.call.residency,
+            priority=self.call.priority,
+            fetched_bytes=fetched_bytes,
+            total_bytes=total_bytes,
+            requests_total=self.usage.requests,
+            last_request_age_seconds=None if last_s is None else round(time.monotonic() - last_s, 3),
+            verification_failed=self.found_wrong_s is not None and time.monotonic() - self.found_wrong_s < TELL_WRONG_S,
+            load_seconds=None if self.load_s is None else round(self.load_s, 6),
+        )
 
 
 class AdapterTable:
-    """Adapters by name.
+    """Adapters by name. The ranks hold `capacity` of them in host memory, one copy for all names of the same bytes.
 
     An `arriving` one replaces the current one of its name once it is loaded; `leaving` ones only finish their requests.
     """
 
-    def __init__(self, *, capacity: int, residents: int, keeps_failed: Callable[[str], bool] = lambda name: False) -> None:
-        """Begin empty. `keeps_failed` returns whether a name's failed adapter stays in the table."""
-        self.failed = FailedRecords(self._drop_failed, keeps=keeps_failed)
-        self._capacity = capacity
+    def __init__(self, *, capacity: int, residents: int, keep_failed: Container[str] | None = ()) -> None:
+        """Begin empty. `keep_failed` has the names whose failed adapters stay, as something wants them; None stands for all names."""
+        self.capacity = capacity
+        self.keep_failed = keep_failed
+        self.loads = LoadCounts()
+        self.touched = TouchedRecords()
+        # Records of failures that only calls brought, the oldest first.
+        self.failed: dict[Adapter, None] = {}
+        self.named: dict[str, Adapter] = {}
+        self.arriving: dict[str, Adapter] = {}
+        self.leaving: list[Adapter] = []
         self._residents = residents
-        self._ids = itertools.count(1)
-        self._touches = itertools.count(1)
-        self._named: dict[str, Adapter] = {}
         # The names that hold a place for resident adapters, so that not all names have to be looked at.
         self._holders: set[str] = set()
-        self._arriving: dict[str, Adapter] = {}
-        self._leaving: list[Adapter] = []
-        self._moved = asyncio.Event()
-        # Weak references: without a reader, removed adapters must not gather here.
-        self._touched: weakref.WeakKeyDictionary[Adapter, None] = weakref.WeakKeyDictionary()
-        # The names whose adapters changed, by revision.
-        self.changes = AdapterChanges()
+        self._ids = itertools.count(1)
+        self._uses = itertools.count(1)
 
     def __iter__(self) -> Iterator[Adapter]:
-        return iter([*self._named.values(), *self._arriving.values(), *self._leaving])
+        return iter([*self.named.values(), *self.arriving.values(), *self.leaving])
 
-    @property
-    def registered(self) -> int:
-        """Number of copies that the ranks hold."""
-        return len(self._copies())
+    def __contains__(self, adapter: Adapter) -> bool:
+        name = adapter.name
+        return self.named.get(name) is adapter or self.arriving.get(name) is adapter or adapter in self.leaving
 
     def get(self, name: str) -> Adapter | None:
         """Return the current adapter of a name, in any state; None if there is none."""
-        return self._named.get(name)
+        return self.named.get(name)
 
     def newest(self, name: str) -> Adapter | None:
         """Return the version last put under a name: the arriving one, or else the current one."""
-        return self._arriving.get(name) or self._named.get(name)
+        return self.arriving.get(name) or self.named.get(name)
 
     def names(self) -> list[str]:
         """Return all names, sorted, whatever the states of their adapters."""
-        return sorted(self._named)
+        return sorted(self.named)
 
     def new(self, name: str, call: AdapterCall) -> Adapter:
         """Return a new adapter that is about to be loaded, not yet in the table."""
-        known = self._named.get(name)
-        return Adapter(name, call, usage=known.usage if known else Usage(), on_touched=self._touch_record)
+        known = self.named.get(name)
+        return Adapter(name, call, usage=known.usage if known else Usage(), touched=self.touched)
 
     def next_id(self) -> int:
         """Return a new id for a load; no id is used twice."""
         return next(self._ids)
 
-    def touch(self, adapter: Adapter) -> None:
+    def use(self, adapter: Adapter) -> None:
         """Record that an adapter was used or loaded just now."""
-        adapter.touched = next(self._touches)
+        adapter.used_at = next(self._uses)
 
     def require_place(self, name: str, call: AdapterCall) -> None:
         """Raise RequestError (CapacityExceeded), naming the resident adapters, if the call's would be one too many."""
         if call.residency is not Residency.RESIDENT:
             return
-        if len(self._holders - {name}) >= self._residents:
-            holders = sorted(self._holders - {name})
+        for each in self.touched.names:
+            current = self.named.get(each)
+            holds = current is not None and current.resident and current.state is not AdapterState.FAILED
+            (self._holders.add if holds else self._holders.discard)(each)
+        self.touched.names.clear()
+        holders = sorted(self._holders - {name})
+        if len(holders) >= self._residents:
             raise RequestError(
                 ErrorCode.CAPACITY_EXCEEDED,
                 f"adapter {name!r}: expected at most {self._residents} resident adapters, which is --max-loras, "
                 f"found {len(holders)} already: {', '.join(holders)}",
             )
 
-    def touched_records(self, ranks: int) -> list[tuple[Adapter, AdapterDocument | None]]:
-        """List the adapters whose record may have changed since the last `settle`, with the record; None for removed ones."""
-        return [(adapter, adapter.document(ranks) if self._has(adapter) else None) for adapter in list(self._touched)]
+    # --- the ranks' memory ----------------------------------------------------------------------------------------------
 
-    def of_name(self, name: str) -> list[Adapter]:
-        """Return all adapters of a name: the current, the arriving and the leaving ones."""
-        found = [self._named.get(name), self._arriving.get(name)]
-        return [adapter for adapter in found if adapter is not None] + [adapter for adapter in self._leaving if adapter.name == name]
+    def copies(self, *, without: Adapter | None = None) -> dict[tuple[object, ...], list[Adapter]]:
+        """Return the copies that the ranks hold, each with the adapters that share it."""
+        copies: dict[tuple[object, ...], list[Adapter]] = {}
+        for adapter in self:
+            if adapter.registered and adapter is not without:
+                copies.setdefault(adapter.copy_key(), []).append(adapter)
+        return copies
 
-    def publish(self, number: int, adapters: Iterable[object]) -> None:
-        """Record that a revision published changes of these adapters."""
-        for name in {adapter.name for adapter in adapters if isinstance(adapter, Adapter)}:
-            self.changes.add(name, number, gone=not self.of_name(name))
+    def held(self) -> dict[int, list[str]]:
+        """Return the ranks' reports of each adapter at its load, by id, for all adapters that the ranks should hold."""
+        return {adapter.lora_int_id: adapter.kept for adapter in self if adapter.registered and adapter.loaded}
 
-    def settle(self, adapters: Iterable[object]) -> None:
-        """Take these records as known. A record with a temporary value is looked at again until that ends."""
-        for adapter in adapters:
-            if isinstance(adapter, Adapter) and (adapter.found_wrong_s is None or not adapter.document(1).verification_failed):
-                self._touched.pop(adapter, None)
-
-    def _has(self, adapter: Adapter) -> bool:
-        name = adapter.name
-        return self._named.get(name) is adapter or self._arriving.get(name) is adapter or adapter in self._leaving
-
-    def _touch_record(self, adapter: Adapter) -> None:
-        self._touched[adapter] = None
-        current = self._named.get(adapter.name)
-        if current is not None and current.resident and current.state is not AdapterState.FAILED:
-            self._holders.add(adapter.name)
-        else:
-            self._holders.discard(adapter.name)
-
-    def _drop_failed(self, adapter: Adapter) -> None:
-        if self._named.get(adapter.name) is adapter and adapter.state is AdapterState.FAILED:
-            self.take_out(adapter.name)
-
-    # --- names ----------------------------------------------------------------------------------------------------------
-
-    def put(self, adapter: Adapter) -> Adapter | None:
-        """Make an adapter the current one of its name; return the one before, which is leaving if it was loaded."""
-        previous = self._named.get(adapter.name)
-        self._named[adapter.name] = adapter
-        if self._arriving.get(adapter.name) is adapter:
-            del self._arriving[adapter.name]
-        self._leave(previous)
-        self._touch_record(adapter)
-        return previous
-
-    def arrive(self, adapter: Adapter) -> None:
-        """Add an adapter that replaces the current one of its name once it is loaded."""
-        self._arriving[adapter.name] = adapter
-        self._touch_record(adapter)
-
-    def drop_arriving(self, name: str) -> Adapter | None:
-        """Remove and return the arriving adapter of a name, if there is one."""
-        adapter = self._arriving.pop(name, None)
-        if adapter is not None:
-            self._touch_record(adapter)
-        return adapter
-
-    def take_out(self, name: str) -> Adapter | None:
-        """Remove a name, and return its current adapter, which is leaving if it was loaded."""
-        adapter = self._named.pop(name, None)
-        self._leave(adapter)
-        return adapter
-
-    def leaving(self) -> list[Adapter]:
+    def unused_leaving(self) -> list[Adapter]:
         """Return the leaving adapters that no request uses and that are not being unloaded."""
-        return [adapter for adapter in self._leaving if not adapter.users and not adapter.unloading]
+        return [adapter for adapter in self.leaving if not adapter.users and not adapter.unloading]
 
     def deferred(self) -> list[Adapter]:
         """Return the deferred adapters, the most wanted first, without those that a deferred one replaces."""
-        arriving = [adapter for adapter in self._arriving.values() if adapter.state is AdapterState.DEFERRED]
+        arriving = [adapter for adapter in self.arriving.values() if adapter.state is AdapterState.DEFERRED]
         names = {adapter.name for adapter in arriving}
-        named = [adapter for adapter in self._named.values() if adapter.state is AdapterState.DEFERRED and adapter.name not in names]
-        return sorted([*arriving, *named], key=_wanted, reverse=True)
+        named = [adapter for adapter in self.named.values() if adapter.state is AdapterState.DEFERRED and adapter.name not in names]
+        return sorted([*arriving, *named], key=lambda each: (*rank_of(each.call), each.used_at), reverse=True)
 
     def most_wanted(self, calls: Mapping[str, AdapterCall]) -> list[str]:
         """Return the names in `calls` to load now, the most wanted first.
@@ -170,87 +323,10 @@ class AdapterTable:
         """
         held = [("", each.call) for each in self if each.registered or each.state in (*LOADING, AdapterState.LOADED, AdapterState.DEFERRED)]
         may_be = [(name, call) for name, call in sorted(calls.items()) if call.residency is not Residency.ON_DEMAND]
-        wanted = sorted([*held, *may_be], key=lambda each: _rank(each[1]), reverse=True)
-        return [name for name, _ in wanted[: self._capacity] if name]
-
-    def forget(self, adapter: Adapter) -> None:
-        """Remove a leaving adapter, which the ranks do not hold any more."""
-        self._leaving.remove(adapter)
-        self._touch_record(adapter)
-
-    def _leave(self, adapter: Adapter | None) -> None:
-        if adapter is not None:
-            self._touch_record(adapter)
-        if adapter is not None and adapter.state is AdapterState.LOADED:
-            adapter.state = AdapterState.DRAINING
-            self._leaving.append(adapter)
-
-    # --- room -----------------------------------------------------------------------------------------------------------
-
-    def room_for(self, adapter: Adapter) -> list[Adapter] | None:
-        """Return the adapters to evict for another, in order; None if too few may go now.
-
-        Only adapters that no request uses may go, those of the lowest priority first, then the least recently used. An adapter that a
-        request waits for gives way only to an earlier request's. So the earliest request always gets all of its adapters.
-        """
-        copies = self._copies(without=adapter)
-        digest = adapter.pinned
-        held = (each.loaded.digest for group in copies.values() for each in group if each.loaded)
-        if digest is not None and digest in held:
-            return []  # most likely the same copy; with other components it is one more, for which the ranks have room
-        excess = len(copies) + 1 - self._capacity - self._goes_by_itself(adapter, copies)
-        if excess <= 0:
-            return []
-        turn = min(adapter.wanted, default=None)
-        may_go = [group for group in copies.values() if all(_may_go(each, turn) for each in group)]
-        if len(may_go) < excess:
-            return None
-        may_go.sort(key=lambda group: max((bool(each.wanted), each.call.priority, each.touched) for each in group))
-        return [each for group in may_go[:excess] for each in group]
-
-    def _goes_by_itself(self, adapter: Adapter, copies: dict[tuple[object, ...], list[Adapter]]) -> bool:
-        """Return whether the replaced adapter's copy is dropped after the replacement, as no other name shares it."""
-        current = self._named.get(adapter.name)
-        if self._arriving.get(adapter.name) is not adapter or current is None or not current.registered:
-            return False
-        return len(copies[current.copy_key()]) == 1
-
-    def holders(self) -> list[str]:
-        """Return the names of adapters that the ranks hold."""
-        return sorted({adapter.name for adapter in self if adapter.registered})
-
-    def move(self) -> None:
-        """Notify waiters that an adapter came, went or became unused."""
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
-
-    async def moved(self) -> None:
-        """Wait for the next `move`."""
-        await self._moved.wait()
-
-    def _copies(self, *, without: Adapter | None = None) -> dict[tuple[object, ...], list[Adapter]]:
-        copies: dict[tuple[object, ...], list[Adapter]] = {}
-        for adapter in self:
-            if adapter.registered and adapter is not without:
-                copies.setdefault(adapter.copy_key(), []).append(adapter)
-        return copies
+        wanted = sorted([*held, *may_be], key=lambda each: rank_of(each[1]), reverse=True)
+        return [name for name, _ in wanted[: self.capacity] if name]
 
 
-def _rank(call: AdapterCall) -> tuple[bool, int]:
+def rank_of(call: AdapterCall) -> tuple[bool, int]:
+    """Return the precedence of an adapter for staying in memory: resident ones first, then by priority."""
     return call.residency is Residency.RESIDENT, call.priority
-
-
-def is_wanted_more(adapter: Adapter, other: Adapter) -> bool:
-    """Return whether an adapter has precedence over another one for staying in memory."""
-    return _wanted(adapter) > _wanted(other)
-
-
-def _wanted(adapter: Adapter) -> tuple[bool, int, int]:
-    return adapter.resident, adapter.call.priority, adapter.touched
-
-
-def _may_go(adapter: Adapter, turn: int | None) -> bool:
-    """Return whether an adapter may be evicted for the request with number `turn`, or for no request."""
-    if not adapter.usable or adapter.users or adapter.resident:
-        return False
-    return not adapter.wanted or (turn is not None and min(adapter.wanted) > turn)

@@ -3,15 +3,16 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from diffusion_worker.config import OnMissing, WorkerConfig
-from diffusion_worker.engine.adapters.adapter import LOADING, Adapter
-from diffusion_worker.engine.adapters.loading import AdapterLoader
-from diffusion_worker.engine.adapters.outcomes import passes
-from diffusion_worker.engine.adapters.table import AdapterTable
+from diffusion_worker.engine.adapters import machine
+from diffusion_worker.engine.adapters.machine import passes
+from diffusion_worker.engine.adapters.runner import AdapterRunner
+from diffusion_worker.engine.adapters.table import LOADING, Adapter, AdapterTable
 from diffusion_worker.engine.requests.admission import AdapterChoice, GenerationParams
 from diffusion_worker.engine.requests.holding import NoLongerServing
 from diffusion_worker.engine.state.lifecycle import EngineLife
@@ -26,6 +27,8 @@ RETRY_AFTER_S = 5.0
 THERE = (AdapterState.LOADED, AdapterState.DEFERRED)
 # Errors of a load that concern the whole server, not its adapter.
 OF_THE_SERVER = (ErrorCode.ASLEEP, ErrorCode.BUSY, ErrorCode.STARTING, ErrorCode.TERMINATING, ErrorCode.ENGINE_FAILED)
+
+T = TypeVar("T")
 
 
 def chosen(params: GenerationParams, *, served_name: str, most: int) -> list[AdapterChoice]:
@@ -83,11 +86,11 @@ class AdapterWait:
 class AdapterSelection:
     """The choice of adapters for requests. Adapters that are not in memory are loaded first, if the options or the adapter allow it."""
 
-    def __init__(self, table: AdapterTable, loader: AdapterLoader, config: WorkerConfig, life: EngineLife) -> None:
+    def __init__(self, table: AdapterTable, runner: AdapterRunner, config: WorkerConfig, life: EngineLife) -> None:
         # Number of requests that wait for their adapters.
         self.waiting = 0
         self._table = table
-        self._loader = loader
+        self._runner = runner
         self._life = life
         self._served_name = config.served_name
         self._on_missing = config.lora_on_missing
@@ -135,18 +138,14 @@ class AdapterSelection:
         adapters = [self.resolve(choice.name) for choice in choices]
         if not all(adapter.usable for adapter in adapters):
             adapters = await self._waited_for(choices, wait)
-        for adapter in adapters:
-            adapter.hold(request_id)
-            self._table.touch(adapter)
+        machine.taken(self._table, adapters, request_id, time.monotonic())
         try:
             yield [
                 TakenAdapter(adapter, adapter.call.scale if choice.scale is None else choice.scale)
                 for adapter, choice in zip(adapters, choices, strict=True)
             ]
         finally:
-            for adapter in adapters:
-                adapter.let_go(request_id)
-            self._table.move()
+            self._runner.perform(machine.given_back(self._table, adapters, request_id))
 
     async def _waited_for(self, choices: Sequence[AdapterChoice], wait: AdapterWait) -> list[Adapter]:
         """Return all adapters of a request, once they are usable together."""
@@ -156,7 +155,8 @@ class AdapterSelection:
             async with asyncio.timeout_at(wait.until(self._timeout_s)):
                 while True:
                     self._require_serving()
-                    adapters = self._want([self.resolve(choice.name) for choice in choices], number)
+                    adapters = [self.resolve(choice.name) for choice in choices]
+                    machine.awaited(self._table, adapters, number)
                     missing = [adapter for adapter in adapters if not adapter.usable]
                     if not missing:
                         return adapters
@@ -165,43 +165,32 @@ class AdapterSelection:
             raise self._too_late(choices) from None
         finally:
             self.waiting -= 1
-            self._want([], number)
-
-    def _want(self, adapters: list[Adapter], number: int) -> list[Adapter]:
-        """Record that the request with a number waits for these adapters and for no others."""
-        for other in self._table:
-            other.wanted.discard(number)
-        for adapter in adapters:
-            adapter.wanted.add(number)
-        return adapters
+            machine.awaited(self._table, [], number)
 
     async def _bring(self, missing: list[Adapter]) -> None:
         """Wait until the first of these may be usable or the model stops serving; begin to load all of them."""
-        loads = [self._loader.begin(adapter, self._timeout_s) for adapter in missing if not adapter.going]
+        loads = [self._runner.load(adapter, self._timeout_s) for adapter in missing if not adapter.going]
         if not loads:
-            await self._unless_cold(self._table.moved())
+            await self._unless_cold(self._runner.moved())
             return
-        try:
-            await self._unless_cold(asyncio.shield(loads[0].done))
-        except RequestError as error:
-            self._require_serving()
-            if error.code in OF_THE_SERVER:
-                raise
-            if loads[0].superseded is None:
-                message = f"adapter {missing[0].name!r} could not be loaded: {_told(missing[0], error)}"
-                details, lasting = {"code": error.code}, not passes(error)
-                raise RequestError(
-                    ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details=details, lasting=lasting
-                ) from None
+        error = await self._unless_cold(asyncio.shield(loads[0]))
+        if error is None or error.code is ErrorCode.CONFLICT:
+            return  # where a newer call made the load needless, its adapter is next
+        self._require_serving()
+        if error.code in OF_THE_SERVER:
+            raise error
+        message = f"adapter {missing[0].name!r} could not be loaded: {_told(missing[0], error)}"
+        details, lasting = {"code": error.code}, not passes(error)
+        raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details=details, lasting=lasting)
 
-    async def _unless_cold(self, moved: Awaitable[None]) -> None:
+    async def _unless_cold(self, moved: Awaitable[T]) -> T:
         """Await something; raise NoLongerServing if the model stops serving first."""
         waiting, cold = asyncio.ensure_future(moved), asyncio.create_task(self._cold())
         try:
             await asyncio.wait({waiting, cold}, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 raise NoLongerServing
-            waiting.result()
+            return waiting.result()
         finally:
             waiting.cancel()
             cold.cancel()

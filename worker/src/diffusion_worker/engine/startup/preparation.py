@@ -10,7 +10,8 @@ import msgspec
 
 from diffusion_worker.compatibility import sleep_blocker
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.adapters.loading import AdapterLoader
+from diffusion_worker.engine.adapters.declared import DeclaredAdapters
+from diffusion_worker.engine.adapters.runner import AdapterRunner
 from diffusion_worker.engine.requests.admission import GenerationParams, check_size
 from diffusion_worker.engine.startup.wake_verification import Verification
 from diffusion_worker.engine.state.lifecycle import EngineLife
@@ -21,6 +22,11 @@ from diffusion_worker.messages import ModelInfo, RpcReply, WarmedUp
 
 log = logging.getLogger(__name__)
 
+# Parts of the wake's remaining time by which fetches of newly desired adapters, and then their loads, must be over. The rest is for the
+# verification, so that a source that stalls cannot fail the wake.
+FOLLOW_SHARE = 0.5
+APPLY_SHARE = 0.75
+
 
 class Preparation:
     """The preparation of each generation of ranks. `describe` is called with each model, `warmed` with each warm-up."""
@@ -30,7 +36,8 @@ class Preparation:
         config: WorkerConfig,
         life: EngineLife,
         call_all: CallAll,
-        loader: AdapterLoader,
+        declared: DeclaredAdapters,
+        adapters: AdapterRunner,
         verification: Verification,
         *,
         describe: Callable[[ModelInfo], None],
@@ -39,7 +46,8 @@ class Preparation:
         self._config = config
         self._life = life
         self._call_all = call_all
-        self._loader = loader
+        self._declared = declared
+        self._adapters = adapters
         self._verification = verification
         self._describe = describe
         self._warmed = warmed
@@ -77,7 +85,7 @@ class Preparation:
 
     def discarded(self) -> None:
         """Record that the ranks keep nothing in host memory any more: their adapters are loaded again at the wake."""
-        self._loader.defer_loaded()
+        self._adapters.ranks_emptied()
 
     async def after_wake(self, until_s: float) -> None:
         """Complete a wake whose weights are back: warm up, load adapters, and verify all. `until_s` is on the event loop's clock.
@@ -90,7 +98,10 @@ class Preparation:
             async with asyncio.timeout_at(until_s):
                 if not self._warm:
                     await self._warm_up()
-                await self._loader.apply_deferred(max(0.001, until_s - loop.time()))
+                began_s = loop.time()
+                left_s = max(0.001, until_s - began_s)
+                await self._declared.follow(FOLLOW_SHARE * left_s)
+                await self._adapters.apply_deferred(began_s + APPLY_SHARE * left_s)
         except TimeoutError:
             raise RequestError(
                 ErrorCode.TIMEOUT, "wake: expected the warm-up and the loads of adapters to end within its deadline"

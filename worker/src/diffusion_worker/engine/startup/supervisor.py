@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from diffusion_worker.engine.adapters.loading import AdapterLoader
+from diffusion_worker.engine.adapters.runner import AdapterRunner
 from diffusion_worker.engine.scheduling.step_loop import StepLoop
 from diffusion_worker.engine.startup.preparation import Preparation
 from diffusion_worker.engine.state.lifecycle import EngineLife
@@ -30,7 +30,7 @@ class Supervisor:
         life: EngineLife,
         ranks: RankGroup,
         steps: StepLoop,
-        loader: AdapterLoader,
+        adapters: AdapterRunner,
         preparation: Preparation,
         *,
         budget: RestartBudget,
@@ -39,7 +39,7 @@ class Supervisor:
         self._life = life
         self._ranks = ranks
         self._steps = steps
-        self._loader = loader
+        self._adapters = adapters
         self._budget = budget
         self._preparation = preparation
         self._failed = failed
@@ -115,9 +115,9 @@ class Supervisor:
         await self._preparation.begin(await self._ranks.restart(asleep=asleep), asleep=asleep)
         self._life.stage = LoadStage.LOADING_ADAPTERS
         if asleep:
-            self._loader.defer_loaded()
+            self._adapters.ranks_emptied()
         else:
-            await self._loader.reload()
+            await self._adapters.reload()
         self._life.stage = LoadStage.DONE
 
     async def _stop_stepping(self) -> None:

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The effects of the state machine of adapters: data that the machine returns, and that its runner performs."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from diffusion_worker.engine.adapters.table import Adapter, Load
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.sources.fetching import Fetched
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Something that the runner does for a transition."""
+
+
+class Start(Effect, frozen=True):
+    """Run a load: from its source to all ranks."""
+
+    adapter: Adapter
+    load: Load
+
+
+class Cancel(Effect, frozen=True):
+    """Stop a load that the ranks have not got yet."""
+
+    load: Load
+
+
+class Answer(Effect, frozen=True):
+    """Give a load's outcome to its waiters."""
+
+    load: Load
+    error: RequestError | None
+
+
+class Release(Effect, frozen=True):
+    """Give a file back that is not read any more."""
+
+    fetched: Fetched
+
+
+class Retire(Effect, frozen=True):
+    """Unload a leaving adapter once its requests are over, or ended after `drain_s`, and the ranks are awake."""
+
+    adapter: Adapter
+    drain_s: float
+
+
+class Undo(Effect, frozen=True):
+    """Unload a failed load from all ranks, and find out which of its victims some rank holds no more."""
+
+    adapter: Adapter
+    number: int
+    victims: Sequence[Adapter]
+
+
+class Abort(Effect, frozen=True):
+    """End requests with an error."""
+
+    request_ids: Sequence[str]
+    code: ErrorCode
+    message: str
+
+
+class Expire(Effect, frozen=True):
+    """Report to the machine when the record of a failure was shown long enough."""
+
+    adapter: Adapter
+
+
+class Moved(Effect, frozen=True):
+    """Wake all that wait for an adapter to come, to go or to become unused."""
