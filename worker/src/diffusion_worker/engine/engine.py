@@ -368,7 +368,7 @@ class Engine:
             self.life.require_ready(f"adapter {name!r}", restarting_too=False)
         if name == self.config.served_name:
             raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: its name is that of the base model")
-        self._parts.declared.called(name)
+        self._note_call(name)
         adapter = await self._parts.runner.put(name, call)
         return adapter.document(self.config.ranks)
 
@@ -379,7 +379,7 @@ class Engine:
             RequestError: NotFound, WrongBoot, Timeout.
         """
         self._check_boot(boot_id)
-        self._parts.declared.called(name)
+        self._note_call(name)
         await self._parts.runner.delete(name, drain_s=drain_s)
 
     async def profile(self, call: ProfileCall) -> ProfileDocument:
@@ -395,6 +395,11 @@ class Engine:
             return ProfileDocument(running=all_true(replies))
         paths = [msgspec.msgpack.decode(reply.result or b"", type=str | None) for reply in replies]
         return ProfileDocument(running=False, files=[path for path in paths if path])
+
+    def _note_call(self, name: str) -> None:
+        """Record the time of a call about a name, as the newer of calls and mounted files counts."""
+        if self.config.desired_path is not None:
+            self._parts.declared.called_at_s[name] = time.time()
 
     # --- checks ---------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ that a call removed stays away.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,11 +64,6 @@ class DeclaredAdapters:
         self._followed: dict[str, DesiredAdapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: asyncio.Task[None] | None = None
-
-    def called(self, name: str) -> None:
-        """Record that a call of the control port is about a name."""
-        if self._config.desired_path is not None:
-            self.called_at_s[name] = time.time()
 
     async def load_at_start(self, deadline_s: float) -> None:
         """Try to load the most wanted adapters once. A failed one is kept as Failed and does not stop the model from serving.

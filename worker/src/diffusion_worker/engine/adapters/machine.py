@@ -242,7 +242,7 @@ def slept(table: AdapterTable, adapter: Adapter, fetched: Fetched) -> Iterator[E
 def load_failed(
     table: AdapterTable, adapter: Adapter, error: RequestError, *, undo: bool = False, lasting: bool = False, due: bool = False
 ) -> Iterator[Effect]:
-    """End a load with an error. Its name keeps its former adapter, if it had one.
+    """End a load with an error: the name keeps its former adapter, if it had one.
 
     Otherwise the adapter is Failed, or Cached if the reason may pass and requests may try again. With `undo` some rank may hold it, or
     have evicted another one. A `lasting` failure is not tried again, a `due` one at the next wake.

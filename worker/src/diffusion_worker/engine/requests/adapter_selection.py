@@ -175,7 +175,7 @@ class AdapterSelection:
             return
         error = await self._unless_cold(asyncio.shield(loads[0]))
         if error is None or error.code is ErrorCode.CONFLICT:
-            return  # where a newer call made the load needless, its adapter is next
+            return  # after a Conflict the adapter of the newer call is next
         self._require_serving()
         if error.code in OF_THE_SERVER:
             raise error
