@@ -17,6 +17,7 @@ import msgspec
 
 from diffusion_worker.config import StartMethod, WorkerConfig, read_model_index
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.main_thread import SeenMainThread
 from diffusion_worker.ranks.broadcast import ServerEnd
 from diffusion_worker.ranks.rank_process import RankProcess
 from diffusion_worker.ranks.start_method import start_method_of
@@ -50,8 +51,9 @@ def start_processes(
                 name=without_main(f"rank-{number}"),
                 daemon=True,
             )
+            main_thread = SeenMainThread(wire.folder, number)
             process.start()
-            if not started(RankProcess(number, process)):
+            if not started(RankProcess(number, process, main_thread)):
                 return
     finally:
         listener.close()

@@ -17,6 +17,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.state.rank_protocol import Loss, TickReport
 from diffusion_worker.engine.state.state_document import RankState
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout, RequestError
+from diffusion_worker.main_thread import stage_of
 from diffusion_worker.messages import (
     Dropped,
     Fatal,
@@ -50,6 +51,9 @@ KILL_GRACE_S = 5.0
 LAST_WORDS_S = 0.2
 # A rank counts as stopped after two looks in a row, which takes less than two seconds. After one it may be about to continue.
 STOP_WATCH_S = 0.5
+# A rank that can write its stacks does so within milliseconds; on a busy machine it may take longer.
+STACK_S = 2.0
+STACK_LOOK_S = 0.02
 
 
 class RankGeneration:
@@ -125,9 +129,29 @@ class RankGeneration:
                 left_s = since + timeout_s - time.monotonic()
         finally:
             waiting.cancel()
-        silent = "rank 0, which answers for all, sent nothing"
-        self.lose(f"{phase} was not finished within {timeout_s:.3g} s: {silent}", Fault.STALLED)
+        self.lose(f"{phase} was not finished within {timeout_s:.3g} s: {await self._who_hangs()}", Fault.STALLED)
         raise GroupFailed(self.loss.result().reason)
+
+    async def _who_hangs(self) -> str:
+        """Name the rank whose main thread holds the others up, and the place where it stands; log the stacks of its threads."""
+        ranks = self._alive()
+        if not ranks:
+            return "no rank is left"
+        passed = {rank.number: rank.main_thread.passed for rank in ranks}
+        last = min(ranks, key=lambda rank: (passed[rank.number].points, passed[rank.number].at_s))
+        last.ask_for_stack()
+        stack = ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STACK_S):
+                while (stage := stage_of(stack)) is None or stack != last.main_thread.stack():
+                    stack = last.main_thread.stack()
+                    await asyncio.sleep(STACK_LOOK_S)
+        stage = stage_of(stack)
+        log.error("the threads of rank %d:\n%s", last.number, stack or "(it wrote nothing)")
+        quiet_s = time.monotonic() - passed[last.number].at_s
+        behind = len({passed[rank.number].points for rank in ranks}) > 1
+        who = f"rank {last.number} (pid {last.pid}), for which the others wait," if behind else f"rank {last.number} (pid {last.pid})"
+        return f"the main thread of {who} made no progress for {quiet_s:.3g} s, and is in {stage or 'a place that it cannot tell'}"
 
     async def call(
         self, method: str, kwargs: dict[str, object], *, timeout_s: float, output_rank: int | None, exec_all_ranks: bool

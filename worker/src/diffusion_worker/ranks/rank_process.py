@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from diffusion_worker.engine.state.state_document import RankDocument, RankState
+from diffusion_worker.main_thread import SIGNAL, SeenMainThread
 from diffusion_worker.messages import Fatal, MemoryReport, ModelInfo
 
 COLLECT_S = 2.0
@@ -18,9 +19,10 @@ COLLECT_S = 2.0
 class RankProcess:
     """The server's knowledge of a rank process; made when the process was started."""
 
-    def __init__(self, number: int, process: BaseProcess) -> None:
+    def __init__(self, number: int, process: BaseProcess, main_thread: SeenMainThread) -> None:
         assert process.pid is not None
         self.number = number
+        self.main_thread = main_thread
         self.pid = process.pid
         self.state = RankState.STARTING
         self.memory = MemoryReport()
@@ -41,6 +43,12 @@ class RankProcess:
         if self.pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def ask_for_stack(self) -> None:
+        """Have the process write the stacks of its threads; one that is still starting is ended by this."""
+        if self.pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, SIGNAL)
 
     @property
     def stopped(self) -> bool:
@@ -66,6 +74,7 @@ class RankProcess:
 
     async def close(self) -> None:
         """Give back the descriptors of a process that is gone."""
+        self.main_thread.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None

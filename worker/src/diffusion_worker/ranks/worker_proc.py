@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from diffusion_worker import withheld
 from diffusion_worker.config import StartMethod, WorkerConfig
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
+from diffusion_worker.main_thread import OWN
 from diffusion_worker.messages import (
     Dropped,
     ErrorReport,
@@ -127,6 +129,7 @@ class WorkerProc:
         """Act on every message in order until `Shutdown`; then wait until all answers are sent."""
         while True:
             message, frames = self.recv_message()
+            OWN.passed()
             if isinstance(message, Shutdown):
                 self._output.flush()
                 return
@@ -221,6 +224,8 @@ class WorkerProc:
 def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None) -> int:
     output = RankSender(wire.send)
     try:
+        # The server's own folder is the first.
+        OWN.show(Path(arguments.folders[0]), arguments.rank)
         check_start(arguments.config.device, arguments.rank, arguments.start_method)
         worker_class, extension = extended_worker(arguments.config.worker_extension)
         worker = worker_class(arguments.config, rank=arguments.rank, rendezvous=arguments.rendezvous, listener=listener)

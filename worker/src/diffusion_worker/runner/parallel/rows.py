@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
+from diffusion_worker.main_thread import OWN
 from diffusion_worker.runner.model_call.call import ModelCall, slice_rows
 from diffusion_worker.runner.model_call.faults import RankFault, require_usable_rank
 from diffusion_worker.runner.parallel.row_group import RowGroup
@@ -123,6 +124,7 @@ class Parallel:
             message, found = self._words(error), 0
             if self.world == 1:
                 raise _failure(message) from error
+        OWN.passed()
         if self.world > 1:
             # Without failures this costs one small collective. The lowest rank that failed has the greatest number.
             status = torch.tensor([self.world - self.rank if message else 0, found, -found])
