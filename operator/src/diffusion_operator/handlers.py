@@ -237,9 +237,9 @@ class Process:
         return await reconcile(self.runtime, key)
 
     def event_handler(self, kind: Kind) -> Callable[..., Awaitable[None]]:
-        """Return the handler of a kind's events."""
+        """Build kopf's handler for a kind: it puts the object into the store, or removes it there."""
 
-        async def told(event: kopf.RawEvent, **_: Any) -> None:
+        async def take_event(event: kopf.RawEvent, **_: Any) -> None:
             manifest = dict(event["object"])
             for listing in self.listings:
                 if listing.scope.kind == kind and listing.scope.namespace in ("", manifest["metadata"]["namespace"]):
@@ -248,7 +248,7 @@ class Process:
             # kopf keeps the event in context variables. The timers and tasks that follow would inherit them, and pass them on for ever.
             Context().run(take, kind, manifest)
 
-        return told
+        return take_event
 
     def _changed(self, kind: Kind, manifest: Manifest) -> None:
         """Wake the key for a change by another client than the operator; what a user declared goes first.

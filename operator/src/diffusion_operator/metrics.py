@@ -88,7 +88,7 @@ class ObjectsByReason(Collector):
         self._reasons = reasons
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """In the thread of the metrics server; the copy is one step of the interpreter."""
+        """Count at a scrape, in the thread of the metrics server; `list` copies in one step, so the loop may write meanwhile."""
         family = GaugeMetricFamily(
             "diffusion_operator_objects",
             "Objects by the reason of their Ready condition.",

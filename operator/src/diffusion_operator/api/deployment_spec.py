@@ -230,12 +230,12 @@ class Lora(_Spec, frozen=True):
 
     @property
     def mounted_secrets(self) -> tuple[str, ...]:
-        """Return the Secrets that adapters may use."""
+        """Return the Secrets to mount for sources of adapters; empty where `enabled` is false."""
         return self.secrets if self.enabled else ()
 
     @property
     def mounted_claims(self) -> tuple[str, ...]:
-        """Return the claims that adapters may lie on."""
+        """Return the claims to mount for adapters; empty where `enabled` is false."""
         return self.claims if self.enabled else ()
 
     @property

@@ -55,5 +55,5 @@ class ControlTokens:
         return tuple(control_token(key, msgspec.structs.replace(self._deployment, uid=uid)) for key in self._keys)
 
     def forget_others(self, ips: set[str]) -> None:
-        """Forget workers that are gone."""
+        """Drop the token of each worker whose address is not in `ips`: another pod may get that address."""
         self._taken = {ip: token for ip, token in self._taken.items() if ip in ips}

@@ -10,7 +10,7 @@ from diffusion_operator.api.names import ANNOTATION_OWNER_UID, DEPLOYMENT, FIELD
 
 
 def child_metadata(owner: DiffusionDeployment, name: str, **labels: str) -> dict[str, Any]:
-    """Our label keys have slashes, so callers pass them by `**{LABEL: value}`."""
+    """Build the metadata of a child with its owner's reference. `labels` are further ones, passed as `**{LABEL: value}`."""
     return {
         "name": name,
         "namespace": owner.metadata.namespace,

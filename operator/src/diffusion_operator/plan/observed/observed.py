@@ -45,7 +45,7 @@ class Poll(msgspec.Struct, frozen=True):
 
     @property
     def unreachable(self) -> bool:
-        """A single failure says nothing: a busy node may take seconds."""
+        """Return whether the calls have failed often and long enough to say so; a busy node may miss a single one."""
         return self.failures >= UNREACHABLE_TRIES and self.failing_for >= UNREACHABLE_AFTER
 
     @property

@@ -105,7 +105,7 @@ def allowed(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revisio
 
 
 def missing(rollout: Rollout, groups: Sequence[Group], pods: Sequence[Pod], *, replicas: int, revision: str, stalled: bool) -> int:
-    """Return the number of pods to create. A stuck rollout makes no more than are missing anyway."""
+    """Count the pods to create now: none before a Recreate has ended all old ones, and no surge where the rollout is `stalled`."""
     if rollout.type is RolloutType.RECREATE and any(_holds_up(pod, revision) for pod in pods):
         return 0
     fresh = sum(group.pod.revision == revision for group in groups)
