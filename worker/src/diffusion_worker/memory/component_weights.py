@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from diffusion_worker.memory.filling import Fill, fill_tensors
+from diffusion_worker.memory.filling import Fill, RandomFill, fill_tensors
 from diffusion_worker.memory.host_mirror import HostMirror
+from diffusion_worker.memory.placeholders import Contents
 from diffusion_worker.memory.slabs import Slab, blank
 from diffusion_worker.memory.weight_files import StoredTensor, WeightFile
 
@@ -33,16 +34,17 @@ class PlacedTensor:
         self.view = blank(like.shape, like.dtype)
         self.offset = offset
         self.whole = whole
-        self.fill: Fill | None = None
+        self.fill: Fill | RandomFill | None = None
         self.kept: torch.Tensor | None = None
 
     def part_of(self, slab: torch.Tensor) -> torch.Tensor:
         """Return this tensor's part of a slab's bytes, in its dtype and shape."""
         return slab[self.offset : self.offset + nbytes_of(self.view)].view(self.view.dtype).view(self.view.shape)
 
-    def fill_from(self, stored: StoredTensor) -> Fill:
-        """Take the contents from a file from now on; return the fill that reads them."""
-        self.fill = Fill(self.view, stored, None if self.whole.shape == self.view.shape else self.whole.cut)
+    def fill_from(self, contents: Contents) -> Fill | RandomFill:
+        """Take the contents from a file, or from random numbers, from now on; return the fill that brings them."""
+        cut = None if self.whole.shape == self.view.shape else self.whole.cut
+        self.fill = Fill(self.view, contents, cut) if isinstance(contents, StoredTensor) else RandomFill(self.view, contents, cut)
         return self.fill
 
 
@@ -92,7 +94,7 @@ class ComponentWeights:
             placed.kept = None
 
     def mirror_bytes(self) -> tuple[int, int]:
-        """Return the bytes that a wake reads from files, and the bytes of host memory held for it."""
+        """Return the bytes that a wake reads from files or makes again, and the bytes of host memory held for it."""
         if self.mirror is not None:
             return 0, self.mirror.nbytes
         in_files = sum(nbytes_of(placed.view) for placed in self.placed if placed.fill is not None)
@@ -106,7 +108,8 @@ class ComponentWeights:
 
 def files_of(components: Iterable[ComponentWeights]) -> list[WeightFile]:
     """Return the files that contents of components come from, each once."""
-    stored = [placed.fill.stored for component in components for placed in component.placed if placed.fill is not None]
+    fills = [placed.fill for component in components for placed in component.placed]
+    stored = [fill.stored for fill in fills if isinstance(fill, Fill)]
     return list({id(each.file): each.file for each in stored}.values())
 
 

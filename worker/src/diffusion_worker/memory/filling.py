@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors filled from files: several threads read large pieces, in the order of the file, straight to where they belong.
+"""Tensors filled from files, or with random numbers.
+
+For files several threads read large pieces, in the order of the file, straight to where they belong.
 
 Tensors of the file's dtype in host memory are read into place. All others pass through a buffer of one piece per thread, so a load needs no
 further memory.
@@ -15,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from diffusion_worker.memory.random_weights import RandomTensor
 from diffusion_worker.memory.weight_files import StoredTensor
 
 # Large enough for a disk's full speed, small enough for a cache: from 4 to 16 MiB there was no difference.
@@ -40,6 +43,14 @@ class Fill(NamedTuple):
     cut: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
+class RandomFill(NamedTuple):
+    """A contiguous tensor to be filled with random numbers, or with the part of them that `cut` takes."""
+
+    view: torch.Tensor
+    random: RandomTensor
+    cut: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
 class _Piece(NamedTuple):
     """Consecutive bytes of a file, from `start` on, and the flat tensors that they fill in this order."""
 
@@ -52,13 +63,20 @@ class _Cut(NamedTuple):
     fill: Fill
 
 
-def fill_tensors(fills: Iterable[Fill], report: ReportBytes = lambda count: None) -> None:
+def fill_tensors(fills: Iterable[Fill | RandomFill], report: ReportBytes = lambda count: None) -> None:
     """Fill all tensors; `report` is called on this thread with each count of bytes that are in place, in the tensors' dtypes.
 
     Raises:
         ConfigError: a file ends early, or was written to since it was opened; the tensors' contents are undefined then.
     """
-    ordered = sorted(fills, key=lambda fill: (str(fill.stored.file.path), fill.stored.start))
+    from_files: list[Fill] = []
+    for fill in fills:
+        if isinstance(fill, Fill):
+            from_files.append(fill)
+        else:
+            fill.random.fill(fill.view, fill.cut)
+            report(fill.view.nbytes)
+    ordered = sorted(from_files, key=lambda fill: (str(fill.stored.file.path), fill.stored.start))
     readers = min(MOST_READERS, max(FEWEST_READERS, torch.get_num_threads()))
     with _one_core_each(), ThreadPoolExecutor(readers, "read-weights") as pool:
         for count in pool.map(_run, list(_jobs(ordered))):

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors whose contents are still in a file: they have a shape, a dtype, and one element of memory."""
+"""Tensors whose contents are still in a file, or are yet to be made: they have a shape, a dtype, and one element of memory."""
 
 import torch
 
+from diffusion_worker.memory.random_weights import RandomTensor
 from diffusion_worker.memory.weight_files import StoredTensor
+
+Contents = StoredTensor | RandomTensor
 
 
 class Placeholders:
-    """The placeholders of a pipeline, and the stored tensor behind each.
+    """The placeholders of a pipeline, and the stored or random tensor behind each.
 
     They are found by their address, because libraries wrap tensors in parameters, and share those that are tied. `wanted_soon` is whether
     their contents will be read as soon as the pipeline is built.
@@ -15,20 +18,20 @@ class Placeholders:
 
     def __init__(self, *, wanted_soon: bool = True) -> None:
         self.wanted_soon = wanted_soon
-        self._stored: dict[int, StoredTensor] = {}
+        self._stored: dict[int, Contents] = {}
         # An address stays a placeholder's own only as long as its tensor lives.
         self._tensors: list[torch.Tensor] = []
 
-    def make(self, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-        """Make a placeholder for the contents of a stored tensor in this dtype."""
+    def make(self, stored: Contents, dtype: torch.dtype) -> torch.Tensor:
+        """Make a placeholder for the contents of a stored or random tensor in this dtype."""
         # NaN, so that no library takes two of them for equal.
         tensor = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(stored.shape)
         self._stored[tensor.data_ptr()] = stored
         self._tensors.append(tensor)
         return tensor
 
-    def stored_of(self, tensor: torch.Tensor) -> StoredTensor | None:
-        """Return the stored tensor behind a placeholder; None for a tensor that has its contents."""
+    def stored_of(self, tensor: torch.Tensor) -> Contents | None:
+        """Return the stored or random tensor behind a placeholder; None for a tensor that has its contents."""
         return self._stored.get(tensor.data_ptr())
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.memory.checkpoint import stored_in
 from diffusion_worker.memory.component_weights import ComponentWeights, PlacedTensor, Whole, files_of, fill_again, nbytes_of
-from diffusion_worker.memory.filling import Fill, ReportBytes, fill_tensors, read_tensor
+from diffusion_worker.memory.filling import Fill, RandomFill, ReportBytes, fill_tensors, read_tensor
 from diffusion_worker.memory.heap import give_back_pinned
 from diffusion_worker.memory.host_mirror import HostMirror, copying_to, make_mirror
 from diffusion_worker.memory.placeholders import Placeholders, is_lost
@@ -55,9 +55,10 @@ class ModelWeights:
         """Move every parameter and buffer of a module into a slab of its own; return their bytes.
 
         Tensors already in a slab, because another module shares them, stay there. `unread` has the placeholders, whose contents are read
-        from their files now. `checkpoint` is the folder of the module's safetensors files, which need not exist; a wake reads the tensors
-        that it holds from there. `cut` returns this rank's part of a tensor, by name. `report` is called with each count of bytes that are
-        in place. Asleep, nothing is read and the slab takes no memory; contents that the module has already and no file holds are kept.
+        from their files or made now. `checkpoint` is the folder of the module's safetensors files, which need not exist. A wake reads the
+        tensors that it holds from there. `cut` returns this rank's part of a tensor, by name. `report` is called with each count of bytes
+        that are in place. Asleep, nothing is read and the slab takes no memory; contents that the module has already and no file holds
+        are kept.
 
         Raises:
             ConfigError: a file cannot be read to its end, or was written to meanwhile.
@@ -70,7 +71,7 @@ class ModelWeights:
         offsets, size = _layout(parts)
         component = self._component(size)
         stored_here = stored_in(checkpoint)
-        empty: list[Fill] = []
+        empty: list[Fill | RandomFill] = []
         for (name, tensor), part, offset in zip(tensors, parts, offsets, strict=True):
             placed = PlacedTensor(part, offset, Whole(tensor.shape, functools.partial(cut, name) if cut else lambda whole: whole))
             stored = unread.stored_of(tensor)
@@ -218,11 +219,11 @@ def read_in_place(module: torch.nn.Module, unread: Placeholders, report: ReportB
     Raises:
         ConfigError: a file cannot be read to its end, or was written to meanwhile.
     """
-    fills = []
+    fills: list[Fill | RandomFill] = []
     for _, tensor in _named_tensors(module):
-        if stored := unread.stored_of(tensor):
+        if contents := unread.stored_of(tensor):
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
-            fills.append(Fill(tensor.data, stored))
+            fills.append(Fill(tensor.data, contents) if isinstance(contents, StoredTensor) else RandomFill(tensor.data, contents))
         else:
             report(nbytes_of(tensor))
     fill_tensors(fills, report)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that keep imports quiet and short. Every process that imports torch for a rank imports this file first."""
 
+import contextlib
 import logging
 import os
 from unittest.mock import patch
@@ -10,6 +11,6 @@ for _noisy in ("bitsandbytes", "diffusers.quantizers", "torch.utils._pytree"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 # bitsandbytes gives torch functions to compile, for which torch would import its compiler: a tenth of a rank's imports. Nothing calls these
-# functions.
-with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
+# functions. Only --quantization nf4 needs it, so that a machine may come without.
+with patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"), contextlib.suppress(ImportError):
     import bitsandbytes  # noqa: F401

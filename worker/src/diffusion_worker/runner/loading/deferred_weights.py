@@ -59,7 +59,7 @@ def build_unread(
     module, unexpected = build(kind, folder, dtype, checkpoint, unread)
     for name, tensor in module.state_dict(keep_vars=True).items():
         stored = unread.stored_of(tensor) if isinstance(tensor, torch.Tensor) else None
-        if stored is None:
+        if not isinstance(stored, StoredTensor):
             raise NotReadable(f"no file has the tensor {name} in the form that the model needs")
         _check_kind(stored, floating=tensor.is_floating_point())
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -161,7 +161,12 @@ def _stored_twice(module: Any, unread: Placeholders) -> set[str]:
     twice = set()
     for name in wanted.keys() - module.all_tied_weights_keys.keys():
         one, other = (unread.stored_of(module.get_parameter(each)) for each in (name, wanted[name]))
-        if one and other and one.dtype == other.dtype and torch.equal(read_tensor(one), read_tensor(other)):
+        if (
+            isinstance(one, StoredTensor)
+            and isinstance(other, StoredTensor)
+            and one.dtype == other.dtype
+            and torch.equal(read_tensor(one), read_tensor(other))
+        ):
             twice.add(one.name)
     return twice
 

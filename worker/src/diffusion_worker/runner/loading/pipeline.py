@@ -126,7 +126,7 @@ def _modules(
     """Load the components that are not left to diffusers' own loading of the pipeline."""
     folder = Path(config.model)
     if config.load_format is LoadFormat.DUMMY:
-        return build_dummy_modules(folder, classes, dtype)
+        return build_dummy_modules(folder, classes, dtype, unread)
     if unread is None:
         return {}
     found = {name: class_of(name, library, kind) for name, (library, kind) in sorted(classes.items())}
