@@ -19,10 +19,11 @@ PY := .venv/bin/python
 SUITE := $(PY) -m tools.suite
 PREFLIGHT :=
 GOAL ?=
+GPU ?=
 SOAK ?=
 CANARY ?=
 
-.PHONY: help preflight venv lint test test-fast test-slow test-cluster test-kind demo cluster cluster-down digits bench soak canary
+.PHONY: help preflight venv lint test test-fast test-slow test-cluster test-kind demo cluster cluster-down digits bench soak canary gpu gpu-wheels
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -79,3 +80,10 @@ soak: venv ## the fuzz tests and soaks at full size, and all images of the digit
 
 canary: venv ## import, load, families and adapters with the newest releases of all libraries (CANARY="--resolve-only")
 	@$(PY) -m tools.newest_releases $(CANARY)
+
+gpu: ## the first minutes on a machine with a GPU, by its own python3 (GPU="--device cpu --tiny", GPU="--help")
+	@$(PYTHON) -m tools.gpu $(GPU)
+
+gpu-wheels: venv ## fill .gpu-wheels/ with all that `make gpu` carries to a machine without a network
+	@$(PYTHON) -m tools.gpu.wheels
+	@$(PY) -m tools.gpu.judge .gpu-wheels/judge.npz

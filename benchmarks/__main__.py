@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks [--tiny] [GOAL …]`: runs benchmarks, all by default; each ends with one line of JSON and keeps its raw samples.
+"""`python -m benchmarks [--tiny] [--device cuda] [GOAL …]`: runs benchmarks, all by default.
+
+Each ends with one line of JSON and keeps its raw samples.
 
 Exit status 0 whatever the figures say, 1 when a measurement failed. The goals are those of the design's `performance.md`.
-`--tiny` takes seconds for each and shows that it runs; its figures mean nothing.
+`--tiny` takes seconds for each and shows that it runs; its figures mean nothing. With `--device cuda` run those that take a device.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from benchmarks.result import Measured
 OUTPUT = Path("bench-output")
 
 
-def report(goal: str, measured: Measured, *, tiny: bool = False) -> dict[str, object]:
+def report(goal: str, measured: Measured, *, tiny: bool = False, device: str = "cpu") -> dict[str, object]:
     """Return the last line of a goal, and write its samples to a file; samples of tiny runs have a folder of their own."""
     folder = OUTPUT / "tiny" if tiny else OUTPUT
     folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +34,7 @@ def report(goal: str, measured: Measured, *, tiny: bool = False) -> dict[str, ob
         "beside": measured.beside,
         "rounds": measured.rounds,
         "tiny": tiny,
-        "device": f"cpu {platform.machine()}",
+        "device": f"{device} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
         "samples": str(samples),
@@ -44,15 +46,17 @@ def main(arguments: list[str]) -> int:
     options = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures; each goal ends with one line of JSON.")
     options.add_argument("goals", nargs="*", metavar="GOAL", help=f"all by default; there are {', '.join(GOALS)}")
     options.add_argument("--tiny", action="store_true", help="seconds for each, to see that it runs; the figures mean nothing")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the goals that run on a GPU (default: cpu)")
     given = options.parse_args(arguments)
     unknown = [goal for goal in given.goals if goal not in GOALS]
     if unknown:
         print(f"unknown goal {', '.join(unknown)}; there are: {', '.join(GOALS)}", file=sys.stderr)
         return 1
-    for goal in given.goals or GOALS:
+    for goal in given.goals or [name for name, goal in GOALS.items() if given.device == "cpu" or goal.takes_device]:
         print(f"{goal}: {'seconds' if given.tiny else f'about {GOALS[goal].minutes} minutes on two cores'}", file=sys.stderr, flush=True)
         try:
-            print(json.dumps(report(goal, GOALS[goal].measure(tiny=given.tiny), tiny=given.tiny)), flush=True)
+            measured = GOALS[goal].measure(tiny=given.tiny, device=given.device)
+            print(json.dumps(report(goal, measured, tiny=given.tiny, device=given.device)), flush=True)
         except (OSError, RuntimeError) as error:
             print(f"{goal}: the measurement failed: {error}", file=sys.stderr)
             return 1

@@ -57,10 +57,13 @@ TINY = Size(wide=SMALL, plan=TINY_PLAN, record=TINY_PLAN)
 
 
 @torch.inference_mode()
-def measure(*, tiny: bool = False) -> Measured:
+def measure(*, tiny: bool = False, device: str = "cpu") -> Measured:
     """Throughputs as median ratios of adjacent pairs."""
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _measure(torch.device(device), tiny=tiny)
+
+
+def _measure(device: torch.device, *, tiny: bool) -> Measured:
     size = TINY if tiny else Size(WIDE if device.type == "cpu" else WIDE_GPU)
     wide, small = _wide_ways(size.wide, device), _small_ways(size.small, device)
     take = functools.partial(_pairs, wide, "none", device=device)

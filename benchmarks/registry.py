@@ -18,21 +18,28 @@ class Needs(StrEnum):
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """A module with `measure(*, tiny: bool) -> Measured`, and how many minutes the whole takes on two cores."""
+    """A module with `measure(*, tiny: bool) -> Measured`, and how many minutes the whole takes on two cores.
+
+    `takes_device` is whether it runs on a GPU too; its `measure` then takes `device` as well.
+    """
 
     module: str
     minutes: int
     needs: Needs = Needs.NOTHING
+    takes_device: bool = False
 
-    def measure(self, *, tiny: bool) -> Measured:
-        """Run it; `tiny` takes seconds. Raises RuntimeError or OSError where the measurement failed."""
-        measured: Measured = importlib.import_module(f"benchmarks.{self.module}").measure(tiny=tiny)
+    def measure(self, *, tiny: bool, device: str = "cpu") -> Measured:
+        """Run it; `tiny` takes seconds. Raises RuntimeError or OSError where the measurement failed, or there is none on the device."""
+        where = {"device": device} if self.takes_device else {}
+        if device != "cpu" and not self.takes_device:
+            raise RuntimeError(f"benchmarks.{self.module} runs on the CPU alone")
+        measured: Measured = importlib.import_module(f"benchmarks.{self.module}").measure(tiny=tiny, **where)
         return measured
 
 
 GOALS: dict[str, Goal] = {
     "P1": Goal("overhead", 1),
-    "P2": Goal("adapters", 1),
+    "P2": Goal("adapters", 1, takes_device=True),
     "P3": Goal("adapter_loading", 2),
     "P4": Goal("sleep", 2),
     "P5": Goal("wake", 6),

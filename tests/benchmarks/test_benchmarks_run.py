@@ -54,7 +54,7 @@ def test_the_line_of_a_goal_has_results_targets_and_samples(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = Measured({"ratio": 1.5, "other": 2.0}, {"ratio": ">= 1"}, [{"s": 1.0}])
-    monkeypatch.setattr(type(GOALS["P1"]), "measure", lambda self, tiny: measured)
+    monkeypatch.setattr(type(GOALS["P1"]), "measure", lambda self, tiny, device: measured)
     monkeypatch.chdir(tmp_path)
     assert main(["--tiny", "P1"]) == 0
     line = json.loads(capsys.readouterr().out)
@@ -66,7 +66,7 @@ def test_the_line_of_a_goal_has_results_targets_and_samples(
 def test_a_failed_measurement_ends_with_status_1_and_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def busy(self: object, tiny: bool) -> Measured:
+    def busy(self: object, tiny: bool, device: str) -> Measured:
         raise RuntimeError("the copy: of 30 pairs 2 are left")
 
     monkeypatch.setattr(type(GOALS["P5"]), "measure", busy)

@@ -7,13 +7,14 @@ training of the model. It reads the ink: the saturation of every pixel, which th
 
 import colorsys
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.svm import SVC
+
+if TYPE_CHECKING:
+    from sklearn.svm import SVC
 
 Grey = NDArray[np.float64]
 
@@ -104,8 +105,11 @@ def normalise(ink: Grey) -> Grey | None:
 
 
 @cache
-def classifier() -> SVC:
+def classifier() -> "SVC":
     """Return the classifier, trained on four drawings of each digit in four fifths of the data set; `held_out_accuracy` uses the rest."""
+    # On the machine of `make gpu` there is no scikit-learn, and a classifier that was trained before takes this one's place.
+    from sklearn.svm import SVC
+
     return SVC(C=10.0, gamma="scale").fit(*_drawings(held_out=False, repeats=4, seed=0))
 
 
@@ -115,6 +119,8 @@ def held_out_accuracy() -> float:
 
 
 def _drawings(*, held_out: bool, repeats: int, seed: int) -> tuple[Grey, NDArray[np.int64]]:
+    from sklearn.datasets import load_digits
+
     random, data = np.random.default_rng(seed), load_digits()
     kept = [index for index in range(len(data.images)) if (index % HELD_OUT_EVERY == 0) == held_out] * repeats
     glyphs = [normalise(_draw(data.images[index] / 16.0, random)) for index in kept]

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items for the tests of `make gpu`'s runner: they end in every way that an item can."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tools.gpu.process import Run, Skip
+
+
+def good(run: Run) -> None:
+    """Keep something for later items, and report a figure that meets its target and another that misses it."""
+    run.kept["pid"] = os.getpid()
+    run.figure("fast", 1.0, "<= 1.02")
+    run.figure("slow", 2.0, "<= 1.02")
+    run.note(f"device {run.device}")
+
+
+def sharing(run: Run) -> None:
+    """Find what `good` kept."""
+    run.require(run.kept.get("pid") == os.getpid(), "what the item before kept in this process")
+
+
+def failing(run: Run) -> None:
+    """Fail after a figure."""
+    run.figure("before", 3.0)
+    raise RuntimeError("the driver is of another age")
+
+
+def absent(run: Run) -> None:
+    """Say that the item does not apply."""
+    raise Skip("torchao is not there")
+
+
+def dying(run: Run) -> None:
+    """End the process without a word on the pipe."""
+    print("last words on the log", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+def endless(run: Run) -> None:
+    """Report a figure, start a process, and never end."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    run.figure("child", child.pid)
+    time.sleep(600)
+
+
+def slow(run: Run) -> None:
+    """Take a second and a half."""
+    time.sleep(1.5)
+
+
+def answered(run: Run) -> None:
+    """Report a figure, and end only once somebody who saw it wrote a file."""
+    run.figure("asked", 1.0)
+    until = time.monotonic() + 30
+    while not Path(os.environ["FAKE_ITEMS_ANSWER"]).exists():
+        run.require(time.monotonic() < until, "an answer to the figure")
+        time.sleep(0.01)

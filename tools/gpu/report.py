@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outcome of items: figures, their targets, and how each item ended. Needs nothing but Python."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PASSED, FAILED, NO_TIME, SKIPPED = "passed", "failed", "skipped: time", "skipped"
+_COMPARE = {"<=": operator.le, ">=": operator.ge}
+
+
+@dataclass
+class Outcome:
+    """The end of an item. Figures stay even if it failed after them."""
+
+    name: str
+    status: str = FAILED
+    seconds: float = 0.0
+    figures: dict[str, float] = field(default_factory=dict)
+    targets: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def missed(self) -> list[str]:
+        """Names of the figures that are beyond their target."""
+        return [name for name, target in self.targets.items() if name in self.figures and not meets(self.figures[name], target)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**asdict(self), "missed": self.missed}
+
+
+def meets(value: float, target: str) -> bool:
+    """Return whether a figure meets a target such as `>= 0.95`."""
+    sign, bound = target.split()
+    return bool(_COMPARE[sign](value, float(bound)))
+
+
+def summary(outcomes: list[Outcome], *, device: str, tiny: bool, seconds: float) -> dict[str, Any]:
+    """Return the last line of a run; figures of a tiny run are held against no target."""
+    counts = {status: sum(outcome.status == status for outcome in outcomes) for status in (PASSED, FAILED, NO_TIME, SKIPPED)}
+    return {
+        "device": device,
+        "tiny": tiny,
+        "seconds": round(seconds, 1),
+        "counts": counts,
+        "missed": [f"{outcome.name}.{name}" for outcome in outcomes for name in outcome.missed],
+        "items": [outcome.as_json() for outcome in outcomes],
+    }
