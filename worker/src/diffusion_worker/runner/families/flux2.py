@@ -42,7 +42,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AutoencoderKLFlux2",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True, generator=None")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True, generator=None"},
         tiles=TileShape.IMAGE,
     ),
     PipelineRecord("Flux2Pipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),

@@ -19,9 +19,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "CogView3PlusTransformer2DModel",
         version="diffusers 0.42.1",
-        signatures={
-            "forward": ("hidden_states, encoder_hidden_states, timestep, original_size, target_size, crop_coords, return_dict=True")
-        },
+        signatures={"forward": "hidden_states, encoder_hidden_states, timestep, original_size, target_size, crop_coords, return_dict=True"},
     ),
     ModelRecord(
         "CogView4Transformer2DModel",
@@ -48,7 +46,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AutoencoderKLCogVideoX",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     PipelineRecord("GlmImagePipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
     CacheRecord("GlmImageKVCache", layers="caches", mode="mode", why="one is passed at every step, also without reference images"),

@@ -66,17 +66,17 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AutoencoderKLHunyuanImage",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLHunyuanVideo",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLHunyuanVideo15",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     PipelineRecord("HunyuanImageRefinerPipeline", version="diffusers 0.42.1", no_edit="it refines an image that another model made"),
 )

@@ -7,7 +7,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "Kandinsky3UNet",
         version="diffusers 0.42.1",
-        signatures={"forward": ("sample, timestep, encoder_hidden_states=None, encoder_attention_mask=None, return_dict=True")},
+        signatures={"forward": "sample, timestep, encoder_hidden_states=None, encoder_attention_mask=None, return_dict=True"},
     ),
     ModelRecord(
         "Kandinsky5Transformer3DModel",
@@ -32,12 +32,12 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "PaellaVQModel",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("h, force_not_quantize=True, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "h, force_not_quantize=True, return_dict=True"},
     ),
     ModelRecord(
         "VQModel",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("h, force_not_quantize=False, return_dict=True, shape=None")},
+        signatures={"encode": "x, return_dict=True", "decode": "h, force_not_quantize=False, return_dict=True, shape=None"},
     ),
     PipelineRecord("StableCascadeCombinedPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
 )

@@ -47,26 +47,26 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "LTX2TextConnectors",
         version="diffusers 0.42.1",
-        signatures={"forward": ("text_encoder_hidden_states, attention_mask, padding_side='left', scale_factor=8")},
+        signatures={"forward": "text_encoder_hidden_states, attention_mask, padding_side='left', scale_factor=8"},
     ),
     ModelRecord(
         "LTX2Vocoder",
         version="diffusers 0.42.1",
-        signatures={"forward": ("hidden_states, time_last=False")},
+        signatures={"forward": "hidden_states, time_last=False"},
     ),
     ModelRecord(
         "AutoencoderKLLTXVideo",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, temb=None, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, temb=None, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLLTX2Video",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, causal=None, return_dict=True"), "decode": ("z, temb=None, causal=None, return_dict=True")},
+        signatures={"encode": "x, causal=None, return_dict=True", "decode": "z, temb=None, causal=None, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLLTX2Audio",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
 )

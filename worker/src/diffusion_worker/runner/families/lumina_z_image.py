@@ -35,7 +35,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "ZImageControlNetModel",
         version="diffusers 0.42.1",
-        signatures={"forward": ("x, t, cap_feats, control_context, conditioning_scale=1.0, patch_size=2, f_patch_size=1")},
+        signatures={"forward": "x, t, cap_feats, control_context, conditioning_scale=1.0, patch_size=2, f_patch_size=1"},
     ),
     ModelRecord(
         "OmniGenTransformer2DModel",

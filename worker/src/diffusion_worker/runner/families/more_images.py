@@ -8,19 +8,19 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AuraFlowTransformer2DModel",
         version="diffusers 0.42.1",
-        signatures={"forward": ("hidden_states, encoder_hidden_states=None, timestep=None, attention_kwargs=None, return_dict=True")},
+        signatures={"forward": "hidden_states, encoder_hidden_states=None, timestep=None, attention_kwargs=None, return_dict=True"},
         step_caches=frozenset({StepCache.TAYLOR_SEER}),
         positions=Positions(by_area=True),
     ),
     ModelRecord(
         "AnimaTextConditioner",
         version="diffusers 0.42.1",
-        signatures={"forward": ("source_hidden_states, target_input_ids, target_attention_mask=None, source_attention_mask=None")},
+        signatures={"forward": "source_hidden_states, target_input_ids, target_attention_mask=None, source_attention_mask=None"},
     ),
     ModelRecord(
         "ErnieImageTransformer2DModel",
         version="diffusers 0.42.1",
-        signatures={"forward": ("hidden_states, timestep, text_bth, text_lens, return_dict=True")},
+        signatures={"forward": "hidden_states, timestep, text_bth, text_lens, return_dict=True"},
     ),
     ModelRecord(
         "HiDreamImageTransformer2DModel",
@@ -88,7 +88,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "UVit2DModel",
         version="diffusers 0.42.1",
-        signatures={"forward": ("input_ids, encoder_hidden_states, pooled_text_emb, micro_conds, cross_attention_kwargs=None")},
+        signatures={"forward": "input_ids, encoder_hidden_states, pooled_text_emb, micro_conds, cross_attention_kwargs=None"},
     ),
     PipelineRecord("AmusedPipeline", version="diffusers 0.42.1", edits_by="AmusedImg2ImgPipeline", inpaints_by="AmusedInpaintPipeline"),
     PipelineRecord("DreamLitePipeline", version="diffusers 0.42.1", references=1),

@@ -68,26 +68,26 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AutoencoderKLAllegro",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLCosmos",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLMagvit",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLMochi",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLTemporalDecoder",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, num_frames, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, num_frames, return_dict=True"},
     ),
 )

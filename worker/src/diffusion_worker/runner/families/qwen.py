@@ -56,13 +56,13 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AutoencoderKLQwenImage",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
         tiles=TileShape.FRAME,
     ),
     ModelRecord(
         "AutoencoderKLQwenImage21",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     PipelineRecord("QwenImageEditPipeline", version="diffusers 0.42.1", references=1, needs_reference=True),
     PipelineRecord("QwenImageEditModularPipeline", version="diffusers 0.42.1", references=1, needs_reference=True),

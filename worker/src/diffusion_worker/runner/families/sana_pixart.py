@@ -8,7 +8,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "DiTTransformer2DModel",
         version="diffusers 0.42.1",
-        signatures={"forward": ("hidden_states, timestep=None, class_labels=None, cross_attention_kwargs=None, return_dict=True")},
+        signatures={"forward": "hidden_states, timestep=None, class_labels=None, cross_attention_kwargs=None, return_dict=True"},
         unsharded="it computes its condition with a layer of its first block",
         step_caches=frozenset({StepCache.FIRST_BLOCK}),
     ),
@@ -53,7 +53,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AutoencoderDC",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     PipelineRecord("SanaSprintPipeline", version="diffusers 0.42.1", edits_by="SanaSprintImg2ImgPipeline"),
 )

@@ -45,7 +45,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "T2IAdapter",
         version="diffusers 0.42.1",
-        signatures={"forward": ("x")},
+        signatures={"forward": "x"},
     ),
     ModelRecord(
         "UNetMotionModel",
@@ -62,7 +62,7 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "UNetSpatioTemporalConditionModel",
         version="diffusers 0.42.1",
-        signatures={"forward": ("sample, timestep, encoder_hidden_states, added_time_ids, return_dict=True")},
+        signatures={"forward": "sample, timestep, encoder_hidden_states, added_time_ids, return_dict=True"},
     ),
     PipelineRecord("StableDiffusionAttendAndExcitePipeline", version="diffusers 0.42.1", impossible=GRADIENTS),
     PipelineRecord("StableDiffusionPix2PixZeroPipeline", version="diffusers 0.42.1", impossible=GRADIENTS),

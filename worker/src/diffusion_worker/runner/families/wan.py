@@ -58,6 +58,6 @@ RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AutoencoderKLWan",
         version="diffusers 0.42.1",
-        signatures={"encode": ("x, return_dict=True"), "decode": ("z, return_dict=True")},
+        signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
 )
