@@ -40,8 +40,8 @@ LINT = Stage("lint", "ruff, mypy, plain English, the layers", ("make", "--no-pri
 IS_FAST = ("-m", "not apiserver and not cluster and not slow")
 WITH_TORCH = (
     *("tests/benchmarks", "tests/digits", "tests/docs/test_reference_system.py", "tests/worker/lora", "tests/worker/memory"),
-    *("tests/worker/processes", "tests/worker/ranks", "tests/worker/runner", "tests/contract/test_private_names.py"),
-    *("tests/contract/test_prompts_stay_secret.py", "tests/worker/options/test_withheld.py"),
+    *("tests/worker/processes", "tests/worker/ranks", "tests/worker/rehearsal", "tests/worker/runner"),
+    *("tests/contract/test_private_names.py", "tests/contract/test_prompts_stay_secret.py", "tests/worker/options/test_withheld.py"),
     "tests/worker/engine/scheduling/test_memory_model.py",
     # It needs no torch; so both processes take as long.
     "tests/chart/test_chart_values.py",

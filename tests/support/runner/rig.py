@@ -117,9 +117,12 @@ class RunnerRig:
         return [call for call in self.parallel.calls if call.component == "transformer"]
 
 
-def runner_with(pipeline: Any, parallel: Any, dtype: torch.dtype = torch.float32, **config: Any) -> DiffusionModelRunner:
-    """Return a runner that serves a pipeline which is only in memory."""
-    runner = DiffusionModelRunner(WorkerConfig(**{"model": "(in memory)", "served_name": "tiny"} | config), torch.device("cpu"), parallel)
+def runner_with(
+    pipeline: Any, parallel: Any, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None, **config: Any
+) -> DiffusionModelRunner:
+    """Return a runner that serves a pipeline which is only in memory, on the CPU by default."""
+    settings = WorkerConfig(**{"model": "(in memory)", "served_name": "tiny"} | config)
+    runner = DiffusionModelRunner(settings, device or torch.device("cpu"), parallel)
     runner.adopt(pipeline, dtype, lambda done, total: None)
     return runner
 

@@ -40,7 +40,7 @@ JOINING = (0, 1, 2)
 class FamilyRig:
     """A family's tiny pipeline twice: one that only diffusers runs, and one that a model runner serves.
 
-    `parallel` replaces `OneRank`, which records its calls; `config` is the runner's configuration.
+    `parallel` replaces `OneRank`, which records its calls; `config` is the runner's configuration, or its `device`.
     """
 
     def __init__(self, family: Family, dtype: torch.dtype = torch.float32, parallel: Any = None, **config: Any) -> None:

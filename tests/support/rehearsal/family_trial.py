@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A family's requests on the rehearsal's device, through the model runner: results as on the CPU, and the waits of each steady step.
+
+A step is steady from the second step of a request to its last but one. The runner, its slabs, mirrors and meters are real. Three
+requests run in a batch.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from diffusion_worker.messages import Tick
+from diffusion_worker.runner.pipelines.view import modules_of
+from diffusion_worker.runner.stepping.stepper import StepOutput
+from support.families.rig.family import Arguments, Family
+from support.families.rig.family_rig import Asked, FamilyRig, apart
+from support.rehearsal.fake_cuda import rehearse
+from support.rehearsal.fake_tensor import CUDA, FakeCudaTensor, inner_of
+from support.rehearsal.mode import Rehearsal
+from support.rehearsal.records import Cause
+
+STEPS = 6
+ASKED = Asked(seed=1, steps=STEPS)
+COMPANY = (Asked(seed=2, steps=STEPS, guidance=3.0), Asked(seed=3, steps=STEPS, guidance=7.0))
+# The largest difference from the CPU's result, in standard deviations of it.
+TOLERANCE = 1e-4
+
+# The function that waits for a tick's times at its end.
+METER = "StageSpan.seconds"
+
+
+@dataclass
+class Trial:
+    """The outcome of a family: its distance from the CPU's result, and the causes of waits and copies in `ticks` steady steps."""
+
+    family: str
+    apart: float
+    ticks: int = 0
+    waits: Counter[Cause] = field(default_factory=Counter)
+    copies: Counter[Cause] = field(default_factory=Counter)
+    races: list[str] = field(default_factory=list)
+
+    @property
+    def is_equal(self) -> bool:
+        """Return whether the result is the CPU's."""
+        return self.apart <= TOLERANCE
+
+    @property
+    def asks(self) -> bool:
+        """Return whether anything but the meter at the end of a tick waits or copies."""
+        return any(cause.function != METER for cause in (*self.waits, *self.copies))
+
+    def line(self) -> str:
+        """Return the family's line of the table."""
+        each = max(1, self.ticks)
+        waits, copies = self.waits.total() / each, self.copies.total() / each
+        return f"{self.family:60} {self.apart:.0e}  {waits:5.1f} waits  {copies:5.1f} copies a step"
+
+    def causes(self) -> list[str]:
+        """Return a line for each cause, the most frequent first."""
+        each = max(1, self.ticks)
+        kinds = (("wait", self.waits), ("copy", self.copies))
+        return [f"  {kind} {count / each:.1f}  {cause}" for kind, found in kinds for cause, count in found.most_common()]
+
+
+class RehearsedRig(FamilyRig):
+    """A rig whose runner serves on the rehearsal's device; tensors among a request's arguments are there, as a user's would be."""
+
+    def __init__(self, family: Family, rehearsal: Rehearsal, **config: Any) -> None:
+        super().__init__(family, device=CUDA, **config)
+        self.after_tick: Callable[[Tick], None] = lambda tick: None
+        self.rehearsal = rehearsal
+        execute = self.runner.execute_stepwise
+
+        def execute_stepwise(tick: Tick, *frames: Any) -> StepOutput:
+            output = execute(tick, *frames)
+            self.after_tick(tick)
+            return output
+
+        self.runner.execute_stepwise = execute_stepwise  # type: ignore[method-assign]
+
+    def _arguments(self, asked: Asked) -> Arguments:
+        return {name: value if name == "generator" else _moved(value) for name, value in super()._arguments(asked).items()}
+
+    def misplaced(self) -> list[str]:
+        """List the weights that are not on the device."""
+        named = ((f"{part}.{name}", tensor) for part, module in modules_of(self.pipeline).items() for name, tensor in _weights(module))
+        return [name for name, tensor in named if not isinstance(tensor, FakeCudaTensor)]
+
+
+def _weights(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(CUDA)
+    if isinstance(value, dict):
+        return {key: _moved(item) for key, item in value.items()}
+    return type(value)(map(_moved, value)) if isinstance(value, list | tuple) else value
+
+
+def try_family(family: Family) -> Trial:
+    """Run a family on the CPU and on the rehearsal's device.
+
+    Raises:
+        AssertionError: a request failed, or weights are on the wrong device.
+    """
+    (truth,) = FamilyRig(family).together(ASKED)
+    with rehearse() as rehearsal:
+        rig = RehearsedRig(family, rehearsal)
+        assert not (misplaced := rig.misplaced()), misplaced
+        trial = Trial(family.name, 0.0)
+        records = rehearsal.records
+
+        def note(tick: Tick) -> None:
+            if 2 <= tick.number < STEPS - 1:
+                trial.ticks += 1
+                trial.waits += records.waits
+                trial.copies += records.copies
+            trial.races += records.races
+            records.clear()
+
+        rig.after_tick = note
+        found, *_ = rig.together(ASKED, *COMPANY)
+        trial.apart = apart(inner_of(found), truth)
+    return trial
