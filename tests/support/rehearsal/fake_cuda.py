@@ -137,6 +137,16 @@ def _sending(build: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return sent
 
 
+def _pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `torch.empty` or the like with pinned memory, in threads without the rehearsal's mode too."""
+
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        return pin(tensor) if pin_memory else tensor
+
+    return made
+
+
 _AS_TENSOR = torch.as_tensor
 _TO = torch.Tensor.to
 
@@ -179,6 +189,7 @@ def rehearse() -> Iterator[Rehearsal]:
         with (
             _replaced(torch.cuda, **_replacements()),
             _replaced(torch, tensor=_sending(torch.tensor), as_tensor=_sending(torch.as_tensor)),
+            _replaced(torch, empty=_pinning(torch.empty), zeros=_pinning(torch.zeros)),
             _replaced(torch.Tensor, to=_to, cuda=_cuda),
             _replaced(slabs, DeviceSlab=FakeSlab),
             _replaced(weights, DeviceSlab=FakeSlab),

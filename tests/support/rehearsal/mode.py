@@ -54,8 +54,9 @@ class Rehearsal(TorchDispatchMode):
         there = [tensor for tensor in tensors if isinstance(tensor, FakeCudaTensor)]
         if not there and not any(isinstance(item, torch.device) and item.type in THERE for item in flat):
             return self._on_host(func, args, kwargs, tensors)
-        # In inference mode operations arrive whole (`.item()`, `linear`). Their parts tell what they need.
-        if torch.is_inference_mode_enabled() and func._can_decompose():
+        # In inference mode, and on tensors made in it, operations arrive whole (`.item()`, `linear`). Their parts tell what they need.
+        whole = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in there)
+        if whole and func._can_decompose():
             with self:
                 parts = func.decompose(*tree_map(_numbered, args), **tree_map(_numbered, kwargs))
             if parts is not NotImplemented:

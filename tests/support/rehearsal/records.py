@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-# Frames of torch and of the rehearsal itself ask for nothing by themselves.
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+from diffusion_worker.runner.stepping import async_copies
+
+# Frames of torch and of the rehearsal itself ask for nothing by themselves, nor do those of the mode that is around a pipeline.
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), async_copies.__file__, "<")
 _ROOTS = ("site-packages/", "worker/src/", "/tests/")
 
 

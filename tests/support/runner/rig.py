@@ -63,13 +63,13 @@ class OneRank:
 
 
 class RunnerRig:
-    """A loaded runner, with a method that runs whole requests on it."""
+    """A loaded runner, on the CPU by default, with a method that runs whole requests on it."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, device: torch.device | None = None, **config: Any) -> None:
         torch.set_num_threads(1)
         self.parallel = OneRank()
         self.config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits"} | config)
-        self.runner = DiffusionModelRunner(self.config, torch.device("cpu"), self.parallel)  # type: ignore[arg-type]
+        self.runner = DiffusionModelRunner(self.config, device or torch.device("cpu"), self.parallel)  # type: ignore[arg-type]
         # Requests of the last run that were repeated as `whole`, with the reason.
         self.replays: dict[str, str] = {}
         self.progress: list[tuple[int, int]] = []

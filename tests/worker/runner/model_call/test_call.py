@@ -116,6 +116,19 @@ def test_a_table_that_is_passed_at_every_step_is_looked_at_once(hashed: list[tor
     assert [value is table for value in hashed] == [True]
 
 
+def test_tables_that_are_passed_in_turn_are_looked_at_once_each(hashed: list[torch.Tensor]) -> None:
+    tables, known = [torch.full((5, 3), float(number)) for number in range(4)], Contents()
+    first = [group_key(call_of(2, img_ids=table), known) for table in tables]
+    assert [group_key(call_of(2, img_ids=table), known) for table in tables] == first
+    assert len(set(first)) == len(hashed) == 4
+    # A fifth takes the place of the oldest.
+    group_key(call_of(2, img_ids=torch.zeros(5, 3)), known)
+    assert [group_key(call_of(2, img_ids=table), known) for table in tables[1:]] == first[1:]
+    assert len(hashed) == 5
+    group_key(call_of(2, img_ids=tables[0]), known)
+    assert len(hashed) == 6
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_table_that_was_written_to_or_replaced_is_looked_at_again(inference: bool) -> None:
     with torch.inference_mode(inference):

@@ -49,10 +49,10 @@ class _Lists(NamedTuple):
     length: int
 
     def scales_on(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor(self.scales, dtype=torch.float32, device=device).view(self.rows, self.length)
+        return _sent(self.scales, torch.float32, device).view(self.rows, self.length)
 
     def index_on(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor(self.places, dtype=torch.long, device=device)
+        return _sent(self.places, torch.long, device)
 
 
 class RowAdapters:
@@ -135,4 +135,9 @@ def _positions(rows: list[int], device: torch.device) -> torch.Tensor | slice:
     """Return an index of these rows of a call: a slice if they are adjacent, so that nothing is gathered."""
     if rows and rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows, dtype=torch.long, device=device)
+    return _sent(rows, torch.long, device)
+
+
+def _sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a tensor on a device; an accelerator gets it from pinned memory, so that nothing waits for the copy."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -3,7 +3,7 @@
 
 import hashlib
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,16 +13,30 @@ from diffusion_worker.runner.families import cache_record
 _PLAIN = (str, bytes, bool, int, float, complex, torch.dtype, torch.device)
 
 
+# Two calls of a step for guidance, and two more for skipped layers.
+MOST_REMEMBERED = 4
+
+
+class _Known(NamedTuple):
+    """A tensor, its version, a copy where it has none, and what was found of it."""
+
+    tensor: torch.Tensor
+    version: int | None
+    copy: torch.Tensor | None
+    found: Hashable
+
+
 class Contents:
     """The contents of the arguments of a request's calls, by argument name.
 
     A tensor is hashed again only when it is another one or was written to. A write shows in a tensor's version. Tensors made in inference
     mode have none, so on a CPU those are compared with a copy. On an accelerator a comparison would stop the launching of kernels, so the
-    same tensor counts as unchanged there. No pipeline writes into a tensor that it passes again.
+    same tensor counts as unchanged there. No pipeline writes into a tensor that it passes again. Pipelines with guidance pass a few tensors
+    in turn, so the last few are remembered.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[torch.Tensor, Hashable, torch.Tensor | None, Hashable]] = {}
+        self._known: dict[str, list[_Known]] = {}
 
     def of(self, path: str, value: Any) -> Hashable | None:
         """Return a hashable value that is equal for equal contents; None for an object that cannot be compared."""
@@ -33,12 +47,14 @@ class Contents:
         return bool(self._remembered(f"any of {path}", value, lambda tensor: bool(tensor.any())))
 
     def _remembered(self, key: str, value: torch.Tensor, find: Callable[[torch.Tensor], Hashable]) -> Hashable:
-        known = self._known.get(key)
-        if known is not None and known[0] is value and known[1] == _version(value) and (known[2] is None or torch.equal(known[2], value)):
-            return known[3]
+        remembered = self._known.setdefault(key, [])
+        for known in remembered:
+            if known.tensor is value and known.version == _version(value) and (known.copy is None or torch.equal(known.copy, value)):
+                return known.found
         found = find(value)
         copy = value.clone() if value.device.type == "cpu" and value.is_inference() else None
-        self._known[key] = (value, _version(value), copy, found)
+        others = [known for known in remembered if known.tensor is not value]
+        self._known[key] = [*others[1 - MOST_REMEMBERED :], _Known(value, _version(value), copy, found)]
         return found
 
 

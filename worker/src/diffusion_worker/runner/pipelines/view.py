@@ -15,6 +15,7 @@ import diffusers
 import torch
 from diffusers.guiders.guider_utils import BaseGuidance
 
+from diffusion_worker.runner.pipelines.host_times import with_times_on_host
 from diffusion_worker.runner.pipelines.schedule import own_scheduler
 from diffusion_worker.runner.stepping.request_state import take_step
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
@@ -126,10 +127,11 @@ def _marking(scheduler: Any, view: Any) -> Any:
     (LTX 2's audio, SkyReels V2). A class of its own would not do, because Bria asks for the scheduler's type.
     """
     plain: Any = type(scheduler)
+    plain_step = with_times_on_host(plain.step)
 
     @functools.wraps(plain.step)  # pipelines look at its signature
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return take_step(plain.step, self, args, kwargs, lambda: steps_of(view, self))
+        return take_step(plain_step, self, args, kwargs, lambda: steps_of(view, self))
 
     scheduler.step = types.MethodType(step, scheduler)
     return scheduler

@@ -16,6 +16,7 @@ from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.contents import Contents
 from diffusion_worker.runner.model_call.outputs import tensors_of
 from diffusion_worker.runner.step_cache.interface import Branch
+from diffusion_worker.runner.stepping.async_copies import async_copies
 from diffusion_worker.runner.stepping.autocast_state import OwnPrecision
 from diffusion_worker.runner.stepping.call_history import CallHistory, Step
 from diffusion_worker.runner.stepping.module_changes import ModuleChanges
@@ -184,12 +185,12 @@ class DiffusionRequestState:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Run the fiber in this context, with its own random numbers and precision.
+        """Run the fiber in this context, with its own random numbers and precision, and without waits for copies to an accelerator.
 
         When it has ended, its changes of a model that it has alone are put back.
         """
         changes = self._fiber.changes
-        with self._randomness, self._precision:
+        with self._randomness, self._precision, async_copies():
             if changes is None:
                 yield
                 return
