@@ -28,6 +28,10 @@ COMPANY = (Asked(seed=2, steps=STEPS, guidance=3.0), Asked(seed=3, steps=STEPS, 
 # The largest difference from the CPU's result, in standard deviations of it.
 TOLERANCE = 1e-4
 
+# Families that the rehearsal cannot run, with the reason.
+BEYOND = {
+    "StableVideoDiffusionPipeline": "its scheduler calls torch.Tensor with a list of numbers of the device, which C++ reads by itself"
+}
 # The function that waits for a tick's times at its end.
 METER = "StageSpan.seconds"
 
@@ -49,9 +53,9 @@ class Trial:
         return self.apart <= TOLERANCE
 
     @property
-    def asks(self) -> bool:
-        """Return whether anything but the meter at the end of a tick waits or copies."""
-        return any(cause.function != METER for cause in (*self.waits, *self.copies))
+    def is_quiet(self) -> bool:
+        """Return whether nothing but the meter at the end of a tick waits."""
+        return all(cause.function == METER for cause in self.waits)
 
     def line(self) -> str:
         """Return the family's line of the table."""
@@ -125,6 +129,10 @@ def try_family(family: Family) -> Trial:
             records.clear()
 
         rig.after_tick = note
-        found, *_ = rig.together(ASKED, *COMPANY)
-        trial.apart = apart(inner_of(found), truth)
+        # Without the check of the modules' attributes: some models move a table to the device at their first call.
+        results, errors = rig.finish((ASKED, *COMPANY), (0, 0, 0))
+        # Some calls cannot be merged on a CPU either, and are made apart.
+        refused = [str(failure) for failure in rig.rank.failures if "device" in str(failure)]
+        assert not errors and not refused, errors or refused
+        trial.apart = apart(inner_of(results["0"]), truth)
     return trial

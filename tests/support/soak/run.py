@@ -29,6 +29,7 @@ from support.soak.operator_lives import TwoOperators
 from support.soak.operator_manifests import run_manifests
 from support.soak.operator_sequences import run_sequences
 from support.soak.operators import run_operators
+from support.soak.rehearsal import run_rehearsal
 from support.soak.sleep import run_sleep
 from support.soak.sources import run_sources
 from support.soak.traffic import run_both
@@ -54,6 +55,8 @@ PARTS: dict[str, tuple[Callable[..., Outcome | list[Outcome]], dict[str, float]]
     "configurations": (run_configurations, {"configurations": 500}),
     "images": (run_images, {"images": 2_000}),
     "sleep": (run_sleep, {"sleep_sequences": 500}),
+    # 0 families are all of them.
+    "rehearsal": (run_rehearsal, {"rehearsed_families": 0}),
     "manifests": (_alone(run_manifests), {"manifests": 5_000}),
     "operator": (_alone(run_sequences), {"operator_sequences": 500}),
     "many-adapters": (_alone(run_many), {"many_adapters": 20_000}),
