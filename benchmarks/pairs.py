@@ -44,7 +44,7 @@ class Pair(msgspec.Struct, frozen=True):
     after: Times
 
     def baseline(self, name: str) -> float:
-        """Return the mean of both halves."""
+        """Return the mean of a figure of the baseline, which ran before ours and after it."""
         return (self.before[name] + self.after[name]) / 2
 
     def apart(self, name: str) -> float:

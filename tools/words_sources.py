@@ -242,7 +242,7 @@ def _hash_comments(content: str, path: str) -> Iterator[Text]:
 
 
 def _page(content: str, path: str) -> Iterator[Text]:
-    """Yield comments and strings of words of the page's script, and what its HTML shows."""
+    """Yield the text that an HTML file of the page shows, or the comments and strings of a script, where they are words."""
     for number, line in enumerate(content.splitlines(), 1):
         if path.endswith(".html"):
             shown = [*re.findall(r">([^<>]+)<", line), *re.findall(r'(?:title|placeholder|aria-label|alt)="([^"]*)"', line)]

@@ -22,7 +22,7 @@ WRITES = {"create", "update", "patch", "delete"}
 
 
 class Member:
-    """A process of the two."""
+    """An operator of the pair: its process, and the proxy through which it reaches the API server."""
 
     def __init__(self, folder: Path, kubeconfig: Path, name: str, **options: Any) -> None:
         folder.mkdir(exist_ok=True)

@@ -25,10 +25,9 @@ COMPLAINT = re.compile(r"Traceback|is not understood|Unhandled|never retrieved|r
 
 
 class OperatorProcess:
-    """An operator that is started again after each death, and writes to the same log.
+    """An operator that can be started again after each death, and writes to the same log.
 
-    Real: the operator's program and its ports. Not real: the wrappers of `support.operator.process` in it, to die and to count, unless
-    another `program` is named.
+    Real: its program and its ports. Not real: the wrappers of `support.operator.process`, which let it die at given places, and count.
     """
 
     def __init__(

@@ -146,7 +146,7 @@ def cli() -> None:
     type=click.Choice([kind.value for kind in LoadFormat]),
     default=LoadFormat.DEFAULT.value,
     show_default=True,
-    help="Source of weights and class: the model's files, a class of your own, or random weights.",
+    help="Read the model's weights (default), make random ones (dummy), or run the class of --pipeline (custom-pipeline).",
 )
 @click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Most images in one step.")
 @click.option(

@@ -196,7 +196,7 @@ def _scaling(module: str, names: RawLoRAModule, settings: Mapping[str, PeftSetti
     if of_component is None:
         return names.rank**-1 * names.alpha if names.alpha is not None else 1.0
     if names.alpha is not None:
-        raise invalid(f"{label}: {module}.alpha: expected one alpha, found one in the file and one in the configuration")
+        raise invalid(f"{label}: {module}.alpha: expected one alpha, found one among the tensors and one in the settings of peft")
     scaling = of_component.scaling(path, names.rank, f"{label}: {names.a}")
     if not math.isfinite(scaling):
         raise invalid(f"{label}: {names.a}: its alpha is not finite")

@@ -132,7 +132,7 @@ def _read_beginning(descriptor: int, label: str) -> tuple[bytes, int]:
     size = os.fstat(descriptor).st_size
     beginning = os.read(descriptor, LENGTH_BYTES)
     if len(beginning) < LENGTH_BYTES:
-        raise _invalid(f"{label}: expected a safetensors file, found {size} bytes")
+        raise _invalid(f"{label}: expected a safetensors file, found {size} bytes, too few for one")
     length = int.from_bytes(beginning, "little")
     if not 2 <= length <= min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise _no_header(beginning, length, size, label)

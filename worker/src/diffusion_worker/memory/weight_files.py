@@ -81,7 +81,7 @@ class WeightFile:
 
     def _read_header(self, size: int) -> dict[str, "StoredTensor"]:
         if size < 8:
-            raise ConfigError(f"{self.path}: expected a safetensors file, found {size} bytes")
+            raise ConfigError(f"{self.path}: expected a safetensors file, found {size} bytes, too few for one")
         length = int.from_bytes(os.pread(self.descriptor, 8, 0), "little")
         if length > min(size - 8, MOST_HEADER_BYTES):
             raise ConfigError(f"{self.path}: expected a safetensors file, found a header of {length} bytes in a file of {size}")

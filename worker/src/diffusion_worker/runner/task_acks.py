@@ -15,7 +15,10 @@ MOST_REMEMBERED = 64
 
 
 class TaskAcks:
-    """The tasks that one rank did, newest last. `resident_bytes` returns the memory that it holds; a failure calls `free_memory`."""
+    """Answers of one rank to its tasks, newest last, so that a task that succeeded is not done twice.
+
+    `resident_bytes` returns the memory that the rank holds. A failure calls `free_memory`.
+    """
 
     def __init__(self, rank: int, *, resident_bytes: Callable[[], int], free_memory: Callable[[], None]) -> None:
         self._rank = rank

@@ -68,7 +68,11 @@ def adapter_stamps(path: Path, what: str, *, root: Path | None = None) -> tuple[
 
 
 def local_model(path: Path, what: str, *, inside: Path | None = None) -> Path:
-    """Check that a path is a folder, and return it; with `inside`, all of it must lie there. Raises RequestError (SourceNotFound)."""
+    """Check that a path is a folder, and return it. With `inside`, no link beneath it may lead out of that folder.
+
+    Raises:
+        RequestError: SourceNotFound.
+    """
     require_there(path, what)
     if not path.is_dir():
         raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: expected a diffusers folder, found a file")

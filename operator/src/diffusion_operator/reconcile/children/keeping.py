@@ -76,7 +76,10 @@ def next_try_s(memory: DeploymentMemory, now: datetime) -> float | None:
 
 
 def recheck_secret(deployment: DiffusionDeployment, memory: DeploymentMemory, pods: Sequence[Pod], *, makes: bool, now: datetime) -> None:
-    """Forget that the Secret was written where this pass `makes` or tries a pod, or where one has long waited for its volumes."""
+    """Forget that the control Secret was written, so that this pass writes it again.
+
+    It does so if this pass creates a pod or a trial of one (`makes`), or if a pod has long waited for its volumes.
+    """
     key = child_key(SECRET.kind, control_secret_name(deployment.metadata.name))
     last = memory.applied.get(key)
     if last is not None and (makes or (now - last.at >= MOUNT_PATIENCE and any(_waits_for_volumes(pod) for pod in pods))):

@@ -64,7 +64,7 @@ def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def own_state(state: Any) -> StateManager:
-    """Return the state that a hook of diffusers needs if it is only asked for its rule, and is not put on a module."""
+    """Return a new manager of this class of state. A hook of diffusers needs it, even if it is on no module and only decides on skips."""
     states = StateManager(state)
     states.set_context(CacheContext("request"))
     return states

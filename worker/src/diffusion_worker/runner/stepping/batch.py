@@ -50,7 +50,7 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
         return [InputBatch([item]) for item in self.items]
 
     def by_adapters(self) -> list["InputBatch"]:
-        """Return the same calls, in a batch for each combination of adapters."""
+        """Return the same calls, in a batch for each list of adapters with their strengths."""
         groups: dict[tuple[LoRAUse, ...], list[Pending]] = {}
         for item in self.items:
             groups.setdefault(tuple(item.state.spec.loras), []).append(item)

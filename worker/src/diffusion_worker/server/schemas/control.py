@@ -109,7 +109,12 @@ class SleepBody(ControlBody):
     mode: Literal["Wait", "Abort"] = "Wait"
     if_idle_since: Annotated[
         float | None,
-        Field(ge=0, le=MAX_DEADLINE_S, allow_inf_nan=False, description="Refused with Busy if a request came within so many seconds."),
+        Field(
+            ge=0,
+            le=MAX_DEADLINE_S,
+            allow_inf_nan=False,
+            description="Seconds. The call is refused with Busy if a request came, ran or ended within that time.",
+        ),
     ] = None
     policy: Policy | None = None
 
