@@ -18,6 +18,7 @@ from typing import Any
 
 from support.apiserver.real_apiserver import own_apiserver
 from support.encoding.soak import run_images
+from support.rehearsal.soak import run_rehearsal
 from support.soak.adapter_files import run_files
 from support.soak.adapters import run_adapters
 from support.soak.configurations import run_configurations
@@ -29,7 +30,6 @@ from support.soak.operator_lives import TwoOperators
 from support.soak.operator_manifests import run_manifests
 from support.soak.operator_sequences import run_sequences
 from support.soak.operators import run_operators
-from support.soak.rehearsal import run_rehearsal
 from support.soak.sleep import run_sleep
 from support.soak.sources import run_sources
 from support.soak.traffic import run_both

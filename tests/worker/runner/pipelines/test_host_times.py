@@ -9,7 +9,8 @@ import diffusers
 import pytest
 import torch
 
-from diffusion_worker.runner.pipelines.host_times import LOOKING_UP, with_times_on_host
+from diffusion_worker.runner.families import schedulers
+from diffusion_worker.runner.pipelines.host_times import with_times_on_host
 from support.rehearsal.fake_cuda import rehearse
 from support.rehearsal.fake_tensor import CUDA, inner_of
 
@@ -50,7 +51,7 @@ def _waits_for_times(name: str, wrapped: bool) -> int:
     return seen[1] - seen[0]
 
 
-@pytest.mark.parametrize("name", sorted(LOOKING_UP))
+@pytest.mark.parametrize("name", [record.name for record in schedulers()])
 def test_a_scheduler_that_looks_up_its_times_waits_no_longer(name: str) -> None:
     assert _waits_for_times(name, wrapped=False) >= STEPS - 4
     assert _waits_for_times(name, wrapped=True) == 0

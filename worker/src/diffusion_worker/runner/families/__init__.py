@@ -10,6 +10,7 @@ from diffusion_worker.runner.families.record import (
     PipelineRecord,
     Positions,
     Role,
+    SchedulerRecord,
     SequencePlan,
     TileShape,
     TokenCount,
@@ -18,12 +19,14 @@ from diffusion_worker.runner.families.record import (
 )
 from diffusion_worker.runner.families.registry import (
     cache_record,
+    looks_up_times,
     model_record,
     models,
     pipeline_record,
     pipelines,
     register,
     register_families,
+    schedulers,
 )
 from diffusion_worker.runner.families.signature import signature_of
 
@@ -34,17 +37,20 @@ __all__ = [
     "PipelineRecord",
     "Positions",
     "Role",
+    "SchedulerRecord",
     "SequencePlan",
     "TileShape",
     "TokenCount",
     "TokenSplit",
     "Workaround",
     "cache_record",
+    "looks_up_times",
     "model_record",
     "models",
     "pipeline_record",
     "pipelines",
     "register",
+    "schedulers",
     "signature_of",
 ]
 

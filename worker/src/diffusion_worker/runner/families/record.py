@@ -170,7 +170,16 @@ class CacheRecord(msgspec.Struct, frozen=True):
     why: str
 
 
-Record = ModelRecord | PipelineRecord | CacheRecord
+class SchedulerRecord(msgspec.Struct, frozen=True):
+    """A class of schedulers whose step looks up its tables by the time, so that it would wait for a time on an accelerator.
+
+    Others count their steps, or compute tensors of the accelerator from the time. A record does not hold for subclasses.
+    """
+
+    name: str
+
+
+Record = ModelRecord | PipelineRecord | CacheRecord | SchedulerRecord
 
 # The same limit of references as OpenAI's.
 MOST_REFERENCES = 16

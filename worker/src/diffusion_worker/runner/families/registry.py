@@ -6,7 +6,7 @@ import pkgutil
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from diffusion_worker.runner.families.record import CacheRecord, ModelRecord, PipelineRecord, Record
+from diffusion_worker.runner.families.record import CacheRecord, ModelRecord, PipelineRecord, Record, SchedulerRecord
 
 R = TypeVar("R", bound=Record)
 
@@ -49,6 +49,11 @@ def cache_record(kind: Any) -> CacheRecord | None:
     return _record(CacheRecord, kind)
 
 
+def looks_up_times(scheduler_class: Any) -> bool:
+    """Return whether the steps of this very class of diffusers look up their tables by the time."""
+    return scheduler_class.__module__.startswith("diffusers.") and isinstance(_by_name.get(scheduler_class.__name__), SchedulerRecord)
+
+
 def models() -> Iterator[ModelRecord]:
     """Yield the records of all model classes, in the order of their names."""
     return _all(ModelRecord)
@@ -57,6 +62,11 @@ def models() -> Iterator[ModelRecord]:
 def pipelines() -> Iterator[PipelineRecord]:
     """Yield the records of all pipeline classes, in the order of their names."""
     return _all(PipelineRecord)
+
+
+def schedulers() -> Iterator[SchedulerRecord]:
+    """Yield the records of all classes of schedulers, in the order of their names."""
+    return _all(SchedulerRecord)
 
 
 def _all(kind: type[R]) -> Iterator[R]:

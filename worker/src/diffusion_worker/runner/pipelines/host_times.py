@@ -12,23 +12,11 @@ from typing import Any
 
 import torch
 
+from diffusion_worker.runner.families import looks_up_times
+
 # The attribute of a scheduler for the times on the accelerator and their copy on the host. A copy of the scheduler has both.
 _KEPT = "times_on_host"
 Step = Callable[..., Any]
-# Schedulers of diffusers that look up their tables by the time. Others count their steps, or compute tensors of the accelerator from it.
-LOOKING_UP = frozenset(
-    {
-        *(
-            "DDIMScheduler",
-            "DDIMParallelScheduler",
-            "DDIMInverseScheduler",
-            "CogVideoXDDIMScheduler",
-            "DDPMScheduler",
-            "DDPMParallelScheduler",
-        ),
-        *("LCMScheduler", "TCDScheduler", "PNDMScheduler", "SASolverScheduler", "UnCLIPScheduler", "FlowMapEulerDiscreteScheduler"),
-    }
-)
 
 
 def with_times_on_host(step: Step) -> Step:
@@ -44,7 +32,7 @@ def with_times_on_host(step: Step) -> Step:
         time = None if given is None else (args[given] if isinstance(given, int) else kwargs[given])
         times: Any = getattr(scheduler, "timesteps", None)
         place = _index_in(times, time)
-        if place is None or not _looks_up(scheduler):
+        if place is None or not looks_up_times(type(scheduler)):
             return step(scheduler, *args, **kwargs)
         here = _on_host(scheduler, times)
         if isinstance(given, int):
@@ -59,10 +47,6 @@ def with_times_on_host(step: Step) -> Step:
                 scheduler.timesteps = times
 
     return stepped
-
-
-def _looks_up(scheduler: Any) -> bool:
-    return type(scheduler).__name__ in LOOKING_UP and type(scheduler).__module__.startswith("diffusers.")
 
 
 def _place_of_time(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
