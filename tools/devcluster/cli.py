@@ -13,6 +13,8 @@ import click
 from . import apiserver, cluster, images
 from .connect import connect as connected
 from .errors import DevclusterError
+from .paths import cache_dir
+from .progress import say
 
 
 class _Group(click.Group):
@@ -58,7 +60,10 @@ def down(purge: bool, only_apiserver: bool) -> None:
     if not only_apiserver:
         if purge:
             cluster.end_others()
-        cluster.provider().down(purge=purge)
+        provider = cluster.provider()
+        provider.down(purge=purge)
+        if provider.name != "given":
+            say("the cluster is gone" + ("" if purge else f"; its programs and images stay in {cache_dir()}"))
 
 
 @main.command()
