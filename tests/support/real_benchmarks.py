@@ -7,7 +7,8 @@ from benchmarks.result import Measured
 
 
 def assert_whole(measured: Measured) -> None:
-    """Check an outcome: a figure for each target and no other in the results, samples behind them, and all of them finite numbers."""
+    """Assert that a benchmark has targets and samples, a result per target and no other, only finite values, and used pairs in each
+    comparison."""
     assert measured.results.keys() == measured.targets.keys()
     assert measured.targets and measured.samples
     values = [*measured.figures.values(), *(value for sample in measured.samples for value in sample.values())]

@@ -64,7 +64,7 @@ def patched(live: Manifest, operations: Sequence[Mapping[str, Any]]) -> Manifest
 
 
 def check_ports(manifest: Manifest) -> None:
-    """Refuse two ports of one name, as the API server does."""
+    """Raise ClusterRefused (422, Invalid) for a Service in which two ports share a name. Objects of other kinds pass."""
     names = [port["name"] for port in manifest.get("spec", {}).get("ports", ())] if manifest["kind"] == "Service" else []
     if len(set(names)) < len(names):
         raise ClusterRefused(f"Service {manifest['metadata']['name']}: Duplicate value: {names[0]!r}", status=422, reason="Invalid")

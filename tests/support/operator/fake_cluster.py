@@ -120,7 +120,8 @@ class FakeCluster:
     # the test's own changes -------------------------------------------------------------------------------------------
 
     def put(self, manifest: Manifest) -> Manifest:
-        """Create or change an object as a user does; a changed spec raises the generation."""
+        """Store a new manifest, as a user would create it. If the object exists, only its spec is replaced, and a spec that differs
+        raises the generation."""
         existing = self._objects.get(self._key(manifest))
         if existing is None:
             return self._store(manifest)
@@ -162,7 +163,7 @@ class FakeCluster:
         return sorted(name for found, _, name in self._objects if found == kind.kind)
 
     def events(self) -> list[str]:
-        """Return the reasons of all Events, in the order of writing."""
+        """Return the reason of every Event in the cluster, in the order in which the Events were created."""
         return [manifest["reason"] for manifest in self._objects.values() if manifest["kind"] == "Event"]
 
     def notes(self, reason: str) -> list[str]:
@@ -172,7 +173,7 @@ class FakeCluster:
     # the kubelet's part -----------------------------------------------------------------------------------------------
 
     def pod_status(self, name: str, **changes: Any) -> None:
-        """Set fields of a pod's status."""
+        """Overwrite fields of the status of a pod in the namespace `default`, keep the others, and report the change to the watchers."""
         pod = self._objects[POD.kind, "default", name]
         pod["status"] = pod.get("status", {}) | changes
         self.on_change("MODIFIED", pod)

@@ -52,7 +52,7 @@ CALLS = {
 
 @dataclass
 class Container:
-    """The container of a pod, with its scripted worker and server."""
+    """The stand-in for a started container: a scripted worker and the HTTP server that answers for it."""
 
     worker: ScriptedWorker
     ip: str

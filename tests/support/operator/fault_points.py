@@ -14,7 +14,7 @@ LOOKS = frozenset({"get", "look_up", "list", "pages", "watch", "adapter_versions
 
 
 class OperatorDied(BaseException):
-    """The death of the process. No part of the operator may catch it, so it is no Exception."""
+    """The end of the operator at a place. It derives from BaseException, so that the operator's handlers of Exception cannot catch it."""
 
 
 class FaultPoints:
@@ -27,7 +27,8 @@ class FaultPoints:
         self.passed: list[str] = []
 
     def wrap(self, port: Any) -> Any:
-        """Return the port with places around its actions."""
+        """Return a stand-in for a port that passes a place before and after each of its actions. Reads, listed in `LOOKS`, stay as they
+        are."""
         return Wrapped(port, self._act, unwrapped=LOOKS)
 
     def reach(self, place: str) -> None:

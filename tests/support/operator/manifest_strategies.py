@@ -38,7 +38,8 @@ class Case(NamedTuple):
 
 
 def cases(number: int, *, count: int) -> list[Case]:
-    """Return so many manifests, the same for the same number."""
+    """Generate up to `count` cases with hypothesis, seeded by `number`, so that equal numbers give equal cases. Nothing is shrunk or
+    remembered."""
     found: list[Case] = []
 
     @seed(number)
@@ -76,7 +77,8 @@ _known: dict[tuple[int, str], st.SearchStrategy[Any]] = {}
 
 
 def _inside(schema: Any, name: str = "") -> st.SearchStrategy[Any]:
-    """Return the strategy of valid values of a schema, made once for each schema and name; schemas live as long as the process."""
+    """Return a strategy for valid values of a schema. It is built once per schema object and name, and looked up by the id of the
+    schema, which is never freed."""
     key = (id(schema), name)
     if key not in _known:
         _known[key] = _strategy(schema, name)
@@ -163,7 +165,8 @@ def _put_outside(draw: st.DrawFn, document: Any, schema: Any) -> list[str]:
 
 
 def _over(schema: Any, value: Any) -> list[Any]:
-    """Return values just over a bound of the schema."""
+    """Return values outside the limits that the schema sets: too small or large a number, too long a string or list, too many keys.
+    Strings also get odd variants. Without limits the list is empty."""
     found: list[Any] = []
     if "minimum" in schema:
         found += [schema["minimum"] - 1, schema["maximum"] + 1 if "maximum" in schema else -schema["minimum"] - 1]

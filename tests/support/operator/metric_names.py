@@ -35,7 +35,7 @@ def grouped(expression: str) -> set[str]:
 
 
 def series(name: str, kind: str) -> list[str]:
-    """Return the names under which a metric of a kind is stored."""
+    """Return the names of a metric's time series in Prometheus: three with suffixes for a histogram, otherwise the metric's own."""
     return [f"{name}_{end}" for end in ("bucket", "sum", "count")] if kind == "histogram" else [name]
 
 
@@ -70,7 +70,8 @@ KNOWN = of_workers() | of_the_operator()
 
 
 def wrong_names(expression: str) -> list[str]:
-    """List each metric of an expression that does not exist, and each label that none of its metrics has."""
+    """Return what an alert or panel reads in vain: unknown metrics, labels that a selector's metric lacks, and labels in `by` that none
+    has."""
     looked_at = selectors(expression)
     assert looked_at, expression
     unknown = [one.metric for one in looked_at if one.metric not in KNOWN]

@@ -46,7 +46,7 @@ class DyingOnce(FaultPoints):
         self._died_at = died_at
 
     def live(self) -> None:
-        """Return in each new life, which is forked from this process after the one before has ended."""
+        """Fork a child to run the operator, and return in it. The parent waits for it to end, forks the next, and never returns."""
         while life := os.fork():
             os.waitpid(life, 0)
 

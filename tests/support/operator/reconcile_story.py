@@ -31,7 +31,8 @@ POD_NAME = "d-0-0"
 
 
 class Story:
-    """A deployment of one replica, whose pod is a worker process."""
+    """A test over a fake API server with the deployment `d`. The deployment's single pod stands for a real worker process, which a test
+    may kill and restart."""
 
     def __init__(self, rig: Rig, worker: WorkerProcess, desired: Path, closing: AsyncExitStack) -> None:
         self.rig = rig
@@ -41,7 +42,8 @@ class Story:
         self._restarts = 0
 
     def adopt_worker(self) -> None:
-        """Report the pod as running, and let the operator reach its worker, which listens on ports of its own choice."""
+        """Mark the pod as running and ready at 127.0.0.1, and point the operator at the control port of the worker. After a kill the
+        status reports exit code 137."""
         client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(self.worker.control_url.rpartition(":")[2]))
         self._closing.push_async_callback(client.close)
         self.rig.workers = self.rig.runtime.workers = client  # also for an operator that is restarted
@@ -57,12 +59,14 @@ class Story:
         self.adopt_worker()
 
     async def until(self, type_: str, *expected: str, name: str) -> str:
-        """Run until a condition of an adapter has this status and reason; return its message."""
+        """Step the operator until the condition `type_` of the adapter `name` is `expected`, a status and a reason. Return the
+        condition's message."""
         await self.wait(lambda: self.rig.adapter_condition(type_, name) == expected, lambda: self.rig.adapter_status(name))
         return self.rig.adapter_message(type_, name)
 
     async def until_deployment(self, type_: str, *expected: str) -> str:
-        """Run until a condition of the deployment has this status and reason; return its message."""
+        """Step the operator until the deployment's condition `type_` is `expected`, a status and a reason. Return its message, or fail
+        with the status at the deadline."""
         await self.wait(lambda: self.rig.condition(type_) == expected, self.rig.status)
         return self.rig.message(type_)
 
@@ -105,7 +109,8 @@ def write_desired(rig: Rig, path: Path) -> None:
 async def story(
     *options: str, program: tuple[str, ...] = FAKE_PROGRAM, env: Mapping[str, str] | None = None, **spec: Any
 ) -> AsyncIterator[Story]:
-    """Start a deployment with this spec and its worker; `options` and `env` are the worker's."""
+    """Provide a deployment `d` from `spec`, and a ready worker that serves from the desired file which the operator made for it.
+    `options` and `env` go to the worker."""
     rig = Rig()
     rig.cluster.put(deployment(**spec))
     await rig.run()

@@ -114,7 +114,8 @@ class Rig:
         self._due[key] = min(self._due.get(key, EPOCH + timedelta(days=9999)), self.now + timedelta(seconds=JOIN_S))
 
     def _changed(self, change: str, manifest: dict[str, Any]) -> None:
-        """Wake the keys that a change concerns, as handlers.py does."""
+        """Queue the keys that a changed object concerns: those of a deployment, of an adapter and its deployment, or of a labelled
+        child's owner."""
         metadata, kind = manifest["metadata"], manifest["kind"]
         if kind == DEPLOYMENT.kind:
             self._wake(deployment_key(metadata["namespace"], metadata["name"]))
@@ -132,12 +133,13 @@ class Rig:
         return self._begin(pod, f"10.0.0.{number}", number, script)
 
     def start_all(self, **script: Any) -> list[ScriptedWorker]:
-        """Run every pod that does not run yet."""
+        """Start each pod that has no status yet, as a kubelet would, with the script given. Return their workers, perhaps none."""
         waiting = [name for name in self.cluster.names(POD) if not (self.cluster.find(POD, name) or {}).get("status")]
         return [self.start(name, **script) for name in waiting]
 
     def restart_container(self, pod: str, *, code: int = 137, message: str = "", **script: Any) -> ScriptedWorker:
-        """Restart a pod's container in place, with a new server process."""
+        """Restart a pod's container on the pod's address with a new boot id, and count the restart. Return the new worker; `code` and
+        `message` are how the old one ended."""
         found = self.cluster.find(POD, pod)
         assert found is not None
         said = {"restarts": found["status"]["containerStatuses"][0]["restartCount"] + 1, "last": terminated(code, message)}
@@ -185,7 +187,7 @@ class Rig:
 
 
 async def serving(replicas: int = 1, **spec: Any) -> Rig:
-    """Return a rig with a deployment whose replicas are awake."""
+    """Create a deployment of so many replicas, let the operator make its pods, start them, and let it look again. Return the rig."""
     rig = Rig()
     rig.cluster.put(deployment(replicas=replicas, **spec))
     await rig.run()

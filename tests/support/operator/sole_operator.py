@@ -62,13 +62,14 @@ def running(folder: Path, kubeconfig: Path, **options: Any) -> Iterator[Operator
 
 
 async def eventually_nothing(look: Callable[[], Awaitable[Any]], within_s: float = DEADLINE_S, *, every_s: float = 0.2) -> None:
-    """Wait until `look` finds nothing wrong."""
+    """Poll `look` every `every_s` seconds until its result is empty. Raise AssertionError with the last result if it is not empty after
+    `within_s` seconds."""
     found = await still_found(look, within_s=within_s, every_s=every_s)
     assert not found, f"after {within_s:g} s: {found}"
 
 
 class Namespaces:
-    """Namespaces with a deployment each, and a check that everything there is as it should be."""
+    """Several namespaces in the API server, with an observer's view of the objects in them: false claims and pods. They begin empty."""
 
     def __init__(self, client: RestClient, kubelet: FakeKubelet, *names: str) -> None:
         self._client = client
@@ -86,7 +87,8 @@ class Namespaces:
         return {name: wrong for name, wrong in found.items() if wrong}
 
     async def settle(self, within_s: float = DEADLINE_S) -> None:
-        """Wait until nothing is wrong."""
+        """Poll until nothing in any namespace contradicts the specs or statuses. Raise AssertionError if something still does after
+        `within_s` seconds."""
         await eventually_nothing(self.untrue, within_s)
 
     async def pods(self) -> list[str]:

@@ -77,7 +77,8 @@ class Teller:
         self.rig.runtime.workers = self.points.wrap(self.rig.workers)
 
     def _add_second(self, rng: random.Random) -> None:
-        """Add an operator over the same cluster and workers; at every call chance decides which of the two goes on."""
+        """Start another operator on the same objects and pods. Each call to a port yields to the event loop a random number of times, so
+        that the two interleave."""
         other = Rig()
         self._listeners.append(other.cluster.on_change)
         self._rigs.append(other)
@@ -114,7 +115,8 @@ class Teller:
         return ip is None or not self.rig.workers.at(ip).drains
 
     async def tell(self, *, to_the_end: bool = True) -> Told:
-        """Run the whole story, or only up to the step after the first death."""
+        """Play the steps of the story and return all that was seen. Without `to_the_end` it stops after the step that follows the first
+        death."""
         slice_s = 1.0 if len(self._rigs) == 1 else 0.25
         for step in STORY:
             had_died = bool(self.told.deaths)

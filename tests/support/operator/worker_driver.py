@@ -55,7 +55,8 @@ class Driver:
         await self.client.wake(call, token=self.token)
 
     def lora(self, name: str) -> str:
-        """Copy an adapter to a folder of this name and return its path; fake ranks go by the name alone."""
+        """Copy the frame adapter to a folder called `name`, over any that exists, and return its path. Fake ranks look at the path
+        alone, not at the files."""
         return str(shutil.copytree(DIGITS / "loras" / "frame", self._folder / name, dirs_exist_ok=True))
 
     async def put(self, name: str, path: str, *, deadline_s: int = 30, **said: Any) -> None:
@@ -102,7 +103,8 @@ async def refusal(call: Awaitable[object]) -> ControlRefused:
 
 
 def config_of_arguments(arguments: list[str]) -> WorkerConfig:
-    """Return the settings that `diffusion-worker` would serve with; raise what the parser raises."""
+    """Parse a command line, its first word the subcommand, into settings as the CLI does, less the ports and host. The parser's errors
+    are raised unchanged."""
     command = cli.cli.get_command(click.Context(cli.cli), arguments[0])
     assert command is not None
     context = command.make_context("serve", arguments[1:])

@@ -20,7 +20,8 @@ STEP_S = 500
 
 
 def run_step(name: str, variables: Mapping[str, str], output: Path) -> dict[str, str]:
-    """Run a step of the release by its id as the runner would, and return its outputs."""
+    """Execute the shell script of the release workflow's step `name` with bash at the repository root. Return what it wrote to
+    GITHUB_OUTPUT, by key; a failing script raises."""
     (words,) = (step["run"] for step in PUBLISH if step.get("id") == name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "GITHUB_OUTPUT": str(output), **variables}

@@ -24,7 +24,7 @@ DRAWN_AT_ONCE = 10
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with its seed, and the digit and colour that the image should show."""
+    """An exam item: the digit and colour to paint and the noise seed. The prompt is made from them."""
 
     digit: int
     colour: str
@@ -72,7 +72,8 @@ def answers(pipeline: Any, asked: Sequence[Question]) -> list[Answer]:
 
 
 def below_the_card(results: Mapping[str | None, Sequence[Answer]]) -> list[str]:
-    """List the promises of the model's card that these results break; the keys are adapters, or None for the base."""
+    """Return a sentence for each share of right answers that is under the model card's minimum; empty if none is. The results are keyed
+    by style, None for no adapter."""
     shares = {("the digit and its colour", None): (_share(results[None], lambda answer: answer.all_right), 0.90)}
     for style in STYLES:
         shares["the digit", style] = (_share(results[style], lambda answer: answer.digit_right), 0.85)

@@ -107,7 +107,8 @@ def finish(rig: FamilyRig, requests: tuple[Asked, ...]) -> list[torch.Tensor]:
 
 
 def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUESTS, **sizes: int) -> Difference:
-    """Compare a run under a kind with that of one rank, which the first rank computes for all of them."""
+    """Run requests on all ranks, divided by the kinds in `sizes`, and undivided on rank 0, whose result is broadcast. Return the largest
+    difference and this rank's shares."""
     with rank.group(**sizes) as parallel:
         many = run(family, parallel, requests, ranks=rank.world, **sizes)
         one = [run(family, OneRank(), requests) if rank.rank == 0 else many]
@@ -122,7 +123,7 @@ def compare(run: Run, expected: Run) -> Difference:
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers inside a model's blocks, by name."""
+    """Return every linear layer whose dotted path contains `blocks` or `layers`, keyed by that path."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {name: module for name, module in linears.items() if "blocks" in name or "layers" in name}
 
@@ -186,7 +187,8 @@ def _sharded(rank: Rank, name: str) -> Any:
 
 
 def odd_text(rank: Rank) -> list[str]:
-    """Run a prompt whose length does not divide beside one whose does. The former gets an error of its own before anything is computed."""
+    """Run two prompts of 7 and 6 tokens with sequence=2, which 7 does not divide. Return the error of the first as `code: message`, then
+    the names of those with a result."""
     family = BY_NAME["FluxPipeline"]
     with rank.group(sequence=2) as parallel:
         for _ in range(2):  # a second pipeline in the same group, as when a worker loads another one
@@ -210,7 +212,8 @@ def gradients(rank: Rank) -> dict[str, Any]:
 
 
 def sleep_in_parts(rank: Rank) -> dict[str, Any]:
-    """Split layers from files over two ranks. Return whether sleep empties them, and whether a request gets the same result afterwards."""
+    """Load a tensor-parallel transformer from files and run requests before and after a release. Return if both results are equal
+    (`same`), if the release left zeros (`emptied`), and the memory report."""
     family = BY_NAME["FluxPipeline"]
     with rank.group(tensor=2) as parallel, tempfile.TemporaryDirectory() as folder:
         family.build().transformer.save_pretrained(Path(folder) / "transformer")
@@ -247,7 +250,8 @@ def step_caches(rank: Rank) -> dict[str, Any]:
 
 
 def left_in_a_collective(rank: Rank) -> None:
-    """Fail on one rank in a block of a model whose tokens are split, while the other rank waits for it in an attention."""
+    """Let attention run out of memory on rank 1 under sequence=2, while rank 0 waits in a collective. Each ends with exit code 70 on its
+    RankFault."""
     with rank.group(sequence=2) as parallel:
         family = BY_NAME["FluxPipeline"]
         if rank.rank == 1:

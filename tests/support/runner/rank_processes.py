@@ -29,7 +29,7 @@ DEADLINE_S = 240.0
 
 @dataclass(frozen=True)
 class Rank:
-    """A process of a scenario."""
+    """The place of a process among those of a test: its rank, how many there are, and the store in which they meet."""
 
     rank: int
     world: int
@@ -48,9 +48,10 @@ class Rank:
 
 
 def run(scenario: str, *, world: int = 2, exit_codes: tuple[int, ...] | None = None, **options: Any) -> list[Any]:
-    """Run a scenario, `module:function` of a `Rank` and options, in `world` processes; return their results in rank order.
+    """Run `scenario`, a `module:function` that gets a `Rank` and the options, in `world` processes at once. Return what the ranks that
+    ended with code 0 gave, in order.
 
-    `exit_codes` are those expected of the processes, 0 unless given; a process that ends with another code returns nothing.
+    Fails with AssertionError on any other code than the rank's in `exit_codes`, which are all 0 unless set.
     """
     context = _fork_server()
     with socket.create_server(("127.0.0.1", 0)) as free:

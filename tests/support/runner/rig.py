@@ -113,14 +113,15 @@ class RunnerRig:
         raise AssertionError(f"after 1000 ticks only {sorted(images)} are done")
 
     def denoiser_calls(self) -> list[ModelCall]:
-        """Return the merged calls of the transformer in the last run."""
+        """Return the transformer's calls of the latest run, each with the rows that were merged into it."""
         return [call for call in self.parallel.calls if call.component == "transformer"]
 
 
 def runner_with(
     pipeline: Any, parallel: Any, dtype: torch.dtype = torch.float32, *, device: torch.device | None = None, **config: Any
 ) -> DiffusionModelRunner:
-    """Return a runner that serves a pipeline which is only in memory, on the CPU by default."""
+    """Make a runner and let it adopt a pipeline that was built here, so no files are read. Defaults: float32, the CPU; `config`
+    overrides worker settings."""
     settings = WorkerConfig(**{"model": "(in memory)", "served_name": "tiny"} | config)
     runner = DiffusionModelRunner(settings, device or torch.device("cpu"), parallel)
     runner.adopt(pipeline, dtype, lambda done, total: None)
@@ -128,12 +129,13 @@ def runner_with(
 
 
 def request(name: str, **fields: Any) -> RequestSpec:
-    """Return a small request; fields as in `RequestSpec`."""
+    """Return a request for an image of 32 by 32 pixels in 3 steps with seed 1; any field of `RequestSpec` may be overridden."""
     return RequestSpec(**{"request_id": name, "prompt": "a red digit seven", "seed": 1, "height": 32, "width": 32, "steps": 3} | fields)
 
 
 def image_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the image that the plain pipeline makes of a request."""
+    """Run a request directly through the diffusers pipeline, with a CPU generator seeded by `spec.seed`. Return the pixels as uint8,
+    height by width by 3."""
     fields = ("height", "width", "guidance_scale", "negative_prompt")
     given = {name: getattr(spec, name) for name in fields} | {"num_inference_steps": spec.steps}
     given = {name: value for name, value in given.items() if value is not None}
@@ -142,7 +144,7 @@ def image_of_diffusers(pipeline: Any, spec: RequestSpec) -> np.ndarray[Any, np.d
 
 
 def levels_apart(one: Any, other: Any) -> int:
-    """Return the largest difference of two images in a colour, of 255."""
+    """Return the largest absolute difference in any channel of any pixel, 0 to 255. Both are arrays or images of the same shape."""
     return int(np.abs(np.asarray(one, int) - np.asarray(other, int)).max())
 
 

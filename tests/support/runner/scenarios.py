@@ -43,7 +43,8 @@ def _call(rows: int) -> ModelCall:
 
 
 def spread(rank: Rank) -> list[dict[str, Any]]:
-    """Run calls of one to five rows, and return for each the rows that ran here and the gathered result."""
+    """Run calls of one to five rows through the group. For each, return the row numbers that this rank executed, and both outputs as all
+    ranks get them."""
     seen = []
 
     def execute(call: ModelCall, part: slice) -> Any:
@@ -59,7 +60,8 @@ def spread(rank: Rank) -> list[dict[str, Any]]:
 
 
 def one_fails(rank: Rank) -> dict[str, Any]:
-    """Raise on rank 1 in a shared call; the call after it must work."""
+    """Run a call that raises on rank 1, then a sound one, in the same group. Return the first call's message, which every rank gets, and
+    the second's result."""
 
     def execute(call: ModelCall, part: slice) -> torch.Tensor:
         if rank.rank == 1:
@@ -76,7 +78,7 @@ def one_fails(rank: Rank) -> dict[str, Any]:
 
 
 class Refusing(torch.nn.Module):
-    """A module that doubles its rows, and on rank 1 refuses one value."""
+    """A toy model, `2 * x`, which on rank 1 raises a RequestError (CapacityExceeded) when a row contains 13."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -89,7 +91,8 @@ class Refusing(torch.nn.Module):
 
 
 def one_rank_refuses(rank: Rank) -> dict[str, Any]:
-    """Run five requests of two steps; three of them go wrong on rank 1 only, and one would change the model there."""
+    """Step five requests, of which some raise on rank 1 between calls or in one, and one sets requires_grad there. Return errors,
+    finished images and replays."""
     model: Any = SuspendingModule("transformer", Refusing(rank.rank))
 
     def body(first: float, error: Exception | None = None, *, changes: bool = False) -> Callable[[], torch.Tensor]:
@@ -152,7 +155,7 @@ def one_rank_cannot_load(rank: Rank) -> list[dict[str, Any]]:
 
 
 def worded_runner(kind: type[Any], parallel: Any, **options: Any) -> DiffusionModelRunner:
-    """Return a runner that serves a pipeline of Flux or Wan that takes words, with random weights from one seed."""
+    """Return a runner on a tiny Flux or Wan that has a text encoder and tokenizer. All ranks get equal weights, as the seed is fixed."""
 
     def make() -> Any:
         if issubclass(kind, diffusers.WanPipeline):
@@ -166,7 +169,8 @@ def worded_runner(kind: type[Any], parallel: Any, **options: Any) -> DiffusionMo
 
 
 def over_a_sleep(rank: Rank, **kind: int) -> dict[str, Any]:
-    """Return fingerprints of ranks that make each call together: before and after a sleep, and with a bit of the weights flipped."""
+    """Return three fingerprints of a small Flux that is split as `kind` says, each with a probe image. They are as loaded, after release
+    and restore, and after a flipped weight bit."""
     with rank.group(**kind) as parallel:
         runner = worded_runner(diffusers.FluxPipeline, parallel, ranks=rank.world, **kind)
         before = runner.fingerprint(probe=True)

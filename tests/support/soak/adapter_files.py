@@ -39,7 +39,7 @@ PROBE_EVERY = 25
 
 
 class Target:
-    """A manager of a tiny pipeline, with one adapter that stays registered and in a slot.
+    """A LoRA manager over a tiny pipeline with the sound adapter `kept`, whose layer output is recorded at the beginning for comparison.
 
     Real: the manager, the reader of files and the pipeline's layers. Not real: the weights, which are random.
     """
@@ -66,7 +66,7 @@ class Target:
         self.output = self.outputs()
 
     def outputs(self) -> torch.Tensor:
-        """Return a layer's results for a row with the kept adapter and one without."""
+        """Compute an adapted layer on two fixed rows, of which the first uses the kept adapter and the second none."""
         with self.manager.set_adapter_mapping(self.model.denoiser, [[LoRAUse(KEPT, 1.0)], []]):
             found: torch.Tensor = self.layer(self.probe)
         return found
@@ -76,7 +76,8 @@ class Target:
         return [] if torch.equal(self.outputs(), self.output) else [f"{when}: a layer gives other values than before"]
 
     def write(self, mutated: Mutation, name: str) -> Path:
-        """Write the mutated file, in the folder of a peft adapter where it has a configuration; return the adapter's path."""
+        """Write a mutated safetensors file to the empty folder `name`. Return that file's path, or the folder if it also has a peft
+        configuration."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()

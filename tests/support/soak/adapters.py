@@ -69,9 +69,9 @@ def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
 
 
 class References:
-    """A worker's adapters: contents by digest, spells by name, and images made alone by body and contents.
+    """The contents that each name stood for over time, and reference images that were made without other load, by which answers are judged.
 
-    Real: the worker that makes the images. Without a worker it only judges.
+    Real: the worker that makes the images. Without a worker it can only judge.
     """
 
     def __init__(self, worker: WorkerProcess | None, contents: list[Path], bodies: tuple[dict[str, Any], ...], outcome: Outcome) -> None:
@@ -90,7 +90,7 @@ class References:
         self.make_alone((), [])
 
     def make_alone(self, contents: tuple[int, ...], names: list[str]) -> None:
-        """Make every body's image with these adapters, without other requests."""
+        """Send each body with the adapters named to the idle worker, and keep the pixels of the answers as references for `contents`."""
         for number, body in enumerate(self.bodies):
             answer = self.worker.request_images(**body, lora=[{"name": name} for name in names])
             self.alone[number, contents] = pixels(self.require(answer).json())
@@ -118,7 +118,7 @@ class References:
         return answer
 
     def changed(self, name: str) -> None:
-        """Record that a name now stands for its last content only."""
+        """End all earlier spells of a name now, since its latest change has taken effect."""
         for spell in self.spells[name][:-1]:
             spell.ends = min(spell.ends, time.monotonic())
 
@@ -173,7 +173,7 @@ class AdapterSoak(References):
             self.judge(asked)
 
     def _choice(self) -> Asked:
-        """Choose a body and adapters: one as the model, one or two as adapters, or none."""
+        """Draw a body and adapters to ask for: 40 % as the model, 40 % in a list, 15 % a pair, 5 % none."""
         body, kind = self._rng.randrange(len(BODIES)), self._rng.choices(["model", "lora", "pair", "base"], [40, 40, 15, 5])[0]
         one = self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)
         # In random order, which must not matter.
@@ -183,7 +183,7 @@ class AdapterSoak(References):
         return Asked(body, names, sent=BODIES[body] | more)
 
     def judge(self, asked: Asked) -> None:
-        """Record a fault if an answer is wrong."""
+        """Tally an image by kind, or a 404 if a name may have been absent. Any other answer, and a wrong image, is added to the faults."""
         if asked.status == 404 and any(None in could for could in self.could_be(asked)):
             self.outcome.not_found += 1
         elif asked.status != 200:
@@ -210,7 +210,8 @@ class AdapterSoak(References):
 
 
 def run_adapters(folder: Path, count: int, *, seed: int, limit_s: float, names: int = NAMES) -> Outcome:
-    """Run the soak; `folder` is for adapters and the worker's temporary files."""
+    """Change adapters under `count` requests, and compare memory after the first tenth with that at the end. Adapters and the worker's
+    temporary files go to `folder`."""
     contents = write_contents(folder, names + SPARE_CONTENTS, seed)
     options = (f"--max-loras={SLOTS}", f"--max-cached-loras={CACHED}", "--lora-on-missing=load", "--max-batch-size=8")
     with WorkerProcess(options=options, env={"TMPDIR": str(folder)}) as worker:

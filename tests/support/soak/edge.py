@@ -57,7 +57,8 @@ class EdgeSoak:
         (folder / "schemathesis.toml").write_text(CONFIG)
 
     def run_round(self, *, rude: int = RUDE_CLIENTS) -> None:
-        """Run both ports once, with the next seed."""
+        """Fuzz the data port, beside rude clients, and then the control port with schemathesis. Each round has a seed of its own, and
+        ends with the worker awake."""
         outcome, worker = self.outcome, self._worker
         seed = outcome.seed + outcome.rounds
         outcome.rounds += 1

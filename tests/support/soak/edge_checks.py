@@ -29,7 +29,7 @@ def _file(kind: str, mode: str = "RGB", size: tuple[int, int] = (32, 32)) -> byt
 
 
 def _bomb() -> bytes:
-    """Return a PNG whose header claims 100,000 pixels a side."""
+    """Return a small PNG whose IHDR chunk, checksum included, declares 100,000 by 100,000 pixels, as a decompression bomb does."""
     png = _file("PNG")
     head = png[12:16] + struct.pack(">II", 100_000, 100_000) + png[24:29]
     return png[:12] + head + struct.pack(">I", zlib.crc32(head)) + png[33:]

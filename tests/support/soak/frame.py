@@ -60,7 +60,7 @@ def those_that_hold(wrong: dict[str, Any]) -> list[str]:
 
 
 def metric_values(text: str) -> dict[str, float]:
-    """Return the values of Prometheus' text format, by name and labels."""
+    """Parse Prometheus' text format into values keyed by `name{labels}`, exactly as written. Comment lines are skipped."""
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")}
 
 
@@ -135,7 +135,8 @@ class Asking:
         return answered
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until all requests have their answer, or the time is over."""
+        """Block until every request sent since the last `answers` has ended, or `timeout_s` passes; None waits for ever. It raises no
+        error of a request."""
         wait(self._running, timeout_s)
 
     def answers(self, timeout_s: float | None = None) -> list[Asked]:
@@ -172,7 +173,8 @@ class Asking:
 
 
 def pixels(document: dict[str, Any]) -> Any:
-    """Return the pixels of the first image of an answer."""
+    """Decode the first image in an API answer to integers, height by width by channels. They are signed, so that differences do not wrap
+    around."""
     return np.asarray(decode_image(document["data"][0]["b64_json"])).astype(int)
 
 

@@ -85,8 +85,8 @@ class NodeSoak:
         }
 
     def run(self, limit_s: float, rounds: Sequence[Sequence[str]] = ()) -> Outcome:
-        """Serve, and make faults until the time is over or something is wrong. `rounds` are the faults of each round; without any they are
-        random."""
+        """Apply the objects, then inject faults under traffic until `limit_s` is over or something is wrong. Faults are random, or those
+        of `rounds`, after which it ends."""
         for name in (STAYS, COMES):
             self.rig.adapt(name, NAME, f"/models/loras/{name}")
         self.rig.serve(NAME, replicas=REPLICAS, **self._spec)
@@ -206,7 +206,7 @@ class NodeSoak:
         self.rig.kubectl.text("scale", DD, f"--replicas={REPLICAS}", deadline_s=30)
 
     def _sleep(self, policy: str, wanted: Wanted) -> None:
-        """Change the policy, and change it back once it holds."""
+        """Set a sleep policy, wait for the deployment to reach `wanted` within RECOVERY_S seconds, and return to AlwaysAwake."""
         self.rig.sleep_policy(NAME, policy)
         self.rig.wait(DD, wanted, deadline_s=RECOVERY_S)
         self.rig.sleep_policy(NAME, "AlwaysAwake")

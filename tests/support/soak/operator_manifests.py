@@ -43,7 +43,8 @@ GROWTH_MIB = 20
 
 
 async def run_manifests(folder: Path, kubeconfig: Path, *, seed: int, count: int, limit_s: float) -> Outcome:
-    """Run batch after batch until there were so many manifests, or the time is over.
+    """Create and judge batches of generated manifests until `count` are done or `limit_s` ends. The outcome also has the operator's growth
+    and complaints as faults.
 
     Real: the API server and the operator's process. Not real: the kubelet and the garbage collector, which are missing.
     """
@@ -65,7 +66,8 @@ async def run_manifests(folder: Path, kubeconfig: Path, *, seed: int, count: int
 
 
 class _Batch:
-    """A namespace of generated objects; `reconciled` counts them by kind and the reason of Ready."""
+    """A namespace in which a batch of generated manifests is created, judged and deleted. The reasons of Ready are tallied by kind in
+    the outcome."""
 
     def __init__(
         self, client: RestClient, operator: OperatorProcess, outcome: Outcome, namespace: str, webhook: Webhook, rng: Random

@@ -70,7 +70,7 @@ class OperatorProcess:
 
     @property
     def pid(self) -> int:
-        """Return the pid of the present life."""
+        """The process id of the operator that runs now; another one after each restart."""
         return self._process.pid
 
     def is_alive(self) -> bool:
@@ -136,5 +136,5 @@ class OperatorProcess:
         self.wait_ready()
 
     def complaints(self) -> list[str]:
-        """Return lines of the log that no input should cause."""
+        """Return the log lines that show a bug whatever the input was: tracebacks, errors and the other patterns in COMPLAINT."""
         return [line for line in self.log.read_text(errors="replace").splitlines() if COMPLAINT.search(line)]

@@ -130,7 +130,7 @@ async def _round(sequences: list["Sequence"], operators: OneOperator | TwoOperat
 
 
 class Sequence:
-    """A namespace with at most one deployment, `d`, and a few adapters."""
+    """A random series of edits, and obstacles if given, in a namespace with at most one deployment, `d`, and some adapters."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Sequence:
         return [f"{self._namespace} after {self._trace}: {what}" for what in wrong]
 
     async def end(self) -> None:
-        """Delete all deployments and adapters; the fake garbage collector does the rest."""
+        """Delete the namespace's deployments and adapters. Their children are left to the fake garbage collector."""
         for kind in (DEPLOYMENT, ADAPTER):
             for one in await self._client.list(kind, self._namespace):
                 await self.delete(kind, one["metadata"]["name"])

@@ -36,7 +36,7 @@ from support.soak.traffic import run_both
 
 
 def _alone(run: Callable[..., Coroutine[Any, Any, Outcome]], *, audited: bool = False, **more: Any) -> Callable[..., Outcome]:
-    """Return a part that runs on an API server of its own."""
+    """Wrap a coroutine function as a part of the soak that starts an API server for each run, with an audit log if `audited`."""
 
     def run_alone(folder: Path, count: int, **limits: float) -> Outcome:
         with own_apiserver(audited=audited) as kubeconfig:
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def _run(name: str, asked: argparse.Namespace, folder: Path) -> bool:
-    """Run a part, print its outcome, and return whether something was wrong."""
+    """Run the part `name` with the options on the command line and print a line per outcome. Return true if any has faults or losses."""
     run, counts = PARTS[name]
     given = [getattr(asked, option) for option in counts]
     found = run(folder, *given, seed=asked.seed, limit_s=asked.minutes * 60)

@@ -64,7 +64,8 @@ def sequence(rng: Random) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def run_sleep(folder: Path, count: int, *, seed: int, limit_s: float, ranks: int = 2) -> Outcome:
-    """Run the soak; `folder` is for the worker's files."""
+    """Drive the worker through random sequences until `count` are done, `limit_s` is over, or MOST_WRONG faults are found. Files of the
+    process are kept in `folder`."""
     rig = SleepRig(folder, ranks=ranks, seed=seed)
     with closing(rig.worker):
         rig.start()

@@ -51,7 +51,8 @@ class Times(list[Spell]):
 
 
 def why_wrong(asked: Asked, times: Times, *, references: References, max_held: int) -> str | None:
-    """Compare an answer with the references; None where it is right, or excused by an event meanwhile."""
+    """Return the reason why an answer is unacceptable, given the references and the excuses of its time (kills, sleeps, changes); None
+    if it is acceptable."""
     if asked.gone_after_s is not None and asked.code == "no answer":
         return None
     if asked.status == 200 and asked.body is not None:

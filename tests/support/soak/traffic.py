@@ -42,7 +42,8 @@ BAD: tuple[tuple[dict[str, Any], int], ...] = (
 
 
 def pool(seed: int, size: int, *, most_steps: int = MOST_STEPS) -> list[dict[str, Any]]:
-    """Return bodies of good requests."""
+    """Return `size` valid request bodies, which vary in prompt, model, size, guidance and steps. The seed decides them; request i has
+    the seed i."""
     rng = random.Random(seed)
     return [
         {
@@ -111,7 +112,8 @@ class TrafficSoak:
                 outcome.wrong.append(f"expected {asked.expected}, found {asked.status} {asked.document}")
 
     def _kill_ranks(self, outcome: Outcome, every_s: float | None, over: threading.Event) -> None:
-        """Kill a random rank at a random moment of every interval; one in four is stopped instead."""
+        """Send SIGKILL, or SIGSTOP in a quarter of the cases, to some rank at a random moment of each `every_s` seconds. With None it
+        sends nothing."""
         rng = random.Random(outcome.seed)
         while every_s and not over.wait(at := rng.uniform(0.0, every_s)):
             number = signal.SIGSTOP if rng.random() < 0.25 else signal.SIGKILL

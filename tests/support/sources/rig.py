@@ -31,7 +31,7 @@ VERSIONING = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-
 
 
 def adapter_bytes(size: int = 4000, *, fill: int = 1) -> bytes:
-    """Return a safetensors file with one tensor of so many bytes."""
+    """Return a minimal safetensors file: a LoRA factor `x.lora_A.weight` of `size` bytes, all equal to `fill`."""
     header = json.dumps({"x.lora_A.weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes([fill]) * size
 
@@ -61,7 +61,7 @@ class SourceRig:
         return await self.fetcher.fetch_adapter(source, digest=digest, deadline_s=deadline_s, report=self._report, name="papercut")
 
     async def model(self, source: Source, **pin: str | None) -> Fetched:
-        """Fetch a model; `pin` is a revision, a digest or both."""
+        """Fetch a model with this rig's fetcher, within DEADLINE_S seconds. `pin` passes on a required `revision`, `digest` or both."""
         return await self.fetcher.fetch_model(source, deadline_s=DEADLINE_S, report=self._report, **pin)
 
     async def refusal(self, source: Source, **options: Any) -> RequestError:
@@ -71,7 +71,7 @@ class SourceRig:
         return refused.value
 
     def files(self, folder: str) -> list[str]:
-        """Return the names in a folder of the cache."""
+        """Return the sorted names of all files and folders directly in a subfolder of the cache."""
         return sorted(path.name for path in (self.cache / folder).iterdir())
 
 
@@ -88,7 +88,8 @@ async def until(condition: Callable[[], object], *, deadline_s: float = 60.0) ->
 
 
 def fetch_processes(parent: int | None = None) -> list[int]:
-    """Return the pids of the processes that fetch for a process, this one by default."""
+    """Search /proc for the direct children of `parent`, by default this process, whose command line names diffusion_worker.sources.
+    Return their pids, perhaps none."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, IndexError, ValueError):
@@ -99,7 +100,7 @@ def fetch_processes(parent: int | None = None) -> list[int]:
 
 
 class S3Server(NamedTuple):
-    """An S3 server with the endpoint `url`; a test's own requests to it need no signature."""
+    """The address of a running S3 server. Test objects are uploaded as public, so the calls here are unsigned."""
 
     url: str
 

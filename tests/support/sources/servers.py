@@ -50,7 +50,7 @@ class Served:
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of the bytes, in hex."""
+        """The SHA-256 digest of the content, as 64 hex digits without a prefix."""
         return hashlib.sha256(self.content).hexdigest()
 
 
@@ -195,7 +195,8 @@ class SourceServer(ThreadingHTTPServer):
 
 
 class FolderServer(SourceServer):
-    """A server of a folder as any bucket, at `/BUCKET/KEY`, and as repositories `OWNER/SUBFOLDER`, with the same files at every commit."""
+    """A server that shows a folder both as buckets, under `/BUCKET/KEY`, and as hub repositories. Without the access key in the address
+    or header, it answers 403."""
 
     def __init__(self, folder: Path, access_key: str) -> None:
         super().__init__(("", PORT))
