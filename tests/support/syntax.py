@@ -30,7 +30,8 @@ def parse(source: str) -> ast.Module:
 
 
 def used_names() -> dict[str, set[str]]:
-    """Return the files that use each private name: `torch._C._nn._parse_to` where the library is known, else `._blocks`."""
+    """Return the private names that our sources use, each with the sources that do so, as paths from the root. They begin with the
+    library, or with a dot when it is unknown."""
     trees = {path: parse(path.read_text()) for folder in SOURCES for path in sorted(folder.rglob("*.py"))}
     ours = {name for tree in trees.values() for name in _defined(tree)}
     found: dict[str, set[str]] = {}

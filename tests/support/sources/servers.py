@@ -152,7 +152,8 @@ class SourceServer(ThreadingHTTPServer):
             self.server_close()
 
     def push(self, repo: str, files: dict[str, bytes | Served], *, branch: str = "main") -> str:
-        """Make these the files of a branch, and return the commit."""
+        """Let a branch show these `files`, given as bytes or `Served`. Returns their commit id, hashed from repository, paths and
+        contents; earlier commits stay available."""
         served = {path: file if isinstance(file, Served) else Served(file) for path, file in files.items()}
         state = "".join(f"{path} {file.sha256}\n" for path, file in sorted(served.items()))
         commit = hashlib.sha1(f"{repo} {state}".encode()).hexdigest()

@@ -39,14 +39,15 @@ class Polite:
             raise ValueError("tripped")
 
     def lose_device(self) -> None:
-        """Fail with CUDA's message for a device that is lost to this process."""
+        """Raise the RuntimeError that PyTorch raises after an illegal access to memory, which makes the device unusable for the process."""
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def leave(self, code: int) -> None:
         os._exit(code)
 
     def make(self, prompt: str) -> str:
-        """Make an image on all ranks together, and return the digest of its pixels."""
+        """Generate a 32 by 32 image of the prompt in two steps with seed 1, outside any tick. Return the hex SHA-256 of its pixels,
+        which all ranks should agree on."""
         spec = RequestSpec(request_id="made", prompt=prompt, seed=1, height=32, width=32, steps=2)
         return hashlib.sha256(self.generate(spec).tobytes()).hexdigest()  # type: ignore[attr-defined]
 
@@ -55,7 +56,8 @@ class Polite:
 
 
 class EarlyDeath:
-    """An extension that ends the process of rank 1 before it has loaded; the others hang until their server gives them up."""
+    """An extension that lets rank 1 exit with code 9 in place of loading. Other ranks hang, as in a collective, longer than the server
+    waits for them."""
 
     def load_model(self, report: Any, *, asleep: bool = False) -> Any:
         if self._rank == 1:
@@ -64,7 +66,7 @@ class EarlyDeath:
 
 
 class Stuck:
-    """An extension that hangs in every step on rank 1; the others wait where they need its rows."""
+    """An extension that lets rank 1 sleep for ten minutes at each tick, so that any rank which needs its results is stuck too."""
 
     def execute_stepwise(self, tick: Any, frames: Any) -> Any:
         if self._rank == 1:
@@ -76,7 +78,7 @@ class Corrupting:
     """An extension that flips one bit at a time on the ranks that are called, for the fingerprint to detect, or limits a rank's memory."""
 
     def flip_weight(self) -> None:
-        """Flip a bit in the first tensor on the device."""
+        """Damage the weights on this rank, one bit at the end of the first tensor, as a faulty device might."""
         flip(self.model_runner.weights.tensors()[0])
 
     def flip_adapter(self, lora_int_id: int) -> None:
@@ -190,7 +192,7 @@ def write_limit(cgroup: Path, *, free_bytes: int) -> None:
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Flip the lowest bit of the last byte of a contiguous tensor."""
+    """Invert the lowest bit of the tensor's last byte in place, even if the tensor requires gradients. The tensor must be contiguous."""
     assert tensor.is_contiguous()
     with torch.inference_mode():
         tensor.detach().view(-1).view(torch.uint8)[-1] ^= 1

@@ -47,7 +47,7 @@ class FakeRank:
 
     @property
     def resident(self) -> int:
-        """Return the bytes of weights on the device."""
+        """The resident size of the weights: WEIGHTS_BYTES while awake, and what `leaked` says while asleep."""
         return self.leaked if MemoryTag.WEIGHTS in self.asleep else WEIGHTS_BYTES
 
     def load_adapter(self, lora_int_id: int) -> None:
@@ -158,7 +158,7 @@ class FakeRequests:
 
 
 def fake_digest(path: str) -> str:
-    """Return the digest of the adapter in a folder that need not exist."""
+    """Return `sha256:` and the hash of the path itself, which stands for the hash of the adapter's contents."""
     return "sha256:" + hashlib.sha256(path.encode()).hexdigest()
 
 

@@ -120,7 +120,8 @@ class FakeRankGroup(FakeRequests):
             self._failure.set_result(Loss(reason, fault))
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
-        """Load the model, after waiting for `loading`."""
+        """Wait for the test's gate, and return the model's facts; with `asleep` each rank then discards its weights. Raises a
+        ConfigError if the test gave one."""
         if self._config_error is not None:
             raise ConfigError(self._config_error)
         self.starts_asleep.append(asleep)
@@ -254,7 +255,8 @@ class FakeRankGroup(FakeRequests):
         return await asyncio.shield(self._failure)
 
     def documents(self) -> list[RankDocument]:
-        """Return the documents of all ranks, each with the pid of this process."""
+        """Return a document for each rank. The state is that of the group while it starts or fails, otherwise Asleep or Ready, and the
+        pid is this process's."""
         states = [self._state or (RankState.ASLEEP if rank.asleep else RankState.READY) for rank in self.members]
         return [RankDocument(rank.number, os.getpid(), states[rank.number], 0.0, rank.memory()) for rank in self.members]
 

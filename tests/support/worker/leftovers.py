@@ -22,7 +22,7 @@ Footprint = dict[int, tuple[int, int]]
 
 
 def footprint(worker: WorkerProcess) -> Footprint:
-    """Return the footprint of every process of the worker."""
+    """Return resident bytes and open file descriptors of the server and its descendants, by pid."""
     return {process.pid: (process.memory_info().rss, process.num_fds()) for process in _processes(worker)}
 
 

@@ -45,7 +45,8 @@ SEARCHED = ("/metrics", "/v1/status")
 
 
 class WorkerProcess(contextlib.ExitStack):
-    """A worker. Use it as a context manager, or call `start` and `close`; a `wrapper` is put before its command, which replaces it."""
+    """A worker's server and ranks in a subprocess, on loopback ports that the system chooses, until the block or `close` ends it. A
+    `wrapper` is a command that must exec the rest."""
 
     def __init__(
         self,
@@ -96,7 +97,8 @@ class WorkerProcess(contextlib.ExitStack):
         replacement.rename(self._token_path)
 
     def start(self) -> None:
-        """Start the worker and wait until both ports answer; fail if it ends before."""
+        """Launch the process, wait up to 30 seconds for its ports, and set `url`, `control_url` and `boot_id`. Raises AssertionError
+        with its output if it ends or is late."""
         self.launch()
         found = self.wait_for(lambda: LISTENING.search(self.output), what="listening", timeout_s=30)
         self.url, self.control_url = (f"http://127.0.0.1:{port}" for port in found.group(1, 2))
@@ -150,13 +152,14 @@ class WorkerProcess(contextlib.ExitStack):
         self._process.send_signal(number)
 
     def terminate(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Send SIGTERM, and return the exit code."""
+        """Ask the server to drain, and wait for it to end by itself. Returns its status; AssertionError if it still runs after
+        `timeout_s`."""
         self.send_signal(signal.SIGTERM)
         return self.wait_exit(timeout_s)
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes]) -> None:
-        """End the process in whatever state it is; its ranks follow the server."""
+        """Send SIGTERM to the server, whose ranks end with it, and SIGKILL if it is still there after STOP_TIMEOUT_S seconds."""
         process.terminate()
         try:
             process.wait(STOP_TIMEOUT_S)
@@ -189,13 +192,14 @@ class WorkerProcess(contextlib.ExitStack):
         return self._http.post(f"{self.url}/v1/images/generations", json=body)
 
     def image(self, **body: Any) -> Image.Image:
-        """Return the first image of a request; fail on any other answer."""
+        """Ask for an image and decode the first of the answer. Any status but 200 raises AssertionError with its body."""
         answer = self.request_images(**body)
         assert answer.status_code == 200, answer.text
         return decode_image(answer.json()["data"][0]["b64_json"])
 
     def control(self, method: str, path: str, *, token: str | None = None, **options: Any) -> httpx2.Response:
-        """Make a call on the control port, with the worker's own token unless another is given."""
+        """Send a request to the control port. The worker's bearer token is attached unless `token` overrides it; an empty `token` sends
+        none."""
         used = token if token is not None else self.token
         headers = {"Authorization": f"Bearer {used}"} if used else {}
         return self._http.request(method, self.control_url + path, headers=headers, **options)
@@ -217,7 +221,8 @@ class WorkerProcess(contextlib.ExitStack):
         return self._operate("/v1/sleep", "asleep", timeout_s, body)
 
     def wake(self, timeout_s: float = 60.0, **body: Any) -> dict[str, Any]:
-        """Wake the worker, wait until it is ready, and return the state document."""
+        """Request a wake, wait for the state ready, and return the state document. Fields of the call are in `body`; any refusal fails
+        the test."""
         return self._operate("/v1/wake", "ready", timeout_s, body)
 
     def _operate(self, path: str, goal: str, timeout_s: float, body: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +240,7 @@ class WorkerProcess(contextlib.ExitStack):
         return {"operationId": uuid.uuid4().hex, "bootId": self.boot_id, **fields}
 
     def rank_pids(self) -> list[int]:
-        """Return the pids of the rank processes, in rank order."""
+        """Return the process id of every rank, ordered by rank; None for one that does not run."""
         return [rank["pid"] for rank in self.state()["ranks"]]
 
 
@@ -253,7 +258,7 @@ def process_exists(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the pids of all processes below one."""
+    """Return the pids of the process's children, their children and so on, without its own."""
     return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 

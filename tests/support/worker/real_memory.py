@@ -61,7 +61,8 @@ class MemoryCgroup:
 
     @property
     def wrapper(self) -> list[str]:
-        """Return the prefix of a command that runs in the cgroup and finds its limit where a container's is."""
+        """The words to put before a command's. They enter the cgroup, mount the folder of it over the hierarchy's root in a private
+        namespace, and exec the command."""
         script = f'echo $$ > {self._folder}/cgroup.procs && mount --bind {self._folder} {MEMORY} && exec "$@"'
         return ["unshare", "--mount", "sh", "-c", script, "in-cgroup"]
 

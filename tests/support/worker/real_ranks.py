@@ -91,7 +91,8 @@ async def fingerprints(executor: RankExecutor) -> list[Fingerprint]:
 
 
 async def image(executor: RankExecutor) -> bytes:
-    """Return an image of three steps."""
+    """Send five ticks, the first of them with the request `a`, and join its frame from all five reports, none of which may have
+    failures. Return the raw bytes."""
     for number in range(5):
         executor.broadcast_tick(Tick(number + 1, [] if number else [request("a")]))
     frame = b""

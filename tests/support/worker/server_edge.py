@@ -23,7 +23,7 @@ DEADLINE_S = 10.0
 
 
 class Edge(SleepRig):
-    """An engine with both of its applications, and a client for each."""
+    """A fake-rank engine behind the data and control applications, with an in-process HTTP client for either."""
 
     def __init__(self, group: FakeRankGroup, *, token_path: Path | None = None, local: bool = False, **settings: Any) -> None:
         super().__init__(group, **settings)
@@ -95,7 +95,8 @@ async def serving_edge(
 async def sleeping_edge(
     folder: Path, policy: str = "OnIdle", *, settings: dict[str, Any] | None = None, **cold: Any
 ) -> AsyncIterator[Edge]:
-    """Start an edge whose model sleeps, and whose ranks answer no call until `edge.ranks.calling` is set."""
+    """Provide an edge that has fallen asleep. Any call to the ranks, a wake included, hangs until the test sets `edge.ranks.calling`;
+    `cold` gives fields of coldRequests."""
     async with serving_edge(desired_path=write_desired(folder, policy, coldRequests=cold), **(settings or {})) as edge:
         await fall_asleep(edge)
         yield edge
@@ -154,12 +155,12 @@ class Client:
         self.sent.put_nowait(message)
 
     async def message(self) -> dict[str, Any]:
-        """Return the next message of the answer."""
+        """Wait for the application's next ASGI message, the response's start or a chunk. Raises TimeoutError after DEADLINE_S seconds."""
         async with asyncio.timeout(DEADLINE_S):
             return await self.sent.get()
 
     async def body(self) -> str:
-        """Return the next part of the answer's body."""
+        """Wait for the next chunk of the response body and return it as text."""
         return bytes((await self.message())["body"]).decode()
 
     async def event(self) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def write_desired(folder: Path, policy: str, **fields: Any) -> str:
 
 
 class FakeFetcher(Fetcher):
-    """A fetcher that takes paths as they are. Other sources wait for `arriving` halfway. `errors` are raised for a path or repository
-    instead."""
+    """A fetcher that reads nothing: a path is its own result, and a Hugging Face repository arrives when the test sets `arriving`, half
+    reported before. `errors` maps either to an error to raise."""
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
@@ -88,7 +88,7 @@ class FakeFetcher(Fetcher):
 
 
 class SleepRig:
-    """An engine and its ranks."""
+    """An engine over fake ranks and a fake fetcher, which a test calls directly in its event loop."""
 
     def __init__(self, group: FakeRankGroup, *, pod_uid: str = "", **settings: Any) -> None:
         self.config = WorkerConfig(**{"model": "/models/digits", "served_name": "digits", **settings})
@@ -135,7 +135,8 @@ class SleepRig:
         return str(call.operation_id)
 
     async def over(self, operation_id: str) -> OperationResult:
-        """Wait until an operation has ended, and return its result."""
+        """Await the end of an operation and return its result, which must exist: an operation that did nothing, or is forgotten, fails
+        the test."""
         result = await self.engine.operation_over(operation_id)
         assert result is not None
         return result
@@ -150,7 +151,7 @@ class SleepRig:
         return await self.engine.generate(GenerationParams(prompt="p kumquatfen", seed=seed, **fields))
 
     async def running(self, seed: int = 0, **fields: Any) -> "asyncio.Task[Generation]":
-        """Send a request whose first step runs until `stepping` is set, and return its task."""
+        """Start a request whose first step lasts until the test sets `stepping`, and check that it is in flight. Return the task of it."""
         self.ranks.stepping.clear()
         task = asyncio.create_task(self.image(seed, **fields))
         for _ in range(100):  # turns of the loop, as the clock may stand still
@@ -162,7 +163,7 @@ class SleepRig:
         await self.engine.put_adapter(name, AdapterCall(operation_id=f"put-{name}", source=Source(path=f"/loras/{name}")))
 
     def adapters(self) -> dict[str, str]:
-        """Return the states of the adapters by name."""
+        """Map each adapter in the state document to its state, such as `Loaded`."""
         return {adapter.name: adapter.state.value for adapter in self.document.adapters}
 
 

@@ -27,7 +27,8 @@ State = dict[str, torch.Tensor]
 
 
 def factors(module: str = "transformer.blocks.0.to_q", *, rank: int = 2, dtype: torch.dtype = torch.float32) -> State:
-    """Return the two factors of one module of 8 inputs and 6 outputs, in the naming of diffusers."""
+    """Make random LoRA matrices for one linear layer, keyed as in a diffusers file. Matrix A is `rank` by 8 and B is 6 by `rank`; equal
+    arguments give equal values."""
     generator = torch.Generator().manual_seed(len(module))
     return {
         f"{module}.lora_A.weight": torch.randn(rank, 8, generator=generator).to(dtype),
@@ -36,7 +37,7 @@ def factors(module: str = "transformer.blocks.0.to_q", *, rank: int = 2, dtype: 
 
 
 def written(folder: Path, state: State, metadata: dict[str, str] | None = None) -> str:
-    """Write these tensors to one file and return its path."""
+    """Save tensors to style.safetensors in the folder, with the metadata in its header. Return the full path as a string."""
     save_file(state, folder / "style.safetensors", metadata)
     return str(folder / "style.safetensors")
 
@@ -298,7 +299,8 @@ def test_a_recipe_is_read_and_a_wrong_one_is_refused_with_its_field(tmp_path: Pa
 
 
 def header(tmp_path: Path, document: str, data: int = 0, *, length: int | None = None) -> str:
-    """Write a file with this header as it is and `data` bytes after it; return its path."""
+    """Write a safetensors file from a header given as text, so that it may be malformed, and zeros for the tensors. `length` may state a
+    false size of the header."""
     text = document.encode()
     path = tmp_path / "made.safetensors"
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data))

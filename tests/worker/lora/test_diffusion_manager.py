@@ -41,7 +41,8 @@ class TwoParts(nn.Module):
 
 
 class Rig:
-    """A manager over a small denoiser, with folders of adapters for it."""
+    """A LoRA manager with few slots over a two-part denoiser with fixed weights. Adapters are written to folders of their own, and tests
+    say which are in use."""
 
     def __init__(self, folder: Path, *, slots: int = 2, cached: int = 3, max_rank: int = 16) -> None:
         self.folder = folder
@@ -72,7 +73,7 @@ class Rig:
             self.manager.add_adapter(self.request(number))
 
     def made(self, *uses: LoRAUse) -> torch.Tensor:
-        """Return the denoiser's output with the same adapters for both rows."""
+        """Activate adapters and run the denoiser on two rows that both use them. Return the tensor of both rows."""
         self.manager.activate(uses)
         with torch.inference_mode(), self.manager.set_adapter_mapping("transformer", [list(uses)] * 2):
             made: torch.Tensor = self.denoiser(self.x)

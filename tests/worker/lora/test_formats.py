@@ -37,7 +37,8 @@ def ours(path: Path, pipeline: Any) -> tuple[dict[str, Update], str]:
 
 
 def assert_same(found: dict[str, Update], expected: dict[str, Update]) -> None:
-    """Check that both have the same modules, each with the same update."""
+    """Assert that two adapters update the same modules, and that each update maps random inputs to equal outputs, within TOLERANCE of
+    their largest value."""
     assert found.keys() == expected.keys()
     for name, update in expected.items():
         inputs = torch.randn(update.a.shape[1], PROBES, generator=torch.Generator().manual_seed(3))

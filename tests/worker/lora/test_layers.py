@@ -189,7 +189,8 @@ def test_what_another_adapter_holds_cannot_reach_a_row_that_does_not_use_it(net:
 
 
 class Folding(nn.Module):
-    """A module that folds the rows of a call into windows for its inner layer, as windowed attention does."""
+    """A pair of linear layers. The inner is called with the token dimension folded into the batch, so its rows do not match those of the
+    request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,8 @@ def rig() -> RunnerRig:
 
 
 def with_peft(rig: RunnerRig, folder: Path, scale: float = 1.0) -> Any:
-    """Return the plain pipeline with an adapter in peft's own layers."""
+    """Load the pipeline without the worker's layers, wrap the transformer by peft, and multiply the strength of the adapter by `scale`.
+    It is the reference in comparisons."""
     pipeline = load_pipeline(rig.config, torch.float32)
     pipeline.transformer = peft.PeftModel.from_pretrained(pipeline.transformer, str(folder)).base_model.model
     for module in pipeline.transformer.modules():

@@ -45,7 +45,8 @@ TOLERANCE = 1e-4
 
 
 def config(**options: Any) -> peft.LoraConfig:
-    """Return the configuration of an adapter with random factors, by default of rank 4 at alpha 10."""
+    """Return a peft configuration for TARGETS, whose LoRA matrices start random and not at zero. Rank is 4 and alpha 10 unless `options`
+    say otherwise."""
     torch.manual_seed(5)
     return peft.LoraConfig(**{"r": 4, "lora_alpha": 10, "init_lora_weights": False, "target_modules": TARGETS} | options)
 

@@ -29,7 +29,8 @@ ENCODER_LAYERS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.fc1")
 
 
 def linears_of(pipeline: Any, component: str) -> dict[str, nn.Linear]:
-    """Return some layers of a component, by their names in an adapter."""
+    """Return the linear layers of a component that the test's adapters change, keyed by `component.path`. In a text encoder and in the
+    denoiser they are different ones."""
     found = getattr(pipeline, component).named_modules()
     ends = ENCODER_LAYERS if component.startswith("text") else ("attn.to_q", "ff.net.2")
     return {f"{component}.{name}": part for name, part in found if isinstance(part, nn.Linear) and name.endswith(ends)}
@@ -50,7 +51,8 @@ def write_parts(path: Path, pipeline: Any, components: list[str], *, seed: int =
 
 
 def merged_by_hand(rig: RunnerRig, added: dict[str, torch.Tensor], scale: float = 1.0) -> Any:
-    """Return the plain pipeline with an adapter added to its weights."""
+    """Load the pipeline and add `scale` times each delta in place to the weight that its key `component.path` names. It is the reference
+    without LoRA layers."""
     pipeline = load_pipeline(rig.config, torch.float32)
     with torch.no_grad():
         for name, delta in added.items():
@@ -60,7 +62,8 @@ def merged_by_hand(rig: RunnerRig, added: dict[str, torch.Tensor], scale: float 
 
 
 class Adapters:
-    """The digits model with four adapters: for a text encoder, for the other one and the denoiser, for the denoiser, and stripes."""
+    """A runner of the digits model with adapters 1 to 4. They are for the first text encoder, the second with the denoiser, the
+    denoiser, and the example stripes."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.rig = RunnerRig(**config)
@@ -240,7 +243,8 @@ def test_an_adapter_stays_with_its_request_while_others_come_and_go(adapters: Ad
 
 
 class Folding(nn.Module):
-    """A denoiser whose layer sees all rows of a call as one."""
+    """A toy model that records the rows of its calls. The layer sees them folded into one, so that a call can serve only one set of
+    adapters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +269,8 @@ def test_where_a_layer_sees_no_rows_each_set_of_adapters_has_a_call_and_that_is_
     loras.activate([*uses[0], *uses[1]])
 
     def run(*numbers: int) -> dict[str, torch.Tensor]:
-        """Run two steps of these requests together and return their results."""
+        """Step the numbered requests together through two calls of the folding model. Return the final states by number; an error or a
+        split call fails the test."""
         states: dict[str, DiffusionRequestState] = {}
 
         def body() -> torch.Tensor:

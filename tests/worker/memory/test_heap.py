@@ -11,7 +11,7 @@ from diffusion_worker.memory.heap import freeze_gc, unfreeze_gc
 
 
 class Loop:
-    """A cycle that only a collection finds."""
+    """An object that refers to itself, so that reference counts never free it and only the cyclic collector does."""
 
     def __init__(self) -> None:
         self.itself = self

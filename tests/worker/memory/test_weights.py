@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 class Part(nn.Module):
-    """A module with parameters, a tied one, a persistent buffer and one that no file holds."""
+    """A module whose buffers and parameters differ in storage: two layers share a weight, `table` is saved in files and `computed` is
+    not."""
 
     def __init__(self, width: int = 1024) -> None:
         super().__init__()

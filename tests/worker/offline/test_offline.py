@@ -62,7 +62,8 @@ def engine(groups: Groups) -> Iterator[DiffusionEngine]:
 
 @pytest.fixture
 def loras(tmp_path: Path) -> Path:
-    """Provide a folder with adapters, which the fake ranks do not read."""
+    """Make four adapter folders, each with a weights file that has only the name in it. More is not needed, since fake ranks never open
+    it."""
     for name in ("style", "one", "two", "broken"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
@@ -74,7 +75,7 @@ def engine_threads() -> list[threading.Thread]:
 
 
 async def nothing_runs(engine: DiffusionEngine) -> None:
-    """Wait until the engine has no request any more."""
+    """Wait for the engine to become idle, through the event inside its step loop."""
     await engine._thread.engine._steps._idle.wait()
 
 

@@ -22,7 +22,7 @@ LEVELS = ["HostMemory", "Discard"]
 
 @pytest.fixture(autouse=True)
 def clean(worker: WorkerProcess) -> Iterator[None]:
-    """Restore the state after each test: the model awake, with only the adapters of the start."""
+    """Undo what a test did to the shared worker: wake it, and delete each adapter that is not among those of the start."""
     yield
     worker.wake()
     for adapter in worker.state()["adapters"]:

@@ -36,21 +36,22 @@ def seven(worker: WorkerProcess) -> Image.Image:
 
 
 def png(image: Image.Image) -> bytes:
-    """Return an image as the PNG file that the SDK sends."""
+    """Encode an image as PNG bytes, which the SDK uploads as a file."""
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
 
 
 def left_mask() -> bytes:
-    """Return a mask that is transparent on the left half."""
+    """Return a 64 by 64 mask as PNG: the half to repaint, x below 32, has alpha 0, and the rest is opaque black."""
     image = Image.new("RGBA", (64, 64), "black")
     image.paste((0, 0, 0, 0), (0, 0, 32, 64))
     return png(image)
 
 
 def asked(**extra: Any) -> dict[str, Any]:
-    """Return the arguments of an edit, with more in its extra body."""
+    """Return keyword arguments for the SDK's edit call, whose extra_body is the usual one (seed, steps, guidance) with `extra` merged
+    in."""
     return ASKED | {"extra_body": {**ASKED["extra_body"], **extra}}  # type: ignore[dict-item]
 
 

@@ -44,7 +44,8 @@ Calls = Callable[..., Found]
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """Start a server with an API key, an adapter whose file is bad, and ranks that take a step in a hundredth of a second."""
+    """Start the HTTP server over fake ranks for the module, with a key to authenticate. A step takes 10 ms, and a put of the adapter
+    `bad` has failed with status 400."""
     folder = tmp_path_factory.mktemp("worker")
     key_path = folder / "key"
     key_path.write_text(KEY)

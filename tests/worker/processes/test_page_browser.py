@@ -39,7 +39,8 @@ PIXELS = """() => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Start one browser for this module. All of its tests are synchronous, because it keeps an event loop in their thread."""
+    """Launch Chromium for the module, or skip its tests if it is not installed. Playwright's event loop occupies the thread, so no test
+    here can be async."""
     try:
         chromium.program()
     except PrerequisiteMissing as missing:
@@ -82,7 +83,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 @pytest.fixture(scope="module")
 def fake_worker() -> Iterator[WorkerProcess]:
-    """Start the real server over fake ranks and wait until it is ready."""
+    """Provide a server process with fake ranks for the module, once it can answer."""
     with WorkerProcess(program=FAKE_PROGRAM) as worker:
         worker.wait_ready()
         yield worker

@@ -25,7 +25,7 @@ def split_worker() -> Iterator[WorkerProcess]:
 
 @pytest.fixture(scope="module")
 def sharded_worker() -> Iterator[WorkerProcess]:
-    """Start a worker of two ranks with half of the weights each."""
+    """Provide a worker under --shard=2 with the stripes adapter. Every sharded tensor is split between its ranks."""
     with WorkerProcess(ranks=2, loras=STRIPES, options=("--shard=2",)) as worker:
         worker.wait_ready()
         yield worker

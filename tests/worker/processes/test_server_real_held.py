@@ -20,7 +20,8 @@ REQUEST = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4, "
 
 
 class Sleepy:
-    """A worker with its desired file and its gates."""
+    """A worker under a desired state that tests rewrite, whose extension stops at gates in files. A batch has one request, so that
+    images end in order."""
 
     def __init__(self, folder: Path) -> None:
         self.gates = Gates(folder)

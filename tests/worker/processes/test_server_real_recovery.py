@@ -21,7 +21,7 @@ STRIPES = DIGITS / "loras" / "stripes"
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
-    """Start a worker of two ranks that may be lost as often as the tests want."""
+    """Start a worker with the stripes adapter and two ranks. It permits 100 restarts, so that each test may kill ranks."""
     with WorkerProcess(ranks=2, loras={"stripes": STRIPES}, options=("--max-restarts=100",)) as worker:
         worker.wait_ready()
         yield worker

@@ -151,7 +151,7 @@ def cgroup() -> Iterator[MemoryCgroup | None]:
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory, cgroup: MemoryCgroup | None) -> Iterator[WorkerProcess]:
-    """Start a worker with a model of a gigabyte."""
+    """Build a model with over 1 GB of float32 weights and serve it, inside the limited cgroup if there is one."""
     model = make_big_model(tmp_path_factory.mktemp("big") / "model")
     with WorkerProcess(model, served_name="big", wrapper=cgroup.wrapper if cgroup else ()) as worker:
         worker.wait_ready()

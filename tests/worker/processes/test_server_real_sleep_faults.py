@@ -45,7 +45,8 @@ class Faulty(WorkerProcess):
         return self.control("POST", path, json={"operationId": f"{path}-{time.monotonic()}", **body})
 
     def weights_resident(self) -> float:
-        """Return the part of the weights that the kernel counts in the ranks' memory."""
+        """Return the share of weight bytes that is in RAM, from 0 to 1. It adds up the kernel's resident pages of all ranks' weight
+        mappings."""
         ranks = self.state()["ranks"]
         resident = sum(resident_bytes(rank["pid"], rank["memory"]["mappings"]) for rank in ranks)
         return float(resident / sum(rank["memory"]["weightsBytes"] for rank in ranks))

@@ -511,7 +511,8 @@ async def _registered(edge: Edge, *paths: str) -> bool:
 
 
 async def test_a_version_that_is_loaded_while_a_request_wants_the_old_one_back_stays(loading_edge: Edge) -> None:
-    """The old version was evicted meanwhile, and its load for the request comes after the load of the new one."""
+    """Loads of other adapters evict the old version while the new one downloads, and a request comes while the new one loads. The image,
+    and the record afterwards, must have the new one."""
     edge = loading_edge
     await put(edge, "a")
     edge.fetcher.arriving.clear()
@@ -569,7 +570,8 @@ async def test_a_removed_adapter_gives_its_file_back_and_an_evicted_one_does_not
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_changes_meanwhile_an_image_is_made_with_what_its_names_stood_for(loading_edge: Edge, seed: int) -> None:
-    """Four names stand for six contents with room for two. All of them change while requests, ranks and sources take their time."""
+    """Random changes and requests run over four names, six contents and two slots, with gates on ranks and sources. Each image must have
+    a content that its name had meanwhile."""
     edge, rng = loading_edge, random.Random(seed)
     names, contents = [f"a{n}" for n in range(4)], [f"/content-{n}" for n in range(4)] + ["org/one", "org/two"]
     # The contents that a name may have stood for since the last request began; None stands for an unknown name.

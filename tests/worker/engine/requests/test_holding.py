@@ -87,7 +87,8 @@ def test_a_sleep_that_somebody_asked_for_has_no_time_to_come_back() -> None:
 
 
 class Rig:
-    """Requests before a model whose state, policy and clock a test sets."""
+    """The holding of requests before a model, with a counter of wakes and a clock that advances only by `pass_time`. A test sets the
+    model's state and the policy."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -124,7 +125,8 @@ class Rig:
             await asyncio.sleep(0)
 
     async def outcome(self, name: str) -> str:
-        """Return the end of a request: OK, or the code of its error."""
+        """Wait for the end of a call that `ask` began. Return OK if it was admitted to a ready model, else its error code; TimeoutError
+        after DEADLINE_S seconds."""
         async with asyncio.timeout(DEADLINE_S):
             return await self.tasks[name]
 

@@ -7,7 +7,8 @@ from diffusion_worker.engine.scheduling.cost_curve import ENOUGH, FORGET_AFTER, 
 
 
 def run(curve: CostCurve, seconds: list[float] | None = None, *, demand: int = 8, steps: int = 60, per_step: float = 0.0) -> list[int]:
-    """Run steps of the batch size that the curve chooses; return these sizes. A step of n takes `seconds[n - 1]`, or 1 + n * per_step."""
+    """Let the curve choose a batch size for the demand, observe the time that it takes, and repeat. Return the sizes. Seconds come from
+    the list, else from the linear law."""
     batches = []
     for _ in range(steps):
         batch = curve.batch(demand)

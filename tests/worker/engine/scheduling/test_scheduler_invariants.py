@@ -115,7 +115,7 @@ class Ranks:
                 self.alone.discard(name)
 
     def finish(self) -> None:
-        """Run until nothing is left to do."""
+        """Send every tick the scheduler makes, a second apart, and report each until it sends none. Fails after 5000 of them."""
         for _ in range(5000):
             self.now_s += 1.0
             self.act("send", 0)

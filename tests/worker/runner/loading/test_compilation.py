@@ -143,7 +143,7 @@ def test_calls_that_must_be_bit_equal_run_as_they_are(compiled_by: Callable[[Cal
 
 
 def adapted(model: nn.Module, uses: list[list[tuple[int, float]]], x: torch.Tensor, adapters: list[dict[str, LoRAFactors]]) -> torch.Tensor:
-    """Return each row's output with its adapters added to the weights of a copy."""
+    """Compute the expected output row by row: merge that row's adapters, scaled, into a copy of the model and run it alone."""
     rows = []
     for row, own in zip(x, uses, strict=True):
         alone = copy.deepcopy(model)

@@ -26,7 +26,8 @@ def places(module: nn.Module) -> list[int]:
 
 
 class Mixed(nn.Module):
-    """A module with weights of several kinds and layouts: tied, transposed, empty, a half of another, a counter."""
+    """A model whose tensors are stored in unlike ways: tied, halves of one storage, transposed, empty, or a single integer. The forward
+    pass uses all."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,8 @@ STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS /
 
 
 def forget(rig: RunnerRig) -> None:
-    """Drop a rig's slabs, because the kernel counts adjacent ones as one."""
+    """Free everything that a rig's runner holds, at once. Otherwise the next runner's memory could join a leftover slab, and the kernel
+    would report one mapping."""
     rig.runner.drop_all()
     rig.runner.weights = ModelWeights(torch.device("cpu"))
     rig.runner.pipeline = None
@@ -51,7 +52,8 @@ def steady() -> Iterator[RunnerRig]:
 
 
 def halved(rig: RunnerRig) -> dict[str, torch.Tensor]:
-    """Return changed values for two layers of the transformer and one of the VAE, by name."""
+    """Return replacements by full name: the transformer's output layer times 0.5, weight and bias, and the VAE's last convolution times
+    0.9."""
     own = rig.runner.pipeline.transformer.state_dict()
     names = ["proj_out.weight", "proj_out.bias"]
     vae = rig.runner.pipeline.vae.state_dict()["decoder.conv_out.weight"]

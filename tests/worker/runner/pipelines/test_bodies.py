@@ -152,7 +152,7 @@ def test_inpaint_requests_run_through_the_runner_as_diffusers_runs_them(tmp_path
 
 @pytest.fixture(scope="module")
 def modular() -> RunnerRig:
-    """Provide the digits model through diffusers' modular pipeline of its family."""
+    """Provide a runner that steps StableDiffusion3ModularPipeline in place of the usual class; the module's tests share it."""
     return RunnerRig(pipeline="StableDiffusion3ModularPipeline")
 
 

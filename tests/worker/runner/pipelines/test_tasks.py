@@ -63,7 +63,7 @@ def edit(name: str, **fields: Any) -> RequestSpec:
 
 
 def inpaint(name: str, **fields: Any) -> RequestSpec:
-    """Return an edit with a mask."""
+    """Return an inpainting request at full strength: the usual edit, whose second file is the one-channel mask."""
     return edit(name, **{"task": Task.INPAINT, "mask": ImageInput(1, (SIDE, SIDE, 1)), "strength": 1.0} | fields)
 
 

@@ -20,7 +20,7 @@ from support.runner.rig import RunnerRig, request
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> RunnerRig:
-    """Provide a runner that loaded a tiny Wan with its text encoder from a folder."""
+    """Save a tiny Wan, text encoder and tokenizer included, to a folder and load it from there as the worker does."""
     folder = tmp_path_factory.mktemp("wan")
     parts = {"text_encoder": lambda: tiny_umt5(wan.TRANSFORMER["text_dim"]), "tokenizer": letters}
     pipeline = build_seeded(lambda: wan.pipeline("WanPipeline", **{name: make() for name, make in parts.items()}))()
@@ -30,7 +30,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> RunnerRig:
 
 @pytest.fixture(scope="module")
 def plain(rig: RunnerRig) -> Any:
-    """Provide the pipeline as diffusers loads it."""
+    """Load the same Wan pipeline in float32 without a runner, for reference results."""
     return load_pipeline(rig.config, torch.float32)
 
 

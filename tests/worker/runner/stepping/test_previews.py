@@ -187,7 +187,8 @@ def test_a_scheduler_that_does_not_tell_shows_the_latents_as_they_are(scheduler:
 
 
 class Shown:
-    """A family's request as the worker runs it: each time on a view of its own, to the end."""
+    """A body of a request of four steps. It calls the family's pipeline on a fresh view, whose image processors leave the result on the
+    device."""
 
     whole = False
 
