@@ -16,10 +16,10 @@ START_TIMEOUT_MS = 60_000
 
 
 def program() -> str:
-    """Return the path of Chromium; install it from Debian if it is missing.
+    """Find Chromium in the system's folders and return its path; if it is absent and this is root on Debian, install the package first.
 
     Raises:
-        PrerequisiteMissing: it is not there and cannot be installed by this user on this system.
+        PrerequisiteMissing: installing needs root and apt-get, or the package brought no such program.
     """
     found = shutil.which(PROGRAM, path=checks.SYSTEM_PATH)
     if found is None:

@@ -28,7 +28,7 @@ ROWS: list[list[Mixture]] = [
 
 
 def draw(images: list[list[tuple[str, Image.Image]]]) -> Image.Image:
-    """Draw the sheet, with a label above each image."""
+    """Lay the rows of images out on a white sheet, each enlarged or shrunk to TILE pixels square below its label."""
     columns = max(map(len, images))
     sheet = Image.new("RGB", (columns * (TILE + GAP) + GAP, len(images) * (TILE + LABEL + GAP) + GAP), "white")
     pen = ImageDraw.Draw(sheet)

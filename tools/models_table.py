@@ -75,7 +75,7 @@ A route for videos is not there yet.
 
 
 class Row(NamedTuple):
-    """A line of the table."""
+    """A pipeline of diffusers on the page: what it makes and takes, how it runs and why, and `yes` if a test covers it."""
 
     name: str
     makes: str

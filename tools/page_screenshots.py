@@ -17,7 +17,10 @@ TIMEOUT_MS = 60_000
 
 
 def take(page: Page, folder: Path) -> list[Path]:
-    """Take a screenshot while an image is made, one of the image, and one of an error; return the files."""
+    """Drive the page through an image of 200 steps with an adapter, then through a refused width.
+
+    Return three PNGs in `folder`: the preview with its progress, the image, and the error.
+    """
     expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=TIMEOUT_MS)
     page.get_by_label("Adapters", exact=True).select_option("stripes")
     page.locator("#prompt").fill("a yellow digit three")

@@ -45,7 +45,11 @@ def main(plan: Found) -> Found:
 
 
 def _ask(url: str, wanted: Found, began: float, told: Found) -> None:
-    """Send a streamed request and record `status`, `code` of a refusal, and seconds to the first event of each kind, and to the end."""
+    """Wait until a request is due, stream it, and note its outcome in `told`; a refusal or a lost connection raises nothing.
+
+    `status` is that of HTTP, or 0 without an answer, and `code` names an error. `at` counts seconds since `began`. The times of each kind's
+    first event and of the end (`seconds`) count from the sending.
+    """
     time.sleep(max(0.0, began + wanted["at"] - time.monotonic()))
     body = json.dumps({**wanted["body"], "stream": True}).encode()
     request = urllib.request.Request(f"{url}/v1/images/generations", data=body, headers={"Content-Type": "application/json"})

@@ -37,9 +37,9 @@ COLOURS = {"ready": AWAKE, "asleep": ASLEEP}
 
 
 def bursts(seed: int, count: int) -> Iterator[float]:
-    """Yield the times of `count` requests: bursts of 4 to 24 within two seconds.
+    """Yield the seconds at which `count` requests come, ascending and the same for the same `seed`.
 
-    Bursts are 2 to 30 s apart, so that the model sleeps between some.
+    A burst has 4 to 24 of them within two seconds, the last one only those that remain. Pauses of 2 to 30 s let the model sleep.
     """
     chance, at, left = random.Random(seed), 3.0, count
     while left:
@@ -132,7 +132,7 @@ class Panels:
         self._pen.text((LEFT, 12), text, fill="black", font=ImageFont.load_default(size=16))
 
     def states(self, samples: Sequence[Found]) -> None:
-        """Draw a bar below the first panel: green awake, grey asleep, orange between them."""
+        """Colour the time between samples by the engine's state, under the first panel: ready green, asleep grey, all others orange."""
         bottom = TOP + PANEL
         for one, after in itertools.pairwise(samples):
             box = (self._x(one["at"]), bottom + 3, self._x(after["at"]), bottom + 9)
@@ -175,7 +175,10 @@ class Panels:
 
 
 def run(kubectl: Kubectl) -> tuple[Found, list[str]]:
-    """Return the load's report, and the reasons of the deployment's Events."""
+    """Deploy MANIFEST, wait until it serves, and run the planned load inside its pod.
+
+    Return the load's JSON, and the reasons of all Events about the deployment.
+    """
     kubectl.apply(MANIFEST)
     wait_for(kubectl, f"dd/{NAME}", Wanted("Ready", "True", ["Serving"]), deadline_s=START_S)
     (pod,) = kubectl.get("pods", "--selector", f"diffusion-operator.dev/deployment={NAME}")["items"]

@@ -13,7 +13,7 @@ INDENT = " " * 9
 
 @dataclass
 class Step:
-    """A line of the table; `result` may be filled in while the step runs."""
+    """A row of the demo's report: a step's title, its duration, and a result that its body may set; FAILED if the body raised."""
 
     title: str
     seconds: float = 0.0

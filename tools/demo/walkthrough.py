@@ -32,7 +32,10 @@ ADAPTER_READY = Wanted("Ready", "True")
 
 @dataclass
 class Demo:
-    """State that the steps share. `connect` gives a local address of a Service for as long as it is held."""
+    """Everything that the demo's steps need, and the images made so far by stage, such as `base`.
+
+    `connect` takes the name of a Service; inside its block the yielded local address reaches it.
+    """
 
     story: Story
     kubectl: Kubectl

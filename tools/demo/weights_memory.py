@@ -39,7 +39,7 @@ class RankMemory:
 
 
 def read_state(kubectl: Kubectl, pod: str) -> dict[str, Any]:
-    """Return the worker's state document, read inside its pod with its own token."""
+    """Ask the control port for `/v1/state` by a Python program run in the pod, where the token's file is mounted."""
     state: dict[str, Any] = json.loads(kubectl.text("exec", pod, "--container", CONTAINER, "--", "python3", "-c", READ_STATE))
     return state
 

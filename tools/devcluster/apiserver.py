@@ -46,10 +46,10 @@ AUDIT_FILES_MB = 50  # there are two: the tests of a whole cluster write some
 
 @contextmanager
 def apiserver(*, audited: bool = False, admission: Sequence[str] = ()) -> Iterator[Path]:
-    """Run an API server during the block and yield its kubeconfig. The kernel ends it with the calling thread, too.
+    """Start an API server and its etcd in a temporary folder, and yield the path of its kubeconfig; both end with the block.
 
-    An audited one notes requests in `audit.log` beside the kubeconfig, a JSON object a line. `admission` names plugins that are not on by
-    default.
+    If the calling thread ends first, the kernel kills them. With `audited`, requests are logged to `audit.log` beside the kubeconfig, a
+    JSON object a line. `admission` adds plugins to those that are on by default.
     """
     with tempfile.TemporaryDirectory(prefix="devcluster-apiserver-") as folder:
         running = _start_somehow(Path(folder), dies_with_us=True, flags=_flags(Path(folder), admission, audited=audited))
@@ -92,7 +92,7 @@ def _flags(folder: Path, admission: Sequence[str], *, audited: bool) -> list[str
 
 
 def audit_flags(policy: Path, log: Path) -> list[str]:
-    """Return the API server's flags for an audit log; the file `policy` holds AUDIT_POLICY."""
+    """Return flags for a log of requests at `log`, in at most two files of AUDIT_FILES_MB; the caller writes AUDIT_POLICY to `policy`."""
     bounds = [f"--audit-log-maxsize={AUDIT_FILES_MB}", "--audit-log-maxbackup=1"]
     return [f"--audit-policy-file={policy}", f"--audit-log-path={log}", *bounds]
 

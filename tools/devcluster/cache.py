@@ -40,7 +40,10 @@ def _files_in(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(name: str, *, directory: Path | None = None) -> Iterator[None]:
-    """Admit a single process at a time; a killed one's lock goes with it. The lock lies with the cache, or in the given folder."""
+    """Hold the lock `name` while entered; wait without a limit for any other holder, in this process or another.
+
+    It is an flock on a file in `directory`, by default in the cache, so the kernel frees it when its process dies.
+    """
     with _lock_file(name, directory) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -38,13 +38,13 @@ class Authority:
 
     @classmethod
     def existing(cls, directory: Path) -> Authority:
-        """Load an authority made before, for another certificate."""
+        """Open the authority whose keys and certificates are in `directory`, to issue more; nothing is made or checked."""
         found = cls.__new__(cls)
         found.directory = directory
         return found
 
     def file(self, name: str) -> Path:
-        """Return the path of a file of the authority."""
+        """Return where `name` is in the authority's folder, or would be, since nothing is looked up."""
         return self.directory / name
 
     def _key(self, name: str) -> None:
@@ -52,13 +52,16 @@ class Authority:
         self.file(f"{name}.key").chmod(0o600)
 
     def service_account_key(self) -> Path:
-        """Make the key that signs service-account tokens and return its file; its public half is sa.pub."""
+        """Generate sa.key, with which the cluster signs tokens of service accounts, and sa.pub to verify them; return sa.key's path."""
         self._key("sa")
         run_quiet(["openssl", "ec", "-in", self.file("sa.key"), "-pubout", "-out", self.file("sa.pub")])
         return self.file("sa.key")
 
     def issue(self, name: str, *, user: str, group: str, addresses: tuple[str, ...] = ()) -> None:
-        """Issue a certificate for a client, and for a server at the addresses (`DNS:…`, `IP:…`) if there are any."""
+        """Make NAME.key and NAME.crt, signed by the authority; `user` and `group` are what Kubernetes takes from it.
+
+        The certificate is for clients and servers alike. `addresses`, such as `DNS:…` or `IP:…`, are those that clients of a server accept.
+        """
         self._key(name)
         extensions = "keyUsage=digitalSignature,keyEncipherment\nextendedKeyUsage=serverAuth,clientAuth\n"
         if addresses:
@@ -71,7 +74,10 @@ class Authority:
         run_quiet([*sign, "-days", DAYS, "-extfile", self.file(f"{name}.ext"), "-out", self.file(f"{name}.crt")], stdin=request)
 
     def kubeconfig(self, name: str, *, server: str, target: Path) -> Path:
-        """Write a kubeconfig that needs no other file, as JSON, which is YAML."""
+        """Write a kubeconfig to `target` with the keys and certificates of `name` inside, and return `target`.
+
+        It is JSON, which is YAML too. A new file is readable by its owner alone.
+        """
         cluster = {"server": server, "certificate-authority-data": self._encoded("ca.crt")}
         user = {"client-certificate-data": self._encoded(f"{name}.crt"), "client-key-data": self._encoded(f"{name}.key")}
         document = {

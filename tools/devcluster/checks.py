@@ -22,7 +22,7 @@ MEMORY_GB = 4.0
 
 
 def go() -> str:
-    """Find a Go command of a version that can build Kubernetes."""
+    """Return the path of Go, from PATH or /usr/local/go/bin; raise PrerequisiteMissing if it is absent or older than GO_MINIMUM."""
     wanted = "Go {}.{} or later".format(*GO_MINIMUM)
     found = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
     if found is None:

@@ -34,7 +34,7 @@ class Provider(Protocol):
         """Raise PrerequisiteMissing if the machine lacks something; change nothing."""
 
     def prepare(self) -> None:
-        """Make the programs that the cluster needs, so that `up` is quick."""
+        """Find, build or download every program ahead of `up`, which would otherwise spend its time on that."""
 
     def up(self) -> None:
         """Start the cluster, or find it running."""
@@ -43,7 +43,7 @@ class Provider(Protocol):
         """End the cluster; with `purge` remove the cache too."""
 
     def running(self) -> bool:
-        """Return whether the cluster answers."""
+        """Return whether `up` has nothing to start; every provider has a test of its own for that."""
         ...
 
     def kubeconfig(self) -> Path:
@@ -51,7 +51,7 @@ class Provider(Protocol):
         ...
 
     def kubectl(self) -> Path:
-        """Return a kubectl that suits the cluster."""
+        """Return the path of a kubectl for this cluster; the first call may have to build or copy it."""
         ...
 
     def own_nodes(self) -> OwnNodes:
@@ -64,7 +64,11 @@ class Provider(Protocol):
 
 
 def provider_name(environment: Mapping[str, str], *, docker: bool) -> str:
-    """Choose the provider for this environment; pure."""
+    """Return DEVCLUSTER_PROVIDER if it is set, unchecked; otherwise `given`, `kind` or `node`.
+
+    CLUSTER, or a KUBECONFIG that is not the node's own, means `given`. Without either `docker` decides, except that the node's own
+    KUBECONFIG means `node`. Nothing outside the arguments is read.
+    """
     forced = environment.get("DEVCLUSTER_PROVIDER")
     if forced:
         return forced
@@ -109,9 +113,9 @@ def prepare(names: tuple[str, ...] = ()) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which kubectl, helm and Kubernetes clients find the cluster.
+    """Return this process's environment with KUBECONFIG set, and with the folders of kubectl and helm first in PATH.
 
-    With every provider the machine itself reaches the API server. On the node it also reaches Services and pods by their own addresses.
+    Clients reach the API server from this machine in any case. Only the provider `node` makes addresses of Services and pods reachable too.
     """
     where = provider()
     folders = [str(where.kubectl().parent), str(programs.helm().parent)]
@@ -120,7 +124,7 @@ def environment() -> dict[str, str]:
 
 
 def status() -> dict[str, str | bool]:
-    """Return the existing parts, for people and programs."""
+    """Return the provider's name and if its cluster runs; a running one adds the paths of its kubeconfig, of kubectl and of helm."""
     where = provider()
     running = where.running()
     known: dict[str, str | bool] = {"provider": where.name, "running": running}
@@ -136,7 +140,10 @@ def kubectl(*words: str, stdin: str | None = None, deadline_s: float = 60.0) -> 
 
 
 def patch_node_resource(name: str, count: int) -> None:
-    """Give every node `count` of an extended resource (`nvidia.com/gpu`), which the scheduler then hands out; 0 takes them away."""
+    """Patch an extended resource such as `nvidia.com/gpu` into the status of each node, as a device plugin would report it.
+
+    The scheduler then counts on `count` of them a node, or on none after a patch with 0.
+    """
     where = provider()
     patch = json.dumps({"status": {"capacity": {name: str(count)}, "allocatable": {name: str(count)}}})
     base = [str(where.kubectl()), "--kubeconfig", str(where.kubeconfig())]

@@ -28,7 +28,7 @@ _BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 def docker_answers() -> bool:
-    """Return whether there is a Docker engine, not only its client."""
+    """Ask the Docker engine for its version; return False if there is no client, no engine, or no answer within 20 s."""
     if shutil.which("docker") is None:
         return False
     try:
@@ -130,7 +130,10 @@ def pushed_digest(log: Path) -> str:
 
 
 def push(name: str, destination: str, *, tls: bool = True) -> str:
-    """Push the layers that the destination lacks; return the image's digest there."""
+    """Push the image `name` from buildah's storage to `destination`, and return the digest of its manifest there.
+
+    Layers that are there already are not sent. Without `tls`, for a registry on this machine, layers are packed with zstd.
+    """
     # zstd, lightly: half of gzip's time to pack and two thirds to unpack. Only registries on this machine have no TLS.
     how = [] if tls else ["--tls-verify=false", "--compression-format", "zstd", "--compression-level", "1"]
     with locked("images"), tempfile.NamedTemporaryFile("r") as digest:

@@ -17,7 +17,7 @@ IMAGES_RUN = Path("/run/diffusion-operator/images")
 
 
 def cache_dir() -> Path:
-    """Return the folder of the cache, for everything that is slow to make."""
+    """Return this project's folder in XDG_CACHE_HOME or ~/.cache, which may not exist yet; it holds programs, images, locks and logs."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "diffusion-operator"
 
@@ -28,7 +28,7 @@ def image_store() -> Path:
 
 
 def log_dir() -> Path:
-    """Return the folder of build logs; the node's own logs lie with its state."""
+    """Return the cache's folder for the output of builds, made if it is missing; programs on the node log beside its state."""
     directory = cache_dir() / "log"
     directory.mkdir(parents=True, exist_ok=True)
     return directory

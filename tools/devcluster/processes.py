@@ -26,7 +26,7 @@ class Process:
     started_ticks: int
 
     def alive(self) -> bool:
-        """Return whether it still runs; collect it if it was ours."""
+        """Reap the process if it is a child that ended; return True while its pid has the start time that was noted at the spawn."""
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
         return _started_ticks(self.pid) == self.started_ticks
@@ -44,7 +44,11 @@ class Process:
 
 
 def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str] | None = None, dies_with_us: bool = False) -> Process:
-    """Start a program in a session of its own. With `dies_with_us` the kernel ends it with the thread that started it."""
+    """Spawn a program without input and return at once; its output is appended to `log`, and it stays when this process ends.
+
+    `dies_with_us` makes the kernel kill it at the end of the calling thread instead. `env` replaces the environment, except for a default
+    of GOGC.
+    """
     words = [str(a) for a in argv]
     if dies_with_us:
         words = ["setpriv", "--pdeathsig", "KILL", *words]

@@ -60,7 +60,7 @@ INSTALLED = {
 
 
 def kube() -> Path:
-    """Return a folder with every Kubernetes program, kubectl among them."""
+    """Return the folder with all Kubernetes programs: links named as in KUBE_NAMES to one binary, whose build takes 7 minutes, once."""
     sources = HERE / "kube"
 
     def make(draft: Path) -> None:
@@ -77,12 +77,12 @@ def kube() -> Path:
 
 
 def coredns() -> Path:
-    """Return the folder of the cluster's name server."""
+    """Build CoreDNS from the Go module in this repository, unless the cache has it; return the path of the program."""
     return own_program("coredns", HERE / "coredns", what="CoreDNS (about 90 s, once)")
 
 
 def pause() -> Path:
-    """Return the folder of `pause`, the first process of a pod and of the node."""
+    """Build `pause`, which only waits as pid 1 of a pod or a node, unless the cache has it; return the path of the program."""
     return own_program("pause", HERE / "pause", what="pause")
 
 
@@ -108,7 +108,7 @@ def syft() -> Path:
 
 
 def containerd() -> Path:
-    """Return a folder with containerd, its shim and `ctr`."""
+    """Build containerd with Go, unless the cache has it, and return its folder, where `ctr` and the shim for runc are too."""
     of = "github.com/containerd/containerd/v2"
     modules = [f"{of}/cmd/{name}@{CONTAINERD}" for name in ("containerd", "containerd-shim-runc-v2", "ctr")]
     its_version = f"-X {of}/version.Version={CONTAINERD}"
@@ -138,7 +138,10 @@ def kubeadms_etcd() -> Path:
 
 
 def debian() -> Path:
-    """Return a folder with runc, etcd, the CNI plugins and a registry in Debian's own folders (`usr/bin`, …)."""
+    """Download Debian's packages of etcd, runc, the CNI plugins and a registry, and unpack them in the cache.
+
+    Nothing is installed, so no service starts. Programs are below the returned folder as they would be below `/`, such as in `usr/bin`.
+    """
     return _unpacked("debian", UNPACKED, what="etcd, runc")
 
 
@@ -167,7 +170,7 @@ def install_debian_packages(programs: tuple[str, ...]) -> None:
 
 
 def missing_packages(programs: tuple[str, ...], path: str = checks.SYSTEM_PATH) -> list[str]:
-    """Return the packages of those programs that are not in the path."""
+    """List Debian's packages, sorted, for those of `programs`, all keys of INSTALLED, that no folder in `path` has."""
     return sorted({INSTALLED[p] for p in programs if shutil.which(p, path=path) is None})
 
 

@@ -22,7 +22,7 @@ _started = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Print a line, with the seconds since this program began."""
+    """Print a progress line to stderr, after the seconds since this module was imported."""
     print(f"[{time.monotonic() - _started:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
@@ -63,7 +63,11 @@ def run_logged(
     cwd: Path | None = None,
     deadline_s: float = 3600.0,
 ) -> None:
-    """Run a program to its end as one step. The output goes to the log, whose end is in the error. On Linux it ends when we are killed."""
+    """Run a program as a step whose progress is announced; its output goes to `log`.
+
+    CommandFailed means that it is missing, was not done in `deadline_s` seconds, or failed; then the log's last 20 lines are quoted. With
+    `setpriv` the kernel kills it if the calling thread ends, so that no build goes on beside the next.
+    """
     words = [str(a) for a in argv]
     if shutil.which(words[0], path=(env or os.environ).get("PATH")) is None:
         raise CommandFailed(f"{what}: there is no program {words[0]}")

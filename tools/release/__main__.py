@@ -54,7 +54,7 @@ def write_sbom(image: str, file: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return a parser of the steps and their arguments."""
+    """Build the command line of `python3 -m tools.release`, with the chosen step in `step`; references of images need a digest."""
     top = argparse.ArgumentParser(prog="python3 -m tools.release", description="Run one step of a release.")
     steps = top.add_subparsers(dest="step", required=True)
     image = steps.add_parser("image", help="build a container image and push it")

@@ -42,10 +42,10 @@ def minutes(seconds: float) -> str:
 
 
 def run_beside(stages: Sequence[Stage], last: LastRuns) -> bool:
-    """Run stages side by side; return whether all passed. Ctrl-C and SIGTERM end what they started.
+    """Run stages at the same time and print a verdict for each; return True if all passed. Ctrl-C and SIGTERM end every process.
 
-    The messages of failed tests are shown again at the end: a long output is often kept by its end alone. Files of failed tests
-    run a second time, alone, if they are one or two. If they pass then, so does the stage, and the tests are named as failed once.
+    The output of failed tests comes once more at the end, for readers that keep only that. Failed tests of no more than two files get a
+    second run of those files, alone. Passing there counts for the stage, but the tests are named as failed once.
     """
     processes = [_Running(stage, prefix=len(stages) > 1) for stage in stages]
     _wait(processes)

@@ -28,7 +28,7 @@ STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS /
 
 
 class Corrupter(Corrupting):
-    """The corrupting extension around a runner of this process."""
+    """`Corrupting` without a worker process: it flips bits in the runner that a test hands over."""
 
     def __init__(self, runner: DiffusionModelRunner) -> None:
         self.model_runner = runner

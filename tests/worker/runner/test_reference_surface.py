@@ -74,7 +74,7 @@ def worker() -> Iterator[DiffusionWorker]:
 
 @pytest.fixture
 def fresh(worker: DiffusionWorker) -> DiffusionWorker:
-    """Provide the loaded worker without adapters."""
+    """Empty the module's worker for a test: a rebuilt adapter manager forgets earlier adapters, while the weights stay loaded."""
     worker.init_lora_manager()
     return worker
 

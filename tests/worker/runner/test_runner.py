@@ -23,7 +23,7 @@ def rig() -> RunnerRig:
 
 @pytest.fixture(scope="module")
 def plain(rig: RunnerRig) -> Any:
-    """Provide the pipeline as diffusers loads it."""
+    """Load the rig's model a second time, in float32 and without a runner, as the reference for images."""
     return load_pipeline(rig.config, torch.float32)
 
 

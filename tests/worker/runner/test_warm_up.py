@@ -122,7 +122,7 @@ async def test_what_a_single_rank_says_of_an_option_is_told_with_its_number(monk
 
 
 class FallsBack(FakeRankGroup):
-    """Ranks that report with every step that something could not be compiled."""
+    """A fake group whose compilation fell back: all its reports carry the feature `compile` with a reason."""
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         report = await super().next_report(timeout_s, phase=phase)

@@ -36,7 +36,7 @@ def pixels(*adapters: tuple[str, float]) -> bytes:
 
 
 async def image(edge: Edge, **body: Any) -> tuple[bytes, list[dict[str, Any]]]:
-    """Return the pixels of an image, and the adapters that its provenance names."""
+    """Make a single image from REQUEST as overridden by `body`; return its decoded bytes and `provenance.adapters`."""
     answer = await edge.request_images(**{**REQUEST, **body})
     assert answer.status_code == 200, answer.text
     (item,) = answer.json()["data"]

@@ -42,7 +42,7 @@ def rig(tmp_path: Path) -> SourceRig:
 
 
 def content(fetched: Fetched) -> bytes:
-    """Return the bytes of a fetched file."""
+    """Read the whole file that a fetch left in the cache."""
     return Path(fetched.path).read_bytes()
 
 
@@ -52,7 +52,7 @@ def is_here(fetched: Fetched) -> bool:
 
 
 def serve(server: SourceServer, served: Served) -> Source:
-    """Let the server serve this; return its source with the digest of its bytes."""
+    """Publish a file at PATH of the server; return a source that pins its SHA-256."""
     server.files[PATH] = served
     return http_source(server.url, served)
 

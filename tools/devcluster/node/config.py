@@ -41,7 +41,10 @@ KUBECONFIG = NODE_STATE / "kubeconfig"
 
 @dataclass(frozen=True)
 class Node:
-    """A node's own parts: every node has its kubelet, its kube-proxy and its containerd, each with these addresses and paths."""
+    """The name, addresses, folders and cgroup by which two nodes on this machine differ.
+
+    Each runs its own kubelet, kube-proxy and containerd from them.
+    """
 
     name: str
     ip: str
@@ -76,12 +79,15 @@ class Node:
 
 
 def first_node() -> Node:
-    """Return the node with the API server. The unpacked images are kept over `down`, because unpacking torch takes a minute."""
+    """Describe the node that also runs the API server.
+
+    Images that it unpacked lie in the cache and outlast `down`, because unpacking torch takes a minute.
+    """
     return Node(NODE_NAME, NODE_IP, POD_NETWORK, NODE_STATE, NODE_RUN, cache_dir() / "node-containerd", "/")
 
 
 def second_node() -> Node:
-    """Return the node that comes and goes for a test of two. Nothing of it is kept."""
+    """Describe the node that a test joins to the first and removes later, with all its folders, its images too."""
     state, run = (folder.with_name(SECOND_NAME) for folder in (NODE_STATE, NODE_RUN))
     return Node(
         SECOND_NAME, SECOND_IP, SECOND_POD_NETWORK, state, run, cache_dir() / f"{SECOND_NAME}-containerd", f"/devcluster-{SECOND_NAME}"
@@ -136,7 +142,10 @@ def write_node(authority: Authority, node: Node, *, debian: Path, pause_image: s
 
 
 def files(node: Node, *, debian: Path, pause_image: str) -> dict[Path, str]:
-    """Return the configuration files of a node and their text; JSON where a program takes YAML."""
+    """Return the text of each configuration file by its path; nothing is written, and YAML is given as JSON.
+
+    Only the first node has a registry and an audit policy. `debian` is the folder that `programs.debian` unpacks.
+    """
     only_first = {node.conf / "registry.json": json.dumps(_registry()), AUDIT_POLICY_FILE: AUDIT_POLICY} if node == first_node() else {}
     return only_first | {
         node.conf / "containerd.toml": _containerd(node, debian, pause_image),

@@ -13,7 +13,7 @@ Command = list[str | Path]
 
 
 def storage(debian: Path, runtime: Path, etcd: Path) -> dict[str, Command]:
-    """Return the programs that need no API server."""
+    """Return the command lines of the programs that start first, by name: etcd, the registry and containerd."""
     client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
     return {
         "etcd": etcd_command(etcd, NODE_STATE / "etcd", client, peer),

@@ -34,10 +34,12 @@ _DATABASES = ("io.containerd.metadata.v1.bolt/meta.db", "io.containerd.snapshott
 
 
 def add() -> str:
-    """Start the second node, or find it running, and return its name.
+    """Join the second node to the running cluster and return its name; a node that is Ready already stays as it is.
+
+    A half-started one is ended first, and a failed start leaves nothing behind.
 
     Raises:
-        NotRunning: there is no first node.
+        NotRunning: the first node, which it joins, does not run. CommandFailed: it is not Ready in time.
     """
     node = config.second_node()
     if namespace.first_process() is None:

@@ -28,9 +28,9 @@ SYSCTLS = "vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oop
 
 
 def inside(run: Path, *, link: str, ip: str, gateway: str) -> str:
-    """Return the shell's commands in a node's new namespaces: mounts, and the node's end of its cable.
+    """Return the shell script that prepares a node's namespaces: mounts, sysctls of its own for kubelet, and its end of the veth pair.
 
-    Without a default route the node's own packets to a Service's address would not even reach the rules that translate it.
+    The default route is there for the node's own packets to a Service's address: without one they never reach the rules that translate it.
     """
     return f"""
 mount --make-rprivate /
@@ -67,7 +67,7 @@ def first_process(mark: str = MARK) -> int | None:
 
 
 def find_program(name: str, mark: str = MARK) -> int | None:
-    """Return the machine's pid of a program of the node itself, not of a container on it."""
+    """Find a process by its program's name in the node's own pid namespace, so in no container; return its pid on the machine, or None."""
     first = first_process(mark)
     for entry in Path("/proc").iterdir() if first is not None else ():
         if entry.name.isdigit():
@@ -80,7 +80,10 @@ def find_program(name: str, mark: str = MARK) -> int | None:
 
 
 def begin(pause: Path) -> int:
-    """Make the namespaces, the cable and the mounts; return the first process's pid."""
+    """Create the first node: a waiting process in new namespaces, wired to this machine by a veth pair. Return its pid.
+
+    The machine gets routes through the node to the networks of Services and pods.
+    """
     NODE_RUN.mkdir(parents=True, exist_ok=True)
     pid = unshare(pause, MARK, log=LOGS / "init.log")
     run_quiet(["ip", "link", "add", MACHINE_LINK, "type", "veth", "peer", "name", NODE_LINK, "netns", str(pid)], env=environment())
@@ -91,7 +94,10 @@ def begin(pause: Path) -> int:
 
 
 def unshare(pause: Path, mark: str, *, log: Path, deadline_s: float = 10.0) -> int:
-    """Start the first process of new namespaces and return its pid."""
+    """Run `pause` as pid 1 of new network, mount and pid namespaces; return its pid on the machine, by which others enter them.
+
+    `mark` is its argument, by which it is found. Without it after `deadline_s` seconds CommandFailed quotes the log.
+    """
     apart = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--propagation", "slave"]
     processes.start("init", [*apart, pause, mark], log=log)
     ends = time.monotonic() + deadline_s
@@ -103,7 +109,7 @@ def unshare(pause: Path, mark: str, *, log: Path, deadline_s: float = 10.0) -> i
 
 
 def entering(pid: int) -> list[str]:
-    """Return the words before a command that is to run in the node."""
+    """Return the words to put before a command so that it runs with the network, mounts and pids of process `pid`."""
     return ["nsenter", "--target", str(pid), "--net", "--mount", "--pid", "--"]
 
 
@@ -113,7 +119,7 @@ def ending_with(pid: int) -> list[str]:
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    """Return the environment of the node's programs: the folders first in PATH, and of the user's only HOME."""
+    """Return PATH, with `folders` before the system's, and HOME, or /root if there is none; no other variable of the user leaks in."""
     return {"PATH": os.pathsep.join([*map(str, folders), SYSTEM_PATH]), "HOME": os.environ.get("HOME", "/root")}
 
 
@@ -128,7 +134,10 @@ def end(*, deadline_s: float = 20.0) -> None:
 
 
 def end_processes(mark: str, *, deadline_s: float = 20.0) -> None:
-    """End the first process of a node, and with it all the others."""
+    """Signal the first process of the node `mark` until it is gone, with SIGKILL in the second half of the deadline.
+
+    It is pid 1 of its namespace, so the kernel ends every other process there. A survivor at the deadline raises CommandFailed.
+    """
     ends = time.monotonic() + deadline_s
     number = signal.SIGTERM
     while (pid := first_process(mark)) is not None:
@@ -141,7 +150,7 @@ def end_processes(mark: str, *, deadline_s: float = 20.0) -> None:
 
 
 def leftover_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """Find the pods' cgroups, of every controller (v1) or of the only tree (v2)."""
+    """List the groups `kubepods`, in which kubelet has all its pods: one with cgroup v2, one for each controller with v1."""
     return cgroups_named("kubepods", root)
 
 
@@ -150,7 +159,10 @@ def cgroups_named(name: str, root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
 
 
 def make_cgroups(name: str, root: Path = Path("/sys/fs/cgroup")) -> None:
-    """Make a group in every controller, for a kubelet that is not to use the whole machine's."""
+    """Create the group `name` at the root of cgroup v2, or of each v1 controller, for a kubelet that must not manage the whole machine.
+
+    With v1 it inherits CPUs and memory nodes, because a new group there may use none.
+    """
     trees = (
         [root] if (root / "cgroup.controllers").exists() else [tree for tree in root.iterdir() if tree.is_dir() and not tree.is_symlink()]
     )
@@ -162,7 +174,7 @@ def make_cgroups(name: str, root: Path = Path("/sys/fs/cgroup")) -> None:
 
 
 def remove_cgroups(look: Callable[[], list[Path]], ends: float) -> None:
-    """Remove the control groups that `look` finds, until it finds none."""
+    """Delete groups until `look` returns none; raise CommandFailed for those that are still busy at `ends`, a time of `time.monotonic`."""
     while left := look():
         for tree in left:
             _remove_tree(tree)

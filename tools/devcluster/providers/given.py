@@ -33,7 +33,7 @@ class GivenProvider:
             checks.go()
 
     def prepare(self) -> None:
-        """Make the programs that are not on the machine."""
+        """Find or build helm; the cluster exists, and `kubectl` builds a missing kubectl only when it is asked for."""
         programs.helm()
 
     def up(self) -> None:
@@ -73,7 +73,7 @@ class GivenProvider:
         return target
 
     def kubectl(self) -> Path:
-        """Return the machine's kubectl, or ours."""
+        """Return kubectl from PATH; without it, build all of Kubernetes, once, and return kubectl from there."""
         found = shutil.which("kubectl")
         return Path(found) if found else programs.kube() / "kubectl"
 
@@ -89,7 +89,11 @@ class GivenProvider:
 
 
 def registry_reference(registry: str | None, reference: str) -> str:
-    """Return the image's name in the registry."""
+    """Return the name under which `registry`, which may include a folder, takes a local image: `localhost/` gives way to it.
+
+    Raises:
+        PrerequisiteMissing: no registry is set.
+    """
     if not registry:
         raise PrerequisiteMissing(
             "A cluster of your own cannot take images from this machine. Set REGISTRY to a registry, with a folder, to which you may push "

@@ -19,7 +19,7 @@ DISK_FREE_GB = 25
 
 
 class KindProvider:
-    """A kind cluster of our name; its kubeconfig is ours and not merged into the user's."""
+    """A cluster that the tool kind makes in Docker: its name and its kubeconfig, a file in the cache, never meet the user's."""
 
     name = "kind"
 
@@ -32,7 +32,7 @@ class KindProvider:
             checks.disk_free(cache_dir(), needed_gb=DISK_FREE_GB, what="A kind cluster with our images")
 
     def prepare(self) -> None:
-        """Make the programs that are not on the machine."""
+        """Find kind and helm in PATH, or build them with Go, in up to two minutes, once."""
         programs.kind()
         programs.helm()
 
@@ -57,11 +57,11 @@ class KindProvider:
             shutil.rmtree(cache_dir(), ignore_errors=True)
 
     def running(self) -> bool:
-        """Return whether kind knows the cluster and its kubeconfig is there."""
+        """Return whether `kind get clusters` lists ours and its kubeconfig exists; the API server is not asked."""
         return _kubeconfig().exists() and CLUSTER in run_quiet([programs.kind(), "get", "clusters"]).split()
 
     def kubeconfig(self) -> Path:
-        """Return the kubeconfig that kind wrote for us."""
+        """Return the file in the cache that kind wrote at `up`; raise NotRunning if it is not there."""
         if not _kubeconfig().exists():
             raise NotRunning("the kind cluster is not running: `python -m tools.devcluster up` starts it")
         return _kubeconfig()
@@ -82,7 +82,7 @@ class KindProvider:
         raise NotOfThisMachine("this needs nodes on this machine: set DEVCLUSTER_PROVIDER=node, or leave out the cluster that was given")
 
     def load_image(self, reference: str) -> str:
-        """Copy the image from the Docker engine into kind's node; the reference stays the same."""
+        """Load a Docker image into the containerd of kind's node, within half an hour; pods can then use the returned reference."""
         run_logged(load_command(programs.kind(), reference), what=f"load {reference}", log=log_dir() / "kind-load.log", deadline_s=1800)
         return reference
 

@@ -38,7 +38,7 @@ class NodeProvider:
             checks.networks_free(list(config.NETWORKS), own_link=config.MACHINE_LINK)
 
     def prepare(self) -> None:
-        """Make every program that the node needs."""
+        """Install missing Debian packages, then build or download all other programs; those in the cache cost nothing."""
         programs.install_debian_packages(_NEEDED)
         for make in (programs.debian, programs.containerd, programs.kube, programs.helm, programs.coredns, programs.pause):
             make()
@@ -72,7 +72,7 @@ class NodeProvider:
             shutil.rmtree(cache_dir(), ignore_errors=True)
 
     def running(self) -> bool:
-        """Return whether every program lives and the node reports that it is ready."""
+        """Return whether all processes live, the node is Ready, and the DNS Service exists, which `up` creates later than both."""
         noted = processes.load(_NOTE)
         if namespace.first_process() is None or not noted or not all(p.alive() for p in noted):
             return False
@@ -166,10 +166,10 @@ class NodeProvider:
 
 
 def disk_needed_gb(cache: Path) -> float:
-    """Return the disk space for the parts that are not there yet, in GB as measured with PyPI's torch.
+    """Estimate the gigabytes that `up` and builds of images still need, from the parts that `cache` lacks.
 
-    They are Go's caches with the programs, and the images as built, as pushed and as unpacked on the node. Two GB are added for the next
-    build and logs.
+    The sizes were measured with PyPI's torch: Go's caches and programs, then images as built, in the registry, and unpacked on the node.
+    Two gigabytes more are for a later build and its logs.
     """
     missing = {"kube-*": 7.0, "storage": 6.0, "node-registry": 6.0, "node-containerd": 6.0}
     return 2.0 + sum(size for pattern, size in missing.items() if not any(cache.glob(pattern)))

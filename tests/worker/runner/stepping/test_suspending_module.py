@@ -29,7 +29,7 @@ def rig() -> RunnerRig:
 
 
 def asked_by(body: Callable[[], Any]) -> ModelCall:
-    """Return the first call that a body makes."""
+    """Start a request whose work is `body`, and return the model call at which it suspends; any other first event fails the test."""
     event = DiffusionRequestState(request("a"), body).resume()
     assert isinstance(event, ModelCall), event
     return event

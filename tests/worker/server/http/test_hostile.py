@@ -184,7 +184,7 @@ async def test_a_body_that_stops_is_refused_after_its_time() -> None:
 
 
 async def test_a_body_that_goes_on_has_more_time() -> None:
-    """Received bytes add a second for each `SLOWEST_BYTES_PER_S`: here a tenth of a second more than the grace."""
+    """Send a tenth of `SLOWEST_BYTES_PER_S` and then nothing: the answer comes no sooner than 0.1 s after the grace of 0.05 s."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     await _answers_to_slow_body([b"x" * (SLOWEST_BYTES_PER_S // 10)], grace_s=0.05)

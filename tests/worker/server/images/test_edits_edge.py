@@ -33,7 +33,7 @@ EVERY_TASK = [Task.GENERATE, Task.EDIT, Task.INPAINT]
 
 
 def model(*tasks: Task, **fields: Any) -> ModelInfo:
-    """Return a model of the fake ranks that serves these tasks, or all."""
+    """Describe a fake model for these tasks, by default all of EVERY_TASK, with up to three input images; `fields` override the rest."""
     told: dict[str, Any] = {"pipeline": "FakePipeline", "dtype": "float32", "size_multiple": 8, "weights_bytes": 1}
     return ModelInfo(**told | {"tasks": list(tasks) or EVERY_TASK, "max_input_images": 3} | fields)
 
@@ -45,12 +45,12 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 def red(width: int = 48, height: int = 32, form: str = "PNG", mode: str = "RGB", **saved: Any) -> bytes:
-    """Return a red image as a file."""
+    """Encode a plain red image, 48x32 pixels unless the test needs another size; `saved` are options of Pillow's `save`."""
     return file_of(Image.new(mode, (width, height), "red"), form, **saved)
 
 
 def file_of(image: Image.Image, form: str = "PNG", **saved: Any) -> bytes:
-    """Return an image as a file."""
+    """Encode an image in a format that Pillow knows by the name `form`; `saved` are options of Pillow's `save`."""
     out = io.BytesIO()
     image.save(out, form, **saved)
     return out.getvalue()
@@ -64,7 +64,7 @@ def half_mask(width: int = 48, height: int = 32) -> bytes:
 
 
 def huge_png(width: int, height: int) -> bytes:
-    """Return a PNG of a few bytes that claims this size."""
+    """Make a PNG whose header claims `width` x `height` pixels, although no row of pixels follows."""
     return png_of(width, height, zlib.compress(b""))
 
 

@@ -29,7 +29,7 @@ KILLED = "rank 0 was ended by SIGKILL"
 
 @contextlib.asynccontextmanager
 async def loading_model(**settings: Any) -> AsyncIterator[Edge]:
-    """Start an edge whose model loads until `edge.ranks.loading` is set."""
+    """Provide an edge in state `starting`; the end of the block lets the model load at the latest, then ends the engine."""
     edge = Edge(FakeRankGroup(), **settings)
     edge.ranks.loading.clear()
     starting = asyncio.create_task(edge.engine.start())
@@ -43,7 +43,7 @@ async def loading_model(**settings: Any) -> AsyncIterator[Edge]:
 
 
 def half_transparent() -> bytes:
-    """Return an image whose transparent left half is to be made again."""
+    """Encode a red PNG of 16x16 pixels with a transparent left half, by which an inpainting model can take its mask from it."""
     image, out = Image.new("RGBA", (16, 16), (200, 0, 0, 255)), io.BytesIO()
     image.paste((0, 0, 0, 0), (0, 0, 8, 16))
     image.save(out, "PNG")

@@ -37,7 +37,10 @@ async def states(edge: Edge) -> list[str]:
 
 
 async def told(edge: Edge) -> tuple[int, int, list[str], str]:
-    """Return liveness, readiness, the state in metrics, and the state on the model's card. vLLM's `/health` must equal readiness."""
+    """Return the statuses of `/healthz` and `/readyz`, and the model's state by the metrics and by its card.
+
+    `/health`, which clients of vLLM probe, must have the status of `/readyz`.
+    """
     alive, ready, health = [(await edge.data.get(path)).status_code for path in ("/healthz", "/readyz", "/health")]
     assert health == ready
     return alive, ready, await states(edge), (await card(edge))["state"]

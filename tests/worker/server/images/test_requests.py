@@ -17,7 +17,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 def ask(edge: Edge, request_id: str, **body: object) -> "asyncio.Task[httpx2.Response]":
-    """Send a request with an id of the client's, and return its task."""
+    """Post a request under this `x-request-id` without waiting; await the returned task for the response."""
     sending = edge.data.post("/v1/images/generations", json={"prompt": "p kumquatfen", **body}, headers={"x-request-id": request_id})
     return asyncio.create_task(sending)
 

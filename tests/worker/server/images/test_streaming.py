@@ -182,7 +182,7 @@ async def test_a_request_in_the_queue_has_its_stream_soon_and_signs_of_life(edge
 
 
 async def a_rare_adapter(edge: Edge) -> None:
-    """Put an adapter whose source waits, at its first request, until a test lets it come."""
+    """Declare the OnDemand adapter `rare` on the control port; its fetch, once a request asks for it, waits for `edge.fetcher.arriving`."""
     edge.fetcher.arriving.clear()
     source = {"huggingFace": {"repo": "org/rare"}}
     call = {"operationId": "1", "source": source, "residency": "OnDemand"}

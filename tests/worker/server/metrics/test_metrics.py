@@ -298,7 +298,7 @@ async def test_held_requests_are_counted_by_what_became_of_them(tmp_path: Path) 
 
 
 async def states(edge: Edge) -> set[str]:
-    """Return the states whose gauge is 1; the others are 0."""
+    """Read the gauge of every `EngineState` from the metrics, where none may be missing, and return those that are 1."""
     found = {key[1]: value for key, value in (await metrics(edge)).items() if key[0] == "state"}
     assert set(found) == set(EngineState)
     return {state for state, value in found.items() if value == 1}
