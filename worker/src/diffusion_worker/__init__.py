@@ -24,7 +24,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name from its module, which is imported now; raises AttributeError for any other name."""
+    """Import the module that defines a name of `__all__`, now that the name is used, and return its value.
+
+    Raises:
+        AttributeError: no such name is public.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES.get(name, "diffusion_worker.errors")), name)

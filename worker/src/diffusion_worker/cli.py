@@ -391,7 +391,7 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
 
 
 def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
-    """Parse `NAME=SOURCE` of every `--lora` into sources by name; raises ConfigError."""
+    """Return the source of every `--lora NAME=SOURCE` by its name; raises ConfigError for a wrong or repeated name, or without a source."""
     found: dict[str, str] = {}
     for option in options:
         name, separator, path = option.partition("=")
@@ -414,7 +414,7 @@ def parse_origins(options: tuple[str, ...]) -> list[str]:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Parse `HOST:PORT` of `--rendezvous-address`; raises ConfigError."""
+    """Split `--rendezvous-address` at its colon; port 0 is allowed, and for an IPv6 address or a missing part there is a ConfigError."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or ":" in host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--rendezvous-address: expected HOST:PORT with a port of 0 to 65535, found {address!r}")
@@ -422,7 +422,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def parse_size(size: str, option: str) -> tuple[int, int]:
-    """Parse `WIDTHxHEIGHT` into width and height in pixels; raises ConfigError with the option's name."""
+    """Return the two numbers of `WIDTHxHEIGHT`, width first; raises ConfigError for any other text, and begins it with `option`."""
     found = SIZE.fullmatch(size)
     if found is None:
         raise ConfigError(f"{option}: expected WIDTHxHEIGHT in pixels, found {size!r}")
@@ -472,9 +472,9 @@ def check_requests(config: WorkerConfig) -> None:
 
 
 def _check_pipeline(config: WorkerConfig) -> None:
-    """Check `--pipeline` against the load format; raises ConfigError.
+    """Check that `--pipeline` is an import path for the format custom-pipeline, and otherwise a class name or `auto`; raises ConfigError.
 
-    Only the top package of an import path is looked for, because finding a module inside it would import it.
+    The top package must be found, but nothing is imported: a search for the module itself would run the package's code.
     """
     if config.load_format is LoadFormat.CUSTOM_PIPELINE:
         if config.pipeline == "auto":

@@ -33,7 +33,7 @@ NO_SLEEP = ("--shard", "--offload")
 
 
 def check_together(config: WorkerConfig) -> None:
-    """Check that the options fit together; raises ConfigError with the names of those that do not."""
+    """Raise ConfigError for the first given pair of EXCLUSIVE, or if the product of the group sizes does not divide `--ranks`."""
     given = given_options(config)
     for option, other, why in EXCLUSIVE:
         if option in given and other in given:

@@ -213,7 +213,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def collective_timeout_s(self) -> float:
-        """Deadline in seconds for a rank that waits for the others: a backstop behind the server's own deadlines."""
+        """Seconds after which a rank gives up in a collective: `tick_timeout_s` and a minute, or an hour if that is unset.
+
+        The server normally loses the group before that, by its own deadlines.
+        """
         return self.tick_timeout_s + 60.0 if self.tick_timeout_s else 3600.0
 
 
@@ -260,14 +263,17 @@ def split_import_path(path: str, option: str) -> tuple[str, str]:
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores this process may use: its affinity, capped by the cgroup's CPU quota, at least one."""
+    """Count the CPU cores for this process: its affinity, but not over the cgroup's quota rounded down, and never 0."""
     allowed = len(os.sched_getaffinity(0))
     quota = _cgroup_quota()
     return max(1, min(allowed, int(quota)) if quota else allowed)
 
 
 def _cgroup_quota() -> float | None:
-    """Return the CPU quota in cores (cgroup v2, then v1); None without one. torch itself does not see it."""
+    """Read the cores that a cgroup allows, maybe a fraction, from v2 or else v1; None for no limit or unreadable files.
+
+    torch ignores this limit when it chooses its number of threads.
+    """
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)

@@ -149,7 +149,7 @@ class GroupFailed(WorkerError):
 
 
 class LoadTimeout(GroupFailed):
-    """Raised when the ranks did not load the model in time; another try would take as long, so the server exits."""
+    """Raised when the ranks need longer than the startup timeout; a restart would need as long, so the server exits with 70."""
 
 
 class RequestError(WorkerError):
@@ -181,7 +181,7 @@ class RequestError(WorkerError):
 
     @property
     def retryable(self) -> bool:
-        """Return whether the same call may succeed later."""
+        """True if a client may repeat the call unchanged: the code is in RETRYABLE, and this error is not marked as lasting."""
         return self.code in RETRYABLE and not self._lasting
 
 

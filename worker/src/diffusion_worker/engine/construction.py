@@ -112,7 +112,11 @@ class EngineParts:
         )
 
     def _describe(self, model: ModelInfo) -> None:
-        """Record the model that the ranks loaded, or will load at their first wake; raise ConfigError if it excludes an option."""
+        """Hand the ranks' description of the model, awake or not, to requests and steps.
+
+        Raises:
+            ConfigError: the model cannot make images of the default size, or they are over the limit.
+        """
         self.requests.model = model
         admission.check_defaults(self.config.defaults, self.config.limits, model)
         self.steps.describe(model)

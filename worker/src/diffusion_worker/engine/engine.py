@@ -96,10 +96,12 @@ class Engine:
         return self.life.loaded
 
     async def start(self) -> None:
-        """Load the model and its adapters; return when requests are served, or when the group is asleep by policy.
+        """Load the model with its adapters, and return as soon as it serves or its policy has put it to sleep.
+
+        Only then the digest of its files is computed, in the background. Any error also ends the requests that wait already.
 
         Raises:
-            ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
+            ConfigError: an option or the model is wrong. GroupFailed: the ranks did not come up.
         """
         try:
             await start(self._parts)
@@ -110,7 +112,7 @@ class Engine:
         self._parts.digest.begin()
 
     async def run_until_failure(self) -> str:
-        """Wait until the engine cannot go on, and return the reason; every waiting request then has its error."""
+        """Block until a failure ends the engine for good, and return its reason; requests that still wait end with errors then."""
         await self._parts.lost.wait()
         return str(self.life.failure)
 
@@ -176,12 +178,12 @@ class Engine:
 
     @property
     def registered_adapters(self) -> int:
-        """Number of adapters in the ranks' host memory, for metrics; the same bytes under two names are one."""
+        """Number of copies of adapters on the ranks, a gauge in the metrics; names whose content has the same effect share a copy."""
         return len(self._parts.adapters.copies())
 
     @property
     def active_adapters(self) -> int:
-        """Number of different adapters of the images that are being made, for metrics."""
+        """Number of distinct adapters that the requests on the ranks use at this moment; a gauge in the metrics."""
         return self._steps.active_adapters
 
     @property
@@ -196,7 +198,7 @@ class Engine:
 
     @property
     def operations_done(self) -> OperationsDone:
-        """Return counters of sleeps and wakes, for metrics."""
+        """Durations, failures and freed bytes of all sleeps and wakes since the server began, as the metrics show them."""
         return self._parts.operations.done
 
     @property
@@ -205,7 +207,7 @@ class Engine:
         return self._parts.operations.last_acks
 
     def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
-        """Return the names a request may ask for: the base model, then adapters that are loaded, or would be for the request."""
+        """List the base model, which has no document, then by name the adapters that a request may use, even if it must load them first."""
         adapters = self._parts.adapter_use.served()
         return [(self.config.served_name, None)] + [(adapter.name, adapter.document(self.config.ranks)) for adapter in adapters]
 
@@ -299,10 +301,12 @@ class Engine:
         return self.life.state_after_restart in (EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING)
 
     def sleep(self, call: SleepCall) -> bool:
-        """Start going to sleep; return False if nothing is left to do. The outcome is in the state document; see `SleepCalls.sleep`.
+        """Begin a sleep in the background; return False if the model sleeps deep enough, or if this operation is a repeated one and over.
+
+        The state document reports the result. `SleepCalls.sleep` has the rules for calls that meet another operation.
 
         Raises:
-            RequestError: WrongBoot, InvalidRequest with the option that excludes sleep, Conflict with a wake, Starting, Busy.
+            RequestError: WrongBoot. InvalidRequest, with the option that makes sleep impossible. Conflict with a wake, Starting or Busy.
         """
         self._check_boot(call.boot_id)
         if option := sleep_blocker(self.config):
@@ -310,10 +314,10 @@ class Engine:
         return self._parts.sleep_calls.sleep(call)
 
     def wake(self, call: WakeCall) -> bool:
-        """Start waking up, or cancel a drain; return False if nothing is left to do. See `SleepCalls.wake`.
+        """Begin a wake in the background, or cancel a sleep that drains; return False if the model is awake or the operation over.
 
         Raises:
-            RequestError: WrongBoot, Conflict with a sleep, Starting, Busy.
+            RequestError: WrongBoot. Conflict with a later part of a sleep or with a wake of fewer tags. Starting, Busy.
         """
         self._check_boot(call.boot_id)
         return self._parts.sleep_calls.wake(call)

@@ -10,10 +10,13 @@ from diffusion_worker.engine.state.state_document import EngineState, LoadStage,
 
 
 async def start(parts: EngineParts) -> None:
-    """Load the model and its adapters; return when requests are served, or when the model sleeps.
+    """Fetch the model if it has a source, start the ranks, and load adapters in the time that is left.
+
+    Adapters that come too late do not fail the start. It ends with a serving model, or with a sleeping one: by policy, or because it slept
+    when the last server ended.
 
     Raises:
-        ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up.
+        ConfigError: an option or the model is wrong. GroupFailed: the ranks did not come up.
     """
     until_s = asyncio.get_running_loop().time() + parts.config.startup_timeout_s
     if parts.model_fetch.needed:

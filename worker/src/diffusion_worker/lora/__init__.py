@@ -18,7 +18,11 @@ _HOMES = {"DiffusionLoRAManager": "diffusion_manager", "LoRARequest": "request"}
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name from its module, which is imported now; raises AttributeError for any other name."""
+    """Import a public name's module, which may import torch, only when the name is used; return the name's value.
+
+    Raises:
+        AttributeError: no such name is public.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'model_manager')}"), name)

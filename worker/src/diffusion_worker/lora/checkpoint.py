@@ -36,10 +36,10 @@ ANY_MODEL = AdaptedModel()
 
 
 class LoRAFactors(msgspec.Struct, frozen=True):
-    """The update of one module, `scaling * b @ a`, in the file's own dtype.
+    """The low-rank factors of one module, whose weight changes by `scaling * b @ a`; both are in the dtype of the file.
 
-    For a linear layer a is [rank, in] and b is [out, rank]. For a convolution a is [rank, in, kh, kw], and b is [out, rank, 1, 1]
-    or [out, rank].
+    A linear layer has [rank, in] as a and [out, rank] as b. A convolution has [rank, in, kh, kw] as a; its b is like a linear layer's, or
+    [out, rank, 1, 1].
     """
 
     a: torch.Tensor
@@ -90,15 +90,15 @@ def read_checkpoint(
     judge: Callable[[LoRACheckpoint], None] = lambda checkpoint: None,
     sized: Callable[[int], None] = lambda size: None,
 ) -> LoRACheckpoint:
-    """Read and check an adapter; `path` is a folder of peft or diffusers, or one .safetensors file. `name` is for messages.
+    """Read an adapter from a .safetensors file, or from a folder as peft or diffusers write it, and check it. Messages call it `name`.
 
-    With a `root` nothing outside that folder is read. Names, shapes, dtypes and alphas are checked before the factors are read:
-    `judge` gets the adapter with factors without values, and may raise. It is not called if a conversion of names needs values.
-    `sized` gets the file's size in bytes.
+    With a `root` no file outside of it is opened. `sized` gets the size of the weights file in bytes. Names, shapes, dtypes and alphas are
+    checked before the factors are read, and `judge` gets the adapter without values then. Both calls may raise to stop the reading. `judge`
+    is left out if names can be converted only by values.
 
     Raises:
-        RequestError: InvalidAdapter, UnsupportedFormat, DigestMismatch, IdentityMismatch, or NoMatchingModules for components it has
-            nothing for.
+        RequestError: InvalidAdapter, UnsupportedFormat, DigestMismatch, IdentityMismatch. NoMatchingModules: the file has nothing for a
+            component that `options` ask for.
     """
     label = f"adapter {name or path!r}"
     beneath = None if root is None else Path(root)

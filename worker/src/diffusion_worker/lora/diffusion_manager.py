@@ -104,10 +104,10 @@ class DiffusionLoRAManager:
         return self._layers
 
     def register_module(self, name: str) -> bool:
-        """Give the layer `component.path` its slots now, not when the first adapter names it; return False if it has them.
+        """Wrap the layer `component.path` with slots before any adapter needs it; return False if it was wrapped already.
 
         Raises:
-            ValueError: there is no such layer, or none that may have adapters; or adapters are off.
+            ValueError: `--max-loras` is 0; or nothing of that name may have adapters.
         """
         if not self._copies.lora_slots:
             raise ValueError(f"{name}: adapters are off, --max-loras is 0")
@@ -226,7 +226,7 @@ class DiffusionLoRAManager:
         self._effects.clear()
 
     def list_adapters(self) -> list[int]:
-        """Return the ids of the registered adapters, sorted."""
+        """List the ids of all adapters in host memory in ascending order, in a slot or not."""
         return sorted(self._known)
 
     @property
@@ -242,7 +242,11 @@ class DiffusionLoRAManager:
         self._layers.release()
 
     def restore(self) -> None:
-        """Allocate empty slots again, which requests fill; raises MemoryError or torch's own error if there is no room."""
+        """Take back the memory that `release` freed, with all slots empty until requests fill them.
+
+        Raises:
+            MemoryError: there is no room; torch may raise its own error instead.
+        """
         self._layers.restore()
 
     def host_copies(self) -> dict[int, tuple[str, list[torch.Tensor]]]:
@@ -275,7 +279,7 @@ class DiffusionLoRAManager:
         return known is not None and self._copies.keep_adapter(known.copy)
 
     def unpin_adapter(self, lora_int_id: int) -> bool:
-        """Let a pinned adapter be evicted again; return False if it was not pinned."""
+        """Allow the eviction of an adapter again that was pinned; return False if it is unknown or had no pin."""
         known = self._known.get(lora_int_id)
         return known is not None and self._copies.unpin_adapter(known.copy)
 
@@ -358,9 +362,10 @@ class DiffusionLoRAManager:
         return [lora_int_id for copy in going for lora_int_id in sorted(self._ids_of(copy))]
 
     def _copies_of(self, component: str, uses: Sequence[LoRAUse]) -> dict[int, float]:
-        """Return the strengths of one row by copy; raises RequestError (AdapterNotLoaded).
+        """Add up a row's strengths by copy, as ids may share one; only copies that change the component are returned.
 
-        Strengths of ids that share a copy are added. Copies that do not change the component are left out.
+        Raises:
+            RequestError: AdapterNotLoaded, if an adapter whose strength is not 0 is in no slot.
         """
         scales: dict[int, float] = {}
         for use in uses:

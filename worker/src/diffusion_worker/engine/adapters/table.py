@@ -262,7 +262,7 @@ class AdapterTable:
         return sorted(self.named)
 
     def new(self, name: str, call: AdapterCall) -> Adapter:
-        """Return a new adapter that is about to be loaded, not yet in the table."""
+        """Make an adapter for a call of this name without adding it; it shares the usage of the one that the table has, if any."""
         known = self.named.get(name)
         return Adapter(name, call, usage=known.usage if known else Usage(), touched=self.touched)
 

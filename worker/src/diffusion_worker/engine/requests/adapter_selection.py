@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 def chosen(params: GenerationParams, *, served_name: str, most: int) -> list[AdapterChoice]:
-    """Return the adapters a request names, `model` first, each once.
+    """List a request's adapters, `model` first unless it is the base model; `lora_scale`, if set, goes to the only one without a scale.
 
     Raises:
-        RequestError: InvalidRequest: one is named twice, there are too many, or `lora_scale` is for none or for several.
+        RequestError: InvalidRequest for a repeated name, for more than `most`, or if not exactly one could take `lora_scale`.
     """
     named = [] if params.model in (None, served_name) else [AdapterChoice(str(params.model))]
     choices = [*named, *params.loras]
@@ -77,7 +77,7 @@ class AdapterWait:
         self._until_s: float | None = None
 
     def until(self, timeout_s: float) -> float:
-        """Return the time at which the wait is over, on the event loop's clock: `timeout_s` from the first call."""
+        """Return the end of a request's waits, in seconds of the event loop; the first call sets it, and later calls cannot move it."""
         if self._until_s is None:
             self._until_s = asyncio.get_running_loop().time() + timeout_s
         return self._until_s
@@ -117,14 +117,14 @@ class AdapterSelection:
         raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=None if failed else RETRY_AFTER_S, lasting=lasting)
 
     def require_known(self, choices: Sequence[AdapterChoice]) -> None:
-        """Raise RequestError (NotFound, AdapterNotLoaded) for adapters that no wait and no wake will bring."""
+        """Refuse the first adapter that is unknown (NotFound) or failed (AdapterNotLoaded), by a RequestError: to wait would be in vain."""
         for choice in choices:
             adapter = self._table.get(choice.name)
             if adapter is None or adapter.state is AdapterState.FAILED:
                 self.resolve(choice.name)
 
     def served(self) -> list[Adapter]:
-        """Return the adapters that a request may name now."""
+        """List by name the adapters that are loaded, or that a request would load; those on their way into memory are left out."""
         return [adapter for name in self._table.names() if (adapter := self._served(name)) is not None]
 
     @asynccontextmanager
@@ -148,7 +148,12 @@ class AdapterSelection:
             self._runner.perform(machine.given_back(self._table, adapters, request_id))
 
     async def _waited_for(self, choices: Sequence[AdapterChoice], wait: AdapterWait) -> list[Adapter]:
-        """Return all adapters of a request, once they are usable together."""
+        """Load the adapters that are missing, again if one goes meanwhile, until all are usable at the same moment; return them as chosen.
+
+        Raises:
+            RequestError: NotFound; AdapterNotLoaded, also at the end of `wait`; an error of the server itself. NoLongerServing: the model
+                went to sleep or ends.
+        """
         number = next(self._numbers)
         self.waiting += 1
         try:

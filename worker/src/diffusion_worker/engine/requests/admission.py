@@ -23,7 +23,7 @@ HINTS = {
 
 
 class InputImage(msgspec.Struct, frozen=True):
-    """A decoded image of a client: rows of `channels` bytes a pixel, 3 for RGB and 1 for a mask (255: to be made again)."""
+    """A client's image in decoded bytes, height x width x `channels` without padding: RGB, or a mask, in which 255 is made again."""
 
     pixels: bytes
     height: int
@@ -32,14 +32,14 @@ class InputImage(msgspec.Struct, frozen=True):
 
 
 class AdapterChoice(msgspec.Struct, frozen=True):
-    """An adapter that a request asks for by name. Without a scale, the adapter's own counts."""
+    """An adapter's name in a request, and its strength there; None takes the scale that was declared with the adapter."""
 
     name: str
     scale: float | None = None
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
-    """A client's parameters; None means the default. `model` is the served name or that of an adapter."""
+    """An image request as the edge parsed it. A None leaves the value to the worker or the pipeline; `model` may name an adapter."""
 
     prompt: str
     model: str | None = None
@@ -179,7 +179,10 @@ def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -
 
 
 def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
-    """Raise RequestError (InvalidRequest) for a size that the model cannot make or that is over the limit."""
+    """Check a request's size against the model's multiple and maximum, the split by `--sequence`, and the limit on pixels.
+
+    Without both width and height nothing is checked. Raises RequestError (InvalidRequest).
+    """
     if params.width is None or params.height is None:
         return
     size = f"{params.width}x{params.height}"
@@ -207,7 +210,10 @@ def check_served(task: Task, model: ModelInfo) -> None:
 
 
 def _check_images(params: GenerationParams, model: ModelInfo) -> None:
-    """Check that a request has the images that the model takes for its task."""
+    """Refuse an edit with too few or too many images, a mask of another size, or a strength outside (0, 1].
+
+    The RequestError (InvalidRequest) says what the model takes. Requests of task GENERATE pass.
+    """
     if params.task is Task.GENERATE:
         return
     if not 1 <= len(params.images) <= model.max_input_images:

@@ -50,7 +50,7 @@ class HeldOutcome(enum.StrEnum):
 
 
 class ColdSituation(msgspec.Struct, frozen=True):
-    """The inputs of a decision on a request. `state_after_restart` is the state the engine returns to after a restart."""
+    """A moment's states, sleep policy and limits of cold requests, from which a request's fate follows without asking the engine."""
 
     state: EngineState
     state_after_restart: EngineState
@@ -117,7 +117,7 @@ class Rules(Protocol):
 
     @property
     def cold_requests(self) -> ColdRequests:
-        """Return the handling of requests that the model cannot serve yet."""
+        """Mode, highest number and longest time for requests that find the model loading, asleep or waking."""
 
 
 class Life(Protocol):
@@ -125,14 +125,14 @@ class Life(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """The state as shown."""
+        """The state for clients: RESTARTING hides the one behind it until the ranks are back."""
 
     @property
     def state_after_restart(self) -> EngineState:
-        """The state the engine returns to after a restart."""
+        """The state behind RESTARTING, which follows once the ranks are back; the same as `state` at all other times."""
 
     async def wait_for_change(self) -> None:
-        """Wait until another state is shown."""
+        """Block until `state` has a new value; changes before the call do not count."""
 
 
 class HoldBudget:
@@ -197,7 +197,7 @@ class Holding:
 
     @property
     def current(self) -> int:
-        """Number of requests that wait now."""
+        """Length of the queue of requests that wait for the model to serve; `max_held` is compared with it."""
         return len(self._places)
 
     def document(self) -> HeldDocument:
@@ -283,7 +283,7 @@ class Holding:
                 place.end(error, HeldOutcome.REFUSED)
 
     def _pause_s(self) -> float:
-        """Return the seconds until the next look while the state does not change."""
+        """Return the seconds to the nearest deadline of a held request, no more than LOOK_S; 0 if it has passed or none is held."""
         first_s = min((place.deadline_s for place in self._places.values()), default=0.0)
         return max(0.0, min(LOOK_S, first_s - self._clock()))
 

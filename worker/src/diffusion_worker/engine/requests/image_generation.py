@@ -44,7 +44,7 @@ async def make_images(steps: StepLoop, params: GenerationParams, work: AdmittedR
 
 
 def _input_images(params: GenerationParams) -> list[InputImage]:
-    """Return the images of a request in the order of its frames: those it starts from, then its mask."""
+    """List what goes to the ranks as frames: the images to edit in the client's order, then the mask if there is one."""
     return [*params.images, *([params.mask] if params.mask else [])]
 
 

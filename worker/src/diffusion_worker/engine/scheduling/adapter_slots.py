@@ -39,7 +39,7 @@ class AdapterSlots:
             self._users = +self._users
 
     def clear(self) -> None:
-        """Release all slots: no request is with the ranks any more."""
+        """Free the slots of all requests because their ranks are lost; a reservation for a waiting one stays."""
         self._users.clear()
 
     def reserve(self, waiting: Iterable[QueuedRequest]) -> None:

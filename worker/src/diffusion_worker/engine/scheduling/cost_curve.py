@@ -83,7 +83,10 @@ class CostCurve:
         return min(demand, 1 << min(level for level, cost_s in costs.items() if cost_s <= min(costs.values()) * (1 + WORTH)))
 
     def seconds(self, batch: int) -> float | None:
-        """Return the seconds of a step of this size, from the nearest measured one; None before the first report."""
+        """Estimate a step's seconds with `batch` requests from the level nearest to it, a slow guess rather than a fast one.
+
+        None means that no step of this class was measured yet.
+        """
         if not self._levels:
             return None
         wanted = _level_of(batch)
@@ -103,10 +106,10 @@ class CostCurve:
 
 
 def _is_flat(costs: list[float]) -> bool:
-    """Return whether the smaller of the last two batches makes an image as cheaply as the larger one."""
+    """Return True if the last cost per image, that of a smaller batch, is at most WORTH above the one before; False without two costs."""
     return len(costs) >= 2 and costs[-1] <= costs[-2] * (1 + WORTH)
 
 
 def _level_of(batch: int) -> int:
-    """Return the level of a batch size: 0 for 1, 1 for 2, 2 for 3 and 4, 3 for 5 to 8, …"""
+    """Return the exponent of the least power of two that holds the batch: 0 for 1, 1 for 2, 2 for 4, 3 for 8."""
     return (batch - 1).bit_length()

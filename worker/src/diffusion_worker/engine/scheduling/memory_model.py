@@ -67,7 +67,10 @@ class MemoryModel:
             del self._batches[next(iter(self._batches))]
 
     def failed(self, load: float, now_s: float) -> None:
-        """Record that a request of this load ran out of memory while no other was with the ranks."""
+        """Lower `most_load` below this load, because such a request had no room although it was alone.
+
+        A success with as large a load lifts the limit, and so do FORGET_S seconds.
+        """
         self._failed_load = min(load, self._failed_load)
         self._failed_at_s = now_s
 

@@ -27,10 +27,10 @@ class Defaults(msgspec.Struct, frozen=True):
 
 
 class RequestClass(msgspec.Struct, frozen=True):
-    """Properties that requests must have in common to share steps.
+    """A kind of model call: only requests for which all of these are equal share a step.
 
-    An edit that starts from its image is of one class with images made from text, as the model calls are the same.
-    `references` are the pixels of images that the model sees beside the one it makes.
+    An edit that starts from its image is of the same class as an image from text, since its calls do not differ. `references` counts the
+    pixels of input images that the model sees in each call. Sizes are None while nobody knows the pipeline's own.
     """
 
     height: int | None
@@ -58,12 +58,12 @@ class RequestClass(msgspec.Struct, frozen=True):
 
 
 def is_guided(guidance_scale: float | None) -> bool:
-    """Return whether guidance doubles the model calls. Without a scale guidance is assumed, as most pipelines have it on."""
+    """Return True if a step takes two model calls for guidance: the scale is over 1, or absent, since most pipelines then guide."""
     return guidance_scale is None or guidance_scale > 1
 
 
 def class_of(spec: RequestSpec, defaults: Defaults) -> RequestClass:
-    """Return the class of a request; the defaults stand for values that it leaves open."""
+    """Sort a spec into its class; height, width and frames that it leaves open are the pipeline's, from `defaults`."""
     return RequestClass(
         height=spec.height or defaults.height,
         width=spec.width or defaults.width,

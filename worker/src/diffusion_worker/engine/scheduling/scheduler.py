@@ -64,9 +64,10 @@ class StepScheduler:
     """Waiting and running requests of one rank group, and the tick that moves some of them on."""
 
     def __init__(self, max_batch_size: int, *, slots: int = 1, window_s: float = 0.0) -> None:
-        """Set up the scheduler without requests.
+        """Begin without requests, measured costs or a known size of memory.
 
-        `slots` is the number of adapters that requests on the ranks may use at once. `window_s` is how long a first step waits for company.
+        `max_batch_size` limits a step. `slots` limits the adapters of all requests on the ranks together. `window_s` is the time in seconds
+        for which a class that has not started waits for more requests.
         """
         self.memory = MemoryModel()
         self._slots = AdapterSlots(slots)
@@ -127,7 +128,7 @@ class StepScheduler:
         self._queues.setdefault(kind, ClassQueue(kind)).add(request)
 
     def remove(self, request_id: str) -> None:
-        """Remove a request that is not wanted any more: it leaves the ranks with the next tick, or never joins."""
+        """Take a request out, in whatever state: the next tick removes a joined one from the ranks, and an unknown id does nothing."""
         request = self._requests.get(request_id)
         if request is not None:
             if request.joined:
@@ -285,9 +286,9 @@ class StepScheduler:
         return self._residents.count == 0 and not self._sent
 
     def _batch(self, queue: ClassQueue, now_s: float) -> list[QueuedRequest]:
-        """Return the requests of a class that would take a step now, oldest first.
+        """Choose a class's requests for a step at `now_s` by age; none if all are on their way or the class still waits for company.
 
-        Requests that only have to be decoded take no place in the batch.
+        A last tick, which only decodes, takes no place. No request joins while another waits to run alone.
         """
         demand = queue.demand(self._max_batch_size)
         size = self._size(queue.kind, demand)
@@ -298,7 +299,10 @@ class StepScheduler:
         return self._filled(queue, size, min(size, room))
 
     def _filled(self, queue: ClassQueue, size: int, joins: int) -> list[QueuedRequest]:
-        """Return up to `size` requests that denoise, of which `joins` may join, and all that only have to be decoded."""
+        """Pick the requests that only have to be decoded, and up to `size` others, of which at most `joins` are new to the ranks.
+
+        New ones whose adapters have no slots are passed over and noted in `_passed`.
+        """
         batch: list[QueuedRequest] = []
         joining: set[int] = set()
         here, passed = queue.joined, 0
@@ -321,7 +325,7 @@ class StepScheduler:
         return batch
 
     def _size(self, kind: RequestClass, demand: int) -> int:
-        """Return the most requests of a class in one step."""
+        """Choose a batch size for a class by its costs, no larger than memory and demand allow; exact requests run one by one."""
         if demand == 0 or kind.exact:
             return min(demand, 1)
         return self._costs.batch(kind, self.memory.batch(kind, demand, beside_bytes=self._residents.bytes_beside(kind)))
@@ -333,7 +337,7 @@ class StepScheduler:
         return demand < self._size(queue.kind, self._max_batch_size)
 
     def _is_last(self, request: QueuedRequest) -> bool:
-        """Return whether its next tick is known to be its last, in which it is decoded."""
+        """Return True if a running request has only its decoding tick left, by the length that all others of its parameters had."""
         return request.sent > 0 and request.left == 1 and self._lengths.sure(self._course(request.spec))
 
     def _is_overdue(self, queue: ClassQueue, now_s: float) -> bool:

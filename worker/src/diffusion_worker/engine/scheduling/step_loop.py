@@ -190,9 +190,10 @@ class StepLoop:
         on_event: OnEvent | None = None,
         on_join: Callable[[], None] | None = None,
     ) -> asyncio.Future[FinishedPixels]:
-        """Queue a request with the frames of its images; the caller must also call `forget`, however it ends.
+        """Queue a request and return the future of its pixels. The caller must `forget` the request in every case.
 
-        `on_event` is called on the event loop, with `index` in each event, and `on_join` when the request goes to the ranks first.
+        While its content is refused, as it lost the rank group twice, the future fails at once with RequestFailed. Events reach `on_event`
+        on the event loop, each with `index`. `on_join` is called when the ranks first get the request.
         """
         outcome: asyncio.Future[FinishedPixels] = asyncio.get_running_loop().create_future()
         now_s = self._clock()
@@ -380,7 +381,7 @@ class StepLoop:
             stats.prompt_cache = _added(self._prompts_before, done.prompt_cache)
 
     def _keep_prompt_counts(self) -> None:
-        """Keep the counts of the prompt cache, as the next generation of ranks has an empty one and counts from 0."""
+        """Save the lost generation's hits and misses of the prompt cache, onto which the next one's are added; its entries are gone."""
         if self.stats.prompt_cache is not None:
             self.stats.prompt_cache = self._prompts_before = msgspec.structs.replace(self.stats.prompt_cache, size=0)
 

@@ -71,10 +71,12 @@ class SleepCalls:
         return True
 
     def wake(self, call: WakeCall) -> bool:
-        """Wake; return True while this operation, or the one it joined or cancelled, runs, False if nothing is left to do.
+        """Begin a wake, cancel a drain, or join a wake of at least the same tags.
+
+        Return False if the model is awake or the operation is over. The policy of the call takes effect even if the call fails.
 
         Raises:
-            RequestError: Conflict with a sleep or with a wake of fewer tags, Starting, Busy while the group is started again.
+            RequestError: Conflict with a sleep after its drain, or with a wake of fewer tags. Starting. Busy during a restart.
         """
         self._rules.declare(call.policy)
         if (running := self._repeated(call.operation_id)) is not None:

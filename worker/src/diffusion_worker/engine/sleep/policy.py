@@ -35,7 +35,11 @@ class SleepRules:
     """
 
     def __init__(self, path: str | None) -> None:
-        """Read the file; raise ConfigError if it cannot be read."""
+        """Take policy and limits from the desired file, or defaults without a path.
+
+        Raises:
+            ConfigError: the file is missing, unreadable or not in its format.
+        """
         self._path = path
         self._seen = _stamp(path)
         self._desired = read_desired(path)
@@ -55,7 +59,7 @@ class SleepRules:
 
     @property
     def sleep(self) -> DesiredSleep:
-        """Level and wake timeout for sleeps and wakes that the worker begins by itself."""
+        """The desired file's level and wake timeout, which count for sleeps by policy and wakes for requests; calls bring their own."""
         return self.desired.sleep
 
     @property

@@ -57,11 +57,14 @@ class Sleeper:
             self._quieting.cancel()
 
     async def sleep(self, call: SleepCall) -> TaskOutcome:
-        """Put the model to sleep, after `begin_sleep`.
+        """Drain the requests, let every rank free memory to the level of the call, and check that it did; call `begin_sleep` before.
+
+        A model that is asleep already skips the drain. Ranks that are lost meanwhile come back asleep, and acknowledgements may then be
+        missing.
 
         Raises:
-            RequestError: Cancelled, or an error of the ranks: the model serves on, verified. Timeout and MemoryNotReleased: the
-                group was started again and sleeps. GroupFailed: it is lost for good.
+            RequestError: Cancelled by a wake during the drain, or a refusal by the ranks: requests are served again. Timeout,
+                MemoryNotReleased, or any error of a model that slept before: it sleeps on new ranks. GroupFailed: no ranks are left.
         """
         was_asleep = self._life.state_after_restart is EngineState.SLEEPING
         if not was_asleep:

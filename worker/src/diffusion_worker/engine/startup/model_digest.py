@@ -22,14 +22,14 @@ LOWEST_PRIORITY = 19
 
 
 class Stopped(Exception):
-    """Raised when a digest is not wanted any more."""
+    """Raised while a file is hashed, after `stop` was set; there is no digest then."""
 
 
 def digest_of(folder: Path, stop: threading.Event) -> str:
-    """Return `sha256:` and the SHA-256 in hex of a text with one line for each file of the folder, sorted by path.
+    """Hash the content of a folder: SHA-256 over a list of its files by path, in hex after `sha256:`.
 
-    A line is the file's SHA-256 in hex, two spaces, its path in the folder with slashes, and a newline, as `sha256sum` prints it.
-    Files and folders whose names begin with a dot (of git, of download tools) are left out; links to files are followed.
+    The list is as `sha256sum` writes it: the file's SHA-256 in hex, two spaces, its path from the folder with slashes, a newline. Hidden
+    files and folders, such as those of git or a download, do not count. Links to files count as files; links to folders are skipped.
 
     Raises:
         OSError: a file cannot be read. Stopped: `stop` was set.
@@ -61,7 +61,10 @@ def _digest_of_file(path: Path, piece: memoryview, stop: threading.Event) -> str
 
 
 class ModelDigest:
-    """The digest of one folder, in `value` once it is known. Call `begin` once, and `end` before the process ends."""
+    """A thread of low priority that hashes a folder, begun once by `begin` and stopped by `end`.
+
+    `value` is None until it is done, and stays so if it is stopped or a file cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.value: str | None = None

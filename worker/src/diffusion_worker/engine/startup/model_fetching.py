@@ -46,10 +46,12 @@ class ModelFetch:
         return self._config.model_source is not None
 
     async def run(self) -> None:
-        """Fetch the model and link it; try again while that may help and the time for a start lasts.
+        """Bring the model from its source to the path of `--model`, as a link to the fetched folder; do nothing without a source.
+
+        Errors that may pass are retried, with growing pauses, within the time for a start.
 
         Raises:
-            ConfigError: the model cannot be fetched.
+            ConfigError: the last error of the fetch, or the folder has no model.
         """
         if self._config.model_source is None:
             return

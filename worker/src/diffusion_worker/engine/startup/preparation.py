@@ -84,7 +84,7 @@ class Preparation:
             raise GroupFailed(f"the fingerprints of the loaded ranks cannot be taken: {error.message}") from None
 
     def discarded(self) -> None:
-        """Record that the ranks keep nothing in host memory any more: their adapters are loaded again at the wake."""
+        """Mark all adapters as gone from the ranks: the next wake loads them, except those on demand, which their requests load."""
         self._adapters.ranks_emptied()
 
     async def after_wake(self, until_s: float) -> None:

@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """The tasks that step and watch one rank group. `failed` is called with the reason when the engine cannot go on."""
+    """Two tasks for a rank group: one steps its requests, the other starts a lost group again, within the budget.
+
+    `failed` gets the reason when the engine cannot go on, such as when no restart is left.
+    """
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class Supervisor:
         self._life.stage = LoadStage.DONE
 
     async def _stop_stepping(self) -> None:
-        """End the stepping task, which ends by itself only while it waits for the group."""
+        """Cancel the stepping task and wait until it is over; a loss ends it only if it needs the group just then."""
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)

@@ -63,7 +63,7 @@ class Operations:
         self._results: dict[str, OperationResult | str] = {}
 
     def running(self) -> Operation | None:
-        """Snapshot the sleep or wake in progress with its age in seconds; None between operations."""
+        """Return id, kind and age in seconds of the sleep or wake that runs; None if there is none."""
         now = self._running
         return None if now is None else Operation(now.operation_id, now.kind, round(time.monotonic() - now.began_s, 3))
 
@@ -81,7 +81,7 @@ class Operations:
             self._remember(operation_id, self._running.operation_id)
 
     def require_idle(self, kind: str) -> None:
-        """Raise RequestError (Conflict) that names the operation in progress, if there is one."""
+        """Refuse a call of this kind while a sleep or wake runs, by RequestError (Conflict) with the id and kind of that in `details`."""
         if self._running is not None:
             operation_id, running = self._running.operation_id, self._running.kind
             raise RequestError(

@@ -12,10 +12,10 @@ from diffusion_worker.messages import RpcReply
 
 
 class CallAll(Protocol):
-    """A call of a method on every rank."""
+    """The type of `RankCalls.call_all`, for code that needs no more than calls to the ranks."""
 
     async def __call__(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
-        """Return the replies; raise one RequestError that names the ranks that failed."""
+        """Call `method` with `kwargs` on all ranks, and wait up to `timeout_s` seconds; return and raise as `RankCalls.call_all`."""
 
 
 class RankCalls:
@@ -25,14 +25,18 @@ class RankCalls:
         self._ranks = ranks
 
     async def call_all(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
-        """Run a method on every rank and return the replies; raise one RequestError that names the ranks that failed."""
+        """Run a method on all ranks at once; return a reply of each, in rank order and without errors.
+
+        Raises:
+            RequestError: Timeout; the error of all ranks, if it is the same; otherwise RankFailed, with the ranks that failed in `details`.
+        """
         replies = await self._ranks.call(method, timeout_s=timeout_s, output_rank=None, exec_all_ranks=False, **kwargs)
         require_success(method, replies)
         return replies
 
 
 def require_success(method: str, replies: Sequence[RpcReply]) -> None:
-    """Raise one RequestError for all ranks that failed, naming them."""
+    """Raise RequestError if any reply has an error: that error if all ranks agree on it, otherwise RankFailed with every message."""
     failed = [(reply.rank, reply.error) for reply in replies if reply.error is not None]
     if not failed:
         return

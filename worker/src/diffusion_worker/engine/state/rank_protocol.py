@@ -62,13 +62,16 @@ class RankGroup(Protocol):
         """Numbers of frames that were no valid message and were dropped, at the server's end and at the ranks'."""
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
-        """Start the processes and load the model; raise ConfigError if the model or an option is wrong.
+        """Start a process for each rank, have all load the model, and return its description.
 
-        With `asleep` the ranks know the model but hold no weights, as after a sleep of level Discard: the first wake loads them.
+        With `asleep` no weights are read before the first wake, just as after a sleep of level Discard.
+
+        Raises:
+            ConfigError: an option or the model is wrong. GroupFailed: the ranks did not come up.
         """
 
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
-        """End what is left of a lost generation and start the next one; raise as `start` does."""
+        """Start the next generation in place of a lost one, whose processes are ended first; results and errors are those of `start`."""
 
     def lose(self, reason: str, fault: Fault) -> None:
         """End this generation as lost, as its results cannot be trusted; harmless if it is lost already."""
@@ -85,12 +88,12 @@ class RankGroup(Protocol):
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
     ) -> list[RpcReply]:
-        """Run a method between two ticks, on every rank or on `output_rank`; return the replies in rank order.
+        """Run a method while no tick runs, and wait for its replies, which are sorted by rank.
 
-        With `output_rank` and `exec_all_ranks` all run it, and only that rank's reply has a result.
+        Every rank runs it, or only `output_rank`. With `exec_all_ranks` as well, others run it too but reply without a result.
 
         Raises:
-            RequestError: code Timeout, naming the method, when a rank did not answer in time.
+            RequestError: Timeout with the method's name, if a rank is silent for `timeout_s` seconds.
         """
 
     async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
@@ -101,10 +104,10 @@ class RankGroup(Protocol):
         """
 
     async def failed(self) -> Loss:
-        """Wait until this generation is lost, and return the loss."""
+        """Block while this generation lives, and return the reason for its loss; many may wait, and each may be cancelled alone."""
 
     def documents(self) -> list[RankDocument]:
-        """Return the ranks as the state document shows them."""
+        """Describe every rank of `--ranks` for the state document, also those without a process, which are starting."""
 
     def load_progress(self) -> tuple[int, int]:
         """Return (done, total) bytes of the load, summed over the ranks; (0, 0) until the first rank reports."""

@@ -54,7 +54,7 @@ class LossRecord(msgspec.Struct):
         self.last, self.last_generation, self.last_at_s = loss, generation, now_s
 
     def document(self, now_s: float) -> LossDocument | None:
-        """Return the last loss for the state document; None before the first."""
+        """Describe the latest loss, with its generation and the seconds since then; None if no group was lost."""
         if self.last is None:
             return None
         return LossDocument(self.last.fault, self.last.reason, self.last_generation, round(now_s - self.last_at_s, 3))

@@ -36,9 +36,9 @@ class LoadStage(enum.StrEnum):
 
 
 class AdapterState(enum.StrEnum):
-    """The state of an adapter; only a `Loaded` one is served. A `Cached` one is known, and its file is local, but no rank has it in memory.
+    """The life of an adapter; requests run with it only while it is `Loaded`.
 
-    A `Deferred` one came, or lost its memory, while the model slept: it is loaded before the model serves again.
+    A `Cached` one has its file here, but is on no rank. A `Deferred` one came during a sleep, or left the ranks in one: the wake loads it.
     """
 
     FETCHING = "Fetching"
@@ -60,7 +60,7 @@ class RankState(enum.StrEnum):
 
 
 class SleepMode(enum.StrEnum):
-    """A sleep's handling of running requests: let them finish, or end them with code `Asleep`."""
+    """The fate of running requests at a sleep: finish within the deadline, or end at once with code `Asleep`."""
 
     WAIT = "Wait"
     ABORT = "Abort"
@@ -124,7 +124,7 @@ class HeldDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class LoadDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """Progress of a load, in bytes: of the model's files while they are fetched, then of weights summed over the ranks."""
+    """The stage of a start, and its bytes: those of files that are fetched, then those of weights on all ranks; 0 if unknown."""
 
     stage: LoadStage
     bytes_done: int
@@ -149,7 +149,7 @@ class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class RankDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """A rank; `last_progress_age_seconds` is the age of its last message."""
+    """A rank's process, state and memory; `pid` and the seconds since its last message are null until it has a process."""
 
     rank: int
     pid: int | None
@@ -267,10 +267,10 @@ class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", f
 
 
 class SleepCall(OperationCall, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """Body of a sleep. `deadline_seconds` bounds the drain; past it, running requests are ended as by `Abort`.
+    """Body of a sleep. Requests still running after `deadline_seconds` end as in mode `Abort`.
 
-    With `if_idle_since` the call is refused with Busy unless no request came or ran for so many seconds, by this worker's own clock.
-    `policy` is the sleep policy from now on; None leaves it.
+    `if_idle_since` is a number of seconds: if a request came or ran within it, by this worker's clock, the answer is Busy. `policy`
+    replaces the one in force; None keeps it.
     """
 
     level: SleepLevel = SleepLevel.HOST_MEMORY
@@ -329,14 +329,14 @@ class ProfileCall(OperationCall, frozen=True, kw_only=True, rename="camel", forb
 
 
 class ProfileDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """State of a trace on every rank, and the files that the ranks wrote, as paths on the worker."""
+    """The answer to a profile call: if every rank traces now, and after the end each rank's file by its path in the worker."""
 
     running: bool
     files: list[str] = []
 
 
 class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
-    """An adapter of the desired file."""
+    """An adapter that a mounted file declares: the fields of a put, and the seconds that its load may take."""
 
     name: str
     source: Source
@@ -371,7 +371,7 @@ class DesiredModel(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class DesiredSleep(msgspec.Struct, frozen=True, rename="camel"):
-    """The sleep part of the desired file. `level` is for sleeps that the worker begins by itself."""
+    """The sleep policy that a mounted file declares, with level and wake timeout for sleeps and wakes without a call."""
 
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
     level: SleepLevel = SleepLevel.HOST_MEMORY
