@@ -51,7 +51,10 @@ _OTHER_FORMATS = (
 
 
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
-    """The entry of a tensor: `begin` and `end` are counted in bytes from the end of the header."""
+    """A tensor's dtype, shape and byte range in a checked file.
+
+    Add `AdapterHeader.data_start` to `begin` and `end` to get offsets in the file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +66,10 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_FILE_BYTES)]
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """The entry of a tensor as the header writes it."""
+    """A tensor's entry in the JSON of a header.
+
+    Decoding refuses other fields, over `MAX_DIMENSIONS` dimensions, and sizes over `MAX_FILE_BYTES`.
+    """
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
@@ -85,10 +91,12 @@ class AdapterHeader(msgspec.Struct, frozen=True):
 
 
 def read_header(path: str | Path, *, name: str | None = None) -> AdapterHeader:
-    """Read and check the header of a file; nothing after it is read. Messages use `name`, or the path without one.
+    """Open a safetensors file and parse its header, without reading any tensor.
+
+    `name` stands for the adapter in errors; by default its path does.
 
     Raises:
-        RequestError: InvalidAdapter, or UnsupportedFormat for a pickle.
+        RequestError: InvalidAdapter; UnsupportedFormat for a pickle, GGUF or HDF5 file.
     """
     label = f"adapter {name or str(path)!r}"
     descriptor = open_file(Path(path), label)
@@ -222,7 +230,10 @@ def _entry(name: str, raw: msgspec.Raw, label: str) -> TensorEntry:
 
 
 def _wrong_entry(name: str, raw: msgspec.Raw, label: str) -> RequestError:
-    """Return the error for an entry that cannot be decoded, which names the wrong field."""
+    """Return the InvalidAdapter error for an entry that `_Entry` refused.
+
+    Plain JSON shows if the dtype, shape, data_offsets or field names are at fault.
+    """
     try:
         value = json.loads(bytes(raw))
     except (ValueError, RecursionError):
@@ -243,7 +254,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_ranges(tensors: Mapping[str, TensorEntry], data_bytes: int, label: str) -> None:
-    """Raise RequestError (InvalidAdapter) unless the ranges follow each other from the first byte of the data to the last."""
+    """Raise RequestError (InvalidAdapter) for a gap or an overlap of tensors, or if they do not fill `data_bytes`, the rest of the file."""
     at = 0
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != at:

@@ -10,9 +10,10 @@ from diffusion_worker.lora.slot_bank import ColumnRun
 
 
 class HostAdapter(NamedTuple):
-    """An adapter ready to be written into a slot. Layers that it does not name take no memory.
+    """The factors of an adapter in host memory, laid out as a slot has them.
 
-    `kept` is the buffer of bytes that holds the values of all runs.
+    `parts` lists the parts of layers that it changes; no others take memory. The values of all `runs` are views of `kept`, a flat buffer of
+    bytes. `rank` is the number of rows that it takes in a slot.
     """
 
     components: frozenset[str]

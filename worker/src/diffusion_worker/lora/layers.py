@@ -129,7 +129,10 @@ class LoRALayer(nn.Module):
     def _add_shared(
         self, x: torch.Tensor, out: torch.Tensor, part: BankPart, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add the same update to all rows of `out`, and return it: a [length, in], b [length, out], scales [1, length]."""
+        """Apply factors that all rows share to `out`; return it or a contiguous copy.
+
+        Both have `length` bank rows, and `scales` is [1, length] or None.
+        """
         raise NotImplementedError
 
     def _add_each(
@@ -184,7 +187,10 @@ def _rows_of(x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
 
 
 def _take(bank: torch.Tensor, call: RowAdapters, dtype: torch.dtype) -> torch.Tensor:
-    """Return the bank rows of a call: [length, columns] if shared, else [rows, length, columns]."""
+    """Select the factors of a call's adapters, in `dtype`.
+
+    They are [length, columns] if all rows share them, or a stack of these for the rows that use any.
+    """
     taken = bank[call.index] if isinstance(call.index, slice) else bank.index_select(0, call.index)
     taken = taken if taken.dtype == dtype else taken.to(dtype)
     return taken if call.shared else taken.view(call.count, call.length, -1)

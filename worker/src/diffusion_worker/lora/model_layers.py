@@ -28,10 +28,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(eq=False)
 class ModelLayer:
-    """A layer that can be wrapped: its places in the model, and the shapes that an adapter's factors must have.
+    """A layer of the model that adapters may change, with its places there and the shapes that fit it.
 
-    `inputs` is the shape of A without its rank, `outputs` the sizes of the parts of a fused layer (one for any other).
-    `places` are the modules that hold it, and its name in each. A layer of a table has no `base`, but a `known_dtype`.
+    A is [rank, *inputs]. `outputs` has the rows of B for each part of a fused layer, or a single number. `places` lists each parent module
+    and the layer's name in it. A layer of a table has neither a `base` nor places, and its dtype is `known_dtype`.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ModelLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the layer computes."""
+        """`known_dtype` if set; otherwise the base's `compute_dtype`, as a 4-bit layer has one, or the dtype of its weight."""
         if self.known_dtype is not None:
             return self.known_dtype
         found: torch.dtype = getattr(self.base, "compute_dtype", None) or stored_as(self.base).dtype
@@ -155,7 +155,10 @@ class ModelLayers:
         return bool(self._layers)
 
     def find(self, name: str) -> LayerMatch:
-        """Find the layers, or parts of layers, that a name in an adapter means."""
+        """Return the match for a name in an adapter: a layer, a part of a fused layer, or several layers.
+
+        The match has no pieces if the name is unknown.
+        """
         found = self._found.get(name)
         if found is None:
             pieces = tuple(self._look_up(name))
@@ -204,7 +207,10 @@ def can_be_wrapped(module: nn.Module) -> bool:
 
 
 def without_points(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without the sizes of 1 at its end; the first size stays."""
+    """Drop trailing sizes of 1 from a shape, so that a convolution with a kernel of size 1 compares equal to a linear layer.
+
+    The first size stays.
+    """
     last = max((number for number, size in enumerate(shape) if size != 1), default=0)
     return tuple(shape[: last + 1])
 

@@ -19,7 +19,7 @@ DUMMY_RANK = 8
 
 
 class Slots(Protocol):
-    """The layers with the slots that adapters are active in: `AdapterLayers`."""
+    """The interface through which a manager reaches the layers and their slots, numbered from 0. `AdapterLayers` implements it."""
 
     @property
     def max_rank(self) -> int:
@@ -38,7 +38,7 @@ class Slots(Protocol):
         """Empty a slot."""
 
     def rows(self, uses: Sequence[Sequence[SlotUse]]) -> AbstractContextManager[None]:
-        """Make the rows of a call use slots, inside the `with` block alone."""
+        """Return a context in which row i of a call uses the slots in `uses[i]`; an empty entry means no adapter."""
 
 
 class LoRAModel(msgspec.Struct, frozen=True):
@@ -69,14 +69,17 @@ class LoRAModelManager:
 
     @property
     def adapter_slots(self) -> int:
-        """The number of adapters that can be active at once: `lora_slots`, under the name that managers of any adapters use."""
+        """The number of slots, which bounds the adapters active at once.
+
+        It equals `lora_slots`; managers of other kinds of adapters also have this name.
+        """
         return self.lora_slots
 
     def register_module(self, name: str) -> bool:
-        """Give the layer `component.path` its slots now, not when the first adapter names it; return False if it has them.
+        """Wrap a layer, named `component.path`, before any adapter names it. Return False if the name's layers all have slots.
 
         Raises:
-            ValueError: there is no such layer, or none that may have adapters.
+            ValueError: the name means no layer, or adapters may not change it.
         """
         return self._layers.register_module(name)
 
@@ -89,7 +92,7 @@ class LoRAModelManager:
         return LoRAModel(lora_int_id, "dummy", self._layers.dummy(rank))
 
     def get_dummy_lora_warmup_rank(self, default_rank: int = DUMMY_RANK) -> int:
-        """Return the rank for an adapter of a warm-up: the default, or the largest that fits if that is less."""
+        """Return `default_rank`, lowered to the slots' largest rank if that is smaller, so that `create_dummy_lora` accepts it."""
         return min(default_rank, self._layers.max_rank)
 
     def set_adapter_mapping(self, mapping: Sequence[Mapping[int, float]]) -> AbstractContextManager[None]:
@@ -115,10 +118,10 @@ class LoRAModelManager:
         return True
 
     def activate_adapter(self, lora_int_id: int) -> bool:
-        """Put a registered adapter into a slot; return False if it is in one already.
+        """Write an adapter into the lowest free slot and return True, or return False if it has a slot already. Nothing is evicted.
 
         Raises:
-            ValueError: it is not registered. RequestError: CapacityExceeded, no slot is free.
+            ValueError: the id is not registered. RequestError: CapacityExceeded, other adapters are in all slots.
         """
         model = self._require(lora_int_id)
         if lora_int_id in self._active:
@@ -131,7 +134,7 @@ class LoRAModelManager:
         return True
 
     def deactivate_adapter(self, lora_int_id: int) -> bool:
-        """Take an adapter out of its slot; return False if it is in none."""
+        """Empty the slot of an adapter, which stays registered; return False if it is not active."""
         slot = self._active.pop(lora_int_id, None)
         if slot is None:
             return False
@@ -148,7 +151,7 @@ class LoRAModelManager:
         raise NotImplementedError(f"adapter {lora_int_id}: pinning is LRUCacheLoRAModelManager's, this manager evicts nothing")
 
     def remove_adapter(self, lora_int_id: int) -> bool:
-        """Take an adapter out of its slot and forget it; return False if it is not registered."""
+        """Forget an adapter and empty its slot, if it has one; return False for an unknown id."""
         self.deactivate_adapter(lora_int_id)
         return self._registered.pop(lora_int_id, None) is not None
 
@@ -158,7 +161,7 @@ class LoRAModelManager:
             self.remove_adapter(lora_int_id)
 
     def list_adapters(self) -> dict[int, LoRAModel]:
-        """Return the registered adapters by id, the least recently used first, as a copy."""
+        """Return a copy of the registered adapters by id; the last is the newest or, in the evicting manager, the most recently used."""
         return dict(self._registered)
 
     def get_adapter(self, lora_int_id: int) -> LoRAModel | None:
@@ -203,7 +206,13 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return super().add_adapter(model)
 
     def activate_adapter(self, lora_int_id: int) -> bool:
-        """Put an adapter into a slot, in the place of another if none is free; return False if it is in one already."""
+        """Put an adapter into a slot and count it as used; return False if it has a slot.
+
+        Without a free one, take that of the least recently used. Slots of pinned adapters and of those in use are never taken.
+
+        Raises:
+            ValueError: it is not registered. RequestError: CapacityExceeded, no slot can be taken.
+        """
         self._require(lora_int_id)
         self.touch(lora_int_id)
         if lora_int_id not in self._active and len(self._active) >= self.lora_slots:
@@ -223,12 +232,12 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return oldest is not None and self.remove_adapter(oldest)
 
     def evictable(self) -> list[int]:
-        """Return the ids of the adapters that may be evicted, the least recently used first."""
+        """Return the ids of registered adapters that are neither pinned, kept nor used by running rows. The first was used longest ago."""
         busy = self._kept | set(self._in_use())
         return [known for known in self._registered if known not in busy]
 
     def touch(self, lora_int_id: int) -> bool:
-        """Count an adapter as used just now; return False if it is not registered."""
+        """Mark an adapter as the most recently used, in memory and in its slot if it has one; return False for an unknown id."""
         if lora_int_id not in self._registered:
             return False
         self._registered[lora_int_id] = self._registered.pop(lora_int_id)
@@ -237,10 +246,10 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return True
 
     def pin_adapter(self, lora_int_id: int) -> bool:
-        """Keep an adapter registered and active, until it is unpinned or removed.
+        """Give an adapter a slot, which no other may take, and return True. `unpin_adapter` or its removal end this.
 
         Raises:
-            ValueError: it is not registered. RequestError: CapacityExceeded, no slot can be freed.
+            ValueError: it is not registered. RequestError: CapacityExceeded, all slots are pinned or in use.
         """
         self._require(lora_int_id)
         self.activate_adapter(lora_int_id)

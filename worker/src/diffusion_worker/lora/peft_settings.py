@@ -134,13 +134,12 @@ def read_settings(path: Path, label: str, *, root: Path | None = None) -> PeftSe
 
 
 def settings_in_metadata(metadata: Mapping[str, str], label: str, *, denoiser: str) -> dict[str, PeftSettings]:
-    """Read the settings that diffusers wrote beside the tensors, by component; empty if it wrote none.
+    """Decode the peft settings in a file's metadata, where diffusers puts them, by component. Without that key the result is empty.
 
-    Fields without a component's name are the denoiser's: `save_lora_adapter` writes the adapter of a single model, and only
-    denoisers have that method.
+    A field without a component's name belongs to `denoiser`. Only denoisers have `save_lora_adapter`, which writes such fields.
 
     Raises:
-        RequestError: InvalidAdapter, or UnsupportedFormat if the adapter is no plain LoRA or has unknown settings.
+        RequestError: InvalidAdapter for what cannot be read; UnsupportedFormat if it is not a plain LoRA, or a setting is unknown.
     """
     text = metadata.get(METADATA_KEY)
     if text is None:

@@ -81,7 +81,7 @@ class AdapterLayers:
 
     @property
     def any_wrapped(self) -> bool:
-        """Return whether some layer has slots."""
+        """Return whether any layer is wrapped now; without one `dummy` has nothing to fill."""
         return bool(self._wrapped)
 
     @property
@@ -106,7 +106,10 @@ class AdapterLayers:
             segment.release()
 
     def restore(self) -> None:
-        """Allocate all slots again, empty; raises MemoryError or torch's own error if there is no room."""
+        """Give all slots memory after `release` or a start asleep; they hold no adapters.
+
+        Without room it raises MemoryError or torch's own error.
+        """
         for segment in self._segments:
             segment.restore()
         self._asleep = False
@@ -119,10 +122,10 @@ class AdapterLayers:
             self._wrap(layer for _, layer in self._model if id(layer.base) in inside)
 
     def register_module(self, name: str) -> bool:
-        """Give the layer `component.path` its slots now, not when the first adapter names it; return False if it has them.
+        """Wrap the layers that `component.path` means before any adapter names them. Return False if all of them are wrapped already.
 
         Raises:
-            ValueError: there is no such layer, or none that may have adapters.
+            ValueError: the name means no layer, or a layer outside the deployment's target modules.
         """
         layers = [piece.layer for piece in self._model.find(name).pieces]
         if not layers or not all(map(self._envelope.allows, layers)):
@@ -132,7 +135,10 @@ class AdapterLayers:
         return bool(new)
 
     def unregister_modules(self) -> None:
-        """Put every layer back in the place of its wrapper, and free the memory of all slots. Call it while no call runs."""
+        """Give the model its own layers back and free all slots, also of active adapters.
+
+        The caller ensures that no call of the model runs.
+        """
         for layer in self._wrapped:
             for parent, child in layer.places:
                 setattr(parent, child, layer.base)
@@ -293,6 +299,6 @@ class AdapterLayers:
 
 
 def _zeros(columns: Columns, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an A [rank, in] and a B [out, rank] of zeros that fill these columns."""
+    """Make factors that change nothing, as wide as a part's columns in the bank: A [rank, in] and B [out, rank]."""
     a, b = columns.a.stop - columns.a.start, columns.b.stop - columns.b.start
     return torch.zeros(rank, a, dtype=dtype), torch.zeros(b, rank, dtype=dtype)

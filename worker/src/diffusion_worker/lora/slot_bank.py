@@ -46,7 +46,10 @@ class Scaling(NamedTuple):
 
 
 class ColumnRun(NamedTuple):
-    """The values of an adapter for adjacent columns of a segment: [rank, columns], in the dtype of its file."""
+    """Values [rank, columns] to copy into columns of a segment from `start` on, in the file's dtype.
+
+    `scalings` are applied during the copy.
+    """
 
     segment: "Segment"
     start: int
@@ -100,7 +103,7 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Size of the whole buffer in bytes, which stays the same while it has no memory."""
         return self.rows.numel() * self.rows.element_size()
 
     def release(self) -> None:
@@ -110,14 +113,17 @@ class Segment:
         self._used.clear()
 
     def restore(self) -> None:
-        """Allocate empty slots again; raises MemoryError or torch's own error if there is no room."""
+        """Take memory after `release`, or for the first time, and zero it on an accelerator.
+
+        Raises MemoryError or torch's own error without room.
+        """
         self._slab.restore()
         if self._slab.address_range is None:  # the pages of a CPU's are zero, and cost nothing before they are written
             self._slab.bytes.zero_()
 
     @torch.inference_mode(False)
     def of(self, columns: slice) -> torch.Tensor:
-        """Return some columns of all slots: [slots x largest rank, columns]."""
+        """Lend a tensor [slots x largest rank, width of `columns`] in the buffer. It stays valid across `release` and `restore`."""
         shape = torch.Size((self._slots * self._max_rank, columns.stop - columns.start))
 
         def part(slab: torch.Tensor) -> torch.Tensor:
@@ -131,7 +137,7 @@ class Segment:
         return lent
 
     def of_slot(self, slot: int) -> torch.Tensor:
-        """Return the rows of a slot: [largest rank, all columns]."""
+        """Return a slot's part of the buffer as a view [largest rank, all columns]; an adapter of rank r fills its first r rows."""
         return self.rows[slot * self._max_rank : (slot + 1) * self._max_rank]
 
     def write(self, slot: int, runs: Sequence[ColumnRun]) -> None:
@@ -156,7 +162,10 @@ class Segment:
 
     @torch.no_grad()
     def holds(self, slot: int, run: ColumnRun) -> bool:
-        """Return whether a slot has the values that `write` makes of this run."""
+        """Compare a slot's memory with a scaled and rounded copy of the run; return whether they are equal.
+
+        Rows past its rank are not compared.
+        """
         span = run.span
         found = self.of_slot(slot)[: span.rank, span.start : span.stop]
         expected = torch.empty(found.shape, dtype=found.dtype, device=found.device)

@@ -19,7 +19,10 @@ STAND_IN_ROWS = 6
 
 
 class PaddedSD3Checkpoint(dict[str, torch.Tensor]):
-    """A mapping that the conversion of Stable Diffusion 3 takes for a whole checkpoint."""
+    """A mapping with an answer for any name: the adapter's factor, or zeros in place of a missing one.
+
+    The conversion of Stable Diffusion 3 reads it.
+    """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], *, blocks: int, dual: tuple[int, ...]) -> None:
         """Present `weights`, given by names with underscores only, as a checkpoint.
@@ -35,7 +38,7 @@ class PaddedSD3Checkpoint(dict[str, torch.Tensor]):
         return iter([self._last])
 
     def keys(self) -> Any:
-        """Return names from which the conversion finds the blocks with a second attention."""
+        """List a name for each block in `dual`, by which the conversion recognises a second attention. No other names are needed here."""
         return self._dual.keys()
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -56,9 +59,10 @@ def convert_sd3(
     dual: tuple[int, ...],
     source_of: Callable[[torch.Tensor], str | None],
 ) -> dict[str, torch.Tensor]:
-    """Return the factors of the denoiser under diffusers' names, without those whose weights the conversion does not use.
+    """Convert an adapter of Stable Diffusion 3 to diffusers' names, as pairs of factors of `transformer`.
 
-    `source_of` returns the name of the tensor that a converted one was made of.
+    Factors that `convert` never reads are dropped. `source_of` finds the tensor from which `convert` made another, by name; it returns None
+    for zeros that filled a gap.
     """
     first: dict[str, torch.Tensor] = {}
     second: dict[str, torch.Tensor] = {}

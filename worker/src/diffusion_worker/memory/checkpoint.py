@@ -16,7 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint(NamedTuple):
-    """The file and position of each tensor of a component. `variant` is the word in its file names (`fp16`), None without one."""
+    """The stored tensors of a component by name.
+
+    `variant` is the part `fp16` of names like `model.fp16.safetensors`; None for plain names.
+    """
 
     tensors: dict[str, StoredTensor]
     variant: str | None
@@ -60,7 +63,7 @@ def stored_in(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _names(stem: str, variant: str | None) -> tuple[str, str]:
-    """Return the names of a single file and of an index."""
+    """Return the file names of unsharded weights and of a shard index. A variant goes before the last suffix of each."""
     if variant is None:
         return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     return f"{stem}.{variant}.safetensors", f"{stem}.safetensors.index.{variant}.json"

@@ -26,9 +26,10 @@ class _Run(NamedTuple):
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the checksum of tensors in this order, in hexadecimal digits; it does not depend on where they are.
+    """Return the SHA-256, in hexadecimal, of the dtypes, shapes and block sums of tensors. The device does not matter.
 
-    It needs memory for the sums, and for a copy of each tensor that is not contiguous.
+    Tensors that adjoin in memory are summed as one, so compare only equal layouts. Memory is needed for sums, and for copies of
+    non-contiguous tensors.
     """
     found = [tensor.detach() for tensor in tensors]
     digest = hashlib.sha256("".join(f"{tensor.dtype} {tuple(tensor.shape)}\n" for tensor in found).encode())
@@ -39,9 +40,9 @@ def checksum(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[_Run]:
-    """Yield the tensors' bytes as runs. Tensors that lie side by side share one, as nearly all of a slab do.
+    """Join tensors that follow each other in memory into runs, in the given order. Most tensors of a slab form a single run.
 
-    A separate sum for each of a thousand tensors would cost more than the summing itself.
+    Thousands of small sums would otherwise take longer than adding up all the bytes.
     """
     current: _Run | None = None
     for tensor in tensors:
@@ -62,7 +63,7 @@ def _run_of(tensor: torch.Tensor) -> _Run:
 
 
 def _sums(run: _Run) -> torch.Tensor:
-    """Return a sum for each block, the last of which may be shorter."""
+    """Return int64 sums of the run's 64-bit words, one per block of `BLOCK_BYTES` and one for the rest, padded with zero bytes."""
     flat = torch.empty(0, dtype=torch.uint8, device=run.storage.device).set_(run.storage, run.first, (run.last - run.first,), (1,))
     if run.first % WORD_BYTES:
         flat = flat.clone()

@@ -73,7 +73,7 @@ class ComponentWeights:
             self.mirror.take(placed.view.view(-1).view(torch.uint8), start=placed.offset)
 
     def files(self) -> list[WeightFile]:
-        """Return the files that contents come from."""
+        """List the open weight files from which a wake fills this component's tensors, without duplicates."""
         return files_of([self])
 
     def discard(self) -> None:
@@ -107,17 +107,17 @@ class ComponentWeights:
 
 
 def files_of(components: Iterable[ComponentWeights]) -> list[WeightFile]:
-    """Return the files that contents of components come from, each once."""
+    """List the distinct weight files that fill tensors of components; kept and random contents have none."""
     fills = [placed.fill for component in components for placed in component.placed]
     stored = [fill.stored for fill in fills if isinstance(fill, Fill)]
     return list({id(each.file): each.file for each in stored}.values())
 
 
 def fill_again(placed: Iterable[PlacedTensor]) -> None:
-    """Fill tensors from their files, or from the copies kept of them.
+    """Fill the tensors of a restored slab that has no host mirror: from their files, from random numbers, or from `kept`.
 
     Raises:
-        ConfigError: a file ends early, or was written to meanwhile; the tensors' contents are undefined then.
+        ConfigError: a file is shorter than expected, or was changed since it was opened; the contents are then undefined.
     """
     found = list(placed)
     fill_tensors(each.fill for each in found if each.fill is not None)

@@ -122,7 +122,10 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
 
 
 def _jobs(fills: Sequence[Fill]) -> Iterator[_Piece | _Cut]:
-    """Yield jobs that together do all fills. Small tensors that lie side by side in a file share a piece."""
+    """Split fills, sorted by their place in files, into jobs for the readers.
+
+    Adjacent small tensors share a read; each fill with a `cut` is a job.
+    """
     pending: list[tuple[StoredTensor, torch.Tensor, int]] = []
     for fill in fills:
         if fill.cut is not None:
@@ -161,7 +164,7 @@ def _joined(pending: list[tuple[StoredTensor, torch.Tensor, int]]) -> _Piece:
 
 
 def _run(job: "_Piece | _Cut") -> int:
-    """Do one job; return the bytes that it put in place."""
+    """Read one job's tensors into their places, on a reader's thread; return the number of bytes there, in the dtypes of the tensors."""
     if isinstance(job, _Cut):
         view, stored, cut = job.fill
         assert cut is not None

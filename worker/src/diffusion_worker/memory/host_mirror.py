@@ -47,7 +47,7 @@ class HostMirror:
             theirs.copy_(mine, non_blocking=True)
 
     def _pairs(self, content: torch.Tensor, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair parts of the chunks with the parts of `content` that belong there."""
+        """Match `content`, the slab's bytes from `start` on, with the chunks that cover it; return equally long views of both."""
         pairs, begin, stop = [], 0, start + content.numel()
         for chunk in self._chunks:
             low, high = max(begin, start), min(begin + chunk.numel(), stop)

@@ -10,10 +10,10 @@ Contents = StoredTensor | RandomTensor
 
 
 class Placeholders:
-    """The placeholders of a pipeline, and the stored or random tensor behind each.
+    """A registry of placeholders with the tensor, stored or random, that fills each of them later.
 
-    They are found by their address, because libraries wrap tensors in parameters, and share those that are tied. `wanted_soon` is whether
-    their contents will be read as soon as the pipeline is built.
+    The key is the address of a placeholder's memory. It stays the same when a library wraps a tensor in a parameter or ties it.
+    `wanted_soon` is False for a load asleep, which reads no contents until a wake; then files are not read ahead.
     """
 
     def __init__(self, *, wanted_soon: bool = True) -> None:

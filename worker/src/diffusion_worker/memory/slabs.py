@@ -35,7 +35,10 @@ class Slab(Protocol):
 
 
 class HostSlab:
-    """A slab in host memory, for the CPU as a device. It takes no memory before it is written to."""
+    """A slab on a CPU: anonymous memory of this process, in huge pages if the system grants them.
+
+    A page takes memory from its first write on.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -55,7 +58,7 @@ class HostSlab:
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def restore(self) -> None:
-        """Do nothing: pages come back when they are written, and are zero before."""
+        """Return at once: the system gives a released page back, zeroed, at its next use."""
 
 
 class DeviceSlab:

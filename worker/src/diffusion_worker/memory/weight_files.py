@@ -43,12 +43,12 @@ class WeightFile:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
     def check_unchanged(self) -> None:
-        """Raise ConfigError if the file was written to since it was opened."""
+        """Compare the open file's size and modification time with those at opening; raise ConfigError if either differs."""
         if self._look() != self._stamp:
             raise ConfigError(f"{self.path}: was written to since it was opened, expected a file that stays as it is")
 
     def read_exactly(self, buffers: list[memoryview], start: int) -> None:
-        """Fill the buffers one after the other from `start` on; raise ConfigError where the file ends before."""
+        """Read from offset `start` of the file until every buffer is full, in order; raise ConfigError at an early end of the file."""
         missing = [buffer for buffer in buffers if buffer.nbytes]
         while missing:
             count = os.preadv(self.descriptor, missing, start)

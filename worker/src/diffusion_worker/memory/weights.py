@@ -110,7 +110,7 @@ class ModelWeights:
         return [placed for component in self._components for placed in component.placed]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all weights as they are on the device now, in the order in which they were placed; those left elsewhere come last."""
+        """List this rank's weights, in the order of placing: views of the slabs first, then those that `leave` counted."""
         return [placed.view for placed in self._placed] + self._elsewhere
 
     def whole_shape(self, tensor: torch.Tensor) -> torch.Size | None:
@@ -145,7 +145,7 @@ class ModelWeights:
         return 0 if self._level is None else sum(component.slab.size for component in self._components)
 
     def require_sleep(self) -> None:
-        """Raise RequestError (InvalidRequest) where some weights are in no slab and so cannot sleep."""
+        """Refuse a sleep with RequestError (InvalidRequest) if `leave` counted weights, as with --shard and --offload group."""
         if self._elsewhere:
             raise RequestError(ErrorCode.INVALID_REQUEST, NO_SLEEP)
 
@@ -169,10 +169,12 @@ class ModelWeights:
         self._level = SleepLevel.DISCARD if SleepLevel.DISCARD in (level, self._level) else level
 
     def restore(self) -> None:
-        """Fill the slabs again from their mirrors, files and copies; where that fails, give their memory back.
+        """Allocate the slabs and fill them, from host mirrors where there are any; do nothing while awake.
+
+        After a failure all slabs are released.
 
         Raises:
-            ConfigError: a file was written to meanwhile, or ends early. MemoryError, or torch's own error: there is no room.
+            ConfigError: a weights file changed since it was opened, or is too short. MemoryError, or torch's own error: out of memory.
         """
         if self._level is None:
             return
@@ -236,7 +238,7 @@ def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
 
 def weights_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes of a module's weights, each tensor counted once."""
+    """Sum the bytes of a module's parameters and buffers. Tied tensors count once, quantised ones by their stored parts."""
     return sum(nbytes_of(tensor) for _, tensor in _named_tensors(module))
 
 
