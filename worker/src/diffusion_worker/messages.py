@@ -87,9 +87,10 @@ class Tick(msgspec.Struct, frozen=True, tag="tick"):
 
 
 class Rpc(msgspec.Struct, frozen=True, tag="rpc"):
-    """A call of a method of the ranks' workers between two ticks; each rank that runs it answers with an `RpcReply`.
+    """A call that the ranks' workers make when they reach it in the broadcast, with each argument encoded on its own.
 
-    With `output_rank` only that rank runs it. With `exec_all_ranks` too, all run it and only that rank sends its result.
+    All ranks run the method, unless `output_rank` names one. Results then come from this rank alone; `exec_all_ranks` lets the others run
+    it too.
     """
 
     call_id: int
@@ -99,12 +100,15 @@ class Rpc(msgspec.Struct, frozen=True, tag="rpc"):
     exec_all_ranks: bool = False
 
     def runs_on(self, rank: int) -> bool:
-        """Return whether a rank runs the method, and answers."""
+        """Return whether `rank` runs the method: all do if `output_rank` is None or `exec_all_ranks` is set.
+
+        Each of them sends a reply, if only an empty one.
+        """
         return self.exec_all_ranks or self.output_rank in (None, rank)
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """A command to leave the busy loop and exit with 0."""
+    """The last message to the ranks: each sends what it still has, leaves the process group, and ends with exit code 0."""
 
 
 ToRank = Tick | Rpc | Shutdown
@@ -262,7 +266,10 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The report of a rank after its load: its process, the model as it sees it, and the memory in use."""
+    """A rank's message at the end of its load: its pid, the model's description, and its memory.
+
+    The group can serve when all ranks have sent it.
+    """
 
     rank: int
     pid: int
@@ -294,9 +301,10 @@ class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
 
 
 class StageSeconds(msgspec.Struct, frozen=True):
-    """A request's seconds on rank 0: encoders, denoiser calls, decoding, conversion to pixels; shared calls count in full.
+    """The time of a request by stage, as rank 0 measured it.
 
-    `peak_bytes` is the most memory its ticks needed beside the weights; 0 where that is not known.
+    A call shared by several requests counts in full for each; `post` is the conversion to pixels. `peak_bytes` is the device's highest
+    memory use beyond the weights over the request's ticks; 0 if it is unknown.
     """
 
     encode: float = 0.0
@@ -307,7 +315,10 @@ class StageSeconds(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A finished image or video: frame `frame` of the message, `shape` ([frames,] height, width, 3) of uint8."""
+    """The result of a request within a `TickDone`: frame `frame` of the message has its pixels, uint8.
+
+    `shape` is (height, width, 3), for a video with the number of frames first.
+    """
 
     request_id: str
     frame: int
@@ -392,7 +403,10 @@ class TickDone(msgspec.Struct, frozen=True, tag="tick-done"):
 
 
 class RpcReply(msgspec.Struct, frozen=True, tag="rpc-reply"):
-    """A rank's answer to an `Rpc`; `result` is the method's encoded result."""
+    """A rank's reply to the `Rpc` of this `call_id`: a result in MessagePack, or an error.
+
+    `result` is None if only another rank was asked for it. Replies without an error also report the rank's memory.
+    """
 
     call_id: int
     rank: int
@@ -460,15 +474,18 @@ def encode(message: ToRank | ToServer) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """Decode a message of the broadcast; raises msgspec.DecodeError or UnicodeDecodeError."""
+    """Decode the first frame of the broadcast as a `Tick`, `Rpc` or `Shutdown`.
+
+    Other bytes raise one of the errors in `ranks.broadcast.NO_MESSAGE`.
+    """
     return _to_rank.decode(data)
 
 
 def decode_to_server(data: bytes) -> ToServer:
-    """Decode a message from a rank; raises msgspec.DecodeError."""
+    """Decode the first frame of an answer as one of `ToServer`. Other bytes raise one of the errors in `ranks.broadcast.NO_MESSAGE`."""
     return _to_server.decode(data)
 
 
 def pack(**values: object) -> dict[str, msgspec.Raw]:
-    """Encode the keyword arguments of an `Rpc`."""
+    """Encode every value on its own, so that the rank can decode it to the type that its table of methods has for the argument."""
     return {name: msgspec.Raw(_encoder.encode(value)) for name, value in values.items()}

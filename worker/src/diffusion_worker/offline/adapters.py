@@ -75,13 +75,19 @@ def _wanted(asked: object, scale: float | None) -> WantedAdapter:
 
 
 class RequestedAdapters:
-    """Adapters loaded by the calls of one engine; used on its loop only."""
+    """The sources of adapters that calls have loaded, by name, with fingerprints of their files, so that changes are noticed.
+
+    It is not thread-safe.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Source, Fingerprint]] = {}
 
     async def load(self, engine: Engine, wanted: Sequence[WantedAdapter]) -> None:
-        """Load every adapter that came with a path and is new or changed; raise the RequestError of a load that failed."""
+        """Load the adapters that have a path, one after another; skip those whose path and files are unchanged.
+
+        The first failure raises its RequestError.
+        """
         for adapter in wanted:
             if adapter.source is not None:
                 await self._load(engine, adapter.name, adapter.source)

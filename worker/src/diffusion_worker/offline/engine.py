@@ -27,15 +27,15 @@ from diffusion_worker.ranks.executor import RankExecutor
 
 
 class DiffusionEngine:
-    """A model on rank processes of its own, for a script.
+    """The server's engine in a script, with a model on rank processes that it starts.
 
         with DiffusionEngine("models/digits") as engine:
             stripes = LoRARequest("stripes", 1, "loras/stripes")
             image, = engine.generate("a red digit seven", seed=1, lora_request=stripes, lora_scale=0.8)
             image.save("seven.png")
 
-    Any thread may call it; calls at the same time share the model's steps. It ends with `close`, with its `with` block, when nothing refers
-    to it any more, or with the interpreter. The ranks end with the process in any case.
+    Several threads may use it at once; their images are made in the same batches. The end of the `with` block, `close`, garbage collection
+    and the interpreter's exit stop it. The ranks never outlive this process.
     """
 
     def __init__(
@@ -47,14 +47,15 @@ class DiffusionEngine:
         progress: bool | None = None,
         **options: Any,
     ) -> None:
-        """Start `ranks` processes, load the model and its adapters, and return when images can be made.
+        """Start the rank processes, and return once the model and all `loras` are loaded.
 
-        `loras` maps names of adapters to their folders, files, or sources of other kinds. `options` are those of the program, named as
-        fields of `WorkerConfig` (`dtype="bfloat16"`, `max_batch_size=4`, `limits={"max_steps": 50}`). `progress` draws progress bars here
-        and in every call; by default where stderr is a terminal.
+        Each name in `loras` stands for a folder, a file or another source. `options` are the command line's except those for a server
+        alone, by their names in `WorkerConfig` (`dtype="bfloat16"`, `max_batch_size=4`, `limits={"max_steps": 50}`). `progress` switches
+        bars on or off, for the load and as the default of `generate`; None shows them only on a terminal.
 
         Raises:
-            ConfigError: an option, the model or an adapter is wrong. GroupFailed: the ranks did not come up, or died.
+            ConfigError: an option is unknown or out of range, or the model or an adapter cannot be loaded. GroupFailed: a rank died, or
+                they were not ready in time.
         """
         config = worker_config(model, ranks, loras or {}, options)
         self._progress = progress
@@ -77,7 +78,10 @@ class DiffusionEngine:
         self.close()
 
     def close(self) -> None:
-        """End the ranks; running calls of other threads have `drain_timeout_s` to finish. Closing again does nothing."""
+        """Stop the ranks, after at most `drain_timeout_s` for calls in other threads.
+
+        A second `close` does nothing; `generate` then raises RequestError (Terminating).
+        """
         self._thread.close()
 
     def generate(

@@ -31,7 +31,7 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 
 
 def nothing() -> None:
-    """Do nothing, for a caller that has nothing to do while it waits."""
+    """Return at once; this is `meanwhile` for a caller without a progress bar."""
 
 
 class EngineThread:
@@ -70,12 +70,13 @@ class EngineThread:
         return self._ranks.load_progress() if self._ranks is not None else (0, 0)
 
     def run(self, work: Work[T], *, meanwhile: Callable[[], None] = nothing, timeout_s: float | None = None) -> T:
-        """Run `work()` on the loop and return its result. `meanwhile` is called ten times a second.
+        """Start `work` on the loop, wait, and return its result or raise its error.
 
-        An exception that ends the wait, as Ctrl-C does, cancels the work.
+        Every `LOOK_S` seconds the waiting thread calls `meanwhile`. Whatever interrupts the wait, for instance Ctrl-C, also cancels the
+        work.
 
         Raises:
-            TimeoutError: it took longer than `timeout_s`. GroupFailed: the loop's thread is gone.
+            TimeoutError: there was no result within `timeout_s`. GroupFailed: the engine's thread has ended.
         """
         ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         future = self._submit(work)
@@ -127,7 +128,7 @@ class EngineThread:
             raise GroupFailed("the engine's thread ended")
 
     def _turn(self) -> None:
-        """Run the loop in its thread until `_end` stops it."""
+        """Serve as the target of the engine's thread: run the event loop, and close it after `_end` has called for a stop."""
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()

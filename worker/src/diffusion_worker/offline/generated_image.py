@@ -35,7 +35,7 @@ class GeneratedImage:
 
     @property
     def metadata(self) -> dict[str, object]:
-        """Provenance, seed and size as plain data, which `save` writes into the file. The prompt is not in it."""
+        """The plain data that `save` embeds in a file: provenance, seed and size. It leaves out the prompt."""
         return metadata_of(self.provenance, self.made)
 
     @cached_property
@@ -44,10 +44,12 @@ class GeneratedImage:
         return Image.frombytes("RGB", (self.made.width, self.made.height), bytes(self.made.pixels))
 
     def save(self, path: str | PathLike[str], *, quality: int | None = None) -> Path:
-        """Write a PNG, JPEG or WebP, by the name's ending, with the metadata in it; `quality`, 0 to 100, is for JPEG and WebP.
+        """Encode the image in the format of the suffix (.png, .jpg, .jpeg, .webp), with its metadata, and return the path.
+
+        A PNG takes no `quality`.
 
         Raises:
-            RequestError: InvalidRequest, the name has another ending or the quality is out of range. OSError: as `open` does.
+            RequestError: InvalidRequest for another suffix, or for a `quality` of a PNG or outside 0 to 100. OSError: the file cannot be written.
         """
         target = Path(path)
         if target.suffix.lower() not in FORMATS:

@@ -50,7 +50,7 @@ def worker_config(
 
 
 def described(error: msgspec.ValidationError) -> str:
-    """Describe a wrong type or value, beginning with the name of its field."""
+    """Return msgspec's message in the form `field: expected …`; unchanged if it names no field."""
     text = str(error)
     place = PLACE.search(text)
     return f"{place[1]}: {PLACE.sub('', text).replace('Expected', 'expected', 1)}" if place and place[1] else text

@@ -25,7 +25,7 @@ class StepCounts:
         self._steps: dict[tuple[int, int], StepTaken] = {}
 
     def listener(self, prompt: int) -> Callable[[RequestEvent], None]:
-        """Make a listener that records the steps of one prompt of the call."""
+        """Return a callback for the events of prompt number `prompt`. It keeps the latest step of each of that prompt's images."""
 
         def note(event: RequestEvent) -> None:
             if isinstance(event, StepTaken):

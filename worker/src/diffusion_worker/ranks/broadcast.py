@@ -34,7 +34,10 @@ NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def remove_abandoned_folders(place: Path) -> None:
-    """Remove the folders of servers that were killed before they had a rank to do it; a living server holds a lock in its folder."""
+    """Delete the sockets' folders in `place` that a server left when it was killed at its start.
+
+    Locked folders and those under a minute old stay.
+    """
     for folder in place.glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):  # another server removes it too, or holds it
             if time.time() - folder.stat().st_mtime < ABANDONED_S:
@@ -72,7 +75,7 @@ class ServerEnd:
         self._answers.bind(self.endpoints.answers)
 
     async def wait_for_ranks(self, count: int) -> None:
-        """Wait until `count` ranks have subscribed."""
+        """Wait for `count` subscriptions to the broadcast. Messages sent before would not reach all ranks."""
         while count:
             count -= await self._broadcast.recv() == SUBSCRIBED
 
@@ -91,7 +94,10 @@ class ServerEnd:
             self._broadcast.send(encode(message))
 
     async def receive(self) -> tuple[ToServer, list[bytes | memoryview]]:
-        """Wait for the next answer of any rank, and return it with its frames. Bytes that are no message are counted and skipped."""
+        """Return the next message that a rank sends, and its frames as buffers that were not copied.
+
+        `dropped` counts messages that cannot be decoded.
+        """
         while True:
             head, *frames = await self._answers.recv_multipart(copy=False)
             try:
@@ -100,7 +106,7 @@ class ServerEnd:
                 self.dropped += 1
 
     def close(self) -> None:
-        """Drop unsent messages and remove the sockets."""
+        """Close both sockets without waiting for queued messages, and delete their folder if `hide` has not."""
         self._context.destroy(linger=0)
         self.hide()
 
@@ -146,7 +152,10 @@ class RankEnd:
             on_dropped(self.dropped)
 
     def send(self, message: ToServer, frames: Sequence[memoryview] = ()) -> None:
-        """Send an answer to the server. Only one thread may call it at a time."""
+        """Queue an answer with its frames, which are not copied.
+
+        The socket is not thread-safe, so callers take turns, as by `RankSender`'s lock.
+        """
         self._answers.send_multipart([encode(message), *frames], copy=False)
 
 

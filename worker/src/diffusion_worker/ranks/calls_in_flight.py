@@ -10,7 +10,7 @@ from diffusion_worker.messages import RpcReply
 
 
 class CallInFlight:
-    """A call, until the last of its ranks has answered."""
+    """The replies to a call of `method`, by rank. `answered` is set when every rank that runs it has replied."""
 
     def __init__(self, method: str, ranks: set[int]) -> None:
         self.method = method
@@ -32,7 +32,7 @@ class CallInFlight:
 
 
 class CallsInFlight:
-    """All calls in flight, by id. A call that its caller gave up stays, because the ranks are busy with it until they answer."""
+    """The calls that some rank has not answered, by id. They include those whose caller timed out, because they still occupy the ranks."""
 
     def __init__(self) -> None:
         # The time at which the ranks last completed a call; steps sent before it may have waited for that call.
@@ -44,7 +44,7 @@ class CallsInFlight:
         return len(self._calls)
 
     def add(self, method: str, ranks: set[int]) -> tuple[int, CallInFlight]:
-        """Add a call that is about to be sent; return its id and the call."""
+        """Create an entry for a call that these ranks will run; return its new id and the entry. Add it before the message is sent."""
         call_id = next(self._ids)
         call = self._calls[call_id] = CallInFlight(method, ranks)
         return call_id, call
@@ -65,7 +65,7 @@ class CallsInFlight:
             call.overdue = asyncio.get_running_loop().call_later(grace_s, overdue, call)
 
     def clear(self) -> None:
-        """Forget all calls, because the ranks are gone."""
+        """Drop every entry and cancel its timer: a generation that has ended sends no more replies."""
         for call in self._calls.values():
             if call.overdue is not None:
                 call.overdue.cancel()

@@ -41,7 +41,7 @@ class RankExecutor:
 
     @property
     def loss(self) -> Loss | None:
-        """The reason why the generation was lost; None while it lives."""
+        """Reason and fault of the current generation's loss; None while it lives, or without a generation."""
         current = self._current
         return current.loss.result() if current is not None and current.loss.done() else None
 
@@ -78,7 +78,10 @@ class RankExecutor:
         self._running().send(tick, frames)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
-        """Wait for the next tick's outcome; a missed deadline loses the group."""
+        """Return the next tick's results with their frames. After `timeout_s` without any, the ranks are killed.
+
+        GroupFailed then names the `phase` and the rank that hangs. Time in which the ranks run a call does not count.
+        """
         return await self._running().next_report(timeout_s, phase)
 
     async def call(
@@ -105,18 +108,21 @@ class RankExecutor:
         )
 
     async def failed(self) -> Loss:
-        """Wait until the generation is lost; return its loss."""
+        """Wait for the current generation's loss and return its reason and fault. Raises GroupFailed if no generation runs."""
         # A waiter that is cancelled must not cancel the loss for all others.
         return await asyncio.shield(self._running().loss)
 
     def documents(self) -> list[RankDocument]:
-        """Return the ranks' entries of the state document. A rank that has no process yet is starting."""
+        """Return an entry for each configured rank, in order.
+
+        A rank without a process is starting, with no pid and an empty memory report.
+        """
         known = [rank.document() for rank in self._current.ranks] if self._current is not None else []
         unknown = [RankDocument(n, None, RankState.STARTING, None, MemoryReport()) for n in range(len(known), self._config.ranks)]
         return known + unknown
 
     def load_progress(self) -> tuple[int, int]:
-        """Return the bytes loaded and in all, summed over the ranks."""
+        """Add up the ranks' latest `LoadProgress`: bytes of weights in place, and bytes expected. Both are 0 before the first."""
         ranks = self._current.ranks if self._current is not None else []
         return sum(rank.loaded[0] for rank in ranks), sum(rank.loaded[1] for rank in ranks)
 

@@ -12,12 +12,13 @@ log = logging.getLogger(__name__)
 
 
 def extended_worker(path: str | None) -> tuple[type[DiffusionWorker], frozenset[str]]:
-    """Return the worker's class, with the extension `module:Class` mixed in, and the names of the extension's public methods.
+    """Import the class at `path` (`module:Class`) and derive a worker class from it and `DiffusionWorker`, in this order.
 
-    The extension's own attributes win; a warning names those that hide one of the worker's.
+    Also return the names of its public methods, which the server may call. A warning lists attributes that override the worker's. Without a
+    path the result is the plain worker and no names.
 
     Raises:
-        ConfigError: the path names no class that can be imported.
+        ConfigError: the path is not of that form, cannot be imported, or names something else than a class.
     """
     if path is None:
         return DiffusionWorker, frozenset()

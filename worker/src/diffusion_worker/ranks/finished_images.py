@@ -22,7 +22,10 @@ IMAGE_DIMENSIONS = 3
 
 
 class ImageReport:
-    """The report of a tick, from the tick's end on the rank's main thread to the bytes on the wire."""
+    """A tick's results whose images are still on the device.
+
+    The rank's main thread makes it; the thread that sends it turns the images into frames.
+    """
 
     def __init__(self, done: TickDone, output: StepOutput) -> None:
         self._done = done
@@ -37,10 +40,12 @@ class ImageReport:
                 image.begin_copy()
 
     def make(self) -> Said:
-        """Make the report and its frames. A failed image fails its request; a failed preview is dropped.
+        """Convert images and previews to frames, and return them with the completed `TickDone`. An error in an image fails that request.
+
+        A preview that cannot be made is logged and left out.
 
         Raises:
-            RankFault: the device is lost.
+            RankFault: the device cannot be used any more.
         """
         finished: list[Finished] = []
         failed = list(self._done.failed)

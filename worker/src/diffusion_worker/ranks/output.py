@@ -19,7 +19,10 @@ LAST_WORDS_S = 5.0
 
 
 class RankSender:
-    """The sender of a rank's messages, for its main thread. `send` puts a message with its frames on the wire."""
+    """A queue that keeps a rank's messages in order. Only the rank's main thread calls its methods.
+
+    The function given to it writes to the socket, under a lock.
+    """
 
     def __init__(self, send: Callable[[ToServer, Frames], None]) -> None:
         self._send = send
@@ -48,7 +51,10 @@ class RankSender:
             self._thread.start()
 
     def check(self) -> None:
-        """Raise the error that ended the thread, if there is one."""
+        """Raise the exception with which sending failed, if it did.
+
+        An idle rank calls it about once a second, so that a failure ends it soon.
+        """
         if self._error is not None:
             raise self._error
 
@@ -59,7 +65,7 @@ class RankSender:
             self.check()
 
     def send_final(self, message: ToServer) -> None:
-        """Send a message after all that can still be sent within `LAST_WORDS_S`."""
+        """Wait up to `LAST_WORDS_S` for the queue to empty, then send this message in any case, even if the thread has failed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._error is not None, LAST_WORDS_S)
             self._send(message, ())

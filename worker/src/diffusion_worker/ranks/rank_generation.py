@@ -57,7 +57,10 @@ STACK_LOOK_S = 0.02
 
 
 class RankGeneration:
-    """A generation of ranks. Make and use it on the event loop of the server; `start` once, `end` once."""
+    """The rank processes that are started together, their wire and their unanswered calls. It is bound to the running event loop.
+
+    `start` and `end` are called once.
+    """
 
     def __init__(self, config: WorkerConfig, number: int, *, asleep: bool) -> None:
         self._loop = asyncio.get_running_loop()
@@ -102,7 +105,7 @@ class RankGeneration:
         return model
 
     def send(self, message: ToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue a message for every rank, with its frames; raise GroupFailed if the generation is lost."""
+        """Put a message and its frames on the broadcast to all ranks. A lost generation raises GroupFailed with the reason of its loss."""
         if self.loss.done():
             raise GroupFailed(self.loss.result().reason)
         self.wire.send(message, frames)
@@ -307,7 +310,7 @@ class RankGeneration:
         self.lose(f"{call.method}: rank {call.silent} never answered", Fault.STALLED)
 
     async def _or_loss(self, wanted: Coroutine[Any, Any, T]) -> T:
-        """Return the result of an awaitable; raise GroupFailed as soon as the generation is lost."""
+        """Await `wanted` and return its result. If the generation is lost first, cancel it and raise GroupFailed with the reason."""
         task = asyncio.create_task(wanted)
         waited: set[asyncio.Future[Any]] = {task, self.loss}
         try:

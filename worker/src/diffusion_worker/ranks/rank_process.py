@@ -52,14 +52,14 @@ class RankProcess:
 
     @property
     def stopped(self) -> bool:
-        """Return whether a signal stopped it. Such a process answers nothing, and may never be continued."""
+        """Return whether the kernel shows the process as stopped (state T in /proc). It is False for one that has ended."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
         except (OSError, IndexError):
             return False  # it ended meanwhile, which its pidfd reports
 
     def exit_text(self) -> str:
-        """Describe how the process ended, once it is gone."""
+        """Return the end of a process in words, by its signal or exit code; only "died" if neither is known yet."""
         self._process.join(timeout=0)
         code = self._process.exitcode
         if code is None:
@@ -69,7 +69,7 @@ class RankProcess:
         return f"exited with code {code}"
 
     def document(self) -> RankDocument:
-        """Return the rank's entry of the state document."""
+        """Return this rank's pid, state and memory for status reports, with the seconds since its last message."""
         return RankDocument(self.number, self.pid, self.state, round(time.monotonic() - self.heard_at, 3), self.memory)
 
     async def close(self) -> None:

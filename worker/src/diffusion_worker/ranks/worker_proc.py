@@ -86,9 +86,10 @@ class RankArguments(msgspec.Struct, frozen=True):
 
 
 class WorkerProc:
-    """A rank's process, which owns the wire and the worker. `extension` names methods of the worker that take any plain data.
+    """The main loop of a rank process, between the wire and the worker.
 
-    All its messages go through `output`, in order: an answer to sleep comes after the images that were finished before.
+    Methods in `extension` accept any plain data, others only typed arguments. Replies and images leave through `output` in the order of the
+    messages. So images finished before a sleep arrive before its answer.
     """
 
     def __init__(
@@ -126,7 +127,10 @@ class WorkerProc:
         self._output.send(Ready(self._rank, os.getpid(), model, self.worker.memory()))
 
     def worker_busy_loop(self) -> None:
-        """Act on every message in order until `Shutdown`; then wait until all answers are sent."""
+        """Receive and act: a `Tick` advances requests, an `Rpc` is run and answered.
+
+        Return at `Shutdown`, once the queue of answers is empty.
+        """
         while True:
             message, frames = self.recv_message()
             OWN.passed()
@@ -176,7 +180,10 @@ class WorkerProc:
         return reply
 
     def _kwargs(self, rpc: Rpc) -> dict[str, Any]:
-        """Decode a call's arguments; raise RequestError where the worker has no such method, or the method no such arguments."""
+        """Decode the arguments of an `Rpc` to their declared types.
+
+        Methods that are not listed, unknown names and wrong types raise RequestError (InvalidRequest).
+        """
         if rpc.method not in self._methods:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: the ranks' worker has no such method to call")
         types = self._methods[rpc.method]
