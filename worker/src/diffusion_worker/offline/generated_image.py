@@ -49,7 +49,7 @@ class GeneratedImage:
         A PNG takes no `quality`.
 
         Raises:
-            RequestError: InvalidRequest for another suffix, or for a `quality` of a PNG or outside 0 to 100. OSError: the file cannot be written.
+            RequestError: InvalidRequest for another suffix, or a `quality` for a PNG or outside 0 to 100. OSError: writing failed.
         """
         target = Path(path)
         if target.suffix.lower() not in FORMATS:

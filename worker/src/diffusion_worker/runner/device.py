@@ -8,10 +8,12 @@ from diffusion_worker.errors import ConfigError
 
 
 def device_of(wanted: Device, local_rank: int) -> torch.device:
-    """Choose the device of a rank: the accelerator with the rank's number, or the CPU.
+    """Return the device for a rank. `auto` means the GPU with number `local_rank` if torch finds any GPU, else the CPU.
+
+    Two ranks never share a GPU.
 
     Raises:
-        ConfigError: there is no accelerator and `cuda` is asked for, or there are fewer accelerators than ranks.
+        ConfigError: `cuda` is wanted but torch finds no GPU, or there are too few GPUs for this rank.
     """
     if wanted is Device.CPU:
         return torch.device("cpu")

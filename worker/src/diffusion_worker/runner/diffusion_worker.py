@@ -105,9 +105,9 @@ class DiffusionWorker:
         return msgspec.structs.replace(model, free_bytes=free)
 
     def init_lora_manager(self) -> None:
-        """Build the manager of the pipeline's adapters, with none in it; do nothing while no pipeline is loaded.
+        """Start over with a manager that has no adapters; without a loaded pipeline do nothing. A load makes the first manager by itself.
 
-        Every load calls it. Called later, on all ranks alike, it forgets every adapter and gives the memory of their slots back.
+        Call it on all ranks at the same point, since they must have the same adapters. The slots of the old manager are freed.
 
         Raises:
             RequestError: Busy while requests run; Asleep.
@@ -154,27 +154,36 @@ class DiffusionWorker:
         return None if loras is None else loras.table()
 
     def remove_lora(self, *, lora_int_id: int) -> bool:
-        """Unload an adapter; return False if it was not loaded."""
+        """Forget an adapter by its id, with its copy in host memory if no other id shares it. Return False for an unknown id."""
         loras = self.model_runner.loras
         return loras is not None and loras.remove_adapter(lora_int_id)
 
     def list_loras(self) -> list[int]:
-        """Return the ids of the loaded adapters."""
+        """List the numbers under which adapters are registered, in ascending order; empty while no model is loaded."""
         loras = self.model_runner.loras
         return [] if loras is None else loras.list_adapters()
 
     def pin_lora(self, *, lora_int_id: int) -> bool:
-        """Keep an adapter in host memory whatever else is loaded; return False if it is not loaded."""
+        """Protect a registered adapter's copy in host memory from eviction; its slot can still be reused.
+
+        Return False for an unknown id.
+        """
         loras = self.model_runner.loras
         return loras is not None and loras.pin_adapter(lora_int_id)
 
     def unpin_lora(self, *, lora_int_id: int) -> bool:
-        """Let a pinned adapter go when others need the room; return False if it was not pinned."""
+        """End the protection that `pin_lora` gave, so that the adapter can be evicted.
+
+        Return False for an id that is unknown or has none.
+        """
         loras = self.model_runner.loras
         return loras is not None and loras.unpin_adapter(lora_int_id)
 
     def load_weights(self, *, path: str) -> list[str]:
-        """Replace tensors of the loaded model by those of the same names in a safetensors file or folder; return the names."""
+        """Read a safetensors file, or all of a folder, into the model's tensors of the same names; return these names, sorted.
+
+        Raises RequestError.
+        """
         return sorted(self.model_runner.load_weights(read_weights(Path(path))))
 
     def sleep(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> int:
@@ -188,7 +197,7 @@ class DiffusionWorker:
         self.model_runner.restore(tuple(MemoryTag) if tags is None else tags)
 
     def resident_bytes(self) -> int:
-        """Return the bytes of weights, slots and caches on the device now."""
+        """Add up the memory that a sleep frees and a wake brings back: allocated weights, adapter slots and the prompt cache, in bytes."""
         memory = self.memory()
         return memory.weights_resident_bytes + memory.adapter_slots_resident_bytes + memory.cache_bytes
 
@@ -219,30 +228,32 @@ class DiffusionWorker:
             torch.cuda.synchronize(self.device)
 
     def re_init_pipeline(self, *, pipeline: str) -> ModelInfo:
-        """Serve the model folder with another pipeline class: one of diffusers by name, or one of yours as MODULE:CLASS.
+        """Load the model folder again with `pipeline`: the name of a class in diffusers, or MODULE:CLASS for your own.
 
-        The old pipeline is freed before the new one is loaded, and requests and adapters go with it.
+        Return the new description. First the running requests, the adapters and the old pipeline are dropped, so that memory never holds
+        two pipelines.
 
         Raises:
-            RequestError: InvalidRequest, the class does not fit; the pipeline of the options is loaded again then.
+            RequestError: Asleep; InvalidRequest if the class is missing or does not load, and then the earlier pipeline serves on.
         """
         model = self.model_runner.re_init_pipeline(pipeline)
         freeze_gc()
         return model
 
     def profile(self, *, is_start: bool, prefix: str = "") -> str | bool | None:
-        """Start a trace and return whether it began, or end it and return the path of its file, None without one.
+        """Start a trace, or end the running one, on this rank.
 
-        Nothing happens where profiling is off.
+        A start returns False if there is a trace already, or no folder for traces is configured. An end returns the path of the written
+        file, or None if no trace was running.
         """
         return self._profiler.start(prefix) if is_start else self._profiler.stop()
 
     def free_memory(self) -> None:
-        """Free what failed work left: tensors that only a traceback or a cycle still holds, and memory that allocators keep."""
+        """Collect garbage, as a failed call leaves it in reference cycles, and return unused memory to the system and the device."""
         give_back_heap(self.device)
 
     def memory(self) -> MemoryReport:
-        """Return where this rank's weights are, and the memory that adapters take beside them."""
+        """Report the bytes of weights, adapters and caches on this rank by place, and the tags that are asleep."""
         return self.model_runner.memory()
 
     def shutdown(self) -> None:

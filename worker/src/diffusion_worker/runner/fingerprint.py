@@ -79,7 +79,10 @@ class Probe:
         return None
 
     def _image(self, request: WarmUpRequest) -> Pixels:
-        """Make the image of a request; raise RequestError on all ranks alike."""
+        """Run one request alone to its end and return the pixels, a second time as `whole` if its pipeline requires it.
+
+        A failure raises RequestError on every rank.
+        """
         spec, output = request.spec, StepOutput()
         body = self._agreed(lambda: self._tasks.body(spec, request.frames))
         self._states[spec.request_id] = DiffusionRequestState(spec, body, exact=True)

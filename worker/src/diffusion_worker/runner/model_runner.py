@@ -88,12 +88,12 @@ class DiffusionModelRunner:
         self._memory = RankMemory(device, ranks=config.ranks, prompts=self._prompts)
 
     def load_model(self, report: ReportProgress, *, asleep: bool = False) -> ModelInfo:
-        """Load the pipeline and move its weights into slabs; `report` is called with the bytes done and in all.
+        """Load the configured pipeline, fill its weights into slabs, and return the model's description.
 
-        With `asleep` no weights are read, as after a sleep that discards: `restore` reads them.
+        `report` gets bytes loaded and the total. Asleep, slabs take no memory and files stay unread until `restore`.
 
         Raises:
-            ConfigError: the model cannot be loaded, or cannot sleep.
+            ConfigError: the model cannot be loaded, or an option does not fit it.
         """
         dtype, unread = dtype_of(self._config.dtype, self._device), Placeholders(wanted_soon=not asleep)
         return self.adopt(load_pipeline(self._config, dtype, unread=unread), dtype, report, unread=unread, asleep=asleep)
@@ -150,12 +150,13 @@ class DiffusionModelRunner:
         return features
 
     def init_lora_manager(self) -> None:
-        """Build the manager of the pipeline's adapters and give it to all that use it; do nothing while no pipeline is loaded.
+        """Connect a manager without adapters to the pipeline, its compiled regions, the memory reports and the steps.
 
-        Every load ends with it. Called again, it first forgets every adapter and gives the model its own layers back.
+        Without a pipeline return at once. `adopt` calls it for every load. A later call first removes all adapters and unwraps the layers,
+        for which the model must be idle.
 
         Raises:
-            ConfigError: the options do not go together. RequestError: Busy while requests run; Asleep.
+            ConfigError: an option for adapters does not fit the model. RequestError: Busy while requests run; Asleep.
         """
         if self.pipeline is None or self._kinds is None:
             return
@@ -222,11 +223,14 @@ class DiffusionModelRunner:
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Replace tensors of the loaded model by name (`transformer.proj_out.weight`); they stay over sleep. Return the names.
+        """Overwrite tensors, named like `transformer.proj_out.weight`, with whole ones; return the names.
+
+        A later sleep keeps the new values. Results that depend on the old values, in the prompt cache and in copies of modules, are
+        forgotten.
 
         Raises:
-            RequestError: Busy while requests run, which would mix both weights; Asleep; InvalidRequest for unknown names and
-                other shapes. Nothing was changed then.
+            RequestError: Asleep; Busy, because running requests would see old and new weights; InvalidRequest if a name or a shape does not
+                fit. No tensor was written then.
         """
         self._have_own_weights("weights cannot be replaced")
         names = replace_weights(modules_of(self.pipeline), self.weights, weights)
@@ -256,13 +260,13 @@ class DiffusionModelRunner:
         self._offloading.send_home()
 
     def re_init_pipeline(self, pipeline: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
-        """Serve the model folder by another pipeline class: one of diffusers by name, or one of yours as `module:Class`.
+        """Replace the pipeline by another class for the same folder: a name in diffusers, or `module:Class`. Return the new description.
 
-        The old one is freed before the new one is loaded; running requests and adapters go with it. If the new one cannot be loaded, the
-        old one is loaded again.
+        A class that does not exist is refused while the old pipeline still serves. Then that one is freed, with all requests and adapters,
+        and only after that the new one is loaded. A failure loads the old class again.
 
         Raises:
-            RequestError: InvalidRequest with what is wrong with the new one; Asleep.
+            RequestError: Asleep; InvalidRequest with the reason why the new class cannot serve.
         """
         self._memory.require_awake("pipeline")
         before, freed = self._config, False
@@ -395,10 +399,12 @@ class DiffusionModelRunner:
         return self.pipeline is not None and any(hasattr(part, "step") for part in self.pipeline.components.values())
 
     def add_lora(self, request: LoRARequest, options: LoadOptions, parts: Sequence[PreparedPart] = ()) -> LoadedLoRA:
-        """Register an adapter from this rank's part of `parts`; without one, read it here, on all ranks or on none.
+        """Take over this rank's entry of `parts`, an adapter that the process of a load prepared, and register it.
+
+        Without such an entry all ranks read the files themselves, and register it only if all of them can.
 
         Raises:
-            RequestError: see `DiffusionLoRAManager.adopt` and `read`.
+            RequestError: the errors of `DiffusionLoRAManager.adopt`, or of `read` without such an entry.
         """
         assert self.loras is not None
         mine = next((part for part in parts if self._parallel.rank in part.ranks), None)
@@ -410,11 +416,13 @@ class DiffusionModelRunner:
         return [use for state in self._states.values() for use in state.spec.loras]
 
     def join(self, spec: RequestSpec, body: Body) -> None:
-        """Add a request whose fiber runs `body`; it takes its first step when a tick advances it.
+        """Create a request's state and activate its adapters; `body` starts in the first tick that advances the request.
+
+        After an error nothing is added.
 
         Raises:
-            DuplicateRequest: the id runs already. RequestError: Asleep; AdapterNotLoaded; CapacityExceeded, because other
-                requests' adapters are in all slots.
+            DuplicateRequest: a request has this id already. RequestError: Asleep; AdapterNotLoaded; CapacityExceeded, running requests use
+                all slots.
         """
         self._memory.require_awake(f"request {spec.request_id!r}")
         if spec.request_id in self._states:
@@ -439,7 +447,7 @@ class DiffusionModelRunner:
             self._prompts.clear()
 
     def get_prompt_embed_cache_stats(self) -> dict[str, int] | None:
-        """Return size, largest size, hits, misses and bypassed calls of the prompt cache; None where it is off."""
+        """Return the fields of `PromptCacheStats` as a dict, counted since the warm-up; None if `prompt_cache_size` is 0."""
         return None if self._prompts is None else msgspec.structs.asdict(self._prompts.stats())
 
     def memory(self) -> MemoryReport:
@@ -447,10 +455,12 @@ class DiffusionModelRunner:
         return self._memory.report()
 
     def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
-        """Forget every request and all that was made with the weights, and give all memory back.
+        """Drop all requests, then free weights, adapter slots and caches. `level` decides what stays in host memory for a wake.
+
+        The requests are gone even if the sleep is refused.
 
         Raises:
-            RequestError: InvalidRequest, some weights cannot sleep.
+            RequestError: InvalidRequest if weights are outside of slabs, as with --shard.
         """
         self.drop_all()
         self._memory.release(level)

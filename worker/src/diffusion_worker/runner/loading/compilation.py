@@ -122,7 +122,10 @@ def _let_rows_vary(arguments: Iterable[Any]) -> None:
 
 
 def _configure() -> None:
-    """Set torch's own settings, which are global to the process."""
+    """Let Dynamo keep `MOST_VERSIONS` versions of a function and, without a GPU, Inductor use a single thread.
+
+    This holds for the whole process.
+    """
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 

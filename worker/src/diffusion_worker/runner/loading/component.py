@@ -24,10 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 def class_of(name: str, library: str, kind: str) -> Any:
-    """Return a component's class; a library that is no package is a folder of diffusers' pipelines.
+    """Import class `kind` of component `name`.
+
+    `library`, as a model index gives it, is a subpackage of `diffusers.pipelines` or else any package.
 
     Raises:
-        ConfigError: there is no such class.
+        ConfigError: the import fails or the class is missing; the message names the component.
     """
     try:
         package = getattr(diffusers.pipelines, library, None) or importlib.import_module(library)

@@ -32,7 +32,7 @@ class NotReadable(Exception):
 
 
 def is_known(kind: Any) -> bool:
-    """Return whether a class loads its weights in its library's usual way."""
+    """Return True if a class has `from_pretrained` unchanged from diffusers' `ModelMixin` or transformers' `PreTrainedModel`."""
     for base in (diffusers.ModelMixin, transformers.PreTrainedModel):
         if issubclass(kind, base):
             return bool(kind.from_pretrained.__func__ is base.from_pretrained.__func__)
@@ -40,7 +40,10 @@ def is_known(kind: Any) -> bool:
 
 
 def checkpoint_of(kind: Any, folder: Path) -> Checkpoint:
-    """Return the tensors in the files that a component's class would read; raise ConfigError where there are none."""
+    """Read the headers of a component's weight files, under the names that its library uses.
+
+    Raises ConfigError if there are none, or they contradict each other.
+    """
     if issubclass(kind, transformers.PreTrainedModel):
         return read_checkpoint(folder, "model", index_first=False)
     return read_checkpoint(folder, "diffusion_pytorch_model", index_first=True)
@@ -112,7 +115,10 @@ def _put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 class _DeferredTensor:
-    """A stand-in for a tensor in a file, for transformers: asked for its contents in a dtype, it returns a placeholder."""
+    """An unread tensor in the form that transformers slices and converts while it loads.
+
+    A slice is the tensor itself, and `to` makes its placeholder, by default in the file's dtype.
+    """
 
     def __init__(self, stored: StoredTensor, unread: Placeholders) -> None:
         self._stored = stored

@@ -29,12 +29,13 @@ NORM_FACTORS = ("weight", "gamma")
 def build_dummy_modules(
     folder: Path, classes: Mapping[str, tuple[str, str]], dtype: torch.dtype, unread: Placeholders | None = None
 ) -> dict[str, torch.nn.Module]:
-    """Build every component that is a module, by name; `classes` has the library and the class of each component.
+    """Build those components that are torch modules from their config, with random parameters; return them by name.
 
-    With `unread` the parameters are placeholders, which `ModelWeights.place` fills. Without it they are filled in host memory.
+    `classes` is (library, class) by component. With `unread` the parameters are placeholders in it, which take no memory before
+    `ModelWeights.place`. Otherwise they get their values here.
 
     Raises:
-        ConfigError: a component's class is unknown or its config.json is missing.
+        ConfigError: a class cannot be found, or a component's folder has no config.json.
     """
     modules = {}
     for name, (library, kind) in sorted(classes.items()):

@@ -29,7 +29,7 @@ def check_device(kind: Offload, device: torch.device) -> None:
 
 
 def home_of(kind: Offload, device: torch.device) -> torch.device:
-    """Return the device on which weights are placed at load."""
+    """Return the CPU if offloading is on, because weights then stay in host memory between calls; otherwise return `device`."""
     return device if kind is Offload.NONE else HOST
 
 
@@ -99,7 +99,10 @@ class Residence:
         self.leave()
 
     def come(self, device: torch.device) -> None:
-        """Copy the weights to the device."""
+        """Copy every block of weights to `device` in one piece, and make the module's tensors views of the copies.
+
+        The copies may still run at return.
+        """
         for homes in self._blocks.values():
             first = min(_begin(home.data) for home in homes)
             last = max(_begin(home.data) + _span(home.data) for home in homes)
@@ -123,7 +126,7 @@ def _begin(data: torch.Tensor) -> int:
 
 
 def _span(data: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first element to its last, whatever the order of its dimensions."""
+    """Measure the memory from a tensor's start to its end in bytes, with the gaps that strides leave; 0 if it is empty."""
     if data.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
@@ -131,13 +134,16 @@ def _span(data: torch.Tensor) -> int:
 
 
 def _bytes_of(data: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return bytes `first` to `last` of the memory that a tensor lies in."""
+    """View a part of the storage behind a tensor as uint8, from byte `first` to before byte `last`. Other tensors may lie in it too."""
     found: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(data.untyped_storage(), first, (last - first,))  # type: ignore[call-overload]
     return found
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Return the same value with every tensor in it on the device."""
+    """Move the tensors in an argument to `device`, through nested dicts, lists and tuples.
+
+    Objects of other kinds are returned as they are.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):

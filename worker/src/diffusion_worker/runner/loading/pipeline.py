@@ -25,7 +25,7 @@ from diffusion_worker.runner.pipelines.view import modules_of, silence
 
 
 def dtype_of(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """Return the torch dtype of an option; `auto` depends on the device."""
+    """Convert the option to a dtype; `auto` is float32 on a CPU and bfloat16 on any accelerator."""
     if dtype is Dtype.AUTO:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {Dtype.FLOAT32: torch.float32, Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}[dtype]
@@ -123,7 +123,10 @@ def _load_modular(config: WorkerConfig, pipeline_class: Any, index: dict[str, An
 def _modules(
     config: WorkerConfig, classes: dict[str, tuple[str, str]], dtype: torch.dtype, unread: Placeholders | None
 ) -> dict[str, torch.nn.Module]:
-    """Load the components that are not left to diffusers' own loading of the pipeline."""
+    """Return modules by component name: random ones for the format `dummy`, otherwise those of classes that `load_component` can load.
+
+    Diffusers loads every component that is missing here. Without `unread` these are all, except for `dummy`. Raises ConfigError.
+    """
     folder = Path(config.model)
     if config.load_format is LoadFormat.DUMMY:
         return build_dummy_modules(folder, classes, dtype, unread)

@@ -19,14 +19,17 @@ class LoadingProgress:
         self._told = 0
 
     def add(self, count: int) -> None:
-        """Add bytes that are in place; report once enough were added."""
+        """Count `count` bytes more as loaded, up to the total.
+
+        A report follows if the last one is at least the part `PART` of the total behind.
+        """
         # Tied weights count once for each name in the total, and parts of a tensor less than it.
         self._done = min(self._total, self._done + count)
         if self._done - self._told >= self._total * PART:
             self._tell()
 
     def finish(self) -> None:
-        """Report that all bytes are in place."""
+        """Set the count to the total and report it, even if the added bytes fall short, as those of a rank's parts do."""
         self._done = self._total
         self._tell()
 

@@ -39,12 +39,12 @@ def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtyp
 
 
 def require_quantizable(config: WorkerConfig, components: Collection[str]) -> None:
-    """Raise ConfigError where quantization is asked for and no component of a pipeline can have it."""
+    """Raise ConfigError if --quantization is set, but none of these components is among the denoisers, the only ones that are quantised."""
     if config.quantization is not Quantization.NONE and not set(DENOISERS).intersection(components):
         wanted = ", ".join(DENOISERS)
         raise ConfigError(f"--quantization {config.quantization}: expected a model with one of {wanted}, found {', '.join(components)}")
 
 
 def nf4_is_refused() -> bool:
-    """Return whether diffusers' quantizer would refuse this machine."""
+    """Return True where torch finds no GPU, because bitsandbytes' quantizer in diffusers then raises an error."""
     return not torch.cuda.is_available()

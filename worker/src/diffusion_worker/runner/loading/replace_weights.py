@@ -15,15 +15,16 @@ MOST_NAMES = 3
 
 
 def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeights, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Replace tensors by others of the same name: the component's, a dot, and the name in its state dict.
+    """Overwrite the contents of tensors in place.
 
-    They are given whole, also where a rank holds a part. All of them are checked before the first is written.
+    A name is `component.key`, with the key of the module's state dict before layers were wrapped. Values have the full shape; a rank with a
+    part cuts it out. Nothing is written before every name and shape has been checked.
 
     Returns:
-        The names that were replaced.
+        All names in `named`.
 
     Raises:
-        RequestError: InvalidRequest, some names are unknown or some shapes differ; nothing was changed.
+        RequestError: InvalidRequest for an unknown name, another shape, or a quantised or sharded tensor.
     """
     given = dict(named)
     own = dict(_named_tensors(modules))
@@ -45,10 +46,10 @@ def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeight
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a safetensors file, or of all in a folder, by name.
+    """Read tensors into host memory one by one, with their names, from a file or from every `*.safetensors` in a folder.
 
     Raises:
-        RequestError: InvalidRequest, there is no such file or it is not a safetensors file.
+        RequestError: InvalidRequest, a file cannot be read as safetensors, or the folder has none. It may come after some tensors.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:

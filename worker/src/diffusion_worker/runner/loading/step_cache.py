@@ -41,7 +41,10 @@ def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Modul
 
 
 def _agreement(parallel: Parallel) -> Agree:
-    """Return a function by which ranks agree on verdicts: a request computes if it does so on any rank."""
+    """Return the exchange of a step cache's verdicts: blocks are skipped for a request only if every rank would skip them.
+
+    Ranks call it together.
+    """
 
     def agree(verdicts: list[CacheVerdict]) -> list[CacheVerdict]:
         computes = parallel.any_of([verdict is CacheVerdict.COMPUTE for verdict in verdicts])

@@ -63,7 +63,7 @@ class ModelCall(msgspec.Struct, frozen=True):
 
     @property
     def listed(self) -> bool:
-        """Return whether the rows are the entries of a list."""
+        """Return whether the leading argument is a list or tuple with an item for each row, in place of a tensor."""
         return isinstance(self._led_by(), list | tuple)
 
     def _led_by(self) -> Any:
@@ -74,13 +74,19 @@ class ModelCall(msgspec.Struct, frozen=True):
 
     @property
     def divisible(self) -> bool:
-        """Return whether its rows can be computed apart; not if a ControlNet's part is padded to the longest row of a list."""
+        """Return whether the rows may be spread over several calls.
+
+        With a ControlNet, rows in a list may not: its output is padded to the longest of them.
+        """
         given = (name for name, value in self.arguments.items() if value is not None)
         return not (self.listed and any("controlnet" in name for name in (self.component, *given)))
 
     @property
     def denoises(self) -> bool:
-        """Return whether the call belongs to a step; all others (encoders, VAE) run ahead of those, so that steps stay together."""
+        """Return whether a denoiser or ControlNet is called, by the package of its class or a word in the component's name.
+
+        Other models run before these in a tick.
+        """
         if type(self.module).__module__.startswith(DENOISER_MODULES):
             return True
         return any(word in self.component for word in DENOISER_WORDS)
@@ -167,9 +173,10 @@ def role_of(call: ModelCall, name: str) -> Role:
 
 
 def group_key(call: ModelCall, contents: Contents | None = None) -> Hashable | None:
-    """Return the key of a call: calls with the same key may share one call of the module. None means that it runs alone.
+    """Return a key that is equal for calls of the same module that `merge` accepts together; None for a call that runs alone.
 
-    `contents` remembers, from call to call of one request, the contents that do not change.
+    It consists of the method, precision, shapes of rows, and contents of all arguments without rows. `contents` keeps hashes of these
+    between the calls of a request; without it they are computed each time.
     """
     if call.whole or call.method not in MERGED_METHODS:
         return None
@@ -259,7 +266,7 @@ def _concatenate(path: str, values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def slice_rows(call: ModelCall, start: int, stop: int) -> ModelCall:
-    """Return a call of the rows from `start` up to `stop` only."""
+    """Return the call with only rows `start` to before `stop`: every argument is cut by its role, and those without rows stay whole."""
     layout, part = _Layout(call), slice(start, stop)
     arguments = {name: _slice_value(name, value, layout, part) for name, value in call.arguments.items()}
     return msgspec.structs.replace(call, arguments=arguments)

@@ -27,19 +27,21 @@ class _Known(NamedTuple):
 
 
 class Contents:
-    """The contents of the arguments of a request's calls, by argument name.
+    """A memory of content hashes for one request, so that a tensor passed at every step is hashed once.
 
-    A tensor is hashed again only when it is another one or was written to. A write shows in a tensor's version. Tensors made in inference
-    mode have none, so on a CPU those are compared with a copy. On an accelerator a comparison would stop the launching of kernels, so the
-    same tensor counts as unchanged there. No pipeline writes into a tensor that it passes again. Pipelines with guidance pass a few tensors
-    in turn, so the last few are remembered.
+    It keeps the last few tensors of each argument. A known tensor is hashed again if its version shows a write. Inference mode leaves
+    tensors without versions. On a CPU they are compared with a copy instead. On an accelerator they count as unwritten, because a
+    comparison would make the host wait for the device. This is safe, since no pipeline overwrites an argument and passes it again.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, list[_Known]] = {}
 
     def of(self, path: str, value: Any) -> Hashable | None:
-        """Return a hashable value that is equal for equal contents; None for an object that cannot be compared."""
+        """Return `content(value)`, which for a tensor is remembered under `path` until the tensor changes.
+
+        None means that it cannot be compared.
+        """
         return self._remembered(path, value, content) if isinstance(value, torch.Tensor) else content(value)
 
     def has_any(self, path: str, value: torch.Tensor) -> bool:
@@ -63,7 +65,10 @@ def _version(value: torch.Tensor) -> int | None:
 
 
 def content(value: Any) -> Hashable | None:
-    """Return a hashable value that is equal for equal contents; None for an object that cannot be compared."""
+    """Reduce a value to a key for comparison: SHA-256 with shape and dtype for arrays, item by item for containers.
+
+    None means a part is of an unknown kind.
+    """
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.sha256(data.data).digest()

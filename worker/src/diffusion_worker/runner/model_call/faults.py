@@ -67,7 +67,10 @@ def classify(error: BaseException) -> Fault:
 
 
 def require_usable_rank(error: BaseException) -> None:
-    """Raise RankFault when the process cannot go on after this error; return when only a request is lost."""
+    """Turn an error of the device or of a collective into RankFault, which ends this process.
+
+    Other errors, even out of memory, are left to the caller.
+    """
     fault = classify(error)
     if fault in _GROUP_FAULTS:
         raise RankFault(fault, f"{type(error).__name__}: {error}") from error

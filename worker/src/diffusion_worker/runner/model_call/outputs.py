@@ -9,10 +9,10 @@ import torch
 
 
 def split(output: Any, rows: list[int]) -> list[Any]:
-    """Split the output of a merged call into one part per call, by the calls' numbers of rows.
+    """Return each call's share of a merged output; `rows` has the calls' row counts, in order. With a single call it is the output itself.
 
     Raises:
-        TypeError: the output holds something that is not laid out by rows.
+        TypeError: a tensor's length is no multiple of the total, or an object of an unknown kind is in it.
     """
     if len(rows) == 1:
         return [output]
@@ -53,7 +53,7 @@ def _is_distribution(output: Any) -> bool:
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output, in order."""
+    """Collect all tensors in an output, depth first; a distribution has only its parameters. `with_tensors` expects the same order."""
     if isinstance(output, torch.Tensor):
         return [output]
     if _is_distribution(output):
@@ -63,7 +63,7 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 
 
 def with_tensors(output: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the same output with other tensors in place of its own; they are removed from the list."""
+    """Rebuild an output around replacements for its tensors, ordered as `tensors_of` lists them. Each one used is popped from `tensors`."""
     if isinstance(output, torch.Tensor):
         return tensors.pop(0)
     if isinstance(output, dict | list | tuple) or _is_distribution(output):
@@ -72,11 +72,14 @@ def with_tensors(output: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 class _Items(list[torch.Tensor]):
-    """A stand-in for a list with an item for each row: one tensor with those rows."""
+    """The list that `stacked` puts in the place of another: its only item is the tensor [rows, ...]. The type lets `unstacked` find it."""
 
 
 def stacked(output: Any) -> Any:
-    """Return the same output with every list of tensors as one tensor of rows, so that it can be split and gathered."""
+    """Replace lists of equally shaped tensors by `_Items`, at any depth in dicts, lists and tuples.
+
+    Functions that cut by rows then see tensors.
+    """
     if type(output) is list and output and all(isinstance(item, torch.Tensor) for item in output):
         return _Items([torch.stack(output)])
     return _rebuilt(output, stacked) if isinstance(output, dict | list | tuple) else output

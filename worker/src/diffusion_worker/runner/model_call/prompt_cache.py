@@ -63,7 +63,11 @@ class PromptCache:
         return _copy(kept.output)
 
     def put(self, key: Hashable, output: Any, *, alone: bool) -> None:
-        """Keep a copy of a result, unless it is too large or holds more than tensors; `alone` says that its call was not shared."""
+        """Store clones of the tensors in `output`, and evict old entries until both limits hold.
+
+        With `alone` the encoder ran for this request only. An output over `max_bytes`, or with something else than tensors in it, is not
+        stored and counts as bypassed.
+        """
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(output))
         if not is_plain(output) or size > self._max_bytes:
             self._bypassed += 1
@@ -102,7 +106,7 @@ class PromptCache:
 
 
 def _is_text(call: ModelCall) -> bool:
-    """Return whether a call has token ids among its arguments."""
+    """Return whether this is a call of a text encoder: a known method, with a tensor argument whose name ends in `input_ids`."""
     if call.method not in REMEMBERED_METHODS | BYPASSED_METHODS:
         return False
     return any(name.endswith("input_ids") and isinstance(value, torch.Tensor) for name, value in call.arguments.items())

@@ -42,17 +42,20 @@ class SplitJointAttention:
         return result, encoder_hidden_states if attn.context_pre_only else attn.to_add_out(self._all_heads(both[:, length:]).flatten(2))
 
     def _to_heads(self, mine: torch.Tensor) -> torch.Tensor:
-        """Exchange [3, rows, my tokens, heads, width] for [3, rows, tokens, my heads, width]."""
+        """Swap the split by one all-to-all, from all heads of some tokens to all tokens of some heads.
+
+        Dimension 2 has tokens, 3 has heads.
+        """
         parts = torch.stack(mine.chunk(self._size, dim=3))
         return torch.cat(list(self._exchange(parts)), dim=2)
 
     def _to_tokens(self, mine: torch.Tensor) -> torch.Tensor:
-        """Exchange [rows, tokens, my heads, width] for [rows, my tokens, heads, width]."""
+        """Return an attention's result to the ranks of its tokens: from all tokens of some heads to all heads of this rank's tokens."""
         parts = torch.stack(mine.chunk(self._size, dim=1))
         return torch.cat(list(self._exchange(parts)), dim=2)
 
     def _all_heads(self, mine: torch.Tensor) -> torch.Tensor:
-        """Gather [rows, tokens, my heads, width] to [rows, tokens, heads, width]."""
+        """Gather the heads that the other ranks computed, in rank order, so that dimension 2 of the result has every head."""
         parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(self._size)]
         dist.all_gather(parts, mine.contiguous(), group=self._group)
         return torch.cat(parts, dim=2)
@@ -65,7 +68,10 @@ class SplitJointAttention:
 
 
 def _project(attn: Any, states: torch.Tensor, linears: tuple[str, str, str], norms: tuple[str, str]) -> torch.Tensor:
-    """Return query, key and value [3, rows, tokens, heads, width]."""
+    """Apply three linear layers, and the norms of query and key if there are any.
+
+    The results are stacked in front of [rows, tokens, heads, width].
+    """
     query, key, value = (getattr(attn, name)(states).unflatten(-1, (attn.heads, -1)) for name in linears)
     norm_query, norm_key = (getattr(attn, name) for name in norms)
     query = query if norm_query is None else norm_query(query)

@@ -31,10 +31,12 @@ class RowGroup:
         return mine if mine.start < mine.stop else slice(rows - 1, rows)
 
     def pack(self, output: Any, rows: int) -> torch.Tensor:
-        """Pack the output of `part(rows)` as uint8 [most rows of any part, bytes of a row], which all ranks can gather.
+        """Join the tensors of an output computed here to one of bytes, a line for each row, as `gather` needs it.
+
+        Zeros fill it to the rows of the largest part, so that all ranks send the same size.
 
         Raises:
-            TypeError: a tensor of the output does not have as many rows as were computed, or a multiple of them.
+            TypeError: the length of a tensor is no multiple of the number of rows computed here.
         """
         count = self._computed(rows)
         tensors = tensors_of(output)

@@ -86,7 +86,10 @@ class Parallel:
         self._tiled: dict[str, DecodeTiles] = {}
 
     def compute_together(self, component: str, prepare: Prepare) -> None:
-        """Let the ranks of a sequence or tensor group compute each call of a component's forward together from now on."""
+        """Register a component whose forward the ranks of a sequence or tensor group run jointly.
+
+        `prepare` checks and pads each call before that.
+        """
         self._together[component] = prepare
 
     def collect_weights(self, component: str) -> None:
@@ -168,7 +171,7 @@ class Parallel:
         return group.gather(output, packed, rows)
 
     def _jointly(self, execute: Execute) -> Execute:
-        """Wrap `execute` for a call with collectives inside, where a rank that raises alone leaves the others waiting."""
+        """Make `execute` safe for calls in which ranks wait for each other: an error becomes RankFault unless all of them fail alike."""
         self._joint_calls += 1
 
         def run(call: ModelCall, rows: slice) -> Any:
@@ -182,9 +185,9 @@ class Parallel:
         return run
 
     def _require_same_failure(self, call: ModelCall, error: Exception) -> None:
-        """Raise RankFault unless all ranks that compute this call together fail with the same words.
+        """Exchange the words of an error, through the store, with the ranks in the same joint call. Return if all failed with these words.
 
-        With the same failure no rank waits for another.
+        If one differs, or is silent for `SAME_FAILURE_S` seconds, a rank may hang in a collective, so raise RankFault.
         """
         words = f"{type(error).__name__}: {error}"
         keys = [f"failure-{self._joint_calls}-{peer}" for peer in self._peers]

@@ -81,7 +81,7 @@ def _diffusers_plan(plan: SequencePlan, model: Any) -> Plan:
 
 
 def check_model(name: str, model: nn.Module, size: int) -> None:
-    """Raise ConfigError where the model cannot be split over `size` ranks."""
+    """Raise ConfigError if the record of the model's class has no plan, or `size` does not divide the number of attention heads."""
     kind = type(model).__name__
     if model_record(type(model)).sequence is None:
         known = ", ".join(record.name for record in models() if record.sequence is not None)
@@ -102,7 +102,10 @@ def describe(info: ModelInfo, token_pixels: int, size: int) -> ModelInfo:
 
 
 class Ulysses:
-    """Sequence parallelism for all models of one rank group. `mesh` has the dimensions `ring` (of size 1) and `ulysses`."""
+    """The context-parallel settings that a rank's models share.
+
+    The degree is the size of `ulysses` in `mesh`; `ring`, which diffusers expects too, is 1.
+    """
 
     def __init__(self, mesh: DeviceMesh, *, rank: int, world: int, device: torch.device) -> None:
         part = mesh["ring", "ulysses"]

@@ -30,7 +30,10 @@ class ParallelKinds:
     """The parallel kinds of one worker on one pipeline. Without any, nothing here touches a process group."""
 
     def __init__(self, config: WorkerConfig, parallel: Parallel, pipeline: Any, modules: dict[str, nn.Module]) -> None:
-        """Check the kinds; raise ConfigError, naming the option and the model's class, where a kind does not fit."""
+        """Refuse options that the pipeline cannot serve, before weights are placed.
+
+        The ConfigError has the option, the class and the reason.
+        """
         self._config = config
         self._parallel = parallel
         self._pipeline = pipeline

@@ -20,12 +20,12 @@ SHARDED = ("transformer", "unet", "controlnet", "prior", "text_encoder")
 
 
 def is_sharded(component: str) -> bool:
-    """Return whether a component's weights are sharded."""
+    """Return whether --shard applies to a component, which depends on its name alone: it contains a word of `SHARDED`."""
     return any(word in component for word in SHARDED)
 
 
 def check_model(name: str, model: nn.Module) -> None:
-    """Raise ConfigError for a model that cannot be sharded."""
+    """Raise ConfigError if the record of the model's class has a reason against sharding, and quote it."""
     if why := model_record(type(model)).unsharded:
         raise ConfigError(f"--shard: {type(model).__name__} ({name}) is not supported: {why}")
 
@@ -43,7 +43,10 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of every outermost ModuleList that have parameters and are called themselves, each once."""
+    """Yield a model's repeated blocks, each once: entries of outermost ModuleLists that have parameters.
+
+    An entry that is itself a list or a dict is not called, so its members are searched in its place.
+    """
     seen: set[int] = set()
     for child in model.children():
         for block in _entries(child) if isinstance(child, nn.ModuleList) else blocks_of(child):
