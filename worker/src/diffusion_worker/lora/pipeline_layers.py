@@ -106,10 +106,7 @@ class AdapterLayers:
             segment.release()
 
     def restore(self) -> None:
-        """Give all slots memory after `release` or a start asleep; they hold no adapters.
-
-        Without room it raises MemoryError or torch's own error.
-        """
+        """Give the empty slots memory after `release` or a start asleep; raises MemoryError or torch's own error for lack of it."""
         for segment in self._segments:
             segment.restore()
         self._asleep = False
@@ -135,10 +132,7 @@ class AdapterLayers:
         return bool(new)
 
     def unregister_modules(self) -> None:
-        """Give the model its own layers back and free all slots, also of active adapters.
-
-        The caller ensures that no call of the model runs.
-        """
+        """Give the model its own layers back and free all slots, also those of active adapters. No call of the model may run then."""
         for layer in self._wrapped:
             for parent, child in layer.places:
                 setattr(parent, child, layer.base)
