@@ -22,7 +22,10 @@ class RankProfiler:
         self._prefix = ""
 
     def start(self, prefix: str) -> bool:
-        """Begin a trace; return False where profiling is off or a trace is being taken."""
+        """Start to trace this rank's CPU, and GPU if there is one; return False without a folder, or while another trace runs.
+
+        `prefix` begins the file's name; characters unfit for one become underscores.
+        """
         if self._folder is None or self._running is not None:
             return False
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
@@ -32,7 +35,7 @@ class RankProfiler:
         return True
 
     def stop(self) -> str | None:
-        """End the trace; return the path of its file, or None where no trace was being taken."""
+        """Finish the running trace, write it to `<prefix>-rank<rank>-<time>.json`, and return that path; None if nothing was running."""
         running, self._running = self._running, None
         if running is None or self._folder is None:
             return None

@@ -34,7 +34,7 @@ class RankMemory:
         self.level: SleepLevel | None = None
 
     def begin(self, *, asleep: bool) -> None:
-        """Begin with a new model: awake, or `asleep` as after a sleep that discards."""
+        """Reset the record for a model just adopted. If `asleep`, every tag counts as given back at the level Discard, ready for a wake."""
         self.asleep = list(MemoryTag) if asleep else []
         self.level = SleepLevel.DISCARD if asleep else None
 
@@ -43,7 +43,11 @@ class RankMemory:
         self._weights, self._loras = weights, loras
 
     def require_awake(self, what: str) -> None:
-        """Raise RequestError (Asleep) while the memory of some tag is given back."""
+        """Refuse work unless every tag is in memory; `what` names the work in the message.
+
+        Raises:
+            RequestError: Asleep, with the tags that are missing.
+        """
         if self.asleep:
             asleep = ", ".join(self.asleep)
             raise RequestError(
@@ -132,7 +136,7 @@ class RankMemory:
                 self._prompts.clear()
 
     def _bring(self, tag: MemoryTag) -> None:
-        """Restore the memory of a tag. Caches fill themselves, once steps are taken."""
+        """Refill a tag that was given back: weights, or slots of adapters. For caches there is nothing to do; later steps fill them."""
         if tag is MemoryTag.WEIGHTS:
             self._weights.restore()
         elif tag is MemoryTag.ADAPTERS and self._loras is not None:

@@ -21,7 +21,11 @@ from diffusion_worker.runner.families import model_record, models
 
 
 def check_model(name: str, model: nn.Module, size: int) -> None:
-    """Raise ConfigError where the model cannot be cut for `size` ranks."""
+    """Refuse a denoiser that has no tensor plan known to work, or whose heads or planned layers do not divide evenly by `size`.
+
+    Raises:
+        ConfigError: the reason, with the option `--tensor` and the component's name.
+    """
     kind = type(model).__name__
     if not model_record(type(model)).tensor:
         known = ", ".join(record.name for record in models() if record.tensor)
@@ -36,7 +40,10 @@ def check_model(name: str, model: nn.Module, size: int) -> None:
 
 
 class TensorCut:
-    """The cut of a model for a rank of a tensor group. Make it before the weights are placed."""
+    """A map from each planned parameter to the rows or columns that this rank holds, computed from whole shapes.
+
+    So construct it while the parameters are still whole. `cut` then takes parts, `connect` makes the layers add up over the group.
+    """
 
     def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
         self._model = model
@@ -46,14 +53,20 @@ class TensorCut:
         self._specs = resolve_tp_shard_specs(model, model._tp_plan, self._size)
 
     def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a parameter or buffer, as a view where that is possible."""
+        """Take the part that this rank holds of a tensor named as in the model; a tensor outside the plan is returned whole.
+
+        The result shares memory with `whole`, unless a fused layer's blocks had to be joined.
+        """
         spec = self._specs.get(name)
         if spec is None or spec.dim is None:
             return whole
         return PartCut(spec.dim, tuple(spec.block_sizes), self._size, self._index).of(whole, spec.dim)
 
     def connect(self) -> None:
-        """Make layers that are cut by their inputs sum over the ranks. Call it when the weights are in place."""
+        """Replace the forward of each layer cut by its inputs: an all-reduce sums the partial results, and then the bias is added once.
+
+        The layer's weight must be this rank's part by then.
+        """
         for name in self._specs:
             layer = name.removesuffix(".weight")
             if layer != name and self._specs[name].dim == 1:
@@ -61,7 +74,7 @@ class TensorCut:
                 linear.forward = _summing_forward(linear, self._group)
 
     def part(self, layer: str) -> LinearPart | None:
-        """Return how an adapter of a layer is cut; None if the layer is whole."""
+        """Describe to adapters which part of a layer is here, and whether `A x` has to be summed over the group; None outside the plan."""
         spec = self._specs.get(f"{layer}.weight")
         if spec is None:
             return None

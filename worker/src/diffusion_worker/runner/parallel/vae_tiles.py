@@ -36,7 +36,11 @@ SHAPES: dict[TileShape, Callable[[Any], Callable[[torch.Tensor], Shape]]] = {Til
 
 
 def check_vae(name: str, vae: nn.Module) -> None:
-    """Raise ConfigError for a VAE whose tiles cannot be spread."""
+    """Refuse a VAE for which the size of a decoded tile is not on record; `name` is that of its component.
+
+    Raises:
+        ConfigError: the class and the classes that would do, with the option `--vae-tiling`.
+    """
     if model_record(type(vae)).tiles is None:
         known = ", ".join(record.name for record in models() if record.tiles is not None)
         raise ConfigError(f"--vae-tiling: {type(vae).__name__} ({name}) is not supported, expected one of {known}")
@@ -56,7 +60,11 @@ class TileDecoder:
         decoder.forward = self.forward
 
     def forward(self, tile: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Decode a tile [rows, channels, (frames,) height, width]."""
+        """Stand in for the decoder on a tile of [rows, channels, height, width], or one with frames before the height.
+
+        While recording it notes the tile and returns zeros of the decoded shape. While handing out it returns the next finished tile.
+        Otherwise it decodes.
+        """
         if self.answers is not None:
             return self.answers.pop(0)
         if self.asked is not None:
@@ -66,7 +74,7 @@ class TileDecoder:
         return result
 
     def record_tiles(self, decode: Callable[[], Any]) -> list[Asked]:
-        """Run a decode and return the tiles that it asks for."""
+        """Call `decode` with a decoder that returns zeros; list each tile and its options, in the order of the VAE's own calls."""
         self.asked = asked = list[Asked]()
         try:
             decode()
@@ -108,7 +116,10 @@ class VaeTiles:
         return self._parallel.agree(lambda: decoder.hand_out(tiles, lambda: execute(call, rows)))
 
     def _spread(self, decoder: TileDecoder, asked: list[Asked]) -> list[torch.Tensor]:
-        """Return all tiles decoded, of which this rank decodes every `world`-th."""
+        """Decode a share of the tiles, gather the shares of the other ranks, and return every decoded tile in the order of `asked`.
+
+        Tile i belongs to rank i modulo the number of ranks. Shares travel as bytes, padded to the longest.
+        """
         everybody, dtype = self._parallel.everybody, asked[0][0].dtype
         mine = self._parallel.agree(
             lambda: [decoder.real(tile, **_fresh(options)).to(dtype) for tile, options in asked[everybody.index :: everybody.count]]

@@ -76,15 +76,19 @@ class PipelineBody:
                 _unhook(self._pipeline, view)
 
     def modules(self) -> list[torch.nn.Module]:
-        """Return the shared modules, which the pipeline may change if it has them alone."""
+        """List the real modules behind the stand-ins, so that changes by a request that runs alone can be found and undone."""
         return list(modules_of(self._pipeline).values())
 
 
 def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:
-    """Make the body of a request; `conditioning` has images and the like by the names of the pipeline's arguments.
+    """Translate a request into keyword arguments of the pipeline's call, and return a body that makes this call once.
+
+    `conditioning` has further arguments by name, such as images; fields that the request leaves None are not passed.
 
     Raises:
-        RequestError: InvalidRequest, the pipeline does not take a field of the request; its details name the field.
+        RequestError: InvalidRequest, the class does not take a field or would ignore it (the details name it), or a custom class refuses
+            the
+        request. RequestFailed, a custom class's own method failed.
     """
     takes = inputs_of(pipeline)
     arguments = {name: value for name, value in _fields(takes, spec).items() if value is not None}

@@ -31,10 +31,10 @@ GIVEN = frozenset(
 
 
 class ImageInputs(msgspec.Struct, frozen=True):
-    """The image arguments of a class: `image`, `mask` and `more` are names of arguments of its call.
+    """Names of the arguments that get a request's images, how many may come (`most`), and how they are prepared.
 
-    `image` and `mask` get the first image and its mask, `more` the images after it. `fitted` images are brought to the size of the one that
-    is made; others are seen as they are. `required` means that the class cannot work from words.
+    The first image goes to `image`, its mask to `mask`, a second one to `more`. A class with several images but no `more` gets a list. If
+    `fitted`, the first is scaled and cropped to the requested size. With `required` a prompt alone does not do.
     """
 
     image: str
@@ -72,7 +72,7 @@ def image_inputs(pipeline: Any) -> ImageInputs | None:
 
 
 def works_from_words(pipeline: Any) -> bool:
-    """Return whether a request without an image can be served."""
+    """Return whether the pipeline serves text to image: it takes a prompt, needs no other input, and any image is known to be optional."""
     takes = inputs_of(pipeline)
     if "prompt" not in takes or needs_more(pipeline):
         return False
@@ -87,10 +87,10 @@ def masked_inputs(pipeline: Any) -> ImageInputs | None:
 
 
 def conditioning_of(takes: ImageInputs, spec: RequestSpec, frames: Sequence[bytes]) -> Arguments:
-    """Return the images of a request by the names of the arguments that they go to.
+    """Take a request's images out of `frames`, fit them, and return each under its argument.
 
     Raises:
-        RequestError: InvalidRequest, there are no images, or more than the class takes.
+        RequestError: InvalidRequest, the number of images is not from 1 to `most`, or a mask is missing or superfluous.
     """
     if not 1 <= len(spec.images) <= takes.most:
         expected = "one image" if takes.most == 1 else f"1 to {takes.most} images"
@@ -166,7 +166,11 @@ def _first_image(takes: Mapping[str, Any]) -> str | None:
 
 
 def _requires(pipeline: Any, takes: Mapping[str, Any], image: str) -> bool:
-    """Return whether the class cannot work from words alone."""
+    """Return whether every request must bring an image.
+
+    Blocks and records say so themselves. Other classes of diffusers always need it. A custom class can do without if its image has a
+    default, and it takes neither a strength nor a mask.
+    """
     if _is_modular(pipeline):
         return any(item.name == image and item.required for item in pipeline._blocks.inputs)
     record = pipeline_record(type(pipeline))

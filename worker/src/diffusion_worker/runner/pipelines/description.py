@@ -42,7 +42,11 @@ def kind_of(pipeline_class: Any) -> str:
 
 
 def denoiser_of(pipeline: Any) -> torch.nn.Module:
-    """Return the module that adapters apply to; raise ConfigError where there is none."""
+    """Return the pipeline's module under the first name in `DENOISERS` that it has; its steps call it, and adapters change it.
+
+    Raises:
+        ConfigError: it has a module under none of these names.
+    """
     modules = modules_of(pipeline)
     for name in DENOISERS:
         if name in modules:
@@ -109,7 +113,7 @@ def _returned(pipeline_class: Any) -> Iterator[str]:
 
 
 def blocks_of(pipeline_class: Any) -> Any:
-    """Return the blocks that a modular pipeline class has by default."""
+    """Instantiate the blocks that a modular pipeline class names in `default_blocks_name`, because only an instance lists its outputs."""
     return getattr(diffusers, pipeline_class.default_blocks_name)()
 
 
@@ -138,7 +142,7 @@ def _denoiser_config(pipeline: Any, *names: str) -> Any:
 
 
 def _patch(size: Any) -> int:
-    """Return the side of a patch from a number, (time, height, width), (height, width) or a choice of sides."""
+    """Reduce a configured patch size to one number: the largest of a tuple, its time included, and 1 if none is set."""
     if isinstance(size, list | tuple):
         return max((number for item in size if (number := _number(item))), default=1)
     return _number(size) or 1

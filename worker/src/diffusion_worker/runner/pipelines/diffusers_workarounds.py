@@ -15,15 +15,16 @@ SD3_LATENT_CHANNELS = 16
 
 
 def mend(view: Any) -> None:
-    """Apply the workarounds to a request's view, whose modules are stand-ins that belong to it."""
+    """Apply to a view every workaround that the record of its class lists; only the view's own parts change, never the shared modules."""
     for workaround in pipeline_record(type(view)).workarounds:
         WORKAROUNDS[workaround](view)
 
 
 def _let_hook_norm(view: Any) -> None:
-    """Let Qwen-Image 2.1 hook the text encoder's last layer, past the stand-in.
+    """Give the stand-in of the text encoder's final norm the real `register_forward_hook`, which Qwen-Image 2.1 calls.
 
-    The hook is the same for every request, keeps nothing, and is gone after the call.
+    Through the stand-in this would count as a change, and the request would run alone. The hook is harmless: equal for all requests,
+    without state, and removed by the end of the call.
     """
     if view.text_encoder is None:
         return

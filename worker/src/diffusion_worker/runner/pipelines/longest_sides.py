@@ -17,7 +17,10 @@ Patches = tuple[int, int]
 
 
 def longest_sides(denoiser: torch.nn.Module, latent: int) -> tuple[int, int] | None:
-    """Return height and width in pixels, where a latent stands for `latent` of them a side; None where any size has positions."""
+    """Find the largest height and width in pixels that every position table of a denoiser covers; None if it has no table.
+
+    `latent` is the number of pixels along the side of a latent.
+    """
     config = getattr(denoiser, "config", {})
     positions = model_record(type(denoiser)).positions or Positions()
     found = [*_of_modules(denoiser, positions), *_of_config(config, positions)]
@@ -29,7 +32,11 @@ def longest_sides(denoiser: torch.nn.Module, latent: int) -> tuple[int, int] | N
 
 
 def _of_modules(denoiser: torch.nn.Module, positions: Positions) -> Iterator[Patches]:
-    """Yield squares of learned or stored positions: cropped from the middle (SD3, OmniGen, AuraFlow) or from a corner (CogView3 Plus)."""
+    """Yield height and width in patches of every position table that a submodule keeps, stored or learned.
+
+    The side is `pos_embed_max_size`, or its root where the record counts by area. Smaller images use the middle of the table (SD3, OmniGen,
+    AuraFlow) or a corner (CogView3 Plus).
+    """
     part: Any
     for part in denoiser.modules():
         # Not by getattr: diffusers answers a model's configuration to that, with a warning.

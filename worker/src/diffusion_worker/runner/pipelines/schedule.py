@@ -17,7 +17,11 @@ DYNAMIC = "use_dynamic_shifting"
 
 
 def check_sigmas(scheduler: Any, sigmas: list[float], *, steps: int | None) -> None:
-    """Raise RequestError where a scheduler takes no sigmas from a request, or where they are not one for each step."""
+    """Refuse sigmas that `set_timesteps` has no argument for, or whose number contradicts `steps`; None leaves that to the sigmas.
+
+    Raises:
+        RequestError: InvalidRequest that names sigmas or num_inference_steps.
+    """
     if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
         raise refused("sigmas", "a scheduler that takes them", type(scheduler).__name__)
     if steps not in (None, len(sigmas)):
@@ -25,7 +29,7 @@ def check_sigmas(scheduler: Any, sigmas: list[float], *, steps: int | None) -> N
 
 
 def check_shift(scheduler: Any) -> None:
-    """Raise RequestError where a scheduler has no shift that can be set."""
+    """Refuse a shift for a scheduler that would ignore it, as its configuration has none in use; raise RequestError (InvalidRequest)."""
     if _setting_of(scheduler) is None:
         raise refused("shift", "a flow scheduler", type(scheduler).__name__)
 

@@ -33,7 +33,7 @@ def why_no_pipeline(pipeline: Any) -> str | None:
 
 
 def why_no_denoiser(kind: Kind, cache: CacheKind, module: torch.nn.Module) -> str | None:
-    """Return the reason why a denoiser cannot have a cache; None if it can."""
+    """Return the obstacle to a cache: what the cache itself objects to, or that the class was not measured with it; None without any."""
     reason = cache.why_not(module)
     if reason is None and kind not in model_record(type(unwrap_module(module))).step_caches:
         return "it was not shown to be right with the rows of several requests"

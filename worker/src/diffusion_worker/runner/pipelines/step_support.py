@@ -53,12 +53,16 @@ def why_exclusive(pipeline_class: Any) -> str | None:
 
 
 def why_impossible(pipeline_class: Any) -> str | None:
-    """Return the reason why a class cannot run at all; None if it can."""
+    """Return the reason on record for which a class is refused at start and as a companion; None for all others."""
     return pipeline_record(pipeline_class).impossible or None
 
 
 def _sources(pipeline_class: Any) -> Iterator[str]:
-    """Yield the source of all that a call of the class can run: its own methods, its blocks, and pipelines that it is made of."""
+    """Yield the text of every function that may run during a call, except `__init__` and `invert`.
+
+    A modular class has those of its default blocks. A classic one has its own, those of its bases below `DiffusionPipeline`, and those of
+    inner pipelines.
+    """
     if issubclass(pipeline_class, diffusers.ModularPipeline):
         name = pipeline_class.default_blocks_name
         yield from _block_sources(getattr(diffusers, name)()) if name else ()
@@ -72,7 +76,7 @@ def _sources(pipeline_class: Any) -> Iterator[str]:
 
 
 def inner_classes(pipeline_class: Any) -> list[Any]:
-    """Return the classes of the pipelines that a combined one makes for itself, in their order."""
+    """Find the classes that a combined pipeline instantiates, from the text of `__init__` and in its order; empty for others."""
     made_by = inspect.unwrap(pipeline_class.__init__)
     found = re.findall(r"= (\w+Pipeline)\(", source_of(made_by))
     return [made_by.__globals__[name] for name in found if name in getattr(made_by, "__globals__", {})]
@@ -105,9 +109,9 @@ def source_of(found: Any) -> str:
 
 
 def _function_source(code: Any) -> str:
-    """Return a function's source.
+    """Cut a function's text out of its file by indentation, from the first decorator on; empty if the file cannot be read.
 
-    `inspect.getsource` would read every token of a pipeline's thousand lines to find where a function ends.
+    This is much cheaper than `inspect.getsource`, which tokenizes on to find the end, in files of a thousand lines.
     """
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0

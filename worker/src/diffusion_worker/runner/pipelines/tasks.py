@@ -59,11 +59,11 @@ class TaskPipelines:
 
     @property
     def served(self) -> list[Task]:
-        """The tasks that are served, in the order of `Task`."""
+        """All tasks with a pipeline here, sorted as `Task` declares them; empty for a class that needs other inputs."""
         return [task for task in Task if task in self._servers]
 
     def pipeline_of(self, task: Task) -> Any:
-        """Return the pipeline that serves a task of `served`."""
+        """Look up the loaded pipeline or companion for a task; raise KeyError for a task that is not in `served`."""
         return self._servers[task].pipeline
 
     def describe(self, info: ModelInfo) -> ModelInfo:
@@ -75,10 +75,12 @@ class TaskPipelines:
         )
 
     def body(self, spec: RequestSpec, frames: Sequence[bytes] = ()) -> PipelineBody:
-        """Make the body of a request on the pipeline of its task.
+        """Build the call that a request needs, on the loaded pipeline or the companion for the task; `frames` hold the images' pixels.
+
+        A request with images gets the loaded class's defaults for steps and guidance that it leaves open.
 
         Raises:
-            RequestError: InvalidRequest, a field or a number of images that this pipeline does not take.
+            RequestError: InvalidRequest, nothing serves the task, or a field or the number of images does not fit.
         """
         server = self._servers.get(spec.task)
         if server is None:
@@ -111,7 +113,10 @@ class TaskPipelines:
 
 
 def _paired_class(pipeline_class: Any, task: Task) -> Any:
-    """Return the class that serves a task with the components of a pipeline class; None where diffusers has none."""
+    """Look up diffusers' sibling of a pipeline class for edits or inpainting, in the class's record, then in the lists of auto pipelines.
+
+    None if they have no sibling for the task.
+    """
     name, record = pipeline_class.__name__, pipeline_record(pipeline_class)
     more = record.edits_by if task is Task.EDIT else record.inpaints_by
     # Not of a class that it extends: the companion would lack all that this one adds.

@@ -25,7 +25,7 @@ MAIN_SCHEDULER = "scheduler"
 
 
 def modules_of(pipeline: Any) -> dict[str, torch.nn.Module]:
-    """Return the shared modules of a pipeline, by component name."""
+    """Return every component that is a torch module, which requests share, by name; empty places and schedulers are left out."""
     return {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
 
 
@@ -35,7 +35,7 @@ def schedulers_of(pipeline: Any) -> dict[str, Any]:
 
 
 def guiders_of(pipeline: Any) -> dict[str, Any]:
-    """Return the guiders of a modular pipeline, by component name."""
+    """Return the components that compute guidance (subclasses of `BaseGuidance`) by name; classic pipelines have none."""
     return {name: part for name, part in pipeline.components.items() if isinstance(part, BaseGuidance)}
 
 
@@ -45,7 +45,10 @@ def hooks_models(guider: Any) -> bool:
 
 
 def view_of(pipeline: Any, *, shift: float | None = None) -> Any:
-    """Make a view of a pipeline for one request, to be called inside the request's fiber. `shift` is for its flow schedulers."""
+    """Copy a pipeline for one request: stand-ins for the modules, and schedulers and guiders of its own.
+
+    Call the copy in the request's fiber only, because stand-ins and marked steps suspend that. A `shift` replaces the flow schedulers' own.
+    """
     view = copy.copy(pipeline)
     parts: dict[str, Any] = {name: SuspendingModule(name, module) for name, module in modules_of(pipeline).items()}
     schedulers = schedulers_of(pipeline)
@@ -63,7 +66,7 @@ def view_of(pipeline: Any, *, shift: float | None = None) -> Any:
 
 
 def compute_on(pipeline: Any, device: torch.device) -> None:
-    """Make the views of a pipeline compute on a device where its weights are only while they are computed with."""
+    """Fix the device that views of an offloaded pipeline report, because between calls its weights are elsewhere."""
     vars(pipeline)["_device_of_view"] = device
 
 
@@ -107,7 +110,7 @@ def guide(view: Any, scale: float) -> bool:
 
 
 def silence(pipeline: Any) -> None:
-    """Turn progress bars off; those of a modular pipeline belong to the blocks inside its blocks."""
+    """Disable the progress bar of a pipeline, and those that nested blocks of a modular one have of their own."""
     pipeline.set_progress_bar_config(disable=True)
     for block in _blocks_of(getattr(pipeline, "_blocks", None)):
         if hasattr(block, "set_progress_bar_config"):
@@ -121,10 +124,10 @@ def _blocks_of(block: Any) -> Iterator[Any]:
 
 
 def _marking(scheduler: Any, view: Any) -> Any:
-    """Return the scheduler with a step that suspends the fiber when it returns.
+    """Wrap the `step` of a scheduler so that the fiber can be suspended after each, and return the same scheduler.
 
-    The step is a bound method, so that a copy of the scheduler steps the copy. Pipelines copy theirs for a second latent or for each frame
-    (LTX 2's audio, SkyReels V2). A class of its own would not do, because Bria asks for the scheduler's type.
+    The wrapper is bound to the instance, so `deepcopy` binds the copy's to the copy. LTX 2 (sound) and SkyReels V2 (frames) step such
+    copies. The scheduler keeps its type, which Bria checks.
     """
     plain: Any = type(scheduler)
     plain_step = with_times_on_host(plain.step)

@@ -29,7 +29,7 @@ class Block:
         self._text: int | None = self._about.return_encoder_hidden_states_index
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the hidden states of image and text that the block was called with."""
+        """Find the image's and the text's states among a call's arguments, positional or named; text is None if the block returns none."""
         find, about = self._about._get_parameter_from_args_kwargs, self._about
         text = None if self._text is None else find(about.encoder_hidden_states_argument_name, args, kwargs)
         return find(about.hidden_states_argument_name, args, kwargs), text
@@ -41,20 +41,20 @@ class Block:
         return output[self._hidden], None if self._text is None else output[self._text]
 
     def output(self, hidden: torch.Tensor | None, text: torch.Tensor | None) -> Any:
-        """Return the block's output with these tensors in place."""
+        """Pack hidden states into the form that the block itself returns: the image alone, or image and text in its own order."""
         if self._text is None:
             return hidden
         return (hidden, text) if self._hidden < self._text else (text, hidden)
 
 
 def blocks_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks of a denoiser in the order in which they run, found by the names that diffusers uses."""
+    """List a denoiser's transformer blocks as they run: the entries of each direct `ModuleList` with a name that diffusers' caches know."""
     lists = [part for name, part in module.named_children() if name in _ALL_TRANSFORMER_BLOCK_IDENTIFIERS]
     return [block for part in lists if isinstance(part, torch.nn.ModuleList) for block in part]
 
 
 def why_no_blocks(module: torch.nn.Module) -> str | None:
-    """Return the reason why a denoiser's blocks cannot be skipped; None if they can."""
+    """Return an obstacle to hooks on the first and last block: fewer than two, or a class that diffusers does not know; otherwise None."""
     blocks = blocks_of(module)
     if len(blocks) < 2:
         return f"it has {len(blocks)} transformer blocks, and the first and the last are needed"

@@ -26,7 +26,10 @@ class MixedVerdicts(Exception):
 
 
 class PipelineStepCache:
-    """A kind of cache on the denoisers of a pipeline. `agree` is None with a single rank, which decides inside the call."""
+    """A caching method, hooked onto each denoiser of a pipeline when this is constructed; the branches belong to requests.
+
+    `agree` turns the verdicts of one rank into those of all. A single rank passes None, and decides while the module runs.
+    """
 
     def __init__(self, kind: CacheKind, denoisers: dict[str, torch.nn.Module], agree: Agree | None) -> None:
         self.kind = kind
@@ -64,7 +67,10 @@ class Plan:
         return self._verdict is CacheVerdict.SKIP
 
     def execute(self, make: Callable[[], Any], rows: slice) -> tuple[Any, Kept]:
-        """Run the module for some rows of the call; return its output (None if only its first block ran) and the values to remember."""
+        """Run `make`, which calls the module for some rows, with the hooks on; return its output and the values kept by place.
+
+        The output is None if the hooks stopped it after the first block, because verdicts are still open.
+        """
         run = CachedRun(self._verdict, lambda place: self._recall(place, rows), self._decide)
         output = None
         with self._module.running(run), contextlib.suppress(FirstBlockOnly):

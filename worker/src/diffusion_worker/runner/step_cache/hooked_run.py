@@ -33,9 +33,10 @@ class FirstBlockOnly(Exception):
 
 
 class CachedRun:
-    """An execution of a module. `recall` returns the remembered values of a place, for the rows of this execution.
+    """A pass through a hooked module, as its hooks see it: a verdict, and in `kept` the values to remember.
 
-    `decide` turns an open verdict into another one from the values kept so far, or leaves it open.
+    `recall` looks up earlier values of the same rows by place, None if there are none. A hook with an open verdict asks `decide`, which may
+    return open again.
     """
 
     def __init__(self, verdict: CacheVerdict, recall: Callable[[str], Tensors | None], decide: Callable[[Kept], CacheVerdict]) -> None:

@@ -13,7 +13,7 @@ from diffusion_worker.runner.step_cache.hooked_run import CachedModule, CacheVer
 
 
 class Branch(Protocol):
-    """A request's remembered values for one kind of its calls: those with its prompt, or those without."""
+    """The cache's state of one request for one sort of call, so that calls with and without the prompt do not mix."""
 
     verdict: CacheVerdict
 
@@ -27,7 +27,7 @@ class Branch(Protocol):
         """Return the remembered values of a place; None if there are none."""
 
     def keep(self, kept: Kept) -> None:
-        """Remember the values of a call that was made, or of its first layer while the verdict is open."""
+        """Store what the hooks left, by place. If the verdict is open, only the first layer has run, and its values serve the decision."""
 
     def held_bytes(self) -> int:
         """Return the size of the remembered values."""
@@ -42,17 +42,20 @@ class CachedRequest(Protocol):
     branches: dict[Hashable, Branch]
 
     def kind_of(self, call: ModelCall) -> Hashable:
-        """Return a key that sets a call apart from the others of a step, and is the same at the next step."""
+        """Return the key of a call's branch, equal for the corresponding call of every step and different within one.
+
+        The request counts its calls for this, so ask once a call.
+        """
 
 
 class CacheKind(Protocol):
-    """A kind of step cache."""
+    """A caching method with its settings: it judges and hooks denoisers, and makes the branches of requests."""
 
     def why_not(self, module: torch.nn.Module) -> str | None:
-        """Return the reason why a denoiser cannot have this cache; None if it can."""
+        """Judge a denoiser before it is hooked: return the obstacle for an error message, or None."""
 
     def put_on(self, module: torch.nn.Module) -> CachedModule:
-        """Put the cache's hooks on the layers of a denoiser."""
+        """Hook a denoiser once, at load, and return the handle by which later calls switch the hooks on."""
 
     def branch(self, steps: int | None) -> Branch:
         """Make a branch for a request with this number of steps."""

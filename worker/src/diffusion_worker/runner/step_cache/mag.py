@@ -18,7 +18,10 @@ from diffusion_worker.runner.step_cache.interface import bytes_of, own_state
 
 
 class _MagBranch:
-    """A branch that asks diffusers' hook about each step, with tensors of one number in place of the model's."""
+    """The last residual of a request's calls, and diffusers' rule in the form of its hook.
+
+    The hook runs on one-element dummies, since only its verdict on the step is wanted.
+    """
 
     def __init__(self, config: MagCacheConfig) -> None:
         self.verdict = CacheVerdict.COMPUTE
@@ -54,9 +57,9 @@ class _MagBranch:
 
 
 class MagCache:
-    """The cache that skips all blocks while the magnitude of their change, measured for the model beforehand, moves little.
+    """A step cache that goes by the number of the step: it skips every block where ratios from a calibration change little.
 
-    Diffusers has measured the models whose records say so. Others have to be calibrated first.
+    Diffusers has the ratios. `why_not` refuses a model whose record names none, which has to be calibrated first.
     """
 
     def __init__(self) -> None:
