@@ -47,7 +47,11 @@ def plain_variants(pipeline: Any, task: Task) -> list[Variant]:
 
 
 def compiled_variants(pipeline: Any, task: Task, *, most_images: int, ranks: int, adapter: int | None) -> list[Variant]:
-    """Return the variants that need other versions of compiled code: one row or more on a rank, and rows with an adapter."""
+    """List the runs that make torch compile all versions of the code, so that no request waits for it.
+
+    The first is plain. If the class guides by default, a run without guidance has half the rows. With larger batches, a run of more images
+    gives a rank several rows. With an adapter, each run comes a second time with it.
+    """
     [plain] = rows = plain_variants(pipeline, task)
     guidance = inputs_of(pipeline).get("guidance_scale")
     if isinstance(guidance, int | float) and guidance > 1:
@@ -61,9 +65,9 @@ def compiled_variants(pipeline: Any, task: Task, *, most_images: int, ranks: int
 
 
 def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variants: Sequence[Variant] = PLAIN) -> list[WarmTick]:
-    """Run the warm-up in every size and variant, and return what its ticks took.
+    """Make a request, in each variant, for every configured size; return a measurement of each run.
 
-    `execute` lets requests join and advances them by a step.
+    `execute` makes a tick. A request of a single step that fails is repeated with two, because some pipelines need them.
 
     Raises:
         RequestError: a request failed; the message says which and why.

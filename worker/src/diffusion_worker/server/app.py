@@ -38,9 +38,10 @@ READ_BY_PAGES = ("X-Request-ID", "X-Replica", "Retry-After", "X-Should-Retry")
 
 
 def data_app(engine: Engine, *, local: bool = False) -> FastAPI:
-    """Return the data port's application: images, models, probes, metrics. With an API key, its API requires that key.
+    """Build the application of the data port: image routes, models, probes and metrics, and the page if it is enabled.
 
-    Without a key, a `local` listener, which is on loopback, takes requests to loopback hosts only.
+    With an API key, every path under `/v1/` needs it. Without one, a `local` app (on loopback) refuses any `Host` that is neither loopback
+    nor an allowed origin's.
 
     Raises:
         ConfigError: the file of the API key is missing or empty.
@@ -73,7 +74,9 @@ def data_app(engine: Engine, *, local: bool = False) -> FastAPI:
 
 
 def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
-    """Return the control port's application; without a token it must listen on loopback only.
+    """Build the application of the control port: state, operations, adapters, and vLLM's routes.
+
+    With a token file all paths need the token but the API's description and the identity. Without one, only a loopback listener is safe.
 
     Raises:
         ConfigError: the token file is missing or empty.

@@ -27,7 +27,7 @@ class Pending(msgspec.Struct, frozen=True, eq=False):
 
 
 class InputBatch(msgspec.Struct, frozen=True, eq=False):
-    """A joint call of a module for several requests: `rows[i]` rows belong to `items[i]`."""
+    """Calls of one method of a module that run as one: their rows are stacked in the order of `items`, `rows[i]` of them for each."""
 
     items: list[Pending]
 
@@ -46,7 +46,7 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
         return merge([item.call for item in self.items])
 
     def alone(self) -> list["InputBatch"]:
-        """Return the same calls, each in a batch by itself."""
+        """Split the batch into batches of a single request, in order."""
         return [InputBatch([item]) for item in self.items]
 
     def by_adapters(self) -> list["InputBatch"]:

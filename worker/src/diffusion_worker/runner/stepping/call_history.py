@@ -62,7 +62,10 @@ class Step:
 
 
 class CallHistory:
-    """The answers to a request's calls, in order, and the newest step of each of its schedulers, in the order of their first ones."""
+    """A request's record for its previews: each denoiser's last answer, all other answers in order, and each scheduler's last step.
+
+    Schedulers stand in the order in which they first stepped, by which a replay recognises them.
+    """
 
     def __init__(self) -> None:
         self.answers: list[tuple[str, str, Any]] = []
@@ -77,7 +80,7 @@ class CallHistory:
             self.answers.append((call.component, call.method, answer))
 
     def forget(self) -> None:
-        """Forget everything, because the request has ended."""
+        """Drop all recorded answers and steps, which would otherwise keep their tensors in memory."""
         self.answers.clear()
         self.denoised.clear()
         self.steps.clear()
@@ -87,7 +90,11 @@ class CallHistory:
         self.steps[id(step.scheduler)] = step
 
     def denoised_like(self, call: ModelCall) -> Any:
-        """Return an answer of the shape that a denoiser call would have; raise NoPreview where there is none."""
+        """Return the last answer to this denoiser and number of rows, or else one of another denoiser for as many rows.
+
+        Raises:
+            NoPreview: no denoiser has been called with as many rows yet.
+        """
         exact = self.denoised.get((call.component, call.method, call.rows))
         if exact is not None:
             return exact

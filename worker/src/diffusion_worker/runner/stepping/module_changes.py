@@ -20,7 +20,7 @@ Missing = object()
 
 
 class Attributes:
-    """The attributes of modules, the contents of those that are containers, and the data of the weights, at one moment."""
+    """A snapshot of modules with all submodules: shallow copies of their attributes, lists, sets and dicts, and each weight's data."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.containers: dict[int, Copied] = {}
@@ -61,13 +61,16 @@ class ModuleChanges:
             self._copies.append(module)
 
     def begin(self) -> None:
-        """Record the modules, because the request is about to change something, or to get hold of a module."""
+        """Take the snapshot that `end_run` compares with, unless this run of the fiber has one.
+
+        It is called just before a change, or before the request gets a real module. Later runs of the request take theirs at their start.
+        """
         self._begun = True
         if self._before is None:
             self._before = Attributes((*self._modules(), *self._copies))
 
     def start_run(self) -> None:
-        """Record the modules before the request's own code goes on, if `begin` was called before."""
+        """Take a snapshot at the start of a run if the request has touched modules in an earlier one; do nothing before that."""
         if self._begun:
             self.begin()
 

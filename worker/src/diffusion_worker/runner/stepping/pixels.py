@@ -35,7 +35,9 @@ class RawImage:
             self._copy, self._output = _Copy(first), None
 
     def pixels(self) -> Pixels:
-        """Return uint8 [height, width, 3], or [frames, height, width, 3]; in any thread. Waits for the copy.
+        """Convert the first image to uint8 [height, width, 3], a video to [frames, height, width, 3]; grey gets three channels.
+
+        Any thread may ask. If a GPU's copy was begun, the thread sleeps until it is complete.
 
         Raises:
             RequestError: RequestFailed, the model returned values that are not numbers.
@@ -78,9 +80,9 @@ def _copy_stream(device: torch.device) -> Any:
 
 
 def bytes_of(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor [..., channels, height, width] of 0 to 1 as uint8 [..., height, width, channels], and whether all of it is finite.
+    """Scale an image tensor [..., channels, height, width] from 0–1 to uint8 with channels last, without leaving its device.
 
-    The bytes are the same as those that `to_pixels` makes.
+    The second result is a scalar tensor, False if some value was not finite. Rounding and clamping match `to_pixels` bit for bit.
     """
     values = image.float().movedim(-3, -1)
     return (values.clamp(0, 1) * 255).round().to(torch.uint8).contiguous(), values.isfinite().all()
@@ -112,10 +114,10 @@ def _in_colour(pixels: Pixels) -> Pixels:
 
 
 def keep_on_device(view: Any) -> None:
-    """Let a view's image processors return a tensor where they are asked for an array: the same numbers, not copied yet.
+    """Make a view's image processors return tensors in place of arrays, so that a decoded image is not copied from the GPU at once.
 
-    Those of videos stay as they are, because they stack the arrays of several. Those of a custom pipeline stay, because it may do anything
-    with its arrays. So do those of a class whose record says that it cuts arrays.
+    Only plain image processors of diffusers' own classes are replaced. Video processors stack arrays, a custom pipeline may do anything
+    with them, and classes with `cuts_arrays` on record slice them.
     """
     if not type(view).__module__.startswith("diffusers.") or pipeline_record(type(view)).cuts_arrays:
         return

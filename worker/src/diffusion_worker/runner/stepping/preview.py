@@ -24,15 +24,18 @@ from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
 
 
 def preview_steps(steps: int, previews: int) -> list[int]:
-    """Return the steps after which a request of so many steps has a preview: evenly spaced, none at the start or at the end."""
+    """Spread previews evenly over a request's steps; return the numbers of steps done at each, sorted, never 0 and never all.
+
+    They are fewer than `previews` if the steps are few.
+    """
     wanted = (number * steps // (previews + 1) for number in range(1, previews + 1))
     return sorted({step for step in wanted if 0 < step < steps})
 
 
 def preview_due(state: DiffusionRequestState) -> "PreviewState | None":
-    """Return the run that makes a preview of a request that has just taken a step; None where none is due.
+    """Create the run of the next preview if the step just taken is one of `preview_steps`; return None otherwise.
 
-    A request that needs the model for itself has none: a second run would change the model under it.
+    There is none without a history or a known number of steps, nor for a `whole` request, whose changed model a second run would disturb.
     """
     planned = state.steps_planned or state.spec.steps
     if state.history is None or state.whole or planned is None or state.previews_begun == state.spec.previews:
@@ -44,7 +47,10 @@ def preview_due(state: DiffusionRequestState) -> "PreviewState | None":
 
 
 class PreviewState(DiffusionRequestState):
-    """The run of preview `number` of a request, from 0. The memory and time it takes count as the request's."""
+    """An extra run of a request's body, fed with recorded answers, that makes preview `number`, counted from 0.
+
+    It writes to the request's clock, so that its calls appear in the request's own figures.
+    """
 
     in_one_tick = True
 

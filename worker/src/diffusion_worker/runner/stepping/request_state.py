@@ -31,7 +31,7 @@ MOST_EXITS = 20
 
 
 class StepBoundary(enum.Enum):
-    """The event of a fiber that stopped because `scheduler.step` returned."""
+    """A fiber's stop right after a scheduler's step, at which a tick leaves its request."""
 
     STEP = "step"
 
@@ -43,7 +43,7 @@ class FiberDone(msgspec.Struct, frozen=True):
 
 
 class Broken(msgspec.Struct, frozen=True):
-    """The event of a fiber that ended with an exception; `asked` says whether it had called a model before."""
+    """The end of a fiber by an exception of its body. `asked` is False if it came before any model call, as for invalid arguments."""
 
     error: BaseException
     asked: bool
@@ -97,10 +97,10 @@ def mark_step(steps: int | None = None) -> None:
 
 
 class DiffusionRequestState:
-    """A request between ticks. `body` runs the pipeline and returns its image.
+    """A request on this rank from its join to its end: the fiber that runs `body`, and all state that belongs to it alone.
 
-    `exact` requests have every call to themselves. `whole` ones run while no other request advances, because they change the shared model,
-    or because their body asks for that. Calls of another `batch_key` are never merged with theirs. `history` is kept for previews only.
+    An `exact` one shares no call. While a `whole` one runs, the others wait, because it may change the shared model. Calls merge only under
+    an equal `batch_key`. `history` is None unless previews are wanted.
     """
 
     # Set if a single tick runs it to its end, with any number of calls, because no later tick advances it.
@@ -137,7 +137,7 @@ class DiffusionRequestState:
 
     @property
     def begun(self) -> bool:
-        """Return whether the fiber has run at all."""
+        """True from the fiber's first run to its end; a request that has only joined, or that is over, has False."""
         return bool(self._fiber)
 
     @property
@@ -185,9 +185,9 @@ class DiffusionRequestState:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Run the fiber in this context, with its own random numbers and precision, and without waits for copies to an accelerator.
+        """Switch to the request's own global random numbers and precision settings while its fiber runs, and let GPU copies overlap.
 
-        When it has ended, its changes of a model that it has alone are put back.
+        Changes by a request with the model alone are noted at the end of the context, and undone once its fiber is dead.
         """
         changes = self._fiber.changes
         with self._randomness, self._precision, async_copies():
@@ -213,7 +213,7 @@ class DiffusionRequestState:
             self._forget()
 
     def _forget(self) -> None:
-        """Release tensors at once: the request and its fiber refer to each other until garbage is collected."""
+        """Clear the step cache's branches and the history now. Request and fiber form a cycle, in which tensors would live on."""
         self.branches.clear()
         if self.history is not None:
             self.history.forget()

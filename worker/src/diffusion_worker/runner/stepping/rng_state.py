@@ -12,7 +12,7 @@ import torch
 
 
 def _global_generators() -> list[torch.Generator]:
-    """Return the CPU's generator, and the current accelerator's once that is in use."""
+    """List torch's default generators: for the CPU, then for the current GPU, unless CUDA is uninitialized and should stay so."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]

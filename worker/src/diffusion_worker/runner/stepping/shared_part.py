@@ -20,7 +20,10 @@ from diffusion_worker.runner.stepping.module_changes import ModuleChanges
 
 
 class NeedsModelAlone(msgspec.Struct, frozen=True):
-    """The event of a fiber that stopped for good, because its pipeline was about to do `what` with a shared module."""
+    """A fiber's last event beside others: `what` says which use of a shared module it attempted, such as a call of a method.
+
+    From here the fiber can only be unwound. The request is run again by itself.
+    """
 
     what: str
 
@@ -36,7 +39,10 @@ def in_fiber() -> bool:
 
 
 class SharedPart:
-    """A stand-in that looks like a submodule of a shared module."""
+    """A stand-in for a shared module or a part of one, which `isinstance` takes for the real class.
+
+    Reads, calls and harmless methods pass through; any other method, assignment or deletion requires the model alone.
+    """
 
     def __init__(self, path: str, real: torch.nn.Module) -> None:
         # All parts of a stand-in share this, by the id of the real module, so that a part is the same each time.
@@ -68,7 +74,10 @@ class SharedPart:
         return bool(self._real)
 
     def to(self, *args: Any, **kwargs: Any) -> "SharedPart":
-        """Convert or move the module, which needs the model alone unless the weights are so already."""
+        """Do nothing if every parameter and buffer has that device and precision; otherwise require the model alone, and convert it.
+
+        The stand-in is returned in both cases, as `Module.to` returns its module.
+        """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if any(_differs(tensor, device, dtype) for tensor in (*self._real.parameters(), *self._real.buffers())):
             self._leave_company(f"calls {self._path}.to()")
@@ -141,7 +150,7 @@ class SharedPart:
 
 
 class SharedParts(SharedPart):
-    """A stand-in that looks like a list of modules."""
+    """A stand-in for an indexable module, such as a `ModuleList`, with stand-ins as items; to set or delete one needs the model alone."""
 
     def __len__(self) -> int:
         return len(self._real)

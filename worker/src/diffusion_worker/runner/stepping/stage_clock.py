@@ -27,7 +27,7 @@ def stage_of(call: ModelCall, steps_done: int) -> Stage:
 
 
 class StageClock:
-    """Costs of a request, from its begin to its end. Calls shared with others count in full."""
+    """A record of one request's model calls with their stages, and of its peak memory. A merged call counts in full for each request."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0

@@ -50,7 +50,7 @@ Failure = TypeVar("Failure", bound=BaseException)
 
 
 class PreviewOutput(msgspec.Struct, frozen=True):
-    """The body's output for preview `number` of a request."""
+    """A finished preview of a request, not yet converted to pixels. `number` counts the request's previews from 0."""
 
     request_id: str
     number: int
@@ -109,7 +109,10 @@ class Stepper:
         cache: PipelineStepCache | None = None,
         compute: Compute = lambda module, call, plain: execute(module, call),
     ) -> None:
-        """Make calls on these modules from now on, by `compute`; `cache` is on some of them."""
+        """Switch to the modules of another model, and forget how calls of the former one behaved.
+
+        `compute` makes every call. `cache` is the step cache with hooks on the denoisers, None without one.
+        """
         self._modules, self._loras, self._cache, self._compute = modules, loras, cache, compute
         self._indivisible.clear()
         self._same_adapters.clear()
@@ -133,7 +136,10 @@ class Stepper:
         return chosen if first is None else [first]
 
     def _wave(self, pending: list[Pending]) -> list[Pending]:
-        """Make the calls that may run now and resume their requests; return the calls that are pending then."""
+        """Answer calls from the prompt cache, or if none is there make the batches that are next; return all calls still pending.
+
+        These are sorted by the order of joining, which every rank shares.
+        """
         known = [(item, found) for item in pending if (found := self._remembered(item)) is not None]
         if known:
             going = [item for item, _ in known]
@@ -160,9 +166,10 @@ class Stepper:
         return batch.by_adapters() if kind in self._same_adapters else [batch]
 
     def _run(self, batch: InputBatch) -> list[Event]:
-        """Call the module once for a batch and resume its requests; return their next events.
+        """Make a batch's call and resume each request with its part; return the events at which the fibers stop next.
 
-        If the call fails, it is made once for each request, so that only the guilty request sees its error.
+        A failed call is repeated in smaller batches: by verdict, by adapters, or each request by itself. An error reaches a request only
+        from a call of its own.
         """
         try:
             parts = self._call(batch)
@@ -223,7 +230,10 @@ class Stepper:
         return None if self._cache is None or not branches else self._cache.plan(batch.items[0].call.component, branches, batch.rows)
 
     def _execute(self, call: ModelCall, batch: InputBatch, rows: slice, plan: Plan | None) -> Any:
-        """Run some rows of a batch's call on the real module, with the adapters of those rows."""
+        """Call the module for `rows` of a batch, each row under its own adapters; with a plan, the step cache's hooks are on.
+
+        The module is the call's own, such as a copy in another precision, or else the component's.
+        """
         if plan is not None:
             return plan.execute(lambda: self._execute(call, batch, rows, None), rows)
         module = call.module if call.module is not None else self._modules[call.component]
@@ -269,7 +279,10 @@ class Stepper:
         return self._take(begun, pending) if begun else pending
 
     def _end_preview(self, preview: PreviewState, event: FiberEvent, failure: ErrorReport | None) -> None:
-        """Add a preview to the output, or drop one that failed: its request has lost nothing."""
+        """Finish a preview's run: put its image into the output, or unwind a failed fiber and log the first such failure.
+
+        The request itself goes on in both cases.
+        """
         if failure is None and isinstance(event, FiberDone):
             self._output.previews.append(PreviewOutput(preview.of, preview.number, event.frame))
             return
@@ -299,12 +312,15 @@ def _report(state: DiffusionRequestState, event: Broken | NeedsModelAlone) -> Er
 
 
 def _adapters_mix(error: BaseException) -> bool:
-    """Return whether a call failed, here or on another rank, because a layer cannot tell which row uses which adapters."""
+    """Return whether an error means that rows with different adapters met in a layer that cannot tell them apart.
+
+    An error of this rank has it as its cause. An error from another rank only has its name in the text.
+    """
     return isinstance(error.__cause__, RowsNotSeparable) or RowsNotSeparable.__name__ in str(error)
 
 
 def _without_frames(error: Failure) -> Failure:
-    """Return the error without its tracebacks, whose frames hold the tensors of the failed call."""
+    """Clear the tracebacks of an error and of its causes, so that the tensors in their frames are freed; return the same error."""
     seen: BaseException | None = error
     while seen is not None:
         if seen.__traceback__ is not None:

@@ -27,9 +27,9 @@ _copies: weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.dtype, torch.nn.M
 
 
 class SuspendingModule(SharedPart):
-    """A stand-in that looks like a module. A call suspends the fiber with a `ModelCall` and returns what the fiber is resumed with.
+    """A stand-in for a component in a view: the engine makes its calls, while the fiber of the request waits.
 
-    Submodules compute in the fiber, at once; `SharedPart` decides what else a request may do.
+    A fiber stops with a `ModelCall` and goes on with the answer. Parts of the module compute at once. All other use follows `SharedPart`.
     """
 
     def __init__(self, name: str, real: torch.nn.Module) -> None:
@@ -98,7 +98,11 @@ def _in_precision(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Modul
 
 
 def _bind(method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name. A `**kwargs` of the method is flattened: nested, its contents would not reach the module."""
+    """Match a call's arguments to the method's signature; return them by name, without the module itself.
+
+    The contents of `**kwargs` are merged in, since the engine passes everything by name. Language models get `use_cache=False`, unless the
+    caller wants keys and values.
+    """
     signature, rest = _signature(method)
     bound = signature.bind(module, *args, **kwargs).arguments
     arguments = dict(list(bound.items())[1:])
@@ -112,7 +116,7 @@ def _bind(method: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @functools.cache
 def _signature(method: Any) -> tuple[inspect.Signature, str | None]:
-    """Return a method's signature, and the name of its `**kwargs`."""
+    """Inspect a method, once for all requests; return its signature and its variable keyword parameter's name, None if it has none."""
     signature = inspect.signature(method)
     return signature, next((name for name, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD), None)
 

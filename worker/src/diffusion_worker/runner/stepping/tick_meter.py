@@ -30,7 +30,7 @@ class StageSpan:
 
     @property
     def seconds(self) -> float:
-        """The length of the span in seconds; waits for the device, in any thread."""
+        """The elapsed time. On a GPU the first reader, in whichever thread, blocks until the work before `end` is done."""
         if self._events is not None:
             begin, end = self._events
             end.synchronize()
@@ -39,7 +39,10 @@ class StageSpan:
 
 
 class TickMeter:
-    """The meter of one tick. On a GPU times come from events, so that only the end of the tick waits for the device."""
+    """Times and peak memory of one tick. On a GPU the calls are timed by events, so nothing blocks until a sum is read.
+
+    The allocator's peak is reset when this is constructed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -57,11 +60,11 @@ class TickMeter:
             self._denoising.append(span)
 
     def denoise_seconds(self) -> float:
-        """Return the seconds of all denoiser calls; waits for the device."""
+        """Add up the time of this tick's denoiser calls, 0 without any; on a GPU this blocks until they are done."""
         return sum(span.seconds for span in self._denoising)
 
     def peak_bytes(self, weights_bytes: int) -> int:
-        """Return the most memory of the device beside `weights_bytes`; 0 on a CPU, where it is not known."""
+        """Return by how much the allocator's peak in this tick exceeds `weights_bytes`, at least 0; on a CPU the peak is unknown and 0."""
         if self._device is None:
             return 0
         return max(0, torch.cuda.max_memory_allocated(self._device) - weights_bytes)
