@@ -57,7 +57,10 @@ log = logging.getLogger(__name__)
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses that the worker listens on; port 0 takes a free one, which the log names."""
+    """Host and ports of the two listeners. Port 0 lets the system choose; the log has the result.
+
+    Without a token the control port ignores `host` and binds to loopback.
+    """
 
     host: str
     port: int
@@ -76,7 +79,7 @@ class Listener(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone: two servers in one loop cannot both have them."""
+        """Install no handlers, unlike uvicorn's own servers, because the worker handles SIGTERM and SIGINT for both of its listeners."""
         yield
 
 
@@ -93,16 +96,18 @@ class Watchdog:
         self._timer.start()
 
     def disarm(self) -> None:
-        """Cancel the timer: the loop is closed, so nothing can hang any more."""
+        """Cancel the deadline, if one was set; call it after the event loop has been closed."""
         if self._timer is not None:
             self._timer.cancel()
 
 
 def run(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup]) -> int:
-    """Serve until SIGTERM or a failure; return the exit code. `make_ranks` is called on the loop.
+    """Run a worker until it is terminated or fails; return the exit code: 0, 1 (configuration) or 70 (ranks lost, or an unexpected error).
+
+    `make_ranks` runs inside the event loop. Unless the code is 0, the reason is written to the kubelet's termination log.
 
     Raises:
-        ConfigError: a port cannot be bound or the control token cannot be read.
+        ConfigError: a port cannot be bound, or the API key or control token cannot be read.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     watchdog = Watchdog()
@@ -117,7 +122,10 @@ def run(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup
 
 
 async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup], watchdog: Watchdog) -> Ending:
-    """Run a worker's life in a running loop."""
+    """Start engine and listeners, wait for a signal or the engine's end, shut down in order, and return the reason.
+
+    After a signal requests are drained first; after a failure clients only get their errors. The watchdog bounds both.
+    """
     stop = _stop_on_signals()
     engine = Engine(config, make_ranks(), boot_id=uuid.uuid4().hex, pod_uid=os.environ.get(POD_UID_VARIABLE, ""))
     listeners, serving = _start_listeners(engine, config, listen)
@@ -171,7 +179,10 @@ async def _life(engine: Engine) -> Ending:
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set. A second signal ends the process at once; the ranks follow their parent."""
+    """Handle SIGTERM and SIGINT: the first sets the returned event, any later one exits at once with 128 plus its number.
+
+    Such an exit leaves no rank behind, because ranks die with their parent.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 

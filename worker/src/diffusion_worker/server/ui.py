@@ -28,7 +28,7 @@ HEADERS = {
 
 
 class PageFile(NamedTuple):
-    """A file of the page, read when the worker starts."""
+    """A static file, held in memory from the start, with its media type and an ETag derived from its SHA-256."""
 
     content: bytes
     media_type: str
@@ -65,7 +65,10 @@ class Status(BaseModel):
 
 
 def page_router() -> APIRouter:
-    """Return the routes of the page's files, which are no part of the API's description."""
+    """Read the page, its style sheet and its script, and route GET and HEAD to them, outside of the OpenAPI document.
+
+    A browser with the current version gets 304.
+    """
     router = APIRouter(include_in_schema=False)
     for path, name, media_type in (
         ("/", "page.html", "text/html"),

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def tell(event: Event) -> None:
-    """Write an event to the server, as a line of JSON."""
+    """Print an event on standard output, from which the server reads a JSON object a line, and flush it."""
     sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
     sys.stdout.buffer.flush()
 

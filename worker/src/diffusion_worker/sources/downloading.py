@@ -50,7 +50,7 @@ class Changed(Exception):
 
 
 class Interrupted(Exception):
-    """Raised when a connection fails in a way that another try may mend."""
+    """Raised on a failure that may pass, such as a broken connection or a 503; the transfer then resumes from the bytes it has."""
 
 
 class Totals:
@@ -77,7 +77,7 @@ class Totals:
 
     @property
     def total(self) -> int | None:
-        """Return the bytes of all files, if the length of each is known."""
+        """The sum of the files' lengths; None until every length is known."""
         known = [size for size in self._sizes.values() if size is not None]
         return sum(known) if len(known) == len(self._sizes) else None
 
@@ -99,7 +99,10 @@ class Totals:
 
 
 class Downloader:
-    """A downloader of files into a cache. The methods block, and may run in several threads."""
+    """The downloads of one fetch, which go through `client` into `cache`; no file may exceed `max_bytes`.
+
+    The methods block. Threads share an instance, and setting `stop` makes the others give up with RequestError (Cancelled).
+    """
 
     def __init__(self, client: httpx2.Client, cache: FileCache, *, max_bytes: int, stall_s: float, totals: Totals) -> None:
         self.stop = threading.Event()
@@ -138,7 +141,10 @@ class Downloader:
                 self._cache.write_record(key, Record({"": blob}))
 
     def _find(self, file: RemoteFile, key: str) -> tuple[Blob, Lease] | None:
-        """Return the file if it is in the cache: by its digest, or because this identity was fetched before."""
+        """Look for a blob with the file's required digest, or without one for the blob recorded under `key`; return it with a lease.
+
+        None means that it has to be downloaded, also because it has just been evicted.
+        """
         record = self._cache.read_record(key)
         blob = record.files[""] if record is not None else None
         if file.sha256 is not None:

@@ -52,7 +52,11 @@ class Fetched(msgspec.Struct, frozen=True):
 
 
 class Fetcher:
-    """A fetcher of sources for one server process. Use it on one event loop; any number of fetches may run at once."""
+    """Access to sources for a server process: it locates local ones, and starts a child process for each of the others.
+
+    An instance belongs to one event loop. At most `MAX_PROCESSES` children run at a time; more fetches wait within their deadlines. Files
+    stay leased until `release` or `close`.
+    """
 
     def __init__(self, config: WorkerConfig, *, limits: FetchLimits | None = None) -> None:
         self._config = config
@@ -183,7 +187,10 @@ class Fetcher:
             raise RequestError(ErrorCode.TIMEOUT, f"{what}: its folder did not answer within {deadline_s:g} s") from None
 
     def _look(self, source: Source, what: str, look: Callable[..., Path]) -> Fetched:
-        """Locate a source in place. It is called in a thread, because a network file system may hang."""
+        """Find a local adapter or model by `look`, on a claim or at a path, and stamp an adapter's files.
+
+        It blocks for as long as a network file system does, so threads call it.
+        """
         if source.pvc is not None:
             claim, path = claim_path(source.pvc, self._config.claims_dir)
             found = look(path, f"{what}: claim {source.pvc.claim_name!r} path {source.pvc.path!r}", inside=claim)

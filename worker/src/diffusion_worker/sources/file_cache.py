@@ -30,7 +30,7 @@ FOLDERS = ("blobs", "partial", "trees", "records")
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """A file of the cache: its SHA-256 in hex, and its length in bytes."""
+    """The name and the length of a file's content: SHA-256 as hexadecimal digits without a prefix, and bytes."""
 
     sha256: str
     size: int
@@ -50,7 +50,7 @@ class Lease:
         self._descriptors = descriptors
 
     def close(self) -> None:
-        """Let the blobs be evicted again; harmless when repeated."""
+        """Close the descriptors, and so end their locks on the blobs; a second call does nothing."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -262,7 +262,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove a file unless a process uses it, and return whether it is gone."""
+    """Delete a file if no process has a lock on it; return False if it is locked, or cannot be opened or deleted."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

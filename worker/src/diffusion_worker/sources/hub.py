@@ -21,10 +21,11 @@ from diffusion_worker.sources.source import HuggingFaceSource
 
 
 def resolve_hub(source: HuggingFaceSource, question: ResolveContext) -> Resolved:
-    """Resolve a repository to its files at the commit to which its revision points now.
+    """Ask the hub for a revision's commit and file list, choose the files that are wanted, and return their addresses at that commit.
 
     Raises:
-        RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, UnsupportedFormat, InvalidAdapter.
+        RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, UnsupportedFormat, InvalidAdapter, InvalidRequest,
+            TooLarge.
     """
     secret = source.token_secret_ref
     # False and not None: with None the library would look for a token of this machine's user.
@@ -56,7 +57,10 @@ def _ask(api: huggingface_hub.HfApi, source: HuggingFaceSource, what: str) -> An
 
 
 def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
-    """Return the error for the status of a hub's answer; the library's own text is left out, because it repeats the request."""
+    """Choose an error by the answer's status: 401 and 403 are SourceUnauthorized, 404 is SourceNotFound, all others NetworkError.
+
+    The exception's own text is dropped, since it has the request in it.
+    """
     status = error.response.status_code
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         why = "the repository does not exist, or the token (tokenSecretRef) is missing or may not read it"

@@ -30,7 +30,7 @@ class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The description of a fetch. It names secrets and holds none."""
+    """Everything that a fetching process has to know, passed as JSON on its standard input. Secrets are named here and read there."""
 
     # The process that starts the fetch; the fetch ends with it.
     parent_pid: int
@@ -53,7 +53,7 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def what(self) -> str:
-        """The name of what is fetched, with which every message begins."""
+        """The start of a message about this fetch: `adapter 'NAME'`, or just `model`."""
         return f"adapter {self.name!r}" if self.wanted is ArtifactKind.ADAPTER else "model"
 
     @property
@@ -66,7 +66,7 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes that may be fetched."""
+        """The limit for the kind of artifact, on every file and, if all lengths are known, on their sum."""
         return self.limits.adapter_bytes if self.wanted is ArtifactKind.ADAPTER else self.limits.model_bytes
 
 

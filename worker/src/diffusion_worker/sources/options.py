@@ -77,7 +77,11 @@ def check_sources(config: WorkerConfig) -> None:
 
 
 def check_lora_bounds(config: WorkerConfig) -> None:
-    """Check that the bounds of adapters fit together; raises ConfigError with the options' names."""
+    """Compare the options for adapters with each other: memory and a request's maximum with the slots, and `--lora` with both.
+
+    Raises:
+        ConfigError: two options contradict each other; it has both names and values.
+    """
     if config.max_cached_loras < config.max_loras:
         raise ConfigError(f"--max-cached-loras: expected at least --max-loras {config.max_loras}, found {config.max_cached_loras}")
     if config.max_loras and config.max_loras_per_request > config.max_loras:
@@ -102,7 +106,7 @@ def check_names(source: Source) -> None:
 
 
 def shown(text: str) -> str:
-    """Return a source for a message, without its query, which may be a signature."""
+    """Cut off the query of a source's text, so that no signature appears in messages."""
     return text.partition("?")[0]
 
 
@@ -125,7 +129,7 @@ def _check_path(path: Path, option: str) -> None:
 
 
 def _name_of(source: Source) -> str:
-    """Return the name of a repository, or the last part of a folder's address."""
+    """Derive a served name from a remote model's source: a repository without its owner, or the last folder of an S3 URI."""
     assert is_remote(source)
     address = source.hugging_face.repo if source.hugging_face is not None else source.s3.uri if source.s3 is not None else ""
     return address.rstrip("/").rpartition("/")[2]

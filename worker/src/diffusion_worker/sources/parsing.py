@@ -34,7 +34,7 @@ def parse_source(text: str) -> Source:
 
 
 def is_remote(source: Source) -> bool:
-    """Return whether a source must be fetched before it can be read."""
+    """Return True for hubs, S3 and HTTP, whose files have to be downloaded; paths and claims are read in place."""
     return source.path is None and source.pvc is None
 
 

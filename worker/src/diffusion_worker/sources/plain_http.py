@@ -17,7 +17,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def http_digest(source: HttpSource) -> str:
-    """Return the digest of the file as 64 hexadecimal digits in lower case; raises RequestError (InvalidRequest)."""
+    """Normalize the required SHA-256 to 64 lower-case digits without `sha256:`; raise RequestError (InvalidRequest) for anything else."""
     digest = source.sha256.lower().removeprefix("sha256:")
     if not SHA256.fullmatch(digest):
         raise RequestError(ErrorCode.INVALID_REQUEST, f"source.http.sha256: expected 64 hexadecimal digits, found {source.sha256[:80]!r}")

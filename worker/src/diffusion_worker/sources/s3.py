@@ -38,11 +38,13 @@ MAX_SIGNED_S = 7 * 86_400
 
 
 def resolve_s3(source: S3Source, question: ResolveContext) -> Resolved:
-    """Resolve a source to the object of its key, or to the objects of its folder.
+    """Find what to fetch: a single object, or everything wanted below a key that is empty or ends with a slash.
+
+    The revision is the object's version or ETag; for a folder it is a hash over names and ETags.
 
     Raises:
-        RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, UnsupportedFormat, InvalidAdapter,
-            InvalidRequest.
+        RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, UnsupportedFormat, InvalidAdapter, InvalidRequest,
+            TooLarge.
     """
     bucket = Bucket(source, question)
     if bucket.key and not bucket.key.endswith("/"):
@@ -108,7 +110,11 @@ class Bucket:
         )
 
     def object(self) -> tuple[RemoteFile, str | None]:
-        """Return the object of the key, and its version or ETag. Raises RequestError."""
+        """Ask for the key's metadata by HEAD; return a file to download, and its version, else its ETag, else None.
+
+        Raises:
+            RequestError: SourceNotFound, SourceUnauthorized, NetworkError.
+        """
         try:
             answer = self._client.head(self._url("HEAD", self.key))
             if answer.status_code != HTTPStatus.OK:
@@ -123,7 +129,10 @@ class Bucket:
         return self.remote(meta), version if version not in (None, "null") else (etag or "").strip('"') or None
 
     def remote(self, meta: Any) -> RemoteFile:
-        """Return an object as a file to download, at an address signed for as long as the fetch may take."""
+        """Describe an object by its metadata for the download; the identity changes with its ETag or size.
+
+        The address is signed if there are credentials, for a minute beyond the fetch's deadline, though never more than a week.
+        """
         identity = f"{self._endpoint} {self._name} {meta['path']} {meta['e_tag']} {meta['size']}"
         what = f"{self.what}: {meta['path']}" if meta["path"] != self.key else self.what
         return RemoteFile(url=self._url("GET", meta["path"]), what=what, identity=identity, size=meta["size"], etag=meta["e_tag"])
@@ -135,7 +144,11 @@ class Bucket:
 
 
 def _settings(source: S3Source, question: ResolveContext) -> "S3Config":
-    """Return settings with the credentials of the source's Secret; without one nothing is signed. Raises RequestError."""
+    """Read access key, secret key and an optional session token from the mounted Secret; without a Secret, turn signatures off.
+
+    Raises:
+        RequestError: SecretMissing, InvalidRequest.
+    """
     if source.credentials_secret_ref is None:
         return {"skip_signature": True}
     name = source.credentials_secret_ref.name

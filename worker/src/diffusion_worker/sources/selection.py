@@ -75,7 +75,10 @@ def require_plain(name: str, what: str) -> None:
 
 
 def _usual(names: list[str]) -> list[str]:
-    """Return the files that loading reads: texts at the top, texts and plain weights of the components."""
+    """Select a model's files by their endings, without single-file weights at the top, which diffusers' folders do not need.
+
+    Weights in another precision (fp16 and the like) are selected only in folders that have no plain ones.
+    """
     files = [name for name in names if name.endswith(MODEL_ENDINGS) and ("/" in name or not name.endswith(WEIGHTS))]
     plain = {PurePosixPath(name).parent for name in files if name.endswith(WEIGHTS) and not VARIANT.search(PurePosixPath(name).name)}
     return [name for name in files if PurePosixPath(name).parent not in plain or not VARIANT.search(PurePosixPath(name).name)]

@@ -31,10 +31,10 @@ class CheckedBackend(httpcore2.SyncBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.NetworkStream:
-        """Connect to the first address of a host that answers.
+        """Resolve a host, check all its addresses, and try them in turn until a connection succeeds.
 
         Raises:
-            RequestError: NetworkError for an address that is not allowed. ConnectError, ConnectTimeout: no address answers.
+            RequestError: NetworkError for a host with an address out of bounds. ConnectError, ConnectTimeout: the last address failed too.
         """
         failure: Exception = httpcore2.ConnectError("no address")
         for address in allowed_addresses(host, port, self._reach):
@@ -56,7 +56,11 @@ class CheckedTransport(httpx2.HTTPTransport):
         )
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request; raises RequestError (NetworkError) for a refused scheme, before anything is sent."""
+        """Send a request, unless it is plain http and that is not allowed; the client calls this again for each redirect.
+
+        Raises:
+            RequestError: NetworkError for the scheme, before a connection is made, or for an address.
+        """
         require_scheme(request.url.scheme, allow_http=self._allow_http, code=ErrorCode.NETWORK_ERROR)
         return super().handle_request(request)
 

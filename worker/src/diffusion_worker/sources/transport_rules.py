@@ -37,7 +37,10 @@ _LOOPBACK_NEEDS = {
 
 
 def why_refused(address: Address, reach: Reach) -> str | None:
-    """Return why no source may be at an address; None where it may."""
+    """Return the rule that an address breaks, such as "a metadata address"; None if a source may be there.
+
+    An IPv6 address is also judged by every IPv4 address that it may lead to.
+    """
     if isinstance(address, ipaddress.IPv6Address):
         inner = _inner(address)
         if any(address in network for network in EMBEDDING) and inner:
@@ -85,7 +88,11 @@ def _inner(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
 
 
 def allowed_addresses(host: str, port: int, reach: Reach) -> list[str]:
-    """Resolve a host to its addresses, all of which must be allowed. Raises RequestError (NetworkError)."""
+    """Look up a host's distinct addresses, for a connection to one of them without a second lookup.
+
+    Raises:
+        RequestError: NetworkError, the name cannot be resolved, or a source may not be at one of the addresses.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -87,8 +87,7 @@ def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, An
 
     Raises:
         RequestError: InvalidRequest, the class does not take a field or would ignore it (the details name it), or a custom class refuses
-            the
-        request. RequestFailed, a custom class's own method failed.
+            the request. RequestFailed, a custom class's own method failed.
     """
     takes = inputs_of(pipeline)
     arguments = {name: value for name, value in _fields(takes, spec).items() if value is not None}

@@ -55,7 +55,7 @@ class CacheKind(Protocol):
         """Judge a denoiser before it is hooked: return the obstacle for an error message, or None."""
 
     def put_on(self, module: torch.nn.Module) -> CachedModule:
-        """Hook a denoiser once, at load, and return the handle by which later calls switch the hooks on."""
+        """Attach this method to a denoiser, once and at load; return the handle by which later calls switch the hooks on."""
 
     def branch(self, steps: int | None) -> Branch:
         """Make a branch for a request with this number of steps."""

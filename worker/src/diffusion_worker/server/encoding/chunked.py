@@ -42,10 +42,10 @@ async def send_piece(send: Send, piece: bytes) -> None:
 
 
 def cut(content: bytes) -> Pieces:
-    """Return the same bytes in pieces."""
+    """Slice a body into pieces of `PIECE_BYTES`, the last one possibly shorter; an empty body has none."""
     return [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
 
 
 def json_with_file(file: bytes, content: Mapping[str, object]) -> Pieces:
-    """Return a JSON object with a file in base64 as `b64_json`, and with other fields, at least one."""
+    """Encode `{"b64_json": …}` followed by the fields of `content`, in pieces; empty content would make invalid JSON."""
     return [b'{"b64_json":"', *map(base64.b64encode, cut(file)), b'",' + msgspec.json.encode(content)[1:]]

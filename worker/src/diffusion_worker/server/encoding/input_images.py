@@ -69,9 +69,9 @@ ALONE = contextlib.nullcontext()
 
 
 def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContextManager[None] = ALONE) -> DecodedImage:
-    """Return an image as a viewer shows it: turned by its EXIF, transparent parts on white, scaled down to `max_pixels`.
+    """Decode a client's file to RGB: upright by its EXIF, on white where transparent, and shrunk to at most `max_pixels`.
 
-    `large` is entered while an image of more than `LARGE_PIXELS` is decoded.
+    The result's `height` and `width` are the file's own. `large` is a lock, held while a file of more than `LARGE_PIXELS` is decoded.
 
     Raises:
         RequestError: InvalidRequest that names the field, what was expected and what was found.
@@ -99,7 +99,10 @@ def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContex
 
 
 def decoded(image: Image, target: tuple[int, int]) -> DecodedImage:
-    """Return an open image in the size `target` (width, height), transparent parts on white."""
+    """Convert an opened file to RGB pixels, scaled to `target` (width, height), and mask its fully transparent pixels.
+
+    Transparency is blended with white, and sixteen-bit grey reduced to eight. The result's `height` and `width` are those before scaling.
+    """
     height, width = image.height, image.width
     if image.mode in SIXTEEN_BITS:
         image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")

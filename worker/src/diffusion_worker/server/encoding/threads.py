@@ -26,7 +26,10 @@ T = TypeVar("T")
 
 
 class EncodingThreads:
-    """A bounded number of threads that run functions."""
+    """A pool for work on images: half of the usable cores, at most `MAX_THREADS`, at a lower priority than the event loop.
+
+    `pending` counts work that waits or runs; `waited` and `worked` measure it.
+    """
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or max(1, min(MAX_THREADS, usable_cores() // 2))

@@ -26,7 +26,7 @@ class TokenFile:
         self._token = b""
 
     def require(self) -> None:
-        """Raise ConfigError if the file holds no token."""
+        """Check at start that the file can be read and holds more than whitespace; otherwise raise ConfigError, which names the option."""
         try:
             token = self._path.read_bytes().strip()
         except OSError as error:
@@ -35,7 +35,7 @@ class TokenFile:
             raise ConfigError(f"{self._option} {str(self._path)!r}: expected a token in it, found nothing")
 
     def accepts(self, authorization: str | None) -> bool:
-        """Return whether a request with this `Authorization` header may pass."""
+        """Compare the header with the token now in the file, in constant time; False for another scheme, or while there is no token."""
         scheme, _, given = (authorization or "").partition(" ")
         expected = self._current()
         # compare_digest runs in any case, so that the time reveals nothing about the token.

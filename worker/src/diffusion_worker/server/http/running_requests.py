@@ -50,10 +50,12 @@ def owner_of(request: Request) -> bytes:
 
 
 async def run_cancellable(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it when the client closes the connection or cancels the request, so that its rows are free for others.
+    """Run `work` on behalf of a request and return its result, unless the client disconnects or its owner cancels the request's id.
+
+    In both cases the work is cancelled and has ended before this raises, so its rows are free by then.
 
     Raises:
-        ClientGone: nobody is there to be answered. RequestError: Cancelled.
+        ClientGone: nobody is there to be answered. RequestError: Cancelled. Any error of the work itself.
     """
     running: RunningRequests = request.app.state.running
     with running.running(owner_of(request), request.state.request_id) as cancelled:

@@ -53,7 +53,7 @@ class EditRequest(ImageRequest):
 
 
 class EditForm(NamedTuple):
-    """The parts of a form: texts by field, and images as files or `data:` URLs in their order."""
+    """An edit's form, sorted: texts by field; the images in order, each with its field's name; and the mask if there is any."""
 
     texts: dict[str, str]
     images: list[tuple[str, UploadFile | str]]

@@ -21,10 +21,13 @@ __all__ = ["AnswerOptions", "answer_generation"]
 
 
 async def answer_generation(request: Request, params: GenerationParams, options: AnswerOptions) -> Response:
-    """Make the images and answer with them. The work ends when the client goes away or cancels the request.
+    """Serve a request that has been read: return JSON with all images, the files themselves, or a stream that has yet to make them.
+
+    The work is cancelled if the client disconnects or cancels its id meanwhile.
 
     Raises:
-        RequestError, GroupFailed: see `Engine.generate`; RequestError (Cancelled).
+        RequestError, GroupFailed: see `Engine.generate`; RequestError (Cancelled, or InvalidRequest for a side that the format cannot
+            have).
     """
     check_sides(options.output_format, params.height, params.width)
     if options.stream:

@@ -79,7 +79,10 @@ class ModelList(BaseModel):
 
 
 def model_cards(engine: Engine, *, created: int) -> list[ModelCard]:
-    """Return the cards of the base model and then of the adapters; all have the same limits."""
+    """List everything that a request may name now: the base model's card, then those of adapters that would be served.
+
+    Adapters have the base model's limits, and its defaults unless their recipe sets others.
+    """
     base = _base(engine, created)
     return [base, *(_of_adapter(base, adapter) for _, adapter in engine.served_models() if adapter is not None)]
 

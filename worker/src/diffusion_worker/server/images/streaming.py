@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class EventStream(Response):
-    """An answer that makes the images while it is sent."""
+    """A response that runs the request only when the server sends it, and writes each event as it happens."""
 
     media_type = "text/event-stream"
 

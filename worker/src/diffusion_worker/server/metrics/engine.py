@@ -38,7 +38,7 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families; called by the registry."""
+        """Read the engine's counters and state at the time of a scrape, and yield them family by family."""
         document = self._engine.state_document()
         yield by_state("state", "1 for the state the worker is in.", EngineState, {document.state: 1})
         yield gauge("state_age_seconds", "Time since the worker entered its state.", document.state_age_seconds)

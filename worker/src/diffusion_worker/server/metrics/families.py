@@ -12,17 +12,17 @@ PREFIX = "diffusion_worker_"
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
-    """Return a gauge: a value that goes up and down."""
+    """Wrap a momentary value under a name with the worker's prefix; `text` becomes the help line."""
     return GaugeMetricFamily(PREFIX + name, text, value)
 
 
 def counter(name: str, text: str, value: float) -> Metric:
-    """Return a counter: a value that only grows. The suffix `_total` is added to its name."""
+    """Wrap a total that never falls; the metric's name gets the worker's prefix, and in the exposition the ending `_total`."""
     return CounterMetricFamily(PREFIX + name, text, value)
 
 
 def labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a counter for each value of a label."""
+    """Build one counter family with a sample for each entry of `values`, whose key is the label."""
     family = CounterMetricFamily(PREFIX + name, text, labels=[label])
     for value, count in values.items():
         family.add_metric([str(value)], count)

@@ -65,7 +65,10 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def observe_request(self, path: str, code: str, seconds: float) -> None:
-        """Count one answered request of a path in `ROUTES`. Only requests with images go into the histogram; refusals would hide them."""
+        """Count an answer by its code and its path, a key of `ROUTES`.
+
+        If the code is OK, the time goes into the histogram, which fast refusals would distort.
+        """
         self._requests[code, path].inc()
         if code == OK:
             self._seconds[path].observe(seconds)
@@ -92,7 +95,7 @@ class Metrics:
 
 
 class Collected(Collector):
-    """A collector of metrics that were read before."""
+    """A snapshot of metrics, taken on the event loop, that prometheus_client can format in a thread."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -109,7 +112,7 @@ class EncodingCollector(Collector):
         self._encoding, self._decoders = encoding, decoders
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families; called by the registry."""
+        """Yield the number of encoding threads and their pending work, then the waiting and working times of encoding and of decoding."""
         encoding = self._encoding
         yield gauge("encoding_threads", "Threads that encode images.", encoding.threads)
         yield gauge("encoding_pending", "Pieces of work that encoding threads work on or that wait for one.", encoding.pending)

@@ -77,7 +77,7 @@ class WakeBody(ControlBody):
     policy: Policy | None = None
 
     def call(self) -> WakeCall:
-        """Return the body as the engine takes it."""
+        """Convert the body to a `WakeCall`, with enum members for tags and policy; None for the tags means all memory."""
         return WakeCall(
             operation_id=self.operation_id,
             boot_id=self.boot_id,
@@ -119,7 +119,7 @@ class SleepBody(ControlBody):
     policy: Policy | None = None
 
     def call(self) -> SleepCall:
-        """Return the body as the engine takes it."""
+        """Convert the body to a `SleepCall`, with enum members for level, mode and policy; without a policy the present one stays."""
         return SleepCall(
             operation_id=self.operation_id,
             boot_id=self.boot_id,
@@ -138,7 +138,7 @@ class ResumeBody(ControlBody):
     boot_id: BootId | None = None
 
     def call(self) -> OperationCall:
-        """Return the body as the engine takes it."""
+        """Convert the body to an `OperationCall`; a client gives no deadline, because a resume takes effect at once."""
         return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id)
 
 
@@ -150,7 +150,7 @@ class PauseBody(ControlBody):
     deadline_seconds: Deadline = 60.0
 
     def call(self) -> PauseCall:
-        """Return the body as the engine takes it."""
+        """Convert the body to a `PauseCall`, field by field; the deadline bounds the wait for running steps."""
         return PauseCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
 
 
@@ -162,7 +162,7 @@ class ProbeBody(ControlBody):
     deadline_seconds: Deadline = 120.0
 
     def call(self) -> OperationCall:
-        """Return the body as the engine takes it."""
+        """Convert the body to an `OperationCall`; a probe needs nothing beyond ids and a deadline."""
         return OperationCall(operation_id=self.operation_id, boot_id=self.boot_id, deadline_seconds=self.deadline_seconds)
 
 
@@ -185,7 +185,7 @@ class AdapterBody(ControlBody):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31, description="Adapters of the lowest priority are evicted first.")] = 0
 
     def call(self) -> AdapterCall:
-        """Return the body as the engine takes it."""
+        """Convert the body to an `AdapterCall`. It has no `public_only`, which the route sets by the presence of a token."""
         return AdapterCall(
             operation_id=self.operation_id,
             boot_id=self.boot_id,
@@ -212,7 +212,7 @@ class ProfileBody(ControlBody):
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)] = "trace"
 
     def call(self) -> ProfileCall:
-        """Return the body as the engine takes it."""
+        """Convert the body to a `ProfileCall`, with `start` True for the action Start and False for Stop."""
         return ProfileCall(
             operation_id=self.operation_id,
             boot_id=self.boot_id,

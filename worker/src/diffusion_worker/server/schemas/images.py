@@ -97,10 +97,13 @@ class ImageRequest(BaseModel):
         return asked_adapters(self.lora)
 
     def params(self) -> GenerationParams:
-        """Return the request as the engine takes it.
+        """Convert the fields to the engine's parameters; `auto` or no size leaves both sides None.
+
+        If `exact` is absent, the quality `max` implies it. The quality also allows or forbids the step cache, or leaves that open with
+        None.
 
         Raises:
-            RequestError: previews are requested without a stream to send them in, or an adapter without its name.
+            RequestError: InvalidRequest, previews without a stream, or an adapter with no name or with two values for one field.
         """
         if self.partial_images and not self.stream:
             raise refused("partial_images", "0 without stream", self.partial_images)

@@ -62,7 +62,7 @@ class AskedAdapter(NamedTuple):
 
 
 def _listed(value: Any) -> Any:
-    """Turn a single object into a list of it."""
+    """Accept an object, a list or null for `lora`, and wrap the object in a list; raise PydanticCustomError for anything else."""
     if isinstance(value, dict):
         return [value]
     if value is None or isinstance(value, list):

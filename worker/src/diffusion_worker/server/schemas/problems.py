@@ -96,7 +96,7 @@ def flat_body(error: RequestError) -> dict[str, object]:
 
 
 def error_envelope(error: RequestError, status: int) -> dict[str, object]:
-    """Return the data port's `ErrorEnvelope` of an error that is answered with `status`."""
+    """Build the JSON body of the data port's errors. The `status` decides on OpenAI's type; `details["field"]` moves to `param`."""
     content = {
         "message": error.message,
         "type": _openai_type(status),
@@ -128,7 +128,10 @@ def unexpected_error(error: Exception) -> RequestError:
 
 
 def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
-    """Return field and message of one pydantic error."""
+    """Translate a pydantic error to a field, such as `lora[1].scale`, and a message in our form.
+
+    The message has the expected and the found value, but of a prompt only its length.
+    """
     field = _field_name(problem["loc"])
     kind = problem["type"]
     if kind == "json_invalid":
@@ -213,7 +216,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return all methods of the request's path; the framework only names those of the first route with that path."""
+    """Find every method that some route has for the path, for the header `Allow`; the framework's own stops at the first route."""
     routes = request.app.routes
     return [name for name in METHODS if any(route.matches({**request.scope, "method": name})[0] is Match.FULL for route in routes)]
 

@@ -35,7 +35,7 @@ Text = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class ControlBody(BaseModel):
-    """Base of the control port's bodies: camelCase on the wire, no unknown fields, no conversions."""
+    """Common settings of all bodies of the control port: camelCase names, strict types, and an error for any unknown field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
 
@@ -109,7 +109,7 @@ class SourceBody(ControlBody):
         return self
 
     def source(self) -> Source:
-        """Return the source as the engine takes it."""
+        """Convert the member that is set to the engine's `Source`; a validator has made sure that there is exactly one."""
         return Source(
             path=self.path,
             hugging_face=_hugging_face(self.hugging_face) if self.hugging_face else None,
