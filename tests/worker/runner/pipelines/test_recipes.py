@@ -12,7 +12,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ImageInput, RequestSpec, Task
 from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.pipelines.body import make_body
-from diffusion_worker.runner.pipelines.schedule import own_scheduler
+from diffusion_worker.runner.pipelines.schedule import check_sigmas, own_scheduler
 from support.runner.rig import RunnerRig, levels_apart, request
 
 SIGMAS = [1.0, 0.6, 0.2]
@@ -101,6 +101,12 @@ def test_a_schedule_that_would_have_no_effect_is_refused_by_its_name(kind: str, 
         make_body(pipeline, request("refused", **recipe))
     assert refused.value.code is ErrorCode.INVALID_REQUEST
     assert refused.value.details["field"] == next(iter(recipe))
+
+
+def test_sigmas_are_refused_where_the_pipeline_has_no_scheduler_of_the_usual_name() -> None:
+    with pytest.raises(RequestError, match="sigmas: expected a scheduler that takes them, found none") as refused:
+        check_sigmas(None, SIGMAS, steps=None)
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
 def test_the_shift_of_every_kind_of_flow_scheduler_is_set_and_a_dynamic_one_is_then_fixed() -> None:

@@ -203,7 +203,7 @@ def _bind(option: str, host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"{option} {port} on {host}: cannot listen: {error.strerror or error}") from None
     # Accepted connections inherit this option. asyncio sets it only if the socket's protocol is TCP's number, and here it is 0. On a kept
-    # every answer, sent in two parts, then waited 40 ms for the client's delayed acknowledgement.
+    # connection every answer, sent in two parts, then waited 40 ms for the client's delayed acknowledgement.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A client that reads nothing would keep its answer in our memory, and its connection, as long as it likes.
     bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1000))

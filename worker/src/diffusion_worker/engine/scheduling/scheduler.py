@@ -307,7 +307,7 @@ class StepScheduler:
         joining: set[int] = set()
         here, passed = queue.joined, 0
         for request in queue.requests.values():
-            if not here and (size == 0 or joins == 0 or passed == LOOKAHEAD):
+            if not here and (size == 0 or joins == 0 or passed >= LOOKAHEAD):
                 break
             here -= request.joined
             if request.left and self._is_last(request):

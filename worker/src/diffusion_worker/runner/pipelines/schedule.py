@@ -22,8 +22,8 @@ def check_sigmas(scheduler: Any, sigmas: list[float], *, steps: int | None) -> N
     Raises:
         RequestError: InvalidRequest that names sigmas or num_inference_steps.
     """
-    if "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
-        raise refused("sigmas", "a scheduler that takes them", type(scheduler).__name__)
+    if scheduler is None or "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
+        raise refused("sigmas", "a scheduler that takes them", "none" if scheduler is None else type(scheduler).__name__)
     if steps not in (None, len(sigmas)):
         raise refused("num_inference_steps", f"{len(sigmas)}, the number of the adapter's sigmas", steps)
 
