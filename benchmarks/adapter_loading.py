@@ -164,7 +164,10 @@ def _fastest(run: Callable[[], Any]) -> Times:
 
 
 def _activations(size: Size) -> Pairs:
-    """Time writing an adapter of FLUX.1's sizes into a slot, between two copies of as many bytes."""
+    """Compare activation, the write of a packed adapter into slot 1, with `copy_` of the same bytes.
+
+    The sizes are FLUX.1's real ones. Both slots are written once beforehand, so no pair pays for a first write.
+    """
     with torch.device("meta"):
         shell = FluxTransformer2DModel(num_layers=size.layers, num_single_layers=size.single_layers).to(torch.bfloat16)
     layers = _layers(shell)

@@ -85,7 +85,10 @@ def _measure(device: torch.device, *, tiny: bool) -> Measured:
 
 
 def flux(shape: Shape, device: torch.device) -> nn.Module:
-    """Build a FLUX transformer of some blocks with random weights."""
+    """Build a FLUX transformer with random weights, always the same ones for a shape, in evaluation mode.
+
+    It is float32 on a CPU and bfloat16 on a GPU.
+    """
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
         num_layers=shape.layers,
@@ -102,12 +105,15 @@ def flux(shape: Shape, device: torch.device) -> nn.Module:
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers of the blocks, by name."""
+    """Return each `nn.Linear` whose path contains `transformer_blocks`, keyed by that path: embedders and output layers are left out."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and "transformer_blocks" in name}
 
 
 def random_adapter(linears: Mapping[str, nn.Linear], *, seed: int, dtype: torch.dtype = torch.float32) -> LoRACheckpoint:
-    """Make a random adapter of all these layers."""
+    """Draw normally distributed factors of rank `RANK` for each of `linears`; `seed` determines them and the digest.
+
+    The result is as if read from a file: its module names begin with `transformer.`.
+    """
     torch.manual_seed(seed)
     factors = {
         f"transformer.{name}": LoRAFactors(

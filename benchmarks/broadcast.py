@@ -48,7 +48,7 @@ class BenchmarkRanks(StandInRanks):
         self._wire = wire
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Send a message to all ranks."""
+        """Send a tick and its frames over the wire, once for the whole group, and count it in `sent`."""
         self.sent += 1
         self._wire.send(tick, frames)
 
@@ -61,7 +61,10 @@ class BenchmarkRanks(StandInRanks):
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Measure the worst rank's share of waiting in the median block of ticks, and the messages of a tick.
+    """Run the step loop over the real wire, then round trips by this wire and by pickle; `tiny` makes fewer of each.
+
+    A stall is the wait for the next message, relative to the 20 ms of a tick. The figure is a median over blocks of 20 ticks, for the
+    slower rank. `messages_per_tick` divides the ticks that were sent by those that a rank received.
 
     Raises:
         RuntimeError: the step loop broke, or a part was not done in time.

@@ -48,7 +48,10 @@ class Pair(msgspec.Struct, frozen=True):
         return (self.before[name] + self.after[name]) / 2
 
     def apart(self, name: str) -> float:
-        """Return the larger half less the smaller one, as a share of the smaller one."""
+        """Return by how much the baseline's two halves differ in a figure: 0.1 is 10 % above the smaller.
+
+        Infinite if the smaller is not positive.
+        """
         low, high = sorted((self.before[name], self.after[name]))
         return high / low - 1 if low > 0 else math.inf
 
@@ -66,20 +69,24 @@ class Pairs(msgspec.Struct, frozen=True):
     dropped: list[Pair]
 
     def ratio(self, name: str | None = None, of: str | None = None) -> float:
-        """Return the median over the pairs of our figure divided by the baseline's."""
+        """Return the result of the comparison: ours over baseline in each pair that counts, and the median of that.
+
+        `name` is by default `by`. `of` names the figure on the baseline's side if it is another one. For times, less than 1 means that ours
+        is faster.
+        """
         return statistics.median(pair.ratio(name or self.by, of) for pair in self.used)
 
     def spread(self) -> float:
-        """Return the largest ratio less the smallest one, as a share of the median."""
+        """Return how widely the ratios of `by` scatter: maximum minus minimum, relative to their median."""
         ratios = [pair.ratio(self.by) for pair in self.used]
         return (max(ratios) - min(ratios)) / statistics.median(ratios)
 
     def ours(self, name: str) -> float:
-        """Return the median of our own figure, for the record."""
+        """Return a figure's median over the measured runs of the pairs that count; it has the figure's unit and decides nothing."""
         return statistics.median(pair.ours[name] for pair in self.used)
 
     def baseline(self, name: str) -> float:
-        """Return the median of the baseline, for the record."""
+        """Return a figure's median over the baselines of the pairs that count; each baseline is the mean of its two halves."""
         return statistics.median(pair.baseline(name) for pair in self.used)
 
     def samples(self) -> list[dict[str, float]]:

@@ -18,9 +18,10 @@ class Needs(StrEnum):
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """A module with `measure(*, tiny: bool) -> Measured`, and how many minutes the whole takes on two cores.
+    """A goal, and the module of `benchmarks` that measures it; `minutes` is the time of a full run on two cores.
 
-    `takes_device` is whether it runs on a GPU too; its `measure` then takes `device` as well.
+    The module has a function `measure(*, tiny: bool) -> Measured`. With `takes_device` that function takes `device` too, and a GPU may be
+    used.
     """
 
     module: str
@@ -29,7 +30,12 @@ class Goal(msgspec.Struct, frozen=True):
     takes_device: bool = False
 
     def measure(self, *, tiny: bool, device: str = "cpu") -> Measured:
-        """Run it; `tiny` takes seconds. Raises RuntimeError or OSError where the measurement failed, or there is none on the device."""
+        """Import the goal's module and measure; a `tiny` run takes seconds, and nobody judges its figures.
+
+        Raises:
+            RuntimeError: the measurement failed, or `device` is a GPU and the module knows only the CPU.
+            OSError: the measurement failed in a call to the operating system.
+        """
         where = {"device": device} if self.takes_device else {}
         if device != "cpu" and not self.takes_device:
             raise RuntimeError(f"benchmarks.{self.module} runs on the CPU alone")

@@ -26,7 +26,7 @@ class Policy(Protocol):
         """Queue a request."""
 
     def next_tick(self, now_s: float) -> Tick | None:
-        """Return the next tick, or None if there is nothing to do."""
+        """Decide the tick to send at this virtual time. None while no request has a step to make, or all wait for company."""
 
     def observe(self, done: TickDone, now_s: float) -> object:
         """Take the report of the oldest tick that was sent."""

@@ -69,7 +69,11 @@ def make_image(port: int) -> None:
 
 
 def status_mb(pid: int, field: str) -> float:
-    """Return a field of `/proc/PID/status`, such as `VmRSS`, in MB."""
+    """Read a memory field of a live process from the kernel, for instance `VmRSS` or `VmHWM`, in units of 1024 kB.
+
+    Raises:
+        RuntimeError: the kernel lists no such field for the process.
+    """
     found = re.search(rf"^{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"/proc/{pid}/status has no {field}")

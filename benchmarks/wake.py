@@ -57,7 +57,10 @@ TINY = Size(warm=60_000_000, cold=60_000_000, stepping={"num_layers": 1}, spare=
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Measure the three ratios; every pair is a sample."""
+    """Time wakes from the page cache, wakes from a cold file, and first steps after a wake.
+
+    Figures are medians over pairs; the samples list all pairs.
+    """
     size = TINY if tiny else Size()
     torch.set_num_threads(usable_cores())
     wakes, wake_gb = _wakes(size)
@@ -168,7 +171,11 @@ def _woken_step(runner: DiffusionModelRunner) -> Times:
 
 
 def _step(runner: DiffusionModelRunner) -> None:
-    """Run the first tick of a request."""
+    """Let a request join and run its first tick, which is the text encoders and the first of two steps; then drop it.
+
+    Raises:
+        RuntimeError: the request ended with an error.
+    """
     spec = RequestSpec(request_id="one", prompt="a red digit seven", seed=1, height=32, width=32, steps=2)
     output = runner.execute_stepwise(Tick(1, [spec]))
     if output.errors:

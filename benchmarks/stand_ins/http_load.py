@@ -24,7 +24,7 @@ IN_FLIGHT = re.compile(rb"^diffusion_worker_requests_(?:queued|in_flight) ([0-9.
 
 
 def connect(port: int) -> socket.socket:
-    """Connect to the server on this machine."""
+    """Open a TCP connection to a port on loopback, without Nagle's delay. Each call on it may take `DEADLINE_S` seconds."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
@@ -54,7 +54,7 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Return whether all of it arrived."""
+        """Return true once the head was read and as many bytes of the body as its `content-length` announced."""
         return self._read == self._length
 
     def read(self, connection: socket.socket, *, keep: bool = True) -> None:
@@ -77,7 +77,13 @@ class Answer:
 
 
 def burst(connections: list[socket.socket], request: bytes, control: socket.socket) -> None:
-    """Send a request on every connection; return when all answers were read."""
+    """Ask on all connections at once, and drop each answer while it is read.
+
+    `waiting` on stdout says that the server has all requests; `done` says that every answer is complete.
+
+    Raises:
+        RuntimeError: an answer is no 200 or late, the server closed a connection, or its metrics never showed all requests.
+    """
     for connection in connections:
         connection.sendall(request)
     _wait_for_requests(control, len(connections))

@@ -22,7 +22,7 @@ DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "model"
 
 
 def image_name(number: int, size: int) -> str:
-    """Return the file name of a square image."""
+    """Name the file of image `number` with `size` pixels a side, such as `3-512.rgb`; the server reads the size from the name."""
     return f"{number}-{size}.rgb"
 
 

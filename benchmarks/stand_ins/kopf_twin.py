@@ -18,7 +18,7 @@ from diffusion_operator.cluster import KubernetesCluster, connect
 
 @kopf.on.startup()  # type: ignore[untyped-decorator]
 async def start(memo: kopf.Memo, **_: Any) -> None:
-    """Open a single client for all."""
+    """Connect to the API server, with a single client that the handlers share. At most `AT_ONCE` of them create children at a time."""
     memo.cluster = await connect()
     memo.gate = asyncio.Semaphore(AT_ONCE)
 

@@ -42,7 +42,7 @@ def write_stack(folder: Path, size: int) -> Path:
 
 
 def place_stack(folder: Path) -> tuple[nn.Module, ModelWeights]:
-    """Build the stack of a folder with its weights in place."""
+    """Return the layers whose file `write_stack` left in a folder, and the `ModelWeights` that hold their values on the CPU."""
     stored, unread = stored_in(folder), Placeholders()
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in stored)).requires_grad_(False)

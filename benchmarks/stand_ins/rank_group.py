@@ -43,7 +43,11 @@ class StandInRanks:
         return MODEL
 
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
-        """Raise GroupFailed: a benchmark whose ranks were lost measures nothing."""
+        """Refuse to go on after a loss, since figures from then on would be of something else.
+
+        Raises:
+            GroupFailed: always, with the reason of the loss.
+        """
         raise GroupFailed(f"the ranks of a benchmark were lost: {self.loss}")
 
     def lose(self, reason: str, fault: Fault) -> None:

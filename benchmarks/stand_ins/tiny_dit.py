@@ -84,7 +84,7 @@ class TinyDevice:
         )
 
     def run_together(self, specs: list[RequestSpec]) -> list[TickDone]:
-        """Run requests that join at once, to the end of all."""
+        """Join all requests in the first tick, and tick until each has finished; return a report for each tick, in order."""
         reports: list[TickDone] = []
         names = [spec.request_id for spec in specs]
         left = set(names)
@@ -117,7 +117,10 @@ class TinyDevice:
 
 
 def request(name: str, *, side: int, steps: int, seed: int = 0) -> RequestSpec:
-    """Make a request for the tiny model, without guidance; `side` is in pixels."""
+    """Specify a square image of `side` pixels, with guidance off.
+
+    The prompt is empty, because the device draws embeddings from the seed.
+    """
     return RequestSpec(request_id=name, prompt="", seed=seed, height=side, width=side, steps=steps, guidance_scale=1.0)
 
 

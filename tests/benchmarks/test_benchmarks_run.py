@@ -81,7 +81,10 @@ def test_an_unknown_goal_is_refused_with_those_there_are(capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_a_run_from_the_command_line_ends_with_one_line_of_json(tmp_path: Path) -> None:
-    """The goal is one whose rank processes start from this program, so their main module is `benchmarks` itself."""
+    """Run P9, because it spawns rank processes.
+
+    They import the main module again, and that is `benchmarks` only in a run from the command line.
+    """
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "benchmarks", "--tiny", "P9"]
     ended = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=200)

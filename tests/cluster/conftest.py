@@ -22,7 +22,10 @@ NAMESPACE = "diffusion-tests"
 
 @pytest.fixture(scope="session")
 def rig(request: pytest.FixtureRequest) -> Iterator[ClusterRig]:
-    """Install the operator in a namespace of its own, and check its rights in the audit log at the end."""
+    """Install the operator once for all tests, in a namespace that enforces the restricted Pod Security level.
+
+    Afterwards the audit log must show no refusal, and after the whole suite no unused right.
+    """
     began = datetime.now(UTC)
     with stage(NAMESPACE) as set_up:
         set_up.kubectl.text("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted")
@@ -32,14 +35,14 @@ def rig(request: pytest.FixtureRequest) -> Iterator[ClusterRig]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, object, object]:
-    """Skip a test whose fixtures need nodes on this machine, if the provider has none here."""
+    """Skip the test if a fixture raises `NotOfThisMachine`: the cluster in use runs elsewhere, so its nodes cannot be reached."""
     with skipped_elsewhere():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
-    """Skip a test that needs nodes on this machine, if the provider has none here."""
+    """Skip the test if its body raises `NotOfThisMachine`: the cluster in use runs elsewhere, so its nodes cannot be reached."""
     with skipped_elsewhere():
         return (yield)
 

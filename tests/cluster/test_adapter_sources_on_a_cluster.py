@@ -41,7 +41,10 @@ WEIGHTS = Path(__file__).resolve().parents[2] / "examples" / "digits" / "loras" 
 
 @pytest.fixture(scope="module")
 def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRig]:
-    """Serve a deployment that may use two Secrets and one claim; the Secret with the keys does not exist yet."""
+    """Serve a model from a claim on the node, beside a pod with a bucket and a hub; all is removed in the end.
+
+    Adapters may name the Secrets KEYS and TRUST, but KEYS has yet to be made.
+    """
     apply(rig, *claim_on_the_node(rig.kubectl.namespace, CLAIM))
     fill = f"rm -rf {FOLDER} && mkdir {FOLDER} && cp -r /models/digits /models/loras/frame {FOLDER}"
     start_store(rig, tmp_path_factory.mktemp("store"), served="/models/loras", claim=CLAIM, first=fill)

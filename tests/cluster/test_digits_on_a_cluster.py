@@ -32,7 +32,7 @@ ASLEEP = Wanted("Awake", "False", ["AllAsleep"])
 
 @pytest.fixture(scope="module")
 def metrics(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Start a Prometheus that collects metrics from before the model serves."""
+    """Run a Prometheus for the module. The fixture that deploys the model asks for it first, so that its series cover the start-up."""
     with prometheus(rig, tmp_path_factory.mktemp("prometheus")) as found:
         yield found
 
@@ -193,7 +193,7 @@ def test_nothing_of_ours_carries_a_finalizer_or_an_annotation_of_kopf(rig_with_d
 
 
 def _replica(rig: ClusterRig) -> dict[str, Any]:
-    """Return the status's record of the only replica."""
+    """Read the first entry of `replicaStates` in the deployment's status."""
     return dict(json.loads(rig.kubectl.text("get", DD, "-o", "json"))["status"]["replicaStates"][0])
 
 

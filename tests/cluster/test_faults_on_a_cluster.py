@@ -215,7 +215,7 @@ def pod_uids(rig: ClusterRig) -> set[str]:
 
 
 def rolled_out(rig: ClusterRig, old: set[str], count: int) -> bool:
-    """Return whether so many pods are ready, and none of the old ones is left."""
+    """Return true once no pod has a UID in `old` and exactly `count` pods have the condition Ready."""
     conditions = [condition for pod in rig.pods(NAME) for condition in pod["status"].get("conditions", [])]
     ready = [condition for condition in conditions if condition["type"] == "Ready" and condition["status"] == "True"]
     return not pod_uids(rig) & old and len(ready) == count

@@ -70,7 +70,7 @@ def begin(rig: ClusterRig) -> None:
 
 
 def by_digest(rig: ClusterRig, image: str) -> str | None:
-    """Return the reference by digest that a node has for a container image; None while no node has one."""
+    """Look up `name@sha256:…` of a container image in the list that each node reports. None until a list has both names."""
     names = (node_image["names"] for node in rig.kubectl.get("nodes")["items"] for node_image in node["status"]["images"])
     return next((name for known in names if image in known for name in known if "@sha256:" in name), None)
 
@@ -84,7 +84,10 @@ def no_operator_runs(rig: ClusterRig) -> bool:
 
 
 def test_an_upgrade_with_a_changed_crd_and_another_default_image_restarts_nothing(release: tuple[ClusterRig, HelmRig]) -> None:
-    """Leave this version, with the container image that works."""
+    """Upgrade to a default container image that no registry has: a restarted pod would not come back.
+
+    In the end the release is upgraded once more, to the usual values.
+    """
     rig, helm = release
     assert replicas_schema(rig)["replicas"]["description"] == OLDER_WORDS and "podDisruptionBudget" not in replicas_schema(rig)
     before, image = lives(rig), rig.image(NAME, STYLE)

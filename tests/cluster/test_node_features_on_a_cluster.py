@@ -60,7 +60,10 @@ def device_driver(tmp_path: Path) -> Iterator[None]:
 
 
 def pod(name: str, image: str, script: str, *, container: Document | None = None, **spec: Any) -> Document:
-    """Return a pod that runs a Python script once."""
+    """Return the manifest of a pod that runs `script` with python3 and never restarts.
+
+    `container` overrides fields of its only container, and `spec` those of the pod.
+    """
     one = {"name": "main", "image": image, "command": ["python3", "-c", script], "securityContext": RESTRICTED} | (container or {})
     return {
         "apiVersion": "v1",

@@ -43,7 +43,7 @@ def test_a_node_that_refuses_pods_is_told_and_avoided_and_the_replica_has_not_fa
 
 
 def waiting(rig: ClusterRig) -> Document:
-    """Return the replica's pod that no scheduler has placed, once there is one."""
+    """Wait until the deployment has a pod without `nodeName`, and return its manifest."""
     found: Document = rig.eventually("a pod waits", lambda: next((pod for pod in rig.pods(NAME) if "nodeName" not in pod["spec"]), None))
     return found
 

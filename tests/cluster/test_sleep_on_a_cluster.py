@@ -59,13 +59,16 @@ def assert_right(image: DemoImage) -> None:
 
 
 def events(rig: ClusterRig, reason: str) -> list[str]:
-    """Return the notes of the deployment's Events with a reason, oldest first."""
+    """List what the deployment's Events with this reason say, in order of creation."""
     items = rig.kubectl.get("events.events.k8s.io", "--field-selector", f"reason={reason},regarding.name={NAME}")["items"]
     return [str(item["note"]) for item in sorted(items, key=lambda item: item["metadata"]["creationTimestamp"])]
 
 
 def send_to_sleep(rig: ClusterRig) -> Document:
-    """Put the model to sleep, to be woken by a request, without waiting for idleness; return the worker's state document."""
+    """Force sleep with the policy `Asleep`, then go back to `OnIdle`, under which a request wakes the worker.
+
+    Return the state document in which the worker first has that policy again.
+    """
     rig.sleep_policy(NAME, "Asleep")
     rig.wait(DD, ALL_ASLEEP, deadline_s=60)
     rig.sleep_policy(NAME, "OnIdle")
@@ -122,7 +125,10 @@ def test_a_request_at_the_service_wakes_it_and_is_served(rig_on_idle: ClusterRig
 
 
 def test_an_adapter_that_came_while_it_slept_is_there_at_the_first_request(rig_on_idle: ClusterRig) -> None:
-    """Leave it awake with the adapter."""
+    """Create an adapter for a sleeping worker, which reports it as Deferred and sleeps on.
+
+    The first request then wakes the worker and is drawn in this style.
+    """
     rig = rig_on_idle
     send_to_sleep(rig)
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
@@ -133,7 +139,10 @@ def test_an_adapter_that_came_while_it_slept_is_there_at_the_first_request(rig_o
 
 
 def test_a_rank_that_is_killed_asleep_comes_back_asleep(rig_on_idle: ClusterRig, awake_memory: list[RankMemory]) -> None:
-    """Leave it asleep, in another generation of ranks."""
+    """Kill rank 1 while its worker sleeps.
+
+    The same server process starts the next generation of ranks, and these take no memory for weights.
+    """
     rig = rig_on_idle
     before = send_to_sleep(rig)
     rig.kill_in_pod(rig.pod(NAME), before["ranks"][1]["pid"])

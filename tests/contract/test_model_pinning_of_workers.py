@@ -30,7 +30,10 @@ SECOND = {**FIRST, "scheduler/scheduler_config.json": FIRST["scheduler/scheduler
 
 
 class Pods:
-    """Worker processes as the pods of a rig. Each has a cache of its own, and all read the same mounted file."""
+    """A rig's worker client that reaches real worker processes, each in the place of a pod and with a cache of its own.
+
+    All follow one `desired.json`, as pods of a deployment do.
+    """
 
     def __init__(self, rig: Rig, hub: SourceServer, folder: Path, stack: ExitStack) -> None:
         self.rig, self._hub, self._folder, self._stack = rig, hub, folder, stack

@@ -207,7 +207,7 @@ async def test_a_server_killed_asleep_is_asleep_again_and_nobody_says_that_it_wo
 
 
 async def test_a_wake_that_lacks_memory_is_tried_again_until_it_works() -> None:
-    """The operator tries again; no request asks for an image."""
+    """Let the first wake fail for lack of memory. A condition says so until the operator's next wake succeeds; no client takes part."""
     env = {"FAKE_WORKER": json.dumps({"wakeErrors": ["InsufficientMemory"]})}
     async with story(env=env) as told:
         told.change(sleep={"policy": "Asleep"})

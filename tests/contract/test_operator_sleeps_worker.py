@@ -53,7 +53,7 @@ async def ask(web: httpx2.AsyncClient, body: dict[str, object] = SHORT) -> httpx
 
 
 async def begun(driver: Driver, web: httpx2.AsyncClient) -> asyncio.Task[httpx2.Response]:
-    """Send a long request and return its task once it runs."""
+    """Ask for an image of 50 steps, wait until the worker counts it as in flight, and return the task that gets the answer."""
     request = asyncio.create_task(ask(web, LONG))
     await driver.until(lambda state: state.in_flight)
     return request

@@ -47,7 +47,10 @@ PORTS = ("--host=", "--port=", "--control-port=")
 
 
 def in_a_folder(arguments: list[str], folder: Path) -> list[str]:
-    """Return a pod's arguments with its folders moved below another one, and without its ports."""
+    """Make a pod's folders below `folder`, and rewrite its arguments to them.
+
+    Host and ports are dropped, since the test's worker gets others.
+    """
     for name in FOLDERS:
         (folder / name.lstrip("/")).mkdir(parents=True)
         arguments = [one.replace(f"={name}", f"={folder}{name}") for one in arguments]

@@ -57,7 +57,7 @@ def field_differences(field: msgspec.structs.FieldInfo, schema: Schema, path: st
 
 
 def plain_types(annotation: Any) -> list[Any]:
-    """Return the types inside unions and tuples."""
+    """Flatten a field's annotation to its innermost types, without None and `...`; a dict stays whole."""
     arguments = [one for one in getattr(annotation, "__args__", ()) if one not in (type(None), ...)]
     if getattr(annotation, "__origin__", None) is dict or not arguments:
         return [annotation]
@@ -74,7 +74,10 @@ def test_struct_and_schema_have_the_same_fields(file: str, part: str, struct: ty
 
 
 def bounds(schema: Schema, path: str) -> list[str]:
-    """List what lacks a bound: strings, lists and maps without a maximum, and lists without a type."""
+    """List a schema's faults below a path, a line each.
+
+    These are strings, lists and maps of any length, lists without a merge type, and defaults whose parent has none.
+    """
     found = []
     kind = schema.get("type")
     if kind == "string" and "enum" not in schema and "maxLength" not in schema and schema.get("format") != "date-time":

@@ -98,7 +98,10 @@ def test_a_process_is_found_again_by_its_note_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_process_keeps_nothing_open_that_our_caller_left_open_to_us(tmp_path: Path) -> None:
-    """Otherwise `flock FILE python -m tools.devcluster up` would hold its lock for as long as the node runs."""
+    """Start a process while an inheritable pipe is open: the pipe has to end once this side is closed.
+
+    A caller's lock, such as that of `flock`, would otherwise stay taken.
+    """
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)
     process = processes.start("sleeper", ["sleep", "600"], log=tmp_path / "log")
@@ -143,7 +146,10 @@ def test_pods_cgroups_are_found_on_both_versions(tmp_path: Path) -> None:
 
 
 def test_a_second_kubelets_control_groups_may_use_what_the_machine_has(tmp_path: Path) -> None:
-    """Version 1 makes a group that may use no core and no memory; version 2 has only one tree."""
+    """Make a second kubelet's groups in both versions.
+
+    A new cpuset of version 1 is empty, so the parent's cores are copied into it; version 2 needs no copy.
+    """
     first, second = tmp_path / "v1", tmp_path / "v2"
     for folder in (first / "cpuset", first / "memory", second / "system.slice"):
         folder.mkdir(parents=True)

@@ -16,7 +16,10 @@ _seconds = count(10)
 
 
 def entry(verb: str, resource: str, *, by: str = OPERATOR, answer: Document | None = None, **about: Any) -> Document:
-    """Return an entry of an audit log, later than all entries before it."""
+    """Make an audit event about an object in the namespace `team`, a second after the previous event.
+
+    `about` adds to the object's reference or replaces parts of it.
+    """
     second = next(_seconds)
     return {
         "auditID": str(second),

@@ -16,7 +16,7 @@ def blank(colour: tuple[int, int, int] = DARK) -> Image.Image:
 
 
 def with_bar(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
-    """Return a copy of an image with an upright bar, which is how most people write a one."""
+    """Draw a filled upright bar over the middle of a copy: by hand, most people write a 1 like this."""
     drawn = image.copy()
     ImageDraw.Draw(drawn).rectangle((28, 10, 36, 54), fill=colour)
     return drawn

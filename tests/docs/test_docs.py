@@ -54,7 +54,10 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the fragments of the URLs that GitHub gives to the headings of a page."""
+    """Derive the link targets of a page's headings as GitHub does: lower case, hyphens for spaces, no other punctuation.
+
+    Code blocks have no headings.
+    """
     headings = re.findall(r"^#+ +(.*?) *$", FENCED.sub("", page.read_text()), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

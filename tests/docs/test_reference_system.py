@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Return the rows of all tables, without their heads."""
+    """Parse the page's Markdown tables: each line becomes a `Row`, except headings and the rules below them."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and not line.startswith(("| reference |", "|---"))]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
 
@@ -53,7 +53,10 @@ ABSENT = [row for row in rows() if row.here == "—"]
 
 
 def found(name: str) -> Any:
-    """Return the class, attribute or function that a cell names."""
+    """Look up a dotted name of the page: an attribute of a class in `HOMES`, or else a member of a module.
+
+    None if the class lacks it. For an attribute that only `__init__` sets, the assignment in its source is returned.
+    """
     owner, _, attribute = name.rpartition(".")
     if owner not in HOMES:
         return getattr(importlib.import_module(owner), attribute)

@@ -28,7 +28,7 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 @dataclass(frozen=True)
 class Release:
-    """The outputs of the release's steps."""
+    """Outcome of the workflow: a registry, and the `name` and `digest` there of the operator's container image and of its chart."""
 
     registry: str
     operator: dict[str, str]

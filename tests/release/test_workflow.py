@@ -17,7 +17,10 @@ TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M
 
 
 def lines() -> Iterator[Any]:
-    """Yield every line of every `run` and of the page about releases, with the names of the variables that it can use."""
+    """Yield test parameters for the shell lines of all workflows and the python3 lines of `docs/install.md`.
+
+    A shell line comes with the names of the variables that its workflow, job and step set.
+    """
     for name, workflow in WORKFLOWS.items():
         for job in workflow["jobs"].values():
             for step in job.get("steps", []):

@@ -60,7 +60,10 @@ class EndlessBackoffs:
 
 
 class Process:
-    """The parts that live from kopf's start-up to its clean-up: connections, watches, runtime, queue."""
+    """Parts of the operator that kopf's start-up handler brings up and its clean-up handler closes.
+
+    The store and its watches live all the time. The queue exists only while this process leads.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -91,9 +94,12 @@ class Process:
             raise kopf.PermanentError(self.failure) from None
 
     async def start(self) -> None:
-        """List everything before the first pass; where the CRDs or all rights are missing it fails here, with a clear error.
+        """Connect, list all objects once, and start the watches and the election; without an election this process leads at once.
 
-        A follower keeps its watches and its store warm, and does nothing else.
+        A follower keeps its watches and its store warm, so that it can take over quickly.
+
+        Raises:
+            OperatorError: the CRDs are missing or outdated, the cluster cannot be listed, or all named namespaces refuse it.
         """
         settings, leadership = self._settings, self.leadership
         self._cluster = await connect(self._answered)
@@ -251,9 +257,10 @@ class Process:
         return take_event
 
     def _changed(self, kind: Kind, manifest: Manifest) -> None:
-        """Wake the key for a change by another client than the operator; what a user declared goes first.
+        """Wake every key that a changed object concerns; objects that users declare go into the first lane.
 
-        An adapter's own key is for its status, and the key of its deployment for all work.
+        An adapter wakes two keys: its own, under which its status is written, and its deployment's, which does all else. A child wakes its
+        deployments, and a pod also informs the watches of workers. Before there is a runtime, children wake nothing.
         """
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         if kind == DEPLOYMENT:
@@ -282,7 +289,10 @@ def _looked_at(manifest: Manifest) -> bool:
 
 
 def _deployments(child: Manifest) -> set[str]:
-    """Return deployments by the child's label and by its owner, because another client may have changed either."""
+    """List the deployments that a child names, in its label or its owner references.
+
+    Two names are possible, because somebody may have edited either; an unrelated object gives none.
+    """
     label = child["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)
     owners = {one["name"] for one in child["metadata"].get("ownerReferences", ()) if one["kind"] == DEPLOYMENT.kind}
     return owners | {label} if label else owners

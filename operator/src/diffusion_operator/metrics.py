@@ -107,7 +107,10 @@ class Replicas(Collector):
         self._statuses = statuses
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """In the thread of the metrics server, as above. Every state of a namespace with deployments is there, as 0."""
+        """Count replicas by namespace and state, and sum up held requests, at each scrape and in its thread.
+
+        A namespace that has a deployment shows all states, those without replicas as 0.
+        """
         statuses = [(key.namespace, status) for key, status in list(self._statuses.items())]
         replicas = GaugeMetricFamily("diffusion_operator_replicas", "Replicas by state.", labels=["object_namespace", "state"])
         held = GaugeMetricFamily(

@@ -57,7 +57,7 @@ def test_a_killed_runs_engine_is_left_to_the_command_that_is_at_work_on_it(
 
 @pytest.fixture
 def small_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Put small files in place of the programs, which take minutes to build."""
+    """Replace the builds of Kubernetes, etcd, CoreDNS, pause and packet filters, which would take minutes, by files of a few bytes."""
     (tmp_path / "kube").write_text("all of Kubernetes")
     monkeypatch.setattr(programs, "kube", lambda: tmp_path)
     for name in ("kubeadms_etcd", "coredns", "pause"):

@@ -109,7 +109,10 @@ class Place:
 
 
 class Everywhere:
-    """The namespaces of all cases, which begin at once."""
+    """A set of namespaces, each with a deployment and a different obstacle to its children.
+
+    They start together, so that their waits overlap; `theirs` holds strangers' objects by namespace.
+    """
 
     def __init__(self, client: RestClient, webhook: Webhook) -> None:
         self.client = client
@@ -226,7 +229,7 @@ async def _admitted(everywhere: Everywhere, place: Place, kind: Kind) -> bool:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def place(everywhere: Everywhere, request: pytest.FixtureRequest) -> Place:
-    """Provide a namespace of its own with a deployment that serves."""
+    """Make a namespace for this test alone, and return it when its deployment is Ready. The Service has two annotations."""
     made = await everywhere.namespace(f"own-{abs(hash(request.node.name)) % 10**8}")
     await made.make(DEPLOYMENT, "d", deployment(service={"annotations": {"example.com/a": "1", "example.com/b": "1"}}))
     await made.until("Ready", "True", "Serving")

@@ -151,7 +151,10 @@ def test_what_is_pinned_is_void_when_there_changes(spec: dict[str, Any], voids: 
 
 
 def test_what_only_a_replica_finds_out_overrules_and_the_adapter_stays_declared() -> None:
-    """An adapter that is not declared would be removed, accepted again, and so on for ever."""
+    """Overrule an acceptance by a final error of a replica.
+
+    `desired` must stay: if workers lost the adapter for it, the error would vanish and the adapter be accepted once more.
+    """
     decision = decided(made())
     found = overruled(decision, [WireError(code="NetworkError"), WireError(code="RankTooLarge", message="rank 128, at most 64")])
     assert (found.accepted, found.reason, found.message) == (False, "RankTooLarge", "rank 128, at most 64")

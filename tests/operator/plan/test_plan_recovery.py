@@ -41,7 +41,10 @@ def up(restarts: int, ended: Exit = DIED) -> dict[str, Any]:
 def recorded(
     failures: int = 0, *, pod: str = "d-0-0", restarts: int = 0, age_s: float = 60.0, next_in_s: float | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Return the status entry of a replica, as the last pass wrote it."""
+    """Build a `replicaStates` entry for replica 0 in the state Failed.
+
+    It has been failing for `age_s` seconds, and its restart is `next_in_s` seconds ahead; `more` overrides fields.
+    """
     group: dict[str, Any] = {"index": 0, "state": "Failed", "leaderPod": pod, "incarnation": 0, "restarts": restarts, "revision": REVISION}
     if failures:
         group |= {"failures": failures, "failingSince": (NOW - timedelta(seconds=age_s)).isoformat()}

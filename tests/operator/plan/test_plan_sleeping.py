@@ -35,7 +35,7 @@ def op(kind: str, identity: str, code: str | None = None) -> Operation:
 
 
 def calls(plan: DeploymentPlan) -> list[str]:
-    """Return the planned calls as `sleep 0` or `wake 1`: the kind and the replica."""
+    """Write the plan's sleeps and wakes as words such as `sleep 0` or `wake 1`, in their order. The number is the replica's index."""
     found = [call for call in plan.calls if isinstance(call, SleepWorker | WakeWorker)]
     return [f"{'sleep' if isinstance(call, SleepWorker) else 'wake'} {call.worker.pod_uid.split('-')[1]}" for call in found]
 
@@ -46,7 +46,7 @@ FAILED_SLEEP = op("sleep", "sleep-3-1-aa", "Timeout")
 
 
 def told(state: WorkerState, policy: SleepPolicy = SleepPolicy.ASLEEP) -> WorkerState:
-    """Return the state of a worker that has this policy already."""
+    """Return a state document as after a call that has taught the worker how it may sleep, so that none is due for this."""
     return msgspec.structs.replace(state, policy=policy)
 
 

@@ -64,7 +64,10 @@ def looked(trial: TemplateTrial | None, *, revision: str = "old-1", status: dict
 
 
 def retired(plan: DeploymentPlan) -> bool:
-    """Return whether the plan removes a replica; unrouting comes before deleting."""
+    """Return true if the plan does anything to a pod but create it.
+
+    Taking it out of the Service counts, because every removal begins so.
+    """
     return bool([one for one in plan.pods if not isinstance(one, CreatePod)])
 
 

@@ -29,7 +29,10 @@ def root() -> Iterator[logging.Logger]:
 
 
 async def lines_of_a_failing_pass(log_format: str, root: logging.Logger) -> list[str]:
-    """Return the lines that a failing pass logs, and after them a line that is about no object."""
+    """Return the lines of a pass that logs a control call and then fails, and of a warning about no object.
+
+    The operator's own set-up formats them.
+    """
     root.handlers.clear()
     configure_logs(log_format)
     output = io.StringIO()

@@ -18,7 +18,10 @@ COMBINATIONS = [(surge, unavailable) for surge in range(4) for unavailable in ra
 
 
 class Kubelet:
-    """A kubelet that starts each pod some seconds after it was made, unless the pod's template cannot start."""
+    """The kubelets of a rig, in virtual time.
+
+    A pod runs `START_S` seconds after it is first seen, and never with the container image `broken`.
+    """
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig

@@ -47,7 +47,7 @@ async def health(operator: OperatorProcess) -> int:
 
 
 async def until_health(operator: OperatorProcess, expected: int) -> None:
-    """Wait for a status of the liveness probe; kopf keeps an answer for ten seconds."""
+    """Poll the liveness probe until its status is `expected`, for 15 s at most: kopf caches each result for ten."""
 
     async def other() -> int:
         found = await health(operator)

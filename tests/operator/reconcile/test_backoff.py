@@ -31,7 +31,7 @@ class Tries:
 
     @property
     def pauses(self) -> list[float]:
-        """Return the seconds between each two tries."""
+        """Return the seconds from each attempt to the next; empty before the second."""
         return [(later - earlier).total_seconds() for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 

@@ -81,7 +81,10 @@ async def test_a_pass_reads_the_adapters_that_changed_and_no_others() -> None:
 
 
 async def test_at_rest_only_the_secret_that_cannot_be_read_is_looked_at_again() -> None:
-    """The check is a create that is refused, and a patch that changes nothing."""
+    """Rest for 1300 s.
+
+    The operator may not read Secrets, so it creates the Secret, is refused because there is one, and patches it: twice in this time.
+    """
     rig = await serving()
     places = count_writes(rig)
     await rig.run(1300)

@@ -100,7 +100,7 @@ class RolloutType(StrEnum):
 
 
 class PolicyMode(StrEnum):
-    """When the operator makes a NetworkPolicy."""
+    """Choice of who guards the control port: a NetworkPolicy of the operator (`Managed`), or policies of the user's own (`None`)."""
 
     MANAGED = "Managed"
     NONE = "None"
@@ -122,7 +122,7 @@ class Identity(StrEnum):
 
 
 class BudgetMode(StrEnum):
-    """When the operator makes a PodDisruptionBudget."""
+    """Choice of who makes the PodDisruptionBudget: the operator, with one replica unavailable at most (`Auto`), or the user (`None`)."""
 
     AUTO = "Auto"
     NONE = "None"
@@ -185,7 +185,10 @@ class Parallelism(_Spec, frozen=True):
 
 
 class DeviceClaim(_Spec, frozen=True):
-    """Devices by dynamic resource allocation; the schema demands exactly one of a claim and a template."""
+    """A claim through which pods get devices: an existing one that all replicas share, or a template, which makes one for each replica.
+
+    Without `request` the container gets all devices of the claim.
+    """
 
     name: str
     resource_claim_name: str | None = None
@@ -202,7 +205,7 @@ class Resources(_Spec, frozen=True):
 
 
 class OnMissing(StrEnum):
-    """Handling of a request for an adapter that is known but not in memory."""
+    """Answer to a request whose adapter was evicted: 503 with Retry-After (`Reject`), or a wait until it is loaded again (`Load`)."""
 
     REJECT = "Reject"
     LOAD = "Load"
@@ -261,7 +264,7 @@ class Sleep(_Spec, frozen=True):
 
 
 class ColdRequests(_Spec, frozen=True):
-    """Handling of requests while no replica is awake."""
+    """Limits of the requests that a replica holds while its model loads, sleeps or wakes. With `Reject` none is held: each gets 503."""
 
     mode: ColdMode = ColdMode.HOLD
     max_held: int = 64

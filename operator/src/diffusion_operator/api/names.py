@@ -44,7 +44,7 @@ NO_GPU_RESOURCE = "none"
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """A kind of the Kubernetes API, with the plural that its paths use."""
+    """Identity of a kind for the API server. `api_version` and `kind` stand in manifests, and `plural` in URLs."""
 
     api_version: str
     kind: str

@@ -88,7 +88,7 @@ class Affinity(_Part, frozen=True):
 
 
 class Unsatisfiable(StrEnum):
-    """Handling of a pod that would make the spread uneven."""
+    """Choice of the scheduler if every node would exceed `maxSkew`: leave the pod pending, or place it anyway."""
 
     DO_NOT_SCHEDULE = "DoNotSchedule"
     SCHEDULE_ANYWAY = "ScheduleAnyway"

@@ -50,7 +50,10 @@ OBJECT: ContextVar[Key | None] = ContextVar("OBJECT", default=None)
 
 
 class _KeyState:
-    """A key's state. At rest it is a timer, which costs a tenth of a task: there may be ten thousand."""
+    """Progress of a key: a timer until it is due, then a place in a lane, then a running task.
+
+    Ten thousand keys may be at rest, and a timer costs a tenth of a task.
+    """
 
     __slots__ = ("due_at", "failures", "first", "task", "timer", "woken")
 
@@ -189,7 +192,10 @@ class KeyedQueue:
         self._in(delay_s * (1 + JITTER * (2 * self._random() - 1)), key, line)
 
     async def _once(self, key: Key) -> Result | None:
-        """None where the whole pass failed: whatever goes wrong with one object must not end the others'."""
+        """Run a pass and log its failure, whole or partial; return None if it raised.
+
+        No `Exception` gets out, so the queue goes on for all other keys.
+        """
         OBJECT.set(key)
         try:
             result = await self._reconcile(key)

@@ -67,7 +67,10 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
 
 
 def _sort_pods(deployment: DiffusionDeployment, manifests: Sequence[dict[str, Any]]) -> tuple[tuple[Pod, ...], dict[int, int]]:
-    """Sort out ours, with orphans, and the incarnations that pods of an earlier deployment of this name still hold."""
+    """Read the pods that are ours or orphans; of all others keep only the highest incarnation at each index.
+
+    Names of those others, such as an earlier deployment's, are still taken. A pod whose name has no index and incarnation is ignored.
+    """
     ours: list[Pod] = []
     foreign: dict[int, int] = {}
     for manifest in manifests:

@@ -33,7 +33,7 @@ class Meter(Protocol):
         """Record a replica's wake from a level of sleep."""
 
     def seen(self, happened: WorkerChanges) -> None:
-        """Count changes of a replica since the last look at it."""
+        """Add a replica's adapter loads, evictions and failed verifications since its previous state document to the counters."""
 
 
 class Watches(Protocol):

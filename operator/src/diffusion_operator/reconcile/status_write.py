@@ -56,9 +56,13 @@ async def write_status(
     events: Sequence[PlannedEvent],
     status: msgspec.Struct,
 ) -> bool:
-    """Return whether it was written: after a failure it waits. Raises that failure, unless the object is not at `version` any more.
+    """Write the Events and then the status, unless an earlier failure still makes them wait; return true if both were written.
 
-    Events come first. They are named after what they tell, so one that is written again after a crash in between is the same one.
+    An Event's name comes from its content. A crash between the two writes therefore repeats the same Event and makes no second one. If the
+    object is not at `version` any more, the write is put off with a line in the log.
+
+    Raises:
+        ClusterError: the API server failed or refused; the next write waits, unless the namespace is ending.
     """
     if backoffs.waiting(STATUS, runtime.now()):
         return False

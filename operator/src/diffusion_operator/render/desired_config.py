@@ -39,7 +39,10 @@ def desired_config(
     model: ModelStatus | None = None,
     shards: Sequence[ShardReference] = (),
 ) -> Manifest:
-    """`adapters` are for workers that read no shards, and `model` is what is pinned of it, if anything is."""
+    """Return the ConfigMap with a worker's main file: sleep policy, cold requests, model, and an index of the shards.
+
+    Workers that read no shards find as many of `adapters` in it as fit. A `model` without a pinned revision is left out.
+    """
     sleep = deployment.spec.sleep
     content: dict[str, Any] = {
         "sleep": {"policy": sleep.policy.value, "level": sleep.level.value, "wakeTimeoutSeconds": sleep.wake_timeout_seconds},

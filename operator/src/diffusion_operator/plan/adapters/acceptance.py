@@ -23,7 +23,7 @@ _RANKS = (8, 16, 32, 64, 128, 256)
 
 
 class DesiredAdapter(msgspec.Struct, frozen=True, gc=False):
-    """The adapter that every replica should hold."""
+    """Content and settings of an adapter that the workers are to load. Their records are compared with it."""
 
     uid: str
     generation: int

@@ -58,7 +58,10 @@ class Instance(msgspec.Struct, frozen=True, gc=False):
 
 
 def worker_address(group: Group) -> WorkerAddress | None:
-    """Return the address for calls to this life of the server; None while it cannot be called."""
+    """Return the address of the process that wrote a replica's last state document.
+
+    None without a document, with a stale one, or without a pod IP.
+    """
     if group.document is None or not group.poll.fresh or not group.pod.ip:
         return None
     return WorkerAddress(pod_uid=group.pod.uid, ip=group.pod.ip, boot_id=group.document.boot_id)
@@ -88,14 +91,20 @@ def instance_of(
 
 
 def leaving_instances(group: Group, records: Sequence[AdapterRecord]) -> tuple[Instance, ...]:
-    """Return the rest of an adapter that nothing should have any more, while its requests still run there."""
+    """Report each record of an adapter that is to go as Draining, so that the status shows replicas whose requests still use it.
+
+    Empty unless the replica is awake.
+    """
     if group.state is not ReplicaState.AWAKE:
         return ()
     return tuple(Instance(status=_status(group, InstanceState.DRAINING, record=one), record=_steady(one)) for one in records)
 
 
 def undeclared_removals(group: Group, wanted: Mapping[str, object], *, lora: Lora) -> tuple[RemoveAdapter, ...]:
-    """Return the calls for all that runs there and is no longer declared; `wanted` is by name."""
+    """Plan removals of the adapters that a worker holds under names outside `wanted`, but for those that drain already.
+
+    Empty while the worker takes no adapter calls.
+    """
     address = worker_address(group)
     if address is None or group.document is None or group.state not in ADAPTER_CALL_STATES:
         return ()

@@ -16,13 +16,19 @@ IN_PROGRESS = frozenset({RecordState.FETCHING, RecordState.LOADING})
 
 
 def current_record(named: Sequence[AdapterRecord], desired: DesiredAdapter) -> AdapterRecord | None:
-    """Return the record that tells how far the wanted one is: another version of the name may serve, or drain, beside it."""
+    """Pick the record closest to the desired adapter among those that do not drain, since versions of a name may coexist.
+
+    None if all drain, or there is none.
+    """
     staying = [one for one in named if one.state is not RecordState.DRAINING]
     return min(staying, key=lambda one: _distance(one, desired), default=None)
 
 
 def other_version(named: Sequence[AdapterRecord], desired: DesiredAdapter) -> AdapterRecord | None:
-    """Return the record of the name that serves and is not what is asked for."""
+    """Find a loaded record with content other than the desired one, which requests get until it is replaced.
+
+    None if there is no such record.
+    """
     loaded = (one for one in named if one.state is RecordState.LOADED)
     return next((one for one in loaded if not has_content(one, desired)), None)
 

@@ -112,9 +112,10 @@ class Repairs(msgspec.Struct, frozen=True):
     """The last of them was put off, because there had been many."""
 
     def next_at(self, kind: Kind, now: datetime, *, useless: bool) -> datetime:
-        """Return the time from which the child may be put back: now, or later where others change it often.
+        """Return the earliest time of the next repair, so that the operator does not fight other clients without a pause.
 
-        `useless`: it is missing, or a Service that leads elsewhere.
+        It is `now` until a third repair within ten minutes. From then on repairs are ten minutes apart, until a contest has been quiet for
+        twenty. They are a minute apart for a NetworkPolicy and for a `useless` child: missing, or a Service that leads elsewhere.
         """
         many = len([when for when in self.times if now - when < CONTEST_WINDOW]) >= CONTEST_AFTER
         if not (many or self._goes_on(now)):
@@ -189,7 +190,10 @@ def pods_wait_for(children: Sequence[ChildState]) -> str:
 
 
 def no_service(children: Sequence[ChildState]) -> str:
-    """Return why no client reaches the replicas: the Service of their address is not ours, or leads elsewhere. Empty where clients do."""
+    """Return the message of the first Service that cannot bring clients here: somebody else owns it, or its traffic goes elsewhere.
+
+    Empty if there is none.
+    """
     return next((one.message for one in children if one.kind == SERVICE.kind and (not one.ours or one.misroutes)), "")
 
 

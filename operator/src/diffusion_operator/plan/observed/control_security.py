@@ -11,7 +11,7 @@ from diffusion_operator.api.meta import Verdict, verdict
 
 
 class PolicyOutcome(msgspec.Struct, frozen=True):
-    """Outcome of applying the NetworkPolicy in the last pass."""
+    """Facts about the operator's last attempt at a NetworkPolicy, from which the condition ControlSecured is judged."""
 
     possible: bool = False
     """The operator knows the labels of its own pods, which the policy needs."""

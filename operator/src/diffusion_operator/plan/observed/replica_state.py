@@ -68,7 +68,7 @@ _FAULTS = {
 
 
 class Failures(msgspec.Struct, frozen=True):
-    """A replica's failures, counted over its pods; see recovery.py."""
+    """History of a replica's failures, kept in the status because each restart makes a new pod; recovery.py has the rules."""
 
     count: int = 0
     since: datetime | None = None

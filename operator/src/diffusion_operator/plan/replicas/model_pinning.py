@@ -90,7 +90,10 @@ def _pinned_for(deployment: DiffusionDeployment, template: Template) -> str:
 
 
 def _kept(deployment: DiffusionDeployment, template: Template) -> ModelStatus:
-    """Return the previous model status, unless it is about something else."""
+    """Return the model's status from the last pass.
+
+    Begin with an empty one if the source changed, or if the pin was for another restart or container image.
+    """
     before, source = deployment.status.model, identity(deployment.spec.model.source)
     if before is None or before.source != source or before.pinned_for not in (None, _pinned_for(deployment, template)):
         return ModelStatus(source=source)

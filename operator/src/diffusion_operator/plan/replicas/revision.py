@@ -46,8 +46,11 @@ def _pinned_image(deployment: DiffusionDeployment, spec_hash: str) -> str | None
 
 
 def _pod_fields(deployment: DiffusionDeployment) -> dict[str, Any]:
-    """Return the values from which a pod is rendered, by name. Left out is what reaches a running replica, and what is about other objects
-    than pods."""
+    """Collect the settings whose change replaces pods, for the hash of a revision; defaults and empty values are left out.
+
+    So a field that a later operator knows changes no hash. Settings that a running replica takes over, and those of other objects, are not
+    here.
+    """
     spec = deployment.spec
     fields = {
         "servedName": deployment.served_name,

@@ -83,7 +83,7 @@ def remembered(before: TemplateTrial | None, trial: TemplateTrial) -> TemplateTr
 
 
 def _next_pod(observed: Observed) -> CreatePod:
-    """Return a pod under the name that the first replica would get next."""
+    """Return the pod to try in a dry run: replica 0, with an incarnation above all that were seen there, so its name is free."""
     (first,) = pods_to_make(frozenset(), 1, observed)
     return first
 

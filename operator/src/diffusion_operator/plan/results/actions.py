@@ -38,7 +38,10 @@ class SetRoutable(msgspec.Struct, frozen=True):
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, gc=False):
-    """A single life of a server process: a call to it cannot reach its successor."""
+    """Target of a control call: a pod's IP, and the UID and boot id that the process there must have.
+
+    So no call affects a later process at the same IP.
+    """
 
     pod_uid: str
     ip: str

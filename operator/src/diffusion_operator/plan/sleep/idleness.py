@@ -65,8 +65,10 @@ def next_sleep_in_s(spec: DeploymentSpec, groups: Sequence[Group]) -> float | No
 
 
 def _recent_for_s(sleep: Sleep, groups: Sequence[Group]) -> float:
-    """Return the seconds for which some request still counts as recent; 0 if none does. A replica that was never asked counts while it is
-    awake."""
+    """Return the seconds until the latest request will be `idleSeconds` old; 0 if it is older.
+
+    An awake replica without a request so far counts from the time when it became ready.
+    """
     ages = [
         idle_for_s(group)
         for group in groups

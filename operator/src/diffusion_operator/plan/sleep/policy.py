@@ -30,8 +30,11 @@ _Known = tuple[Group, WorkerState]
 def plan_sleep(
     observed: Observed, groups: Sequence[Group], now: datetime, *, rolling: bool = False, busy: Collection[str] = ()
 ) -> tuple[SleepWorker | WakeWorker, ...]:
-    """Plan sleeps and wakes of the remaining `groups`; `busy` are the UIDs of pods that get adapters in this pass. While replicas are
-    replaced (`rolling`) none sleeps for idleness."""
+    """Return the calls by which the spec's policy puts replicas to sleep or wakes them, without those in backoff.
+
+    `groups` excludes replicas on their way out. Idleness sends nobody to sleep during a rollout (`rolling`), nor a pod with pending adapter
+    calls, whose UID is in `busy`.
+    """
     spec, generation = observed.deployment.spec, observed.deployment.metadata.generation
     to_sleep, to_wake = _chosen(spec, groups, rolling=rolling, busy=busy)
     calls: list[SleepWorker | WakeWorker | None] = [_sleep(spec, group, generation) for group in groups if group.index in to_sleep]
@@ -91,10 +94,10 @@ def _may_sleep(spec: DeploymentSpec, group: Group, document: WorkerState) -> boo
 
 
 def _needed(spec: DeploymentSpec, groups: Sequence[Group], known: Sequence[_Known]) -> set[int]:
-    """Wake as many as are missing, less those that will wake by themselves for the requests they hold.
+    """Choose the sleeping replicas to wake until `needed_awake` is reached; return their indices.
 
-    Those whose last wake failed come last; of the others those that have the most adapters at hand come first, then those asleep the
-    shortest.
+    Replicas that are awake, waking or restarting count as up, and so do sleepers with requests, which wake without a call. The choice
+    avoids replicas that failed to wake. It prefers more adapters at hand, and then a shorter sleep.
     """
     up = sum(group.state is ReplicaState.AWAKE or group.state in WAKING_STATES or group.restarting for group in groups)
     asleep = [(group, document) for group, document in known if group.state is ReplicaState.ASLEEP]

@@ -36,7 +36,10 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def pods_wait_for(self) -> str:
-        """Return why no pod can be made; empty where one can, or where none is missing or to be replaced."""
+        """Return the messages about Secrets and ConfigMaps that are not ours, without which new pods could not start.
+
+        Empty if no replica is missing or outdated.
+        """
         return pods_wait_for(self.children) if len(self.groups) < self.wanted or self.outdated else ""
 
     @property
