@@ -28,7 +28,10 @@ def service_address(kubectl: Kubectl, name: str) -> str:
 
 @contextmanager
 def api_server_stopped() -> Iterator[None]:
-    """Stop the API server while the block runs, with its connections open, as when its machine swaps or its store hangs."""
+    """Halt the node's kube-apiserver with SIGSTOP, and let it go on after the block.
+
+    Clients see connections that stay open and do not answer, as when its machine swaps.
+    """
     pid = cluster.provider().own_nodes().find_program("kube-apiserver")
     assert pid is not None, "the node has no kube-apiserver"
     os.kill(pid, signal.SIGSTOP)

@@ -48,7 +48,7 @@ OLDER_WORDS = "How many replicas it had in version 0.0.9."
 
 
 class ClusterRig:
-    """A namespace with the operator in it."""
+    """Commands of a test to a namespace where an operator runs: apply objects, wait for conditions, ask workers and look into pods."""
 
     def __init__(self, kubectl: Kubectl, worker_image: str) -> None:
         self.kubectl = kubectl
@@ -76,7 +76,7 @@ class ClusterRig:
         return wait_for(self.kubectl, resource, wanted, deadline_s=deadline_s, tell=print)
 
     def serve(self, name: str, **options: Any) -> Document:
-        """Apply a deployment, and wait until it serves."""
+        """Deploy as `deploy` does, wait for the condition SERVING, and return the object as it then is."""
         self.deploy(name, **options)
         return self.wait(f"dd/{name}", SERVING)
 
@@ -84,7 +84,7 @@ class ClusterRig:
         return bool(self.kubectl.text("get", resource, "--ignore-not-found", "--output", "name"))
 
     def events(self, name: str, reason: str) -> list[str]:
-        """Return the notes of an object's Events with a reason, oldest first."""
+        """List what Events with this reason say about objects called `name`, whatever their kind, in order of creation."""
         items = self.kubectl.get("events.events.k8s.io", "--field-selector", f"reason={reason},regarding.name={name}")["items"]
         return [str(item["note"]) for item in sorted(items, key=lambda item: item["metadata"]["creationTimestamp"])]
 
@@ -106,21 +106,21 @@ class ClusterRig:
         return str(pod["metadata"]["name"])
 
     def state(self, deployment: str) -> Document:
-        """Return the state document of the deployment's only worker."""
+        """Read what the worker of a deployment with a single pod says of itself. Any other number of pods is a ValueError."""
         return self.state_of(self.pod(deployment))
 
     def state_of(self, pod: str) -> Document:
         return read_state(self.kubectl, pod)
 
     def state_if_any(self, deployment: str) -> Document | None:
-        """Return the worker's state document; None while the worker or its container does not answer."""
+        """Return the same as `state`, but None if kubectl fails to run the reader in the pod, as during a container's restart."""
         try:
             return self.state(deployment)
         except DemoFailed:
             return None
 
     def kill_in_pod(self, pod: str, pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to a process in a pod, as the container's own user."""
+        """Signal a process from inside its worker container by `kubectl exec`, with the rights of that user; `pid` is as counted there."""
         self.kubectl.text("exec", pod, "-c", "worker", "--", "python3", "-c", f"import os; os.kill({pid}, {int(number)})")
 
     @contextmanager
@@ -186,7 +186,7 @@ class Clients:
         self._thread.join(ANSWER_S)
 
     def told(self) -> str:
-        """Return all counts in one line."""
+        """Format the counts, the slowest answer in seconds and all losses as a line of text."""
         return f"{self.sent} sent, {self.answered} answered, refused {dict(self.refused)}, slowest {self.slowest_s:.1f} s, lost {self.lost}"
 
     def _keep_asking(self) -> None:
@@ -209,7 +209,10 @@ class Clients:
             self.refused_at.append((began, time.monotonic(), code))
 
     def _ask(self, client: openai.OpenAI, began: float) -> str:
-        """Ask for an image, and return the fault; an empty string for the right image and for an error that may be tried again."""
+        """Send a request, and count it as `answered` or, with an error that is allowed, as refused.
+
+        Return an empty string for these two, and else the fault of the image or the error.
+        """
         try:
             difference = mean_difference(ask_once(client, self._request), self._right)
         except openai.APIStatusError as error:
@@ -231,7 +234,10 @@ class Clients:
 
 
 class HelmRig:
-    """Helm as a platform engineer uses it, on the operator's release in one namespace."""
+    """Runner of the real helm program against the tests' cluster.
+
+    The release that it installs, upgrades and removes is the operator's, in `namespace`.
+    """
 
     def __init__(self, namespace: str, images: Images) -> None:
         self.namespace, self.images = namespace, images
@@ -265,5 +271,8 @@ def older_chart(folder: Path) -> Path:
 
 
 def spec_schema(crd: Document) -> Any:
-    """Return the properties of the spec in a CRD, which the caller may change."""
+    """Return a CRD's schemas for fields below `spec`, by name, in its first version.
+
+    They are part of `crd`, so tests can change it through them.
+    """
     return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]

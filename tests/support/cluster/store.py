@@ -23,7 +23,10 @@ def host_of(rig: ClusterRig) -> str:
 
 
 def worker_environment(rig: ClusterRig) -> list[Document]:
-    """Return the variables that make a worker with the Secret TRUST mounted use this hub."""
+    """Return environment entries for workers: the address of the hub, and the CA file that signed its certificate.
+
+    The file exists where the Secret TRUST is mounted.
+    """
     trusted = {"name": "SSL_CERT_FILE", "value": f"/var/run/diffusion-operator/secrets/{TRUST}/ca.crt"}
     return [trusted, {"name": "HF_ENDPOINT", "value": f"https://{host_of(rig)}"}]
 

@@ -96,7 +96,7 @@ class Mutator:
         entry["shape"] = self.rng.choice(shapes)
 
     def other_width(self) -> None:
-        """Give a factor as many rows, but of another length."""
+        """Enlarge a factor along the axis that the model's layer fixes, which is B's outputs or A's inputs; the rank stays."""
         index, entry = self._tensor()
         shape = [*entry["shape"]]
         axis = 0 if _is(B, self.file.entries[index][0]) else 1
@@ -232,7 +232,10 @@ class Mutator:
         self.content = self.rng.choice(beginnings) + self.rng.randbytes(self.rng.choice([0, 10, 5000]))
 
     def bomb(self) -> None:
-        """Write JSON that is deep or long, or that contains one enormous number."""
+        """Replace the file by a header that costs time or memory to parse.
+
+        It is nested 20,000 deep or more, or has 30,000 entries, a very long number or a very long name.
+        """
         header = self.rng.choice(
             [b'{"a":' * 20000, b"[" * 100000, b'{"a":' + b"9" * 100000 + b"}", b'{"' + b"a" * 1000000 + b'": 1}',
              b"{" + b",".join(b'"%d":{}' % number for number in range(30000)) + b"}"]

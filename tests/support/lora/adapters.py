@@ -34,7 +34,7 @@ def factors_of(layer: Any, *, rank: int, scaling: float = 1.0, seed: int = 0, dt
 
 
 def random_factors(model: nn.Module, names: Sequence[str], *, rank: int = 4, scaling: float = 1.0, seed: int = 0) -> dict[str, LoRAFactors]:
-    """Return random factors for the layers of these names."""
+    """Draw factors for some layers of a model, by path, each from another seed, so that no two are alike."""
     numbered = enumerate(names, seed * 100)
     return {name: factors_of(model.get_submodule(name), rank=rank, scaling=scaling, seed=number) for number, name in numbered}
 
@@ -45,13 +45,16 @@ def checkpoint_of(factors: Factors) -> LoRACheckpoint:
 
 
 def layers_of(model: nn.Module, **options: Any) -> AdapterLayers:
-    """Return the adapter layers of a model that is a pipeline's transformer."""
+    """Wrap a model's layers for adapters, as the component `transformer`: by default on the CPU, with 4 slots and a rank up to 16.
+
+    It also limits torch to one thread.
+    """
     torch.set_num_threads(1)
     return AdapterLayers({"transformer": model}, **{"slots": 4, "max_rank": 16, "device": torch.device("cpu")} | options)
 
 
 def load(layers: AdapterLayers, slot: int, factors: Factors) -> None:
-    """Load an adapter's factors into a slot."""
+    """Pack factors and write them to `slot`, up to the end of the copy, so that the next rows may use them."""
     layers.write(slot, layers.pack(checkpoint_of(factors), name=f"adapter {slot}"))
     layers.fill()
 
@@ -64,7 +67,10 @@ def run(layers: AdapterLayers, model: nn.Module, x: torch.Tensor, uses: Sequence
 
 
 def with_peft(model: nn.Module, factors: Factors, scale: float = 1.0) -> nn.Module:
-    """Put an adapter into the model as peft's own layers, unmerged, and return it. The model is changed."""
+    """Inject an adapter by peft, as a reference that never merges weights; `scale` multiplies its scaling.
+
+    The given model is changed, set to evaluation and returned.
+    """
     import peft  # takes a second, which most users of this file save
 
     ranks = {name: each.a.shape[0] for name, each in factors.items()}
@@ -110,7 +116,10 @@ def write_adapter(folder: str | Path, linears: dict[str, nn.Linear], *, rank: in
 
 
 def make_bad_adapters(folder: Path, *, like: Path) -> dict[str, Path]:
-    """Write a folder for each fault that an adapter can have; return them by the fault's name."""
+    """Damage copies of the adapter `like`, each in its own way, and return their folders by fault.
+
+    `empty` contains no file, and `missing` does not exist.
+    """
 
     def of_rank_128(tensors: Tensors) -> Tensors:
         return {key: value.new_zeros((128, value.shape[1]) if "lora_A" in key else (len(value), 128)) for key, value in tensors.items()}

@@ -62,7 +62,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the case's name for the test's id."""
+        """Return family and naming, by which pytest's output identifies the case."""
         return f"{self.family}, {self.naming}"
 
 
@@ -75,7 +75,7 @@ class Update:
     scaling: float
 
     def of(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Apply the update to columns of inputs."""
+        """Return the change of a layer's output, `scaling * b @ a @ inputs`; each column is an input."""
         return self.scaling * (self.b @ (self.a @ inputs))
 
 
@@ -117,7 +117,7 @@ def model_of(pipeline: Any) -> AdaptedModel:
 
 
 def of_diffusers(pipeline: Any) -> dict[str, Update]:
-    """Return the updates that diffusers loaded, by `component.path`."""
+    """Collect the only adapter that diffusers has in a pipeline, by `component.path`; factors of convolutions are flattened to matrices."""
     found = {}
     for component, module in pipeline.components.items():
         for path, layer in module.named_modules() if isinstance(module, nn.Module) else ():
@@ -129,7 +129,7 @@ def of_diffusers(pipeline: Any) -> dict[str, Update]:
 
 
 def tiny_clip(*, projection: bool = False) -> Any:
-    """Build a CLIP text encoder of two layers, 32 wide."""
+    """Build a CLIP text model with random weights and states of width 32; `projection` chooses the class with an output projection."""
     config = transformers.CLIPTextConfig(
         vocab_size=99, bos_token_id=1, eos_token_id=2, pad_token_id=0, hidden_size=32, intermediate_size=48,
         num_hidden_layers=2, num_attention_heads=4, projection_dim=32, max_position_embeddings=16,
@@ -138,14 +138,14 @@ def tiny_clip(*, projection: bool = False) -> Any:
 
 
 def with_clips(pipeline: Any, *projections: bool) -> Any:
-    """Return the pipeline with CLIP text encoders, with or without projections."""
+    """Register a `tiny_clip` as `text_encoder`, and with two `projections` another as `text_encoder_2`; return the pipeline."""
     names = zip(("text_encoder", "text_encoder_2"), projections, strict=False)
     pipeline.register_modules(**{name: tiny_clip(projection=each) for name, each in names})
     return pipeline
 
 
 def sd35() -> Any:
-    """Build Stable Diffusion 3.5, whose first block has a second attention."""
+    """Build a tiny Stable Diffusion 3.5: it adds dual attention to 3.0, here in the first of two blocks."""
     pipeline = stable_diffusion_3._pipeline(diffusers.StableDiffusion3Pipeline)
     shape = stable_diffusion_3.SIZES | {"num_layers": 2, "dual_attention_layers": (0,)}
     pipeline.register_modules(transformer=diffusers.SD3Transformer2DModel(**shape))

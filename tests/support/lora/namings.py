@@ -18,7 +18,7 @@ SWAPPED = "~"
 
 
 def layers(module: nn.Module) -> list[str]:
-    """List the paths of all layers that an adapter may change."""
+    """List the paths of a module's linear and 2D convolution layers, the types to which adapters apply, in the order of `named_modules`."""
     return [path for path, part in module.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
 
 
@@ -50,7 +50,7 @@ def clip(component: str, prefix: str) -> Callable[[Any], Table]:
 
 
 def old_attention(component: str) -> Callable[[Any], Table]:
-    """Return the first naming of diffusers: the projections of attention only, as parts of a processor."""
+    """Return diffusers' first naming, which covers attention alone: `to_q` is `processor.to_q`, and `to_out.0` is `processor.to_out`."""
     return own(component, picks=lambda path: ".attn" in path, rename=lambda path: re.sub(r"\.(to_\w+)(\.0)?", r".processor.\1", path))
 
 
@@ -85,7 +85,10 @@ def _table(pairs: Iterable[str], theirs: str = "", ours: str = "") -> Table:
 
 
 def _expanded(pair: str) -> list[str]:
-    """List the pairs that one with alternatives stands for: `a.{q,k}=b.{0,1}` is `a.q=b.0` and `a.k=b.1`."""
+    """Expand the braces of a pair in step: `a.{q,k}=b.{0,1}` gives `a.q=b.0` and `a.k=b.1`.
+
+    All must have equally many choices; a pair without braces is kept.
+    """
     alternatives = [group.split(",") for group in re.findall("{(.*?)}", pair)]
     return [re.sub("{.*?}", "{}", pair).format(*chosen) for chosen in zip(*alternatives, strict=True)] or [pair]
 

@@ -73,7 +73,7 @@ def role_of_objects(documents: list[Document]) -> Document:
 
 
 def pod_specs(documents: list[Document]) -> Iterator[tuple[str, Document]]:
-    """Yield the spec of every pod that the chart makes, with the name of the object it comes from."""
+    """Yield the name of each Pod and Deployment among the documents, with the pod spec in it; other kinds are skipped."""
     for document in documents:
         if document["kind"] == "Pod":
             yield document["metadata"]["name"], document["spec"]

@@ -26,7 +26,7 @@ ADAPTER_MODULE = "adapters.conditions"
 
 
 class Reasons(NamedTuple):
-    """The reasons by condition, for each kind."""
+    """Possible reasons of each condition type, for DiffusionDeployments and for LoRAAdapters."""
 
     deployment: Found
     adapter: Found
@@ -108,7 +108,7 @@ def reasons_of(known: Mapping[str, Collection[str]]) -> Reasons:
 
 
 def returned(module: ModuleType) -> set[str]:
-    """Return the first strings of the tuples that the functions of a module return."""
+    """Find `return` statements with a tuple in a module's source, and collect the constant strings at the head of those tuples."""
     tuples = [node.value for node in ast.walk(parse(inspect.getsource(module))) if isinstance(node, ast.Return)]
     firsts = [node.elts[0] for node in tuples if isinstance(node, ast.Tuple)]
     return {node.value for node in firsts if isinstance(node, ast.Constant) and isinstance(node.value, str)}

@@ -20,7 +20,10 @@ SHAPE = {
 
 
 def pipeline(kind: str, *, in_channels: int = 16) -> Any:
-    """Build a pipeline of the class `kind` on a guidance-distilled transformer of two blocks and packed latents of 4 channels."""
+    """Build a tiny Flux pipeline of diffusers' class `kind`, guidance-distilled, with one double and one single block.
+
+    Packing turns the VAE's 4 channels into 16; classes of a ControlNet get one.
+    """
     parts = {"controlnet": diffusers.FluxControlNetModel(in_channels=16, **SHAPE)} if "ControlNet" in kind else {}
     transformer = diffusers.FluxTransformer2DModel(in_channels=in_channels, out_channels=16, **SHAPE)
     return assemble(kind, transformer=transformer, vae=shifted_vae(), scheduler=dynamic_flow(), **parts)

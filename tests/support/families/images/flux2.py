@@ -19,7 +19,10 @@ vae = part(
 
 
 def pipeline(kind: str, **config: Any) -> Any:
-    """Build a pipeline of the class `kind` on a transformer of two blocks."""
+    """Build a tiny Flux 2 pipeline of diffusers' class `kind`; only `Flux2Pipeline` itself embeds the guidance.
+
+    `config` goes to the constructor of the class.
+    """
     builder = on(
         "Flux2Transformer2DModel", vae=vae, scheduler=dynamic_flow, patch_size=1, in_channels=16, out_channels=None, num_layers=1,
         timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=kind == "Flux2Pipeline",

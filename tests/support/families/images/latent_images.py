@@ -96,7 +96,7 @@ guided_hunyuan_image = partial(on_hunyuan_image(guidance_embeds=False), guider=m
 
 
 def hidream(kind: str) -> Any:
-    """Build a pipeline that scales every size to the area of 16 latents squared."""
+    """Build a HiDream pipeline with a `default_sample_size` of 16, so that all requests are resized to that many latents squared."""
     pipeline = on_hidream(kind)
     pipeline.default_sample_size = 16
     return pipeline

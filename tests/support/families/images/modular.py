@@ -24,7 +24,10 @@ MASK = torch.ones(1, 8, dtype=torch.long)
 
 
 def only_denoising(kind: str, **parts: Callable[[], Any]) -> Any:
-    """Build a pipeline of the class `kind` that starts at the embeddings and ends at the latents; `parts` make its components."""
+    """Build a modular pipeline of diffusers' class `kind` with its denoising block alone: embeddings go in and latents come out.
+
+    `parts` are makers of its components.
+    """
     pipeline_class = getattr(diffusers, kind)
     blocks = getattr(diffusers, pipeline_class.default_blocks_name)()
     for name in [name for name in blocks.sub_blocks if name != "denoise"]:
@@ -49,7 +52,10 @@ def _on(model: str, **config: Any) -> partial[Any]:
 
 
 def wan22() -> Any:
-    """Build a pipeline with two experts, each with a guider of its own."""
+    """Build a modular Wan 2.2.
+
+    Two transformers of one size share the steps: `transformer_2` has those below 0.7 of the time, and guidance is separate for both.
+    """
     # Without a VAE the pipeline makes latents of 16 channels.
     expert = small("WanTransformer3DModel", **wan.TRANSFORMER | {"in_channels": 16, "out_channels": 16})
     pipeline = only_denoising("Wan22ModularPipeline", transformer=expert, transformer_2=expert)

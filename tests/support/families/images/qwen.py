@@ -66,7 +66,11 @@ class FakeProcessor:
 
 
 def pipeline(kind: str, *, mask_channels: int = 0, **config: Any) -> Any:
-    """Build a pipeline of the class `kind` on a transformer of two blocks and packed latents of 4 channels."""
+    """Build a tiny Qwen-Image pipeline of diffusers' class `kind`.
+
+    Classes that edit or make layers get `PatchVae`, as they use a megapixel. Those with a ControlNet get one, with `mask_channels` more
+    inputs.
+    """
     builder = on(
         "QwenImageTransformer2DModel", vae=PatchVae if "Edit" in kind or "Layered" in kind else small_vae, scheduler=dynamic_flow,
         in_channels=16, **SHAPE, **config,
@@ -83,7 +87,10 @@ def layered_pipeline(kind: str) -> Any:
 
 
 def worded_pipeline(kind: str) -> Any:
-    """Build Qwen-Image with its text encoder: prompts keep their own lengths."""
+    """Build a Qwen-Image pipeline that takes prompts as words.
+
+    A tiny Qwen 2.5 VL encodes their letters, and no prompt is padded to a fixed length.
+    """
     pipe = pipeline(kind)
     pipe.register_modules(text_encoder=vision_language_model(), tokenizer=letters())
     return pipe

@@ -48,7 +48,10 @@ def vision_language_model() -> Any:
 
 
 def longcat(kind: str) -> Any:
-    """Build a pipeline with a vision-language model as text encoder; the text is padded to one length."""
+    """Build a LongCat-Image pipeline that takes prompts as words.
+
+    A tiny Qwen 2.5 VL encodes their letters, which are padded to 24 tokens.
+    """
     transformer = diffusers.LongCatImageTransformer2DModel(
         in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16,
         pooled_projection_dim=16, axes_dims_rope=[8, 4, 4],
@@ -60,7 +63,10 @@ def longcat(kind: str) -> Any:
 
 
 def worded_flux(kind: str) -> Any:
-    """Build Flux with CLIP and T5, which get no masks: prompts are padded to one length."""
+    """Build a Flux pipeline that takes prompts as words, by a tiny CLIP and a tiny T5.
+
+    Neither gets a mask, so padding counts as text and all prompts have equal length.
+    """
     pipe = flux.pipeline(kind)
     clip = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     t5 = {"vocab_size": 128, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}

@@ -15,7 +15,10 @@ SHAPE = {"dim": 32, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
 
 
 def pipeline(kind: str) -> Any:
-    """Build a pipeline of the class `kind` on a transformer of two layers."""
+    """Build a tiny Z-Image pipeline of diffusers' class `kind`.
+
+    If the class needs a ControlNet, it gets one with 4 input channels, or 9 to inpaint.
+    """
     transformer = diffusers.ZImageTransformer2DModel(
         n_layers=2, in_channels=4, cap_feat_dim=16, axes_dims=[8, 4, 4], axes_lens=[256, 32, 32], **SHAPE
     )

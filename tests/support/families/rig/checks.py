@@ -58,7 +58,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def with_leaf(value: Any, path: Path, leaf: Any) -> Any:
-    """Return the same nested value with another leaf at a path."""
+    """Copy the containers along `path` and put `leaf` at its end; all else is shared with the original, which stays as it is."""
     if not path:
         return leaf
     if isinstance(value, dict):
@@ -68,7 +68,10 @@ def with_leaf(value: Any, path: Path, leaf: Any) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """Return another value that is as valid as this one; None where there is none to try."""
+    """Perturb a leaf of a call's arguments within its valid range: flip a mask's last entries or a boolean, move other tensors and numbers.
+
+    None for a leaf of any other type.
+    """
     if isinstance(value, torch.Tensor):
         return _changed_tensor(value)
     if isinstance(value, bool):
@@ -92,7 +95,10 @@ def _changed_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def check_sizes(rig: FamilyRig, asked: Asked) -> None:
-    """Check that a call merged of two has the shapes of the call that the pipeline itself makes for two images."""
+    """Check a merge of two equal calls against the pipeline's own call for `doubled`: tensors must have equal shapes.
+
+    Time steps are skipped, and a table may keep a single row.
+    """
     assert rig.family.doubled is not None
     single = first_calls(rig, asked)
     double = first_calls(rig, Asked(asked.seed, asked.steps, asked.guidance, changes=rig.family.doubled))
@@ -117,7 +123,10 @@ def _is_table(path: Path) -> bool:
 
 
 def check_following(rig: FamilyRig, first: Asked, second: Asked) -> None:
-    """Change each argument of the second call in turn, merge it with the first, and check that both give what they give alone."""
+    """Check that in a merged call row 1 obeys its own arguments and row 0 ignores them.
+
+    Every leaf of row 1 that merging allows to differ is perturbed in turn; at least two arguments must matter.
+    """
     calls = first_calls(rig, first)
     for component, other in first_calls(rig, second).items():
         one = calls[component]

@@ -30,13 +30,12 @@ def call_pipeline(view: Any, arguments: Arguments) -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """A pipeline class, or one way to use it.
+    """A pipeline class in some way of use: the maker of its pipeline and requests, and how exactly its results can be compared.
 
-    `request` makes the arguments of `__call__` from (seed, steps, guidance), without generator and output type. Another seed means other
-    embeddings and images of the same sizes. `tolerance` bounds the largest difference between a request in company and the same request
-    alone. It is in float64 and in standard deviations of the result; above 1e-9 it needs a `reason`. With `shares=False` requests of this
-    family share no model call, which needs a `reason` too. `doubled` are the arguments that give a request twice as many rows; None where
-    the class has no such argument. `compared_in` is float32 for a model that cannot run in float64, also with a `reason`.
+    `request` maps (seed, steps, guidance) to arguments of `__call__`; the rig adds a generator and `output_type`. Seeds change values and
+    no sizes. `tolerance` is how far company may move a result, in its standard deviations; above 1e-9 it needs a `reason`. So does
+    `compared_in` float32, for models that fail in float64, and `shares=False`, for requests that are never merged. `doubled` holds
+    arguments that double a request's rows, or None if the class has none.
     """
 
     name: str
@@ -66,7 +65,10 @@ def randomise_zeros(*modules: torch.nn.Module) -> None:
 
 
 def build_seeded(make: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a builder that makes the same pipeline each time: random weights from one seed, no parameter all zero, no progress bar."""
+    """Return a builder whose pipelines are all alike: it seeds the random weights, replaces all-zero ones, and hides progress bars.
+
+    The global random state stays as it was.
+    """
 
     def build() -> Any:
         with torch.random.fork_rng(devices=[]):
@@ -80,7 +82,10 @@ def build_seeded(make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def with_config(family: Family, **changes: Any) -> Family:
-    """Return the same family on a transformer with other settings."""
+    """Derive a family that differs in its transformer's configuration: it is built from `changes`, with weights of its own.
+
+    All other components stay.
+    """
 
     def make() -> Any:
         pipeline = family.build()
@@ -92,24 +97,27 @@ def with_config(family: Family, **changes: Any) -> Family:
 
 
 def seeded(seed: int, *shape: int) -> torch.Tensor:
-    """Return normally distributed values of a shape, the same for the same seed."""
+    """Draw a float32 tensor from the standard normal distribution, by a generator of its own, which leaves the global one alone."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def image(seed: int, width: int = 32, height: int = 32) -> Image.Image:
-    """Return an image of random colours."""
+    """Draw an RGB image with uniform noise in each pixel; the seed alone determines it."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def mask(seed: int, width: int = 32, height: int = 32) -> Image.Image:
-    """Return a mask: a white rectangle at the left whose width depends on the seed."""
+    """Draw a mask to inpaint by: white in the left quarter, half or three quarters, chosen by `seed % 3`, and black elsewhere."""
     pixels = np.zeros((height, width), dtype=np.uint8)
     pixels[:, : width // 4 + seed % 3 * width // 4] = 255
     return Image.fromarray(pixels)
 
 
 def tiny_vae(channels: int = 4, levels: int = 2, **config: Any) -> AutoencoderKL:
-    """Build a VAE of `levels` resolutions: images are 2 ** (levels - 1) times as large as latents."""
+    """Build an image VAE with 8 channels in each level; every level after the first halves the sides.
+
+    `channels` are the latents', and `config` overrides settings.
+    """
     defaults = {
         "block_out_channels": (8,) * levels,
         "down_block_types": ("DownEncoderBlock2D",) * levels,
@@ -122,7 +130,7 @@ def tiny_vae(channels: int = 4, levels: int = 2, **config: Any) -> AutoencoderKL
 
 
 def shifted_vae(channels: int = 4) -> Any:
-    """Build a tiny VAE whose latents are scaled and shifted."""
+    """Build a `tiny_vae` that needs its latents divided by 1.5 and moved by 0.1 before it decodes them."""
     return tiny_vae(channels, scaling_factor=1.5, shift_factor=0.1)
 
 

@@ -57,20 +57,20 @@ class FamilyRig:
 
     @cached_property
     def plain(self) -> Any:
-        """Return the pipeline that only diffusers runs."""
+        """Build the pipeline to compare with, at first use; it has the same weights as the served one and never meets the engine."""
         return self._build()
 
     def alone(self, asked: Asked) -> torch.Tensor:
-        """Return the flat result of diffusers' own call of the plain pipeline.
+        """Run a request by diffusers alone, without the engine, and return its result as a flat tensor.
 
-        The global random state is seeded like the request's generator, for pipelines that draw a few numbers without it.
+        Some pipelines draw a little from the global random state. It gets the request's seed for this run, and is restored afterwards.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(asked.seed)
             return as_tensor(self.family.call(_with_scheduler(self.plain, asked.scheduler), self._arguments(asked)))
 
     def together(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> list[torch.Tensor]:
-        """Return the engine's flat result for each request; `joining` gives the tick of each (all at the first by default).
+        """Serve requests in company and return their results, flat, in the given order; `joining` has a tick for each, by default 0.
 
         Raises:
             AssertionError: a request ended with an error, or a model call that was shared failed. A request left the shared
@@ -82,7 +82,10 @@ class FamilyRig:
         return [results[str(number)] for number in range(len(requests))]
 
     def outcome(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, ErrorReport]]:
-        """Run requests, and return results and errors by the requests' numbers."""
+        """Serve requests until each has a result or an error, and return both by number, as text.
+
+        A module that ends with other attributes than before is an AssertionError.
+        """
         self.rank.calls.clear()
         self.rank.failures.clear()
         modules = modules_of(self.pipeline)
@@ -113,12 +116,12 @@ class FamilyRig:
         raise AssertionError(f"after 200 ticks only {sorted(results)} are done")
 
     def denoiser_calls(self) -> list[ModelCall]:
-        """Return the merged calls of the last `together` that belong to steps."""
+        """List the last run's calls of denoisers as the rank got them, merged; text encoders and decoders are left out."""
         return [call for call in self.rank.calls if call.denoises]
 
     @torch.inference_mode()
     def execute(self, call: ModelCall) -> Any:
-        """Run a call on the real module."""
+        """Apply a component of the served pipeline to a call's arguments, without gradients and without the engine."""
         return execute(self.pipeline.components[call.component], call)
 
     def _build(self) -> Any:
@@ -150,7 +153,10 @@ class FamilyRig:
 
 
 def _with_scheduler(pipeline: Any, scheduler: Any) -> Any:
-    """Return the pipeline, or a shallow copy of it with another scheduler."""
+    """Return a shallow copy whose scheduler is a deep copy of this one, so that the given pipeline keeps its own.
+
+    Without one, return that pipeline.
+    """
     if scheduler is None:
         return pipeline
     changed = copy.copy(pipeline)

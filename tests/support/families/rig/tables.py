@@ -27,7 +27,7 @@ SMALL = {
 
 
 def noise(*shape: int, at: int = 0) -> OfSeed:
-    """Return a maker of normally distributed values of a shape; another `at` gives another value for the same seed, here and below."""
+    """Return a function of the seed that draws a normal tensor; `at` moves the seed, so that inputs of the same request differ."""
     return lambda seed: seeded(seed + at, *shape)
 
 
@@ -37,12 +37,12 @@ def valid(tokens: int, count: Callable[[int], int] | None = None, dtype: torch.d
 
 
 def pixels(width: int = 32, height: int | None = None, *, at: int = 0) -> OfSeed:
-    """Return a maker of images, square by default."""
+    """Return a function of the seed that draws an image of noise. Without `height` it is square; `at` moves the seed."""
     return lambda seed: image(seed + at, width, height or width)
 
 
 def film(frames: int, side: int = 32) -> OfSeed:
-    """Return a maker of videos, each a list of square images."""
+    """Return a function of the seed that makes a video: `frames` images of noise, all different, of `side` pixels each way."""
     return lambda seed: [image(1000 * seed + frame, side, side) for frame in range(frames)]
 
 
@@ -154,10 +154,11 @@ def _is_image(value: Any) -> bool:
 def entry(
     name: str, family: str, make: Callable[..., Any], request: Request, *, repeats: bool = True, images: bool = False, **others: Any
 ) -> Family:
-    """Return a family whose results are pixels, made by `make(class)`; a variant is in brackets after the name of the class.
+    """Define a row of a table: `make` gets the class, which is `name` without a variant in brackets, and builds the pipeline.
 
-    `repeats` is False where the number of images repeats no given embeddings. With `images`, two results then need two images or videos as
-    well. With only a `reason`, nothing is shared.
+    Pixels are compared by default. `doubled` asks for two images of one prompt. If `repeats` is False, the class would not repeat
+    embeddings, so it gets two prompts instead, and with `images` two images or videos too. A `reason` without a `tolerance` means that
+    requests are never merged.
     """
     doubled = {"num_images_per_prompt": 2} if repeats else of_two_prompts(request, images=images)
     defaults = {"output_type": "pt", "doubled": doubled, "shares": "tolerance" in others or not others.get("reason")}

@@ -11,7 +11,10 @@ import transformers
 
 
 def letters() -> Any:
-    """Build a tokenizer with a token for each character."""
+    """Build a tokenizer that splits text into characters.
+
+    Printable ASCII and line feeds have tokens of their own, and all else is `<unk>`.
+    """
     characters = ["<pad>", "<s>", "<unk>", "\n", *map(chr, range(32, 127))]
     model = tokenizers.models.WordLevel({character: number for number, character in enumerate(characters)}, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
@@ -20,7 +23,7 @@ def letters() -> Any:
 
 
 def tiny_umt5(width: int) -> Any:
-    """Build a UMT5 text encoder of one layer that makes `width` numbers a token."""
+    """Build a UMT5 encoder with random weights in a single layer; its hidden states have `width` channels."""
     return transformers.UMT5EncoderModel(transformers.UMT5Config(**_t5_sizes(width)))
 
 

@@ -30,7 +30,7 @@ on_hunyuan = partial(
 
 
 def siglip() -> Any:
-    """Build an image encoder that makes 4 tokens of an image."""
+    """Build a SigLIP vision encoder for 32 x 32 pixels: four patches of 16 x 16, each embedded with width 8."""
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
     return transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**sizes, patch_size=16))
 
@@ -65,7 +65,10 @@ on_kandinsky = partial(
 
 
 def hunyuan_15(kind: str, **parts: Any) -> Any:
-    """Build a pipeline of HunyuanVideo 1.5; an image is 4 tokens."""
+    """Build a HunyuanVideo 1.5 pipeline of diffusers' class `kind`.
+
+    It expects 4 image tokens, as `siglip` makes them, and not the 729 of the real encoder.
+    """
     built = on_hunyuan_15(kind, **parts)
     built.vision_num_semantic_tokens = 4
     return built
@@ -94,7 +97,10 @@ image_to_video_15 = more(text_to_video_15, image=pixels(), without=("height", "w
 
 
 def lengths(prompts: int) -> Arguments:
-    """Return the cumulative lengths of so many prompts, and of their negative prompts."""
+    """Return `cu_seqlens` of prompts and negative prompts, by argument.
+
+    They are int32, from 0 in steps of TEXT_TOKENS, as every prompt has so many.
+    """
     ends = [TEXT_TOKENS * number for number in range(prompts + 1)]
     return {f"{name}_cu_seqlens": torch.tensor(ends, dtype=torch.int32) for name in ("prompt", "negative_prompt")}
 

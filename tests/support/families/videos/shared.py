@@ -23,7 +23,7 @@ family = partial(entry, repeats=False, output_type="latent")
 
 
 def in_float32(reason: str) -> dict[str, Any]:
-    """Return the fields of a family that cannot be compared in float64, for this reason."""
+    """Return settings to compare a `Family` in float32, with a tolerance of 1e-4; `reason` says what its model lacks for more precision."""
     return {"compared_in": torch.float32, "tolerance": 1e-4, "reason": reason}
 
 

@@ -38,7 +38,7 @@ on_wan = partial(on, vae=tiny_wan_vae, scheduler=flow_unipc, **TRANSFORMER)
 
 
 def two_experts(**shape: Any) -> partial[Any]:
-    """Return a builder of pipelines with a second expert, for the late steps."""
+    """Return a builder of Wan 2.2's design: a transformer for the noisy steps, and `transformer_2` for times below 0.7 of the whole."""
     return partial(on_wan(WAN, **shape), transformer_2=small(WAN, **TRANSFORMER | shape), boundary_ratio=0.7)
 
 
@@ -55,7 +55,10 @@ def with_image_tokens(model: str) -> partial[Any]:
 
 
 class FakeSafetyChecker:
-    """A safety checker that accepts everything. The real one needs a package and its weights; diffusers refuses to run without one."""
+    """Stand-in for the guard that Cosmos pipelines demand, whose package and weights are not here.
+
+    All prompts pass, and videos are returned unchanged.
+    """
 
     def to(self, device: Any) -> "FakeSafetyChecker":
         return self
@@ -68,7 +71,10 @@ class FakeSafetyChecker:
 
 
 def cosmos(vae: Any, scheduler: Any, **shape: Any) -> partial[Any]:
-    """Return a builder of pipelines of Cosmos, 1 or 2."""
+    """Return a builder of Cosmos pipelines, to call with a class.
+
+    Makers of VAE and scheduler decide between the versions; `shape` completes the transformer's configuration.
+    """
     builder = on(
         "CosmosTransformer3DModel", vae=vae, scheduler=scheduler, num_layers=2, mlp_ratio=2.0, adaln_lora_dim=4, max_size=(4, 8, 8),
         patch_size=(1, 2, 2), concat_padding_mask=True, extra_pos_embed_type=None, **shape,
@@ -118,7 +124,10 @@ image_to_world = more(text_to_world, image=pixels())
 
 
 def distilled(seed: int, steps: int, guidance: float) -> Arguments:
-    """Return arguments that have a negative prompt only with guidance: AnyFlow makes rows of a negative prompt in any case."""
+    """Return the arguments of an AnyFlow request.
+
+    Without guidance its negative embeddings are None, since the pipeline would make useless rows of them.
+    """
     return text_to_video(seed, steps, guidance) | ({} if guidance > 1 else {"negative_prompt_embeds": None})
 
 

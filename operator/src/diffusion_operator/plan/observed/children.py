@@ -190,7 +190,7 @@ def pods_wait_for(children: Sequence[ChildState]) -> str:
 
 
 def no_service(children: Sequence[ChildState]) -> str:
-    """Return the message of the first Service that cannot bring clients here: somebody else owns it, or its traffic goes elsewhere.
+    """Return the message of the first Service that cannot bring clients here: it is not ours, or its traffic goes elsewhere.
 
     Empty if there is none.
     """
