@@ -28,8 +28,13 @@ class Excuse(enum.StrEnum):
     DOWN = "the server was killed"
 
 
-# The code that each excuse allows. Without an excuse a good request gets its image.
-ALLOWED = {Excuse.ASKED: "Asleep", Excuse.KILLED: "RankFailed", Excuse.DOWN: "no connection"}
+# The codes that each excuse allows. Without an excuse a good request gets its image.
+ALLOWED = {
+    Excuse.ASKED: {"Asleep"},
+    # RequestFailed for a request that ran alone when a second rank was killed: the worker takes it for the cause.
+    Excuse.KILLED: {"RankFailed", "RequestFailed"},
+    Excuse.DOWN: {"no connection"},
+}
 # Codes for a name that stood for nothing for a while; the last one is sent while the adapter comes back.
 NO_SUCH_ADAPTER = frozenset({"NotFound", "AdapterRemoved", "AdapterNotLoaded"})
 
@@ -58,7 +63,7 @@ def why_wrong(asked: Asked, times: Times, *, references: References, max_held: i
     if asked.status == 200 and asked.body is not None:
         return references.why_wrong(asked)
     seconds, excuses = asked.ended - asked.begun, held_while_asked(times, asked)
-    allowed = {ALLOWED[excuse] for excuse in excuses}
+    allowed = {code for excuse in excuses for code in ALLOWED[excuse]}
     if asked.body is None:
         allowed &= {"no connection"}
         # A wrong request was refused correctly and at once.
