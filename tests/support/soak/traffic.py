@@ -86,8 +86,11 @@ class TrafficSoak:
         self._alone = [pixels(worker.request_images(**body).json()) for body in self._bodies]
 
     def run(self, seed: int, count: int, *, bad: float, aborted: float, limit_s: float, kill_every_s: float | None = None) -> Outcome:
-        """Send the requests until all are answered or the time is over. Every failure is a fault, except that of a request that ran
-        alone when a second rank was killed: the worker takes it for the cause, and refuses its content for ten minutes."""
+        """Send the requests until all are answered or the time is over. Every failure is a fault.
+
+        A request that ran alone when a second rank was killed is excepted. The worker takes it for the cause, and refuses its content for
+        ten minutes.
+        """
         counts = "answered given_up refused_as_they_should replayed restarts worst_difference"
         outcome = Outcome(seed, counts=counts, tallies="failed losses")
         before, requests = self._lost(), traffic(seed, count, self._bodies, bad=bad, aborted=aborted)
