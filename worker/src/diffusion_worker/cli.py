@@ -105,7 +105,7 @@ def cli() -> None:
 @click.option("--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, help="Rank processes, one for each GPU.")
 @click.option("--tensor", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the large layers of a model.")
 @click.option("--sequence", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the tokens of an image.")
-@click.option("--shard", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the memory for weights.")
+@click.option("--shard", type=KIND_SIZE, default=1, show_default=True, help="Ranks over which the weights are split; each holds a part.")
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in tiles, spread over the ranks.")
 @click.option(
     "--lora",

@@ -61,7 +61,7 @@ class Elector:
                 pause_s = await self._turn()
                 await self._settle()
             except Exception:  # a process that takes no part any more would look healthy
-                log.exception("election failed unexpectedly lease=%s", self._place.release)
+                log.exception("election failed unexpectedly, it is tried again lease=%s", self._place.release)
             await asyncio.sleep(pause_s)
 
     async def release(self) -> None:

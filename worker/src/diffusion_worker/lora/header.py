@@ -162,7 +162,9 @@ def _no_header(beginning: bytes, length: int, size: int, label: str) -> RequestE
             return RequestError(code, f"{label}: expected a safetensors file, found {what}")
     if 2 <= length <= size - LENGTH_BYTES:
         return _invalid(f"{label}: its header of {length} bytes is over the limit of {MAX_HEADER_BYTES}")
-    return _invalid(f"{label}: is not a safetensors file, or is truncated: its header claims {length} bytes, the file has {size}")
+    return _invalid(
+        f"{label}: is not a safetensors file, or is truncated: its first 8 bytes give a header of {length} bytes, the file has {size}"
+    )
 
 
 def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHeader:

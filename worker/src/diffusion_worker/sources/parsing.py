@@ -60,7 +60,8 @@ def _hub(text: str) -> Source:
 def _s3(text: str) -> Source:
     parts = urlsplit(text)
     if not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
-        raise ConfigError("expected s3://bucket/key, or s3://bucket/prefix/ for a folder; endpoint and credentials are given as JSON")
+        expected = "s3://bucket/key, or s3://bucket/prefix/ for a folder"
+        raise ConfigError(f"expected {expected}; to name an endpoint or a Secret, give the whole source as a JSON object instead")
     return Source(s3=S3Source(text))
 
 

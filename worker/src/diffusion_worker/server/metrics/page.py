@@ -114,7 +114,7 @@ class EncodingCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the number of encoding threads and their pending work, then the waiting and working times of encoding and of decoding."""
         encoding = self._encoding
-        yield gauge("encoding_threads", "Threads that encode images.", encoding.threads)
+        yield gauge("encoding_threads", "Number of threads in the pool that encodes images, fixed at start.", encoding.threads)
         yield gauge("encoding_pending", "Pieces of work that encoding threads work on or that wait for one.", encoding.pending)
         yield histogram("encoding_wait_seconds", "Waiting time of a piece of work for an encoding thread.", {"": encoding.waited})
         yield histogram("encoding_seconds", "Time of an encoding thread for a piece of work.", {"": encoding.worked})
