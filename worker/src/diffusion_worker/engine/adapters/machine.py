@@ -153,9 +153,13 @@ def _begin(table: AdapterTable, adapter: Adapter, deadline_s: float, *, asked: b
     if adapter.state is not begun:
         _go(adapter, begun)
     adapter.error = adapter.progress = None
-    adapter.load = Load(table.next_id(), deadline_s, asked=asked)
-    adapter.lora_int_id = adapter.load.number
-    yield Start(adapter, adapter.load)
+    yield Start(adapter, _new_load(table, adapter, deadline_s, asked=asked))
+
+
+def _new_load(table: AdapterTable, adapter: Adapter, deadline_s: float, *, asked: bool) -> Load:
+    adapter.load = load = Load(table.next_id(), deadline_s, asked=asked)
+    adapter.lora_int_id = load.number
+    return load
 
 
 def file_came(table: AdapterTable, adapter: Adapter, fetched: Fetched, seconds: float) -> None:
@@ -188,8 +192,7 @@ def wake_reached(table: AdapterTable, adapter: Adapter, deadline_s: float) -> It
         yield from _take_name(table, adapter)
         return
     _go(adapter, LOADING)
-    adapter.load = Load(table.next_id(), deadline_s, asked=True)
-    adapter.lora_int_id = adapter.load.number
+    _new_load(table, adapter, deadline_s, asked=True)
     _register(adapter, victims)
 
 

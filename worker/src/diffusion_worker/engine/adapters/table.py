@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of a server's adapters: data and lookups, without torch. `machine.step` alone makes the transitions.
+"""The one table of a server's adapters: data and lookups, without torch. `machine.py` alone makes the transitions.
 
 A name has a current version, perhaps one that arrives, and versions that only finish their requests. Ids stand for the ranks' copies.
 """

@@ -9,6 +9,7 @@ import math
 
 import msgspec
 
+from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.engine.scheduling.request_class import RequestClass
 
 # The decoded image alone is three channels of float32, and with guidance its load counts twice.
@@ -50,7 +51,7 @@ class MemoryModel:
         self.free_bytes = free_bytes
         # Peaks of single requests by load, decoding included; and of each class by its number of requests in a step.
         self._alone = PeakModel()
-        self._batches: dict[RequestClass, PeakModel] = {}
+        self._batches: Recent[RequestClass, PeakModel] = Recent(REMEMBERED)
         self._failed_load = math.inf
         self._failed_at_s = 0.0
 
@@ -60,11 +61,9 @@ class MemoryModel:
             return
         if requests == 1:
             self._alone.add(kind.load, peak_bytes)
-        line = self._batches.pop(kind, None) or PeakModel()
+        line = self._batches.get(kind) or PeakModel()
         line.add(requests, peak_bytes)
-        self._batches[kind] = line  # the newest last
-        if len(self._batches) > REMEMBERED:
-            del self._batches[next(iter(self._batches))]
+        self._batches[kind] = line
 
     def failed(self, load: float, now_s: float) -> None:
         """Lower `most_load` below this load, because such a request had no room although it was alone.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.messages import RequestSpec
 
 REFUSED_S = 600.0
@@ -31,7 +32,7 @@ class Poisons:
     """The contents that are refused, each until a time, and the number found guilty since the last image."""
 
     def __init__(self) -> None:
-        self._until_s: dict[bytes, float] = {}
+        self._until_s: Recent[bytes, float] = Recent(REMEMBERED)
         self._in_a_row = 0
 
     def __bool__(self) -> bool:
@@ -40,10 +41,7 @@ class Poisons:
 
     def condemn(self, content: bytes, now_s: float) -> bool:
         """Refuse a content from now on; return whether it explains the losses, which more in a row than the limit do not."""
-        self._until_s.pop(content, None)
         self._until_s[content] = now_s + REFUSED_S
-        if len(self._until_s) > REMEMBERED:
-            del self._until_s[next(iter(self._until_s))]
         self._in_a_row += 1
         return self._in_a_row <= MOST_IN_A_ROW
 

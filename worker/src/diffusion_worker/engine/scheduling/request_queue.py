@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.engine.scheduling.request_class import RequestClass
 from diffusion_worker.messages import RequestSpec, Task
 
@@ -30,28 +31,24 @@ class RunLengths:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[RunLengthKey, int] = {}
-        self._varying: set[RunLengthKey] = set()
+        # The most ticks, and whether all requests took as many.
+        self._seen: Recent[RunLengthKey, tuple[int, bool]] = Recent(REMEMBERED_COURSES)
 
     def of(self, course: RunLengthKey) -> int:
         """Estimate the ticks of a request: the most observed for its key, otherwise by its steps and strength, and one for the decode."""
+        if course in self._seen:
+            return self._seen[course][0]
         steps = course.steps or USUAL_STEPS
-        return self._seen.get(course, (steps if course.strength is None else math.ceil(steps * course.strength)) + 1)
+        return (steps if course.strength is None else math.ceil(steps * course.strength)) + 1
 
     def sure(self, course: RunLengthKey) -> bool:
         """Return whether every request of this key that was observed took the same number of ticks."""
-        return course in self._seen and course not in self._varying
+        return course in self._seen and self._seen[course][1]
 
     def observe(self, course: RunLengthKey, ticks: int) -> None:
         """Learn from a finished request; a key whose requests differ is not sure any more, and keeps the largest number."""
-        if self._seen.get(course, ticks) != ticks:
-            self._varying.add(course)
-        ticks = max(ticks, self._seen.pop(course, 0))
-        self._seen[course] = ticks  # the newest last
-        while len(self._seen) > REMEMBERED_COURSES:
-            oldest = next(iter(self._seen))
-            del self._seen[oldest]
-            self._varying.discard(oldest)
+        most, sure = self._seen.get(course, (ticks, True))
+        self._seen[course] = max(ticks, most), sure and ticks == most
 
 
 class QueuedRequest(msgspec.Struct, eq=False):

@@ -8,6 +8,7 @@ are learned by class. Joins are bounded by the sum, since the rest of the memory
 from collections import Counter
 from collections.abc import Iterable
 
+from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.engine.scheduling.request_class import RequestClass
 from diffusion_worker.engine.scheduling.request_queue import QueuedRequest
 
@@ -32,7 +33,7 @@ class Residents:
         self._max_batch_size = max_batch_size
         self._by_class: Counter[RequestClass] = Counter()
         # The most bytes reported for a request, by its class.
-        self._known: dict[RequestClass, int] = {}
+        self._known: Recent[RequestClass, int] = Recent(REMEMBERED)
 
     def join(self, request: QueuedRequest) -> None:
         """Add a request, with the bytes that its class is known or guessed to hold."""
@@ -54,9 +55,7 @@ class Residents:
         if held_bytes <= 0:
             return
         kind = request.kind
-        self._known[kind] = max(held_bytes, self._known.pop(kind, 0))  # the newest last
-        if len(self._known) > REMEMBERED:
-            del self._known[next(iter(self._known))]
+        self._known[kind] = max(held_bytes, self._known.get(kind, 0))
         if request.joined:
             self._set(request, held_bytes)
 

@@ -2,6 +2,7 @@
 """Seconds of steps by class and batch size, learned from the ranks' reports; other classes are scaled by their pixels. Pure."""
 
 from diffusion_worker.engine.scheduling.cost_curve import CostCurve
+from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.engine.scheduling.request_class import RequestClass
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import TickDone, WarmTick
@@ -16,7 +17,7 @@ class StepCosts:
     """The cost curves of all classes."""
 
     def __init__(self) -> None:
-        self._curves: dict[RequestClass, CostCurve] = {}
+        self._curves: Recent[RequestClass, CostCurve] = Recent(REMEMBERED_CLASSES)
         self._pixel_s: float | None = None
         # Times of the warm-up; these include the first run of everything, so only deadlines use them.
         self._warm: dict[RequestClass, WarmTick] = {}
@@ -65,10 +66,8 @@ class StepCosts:
 
     def observe(self, kind: RequestClass, batch: int, denoising: int, done: TickDone) -> None:
         """Learn from the report of a step in which `batch` requests were denoised, and `denoising` were expected to be."""
-        curve = self._curves.pop(kind, None) or CostCurve()
-        self._curves[kind] = curve  # the newest last
-        while len(self._curves) > REMEMBERED_CLASSES:
-            del self._curves[next(iter(self._curves))]
+        curve = self._curves.get(kind) or CostCurve()
+        self._curves[kind] = curve
         seconds = done.denoise_seconds or done.seconds
         if done.split:
             # A call that one bad request broke says nothing about the others.

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dict of a bounded size. Pure."""
+
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(dict[K, V]):
+    """The `most` entries that were set last, the newest last. To set a key again makes it the newest; the oldest one goes."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            del self[next(iter(self))]
