@@ -18,10 +18,10 @@ from pathlib import Path
 import click
 
 from tools.devcluster.cache import cached, content_hash
-from tools.devcluster.paths import REPOSITORY, log_dir
+from tools.devcluster.paths import log_dir
 from tools.devcluster.progress import run_logged
+from tools.requirements import CONSTRAINTS, DISTRIBUTIONS, ROOT, dependencies, resolve, uv, uv_environment, versions
 
-DISTRIBUTIONS = ("worker", "operator")
 # Import, load, families and adapters; the private names that we use of libraries first, as those fail soonest.
 TESTS = (
     "tests/contract/test_private_names.py",
@@ -34,25 +34,15 @@ TESTS = (
 )
 # They hold the very bounds that are put aside here.
 LEFT_OUT = "test_every_dependency_is_bounded_by_the_rule_and_what_is_installed_is_within"
-RESOLVE_TIMEOUT_S, INSTALL_TIMEOUT_S, TESTS_TIMEOUT_S = 180, 1800, 5400
+INSTALL_TIMEOUT_S, TESTS_TIMEOUT_S = 1800, 5400
 NAME = re.compile(r"[\w.-]+(\[[\w,-]+\])?")
 
 
 def names() -> list[str]:
     """Return what both distributions and the tests need, without bounds."""
-    needed = [
-        each
-        for folder in DISTRIBUTIONS
-        for each in tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())["project"]["dependencies"]
-    ]
-    needed += tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+    needed = dependencies(*DISTRIBUTIONS)
+    needed += tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
     return [match[0] for each in needed if (match := NAME.match(each))]
-
-
-def versions(lines: str) -> dict[str, str]:
-    """Return the version of each distribution in lines of `name==version`; names as PyPI compares them."""
-    pairs = (line.partition("==") for line in lines.splitlines() if "==" in line)
-    return {re.sub(r"[-_.]+", "-", name).lower(): version.strip() for name, _, version in pairs}
 
 
 def changes(pinned: Mapping[str, str], newest: Mapping[str, str]) -> list[str]:
@@ -62,48 +52,24 @@ def changes(pinned: Mapping[str, str], newest: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _uv(*words: str) -> list[str]:
-    return [str(Path(sys.executable).with_name("uv")), *words]
-
-
-def _index() -> dict[str, str]:
-    """Return the environment for uv, which does not read pip's settings."""
-    return {**os.environ, **({"UV_DEFAULT_INDEX": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {})}
-
-
-def resolve() -> str:
-    """Return the newest releases that go together, a line each.
-
-    Raises:
-        ClickException: they do not go together, or no index answers.
-    """
-    command = _uv("pip", "compile", "--quiet", "--no-header", "--no-annotate", "-")
-    ran = subprocess.run(
-        command, input="\n".join(names()), env=_index(), capture_output=True, text=True, timeout=RESOLVE_TIMEOUT_S, check=False
-    )
-    if ran.returncode:
-        raise click.ClickException(f"the newest releases were not resolved: {ran.stderr.strip()}")
-    return ran.stdout
-
-
 def environment(lock: str) -> Path:
     """Return the Python of an environment with the releases of `lock` and our own sources.
 
     Raises:
         CommandFailed: it cannot be made.
     """
-    key = content_hash([lock, sys.version, str(REPOSITORY)], relative_to=Path())
+    key = content_hash([lock, sys.version, str(ROOT)], relative_to=Path())
     return cached("newest", key, lambda folder: _make(folder, lock)) / "bin" / "python"
 
 
 def _make(folder: Path, lock: str) -> None:
     log = log_dir() / "newest.log"
-    run_logged(_uv("venv", "--allow-existing", "--relocatable", f"--python={sys.executable}", str(folder)), what="an environment", log=log)
+    run_logged(uv("venv", "--allow-existing", "--relocatable", f"--python={sys.executable}", str(folder)), what="an environment", log=log)
     (folder / "lock.txt").write_text(lock)
-    ours = [word for name in DISTRIBUTIONS for word in ("-e", str(REPOSITORY / name))]
-    install = _uv("pip", "install", f"--python={folder / 'bin' / 'python'}", "--no-deps")
+    ours = [word for name in DISTRIBUTIONS for word in ("-e", str(ROOT / name))]
+    install = uv("pip", "install", f"--python={folder / 'bin' / 'python'}", "--no-deps")
     what = "the newest releases (some minutes)"
-    run_logged([*install, "-r", str(folder / "lock.txt"), *ours], what=what, log=log, env=_index(), deadline_s=INSTALL_TIMEOUT_S)
+    run_logged([*install, "-r", str(folder / "lock.txt"), *ours], what=what, log=log, env=uv_environment(), deadline_s=INSTALL_TIMEOUT_S)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -111,16 +77,19 @@ def _make(folder: Path, lock: str) -> None:
 @click.argument("tests", nargs=-1)
 def main(resolve_only: bool, tests: tuple[str, ...]) -> None:
     """Run TESTS, or the usual ones, with the newest releases of all libraries; end with 1 if one fails."""
-    lock = resolve()
-    newer = changes(versions((REPOSITORY / "constraints.txt").read_text()), versions(lock))
+    try:
+        lock = resolve(names())
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from None
+    newer = changes(versions(CONSTRAINTS.read_text()), versions(lock))
     click.echo("\n".join([f"Newer than the pins: {len(newer)}", *newer]))
     if resolve_only:
         return
     python = environment(lock)
     command = [str(python), "-m", "pytest", "-q", f"--deselect=tests/contract/test_private_names.py::{LEFT_OUT}", *(tests or TESTS)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     try:
-        sys.exit(subprocess.run(command, cwd=REPOSITORY, env=env, timeout=TESTS_TIMEOUT_S, check=False).returncode)
+        sys.exit(subprocess.run(command, cwd=ROOT, env=env, timeout=TESTS_TIMEOUT_S, check=False).returncode)
     except subprocess.TimeoutExpired:
         raise click.ClickException(f"the tests did not end within {TESTS_TIMEOUT_S} s") from None
 

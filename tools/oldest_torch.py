@@ -5,12 +5,12 @@ import os
 import re
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 
 from tools.devcluster.cache import cached, content_hash
-from tools.devcluster.paths import REPOSITORY, log_dir
+from tools.devcluster.paths import log_dir
 from tools.devcluster.progress import run_logged
+from tools.requirements import dependencies
 
 # torchvision's compiled part is for a single minor release of torch.
 PACKAGES = ("torch", "torchvision")
@@ -21,8 +21,7 @@ UNUSED = ("torch/include", "torch/test", "torch/share/cmake")
 
 def requirements() -> list[str]:
     """Return the lower bounds of `worker/pyproject.toml` as requirements, such as `torch==2.11.*`."""
-    bounds = tomllib.loads((REPOSITORY / "worker" / "pyproject.toml").read_text())["project"]["dependencies"]
-    found = (re.match(rf"({'|'.join(PACKAGES)})>=([\d.]+)", bound) for bound in bounds)
+    found = (re.match(rf"({'|'.join(PACKAGES)})>=([\d.]+)", bound) for bound in dependencies("worker"))
     return [f"{match[1]}=={match[2]}.*" for match in found if match]
 
 

@@ -14,7 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from support.syntax import ROOT, used_names
+from support.syntax import used_names
+from tools.requirements import DISTRIBUTIONS, dependencies
 
 LISTED: dict[str, dict[str, dict[str, Any]]] = tomllib.loads((Path(__file__).parent / "private_names.toml").read_text())
 # These have no releases of their own.
@@ -52,8 +53,7 @@ def _exists(name: str) -> bool:
 
 def requirements() -> list[Requirement]:
     """Return the requirements of both distributions."""
-    projects = [tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in ("worker", "operator")]
-    return [Requirement(line) for project in projects for line in project["dependencies"]]
+    return [Requirement(line) for line in dependencies(*DISTRIBUTIONS)]
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=lambda requirement: requirement.name)

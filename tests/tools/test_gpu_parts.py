@@ -13,7 +13,8 @@ from packaging.requirements import Requirement
 
 from support.gpu.machine import needed_by, normal
 from tools.gpu.items import ITEMS
-from tools.gpu.wheels import CARRIED, LEFT_BEHIND, MACHINE, THERE, pins, unpack, write_own_metadata
+from tools.gpu.wheels import CARRIED, LEFT_BEHIND, MACHINE, THERE, unpack, write_own_metadata
+from tools.requirements import CONSTRAINTS, dependencies, versions
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,8 +35,7 @@ def test_items_of_a_process_follow_each_other_and_the_device_is_first() -> None:
 
 
 def test_wheels_carry_everything_that_the_worker_imports_and_the_machine_has_not() -> None:
-    worker = tomllib.loads((ROOT / "worker" / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {normal(Requirement(line).name) for line in worker}
+    names = {normal(Requirement(line).name) for line in dependencies("worker")}
     there = needed_by(set(THERE), python=MACHINE)
     missing = needed_by(names, but_for=set(LEFT_BEHIND), python=MACHINE) - there - set(CARRIED)
     assert missing == set()
@@ -43,7 +43,7 @@ def test_wheels_carry_everything_that_the_worker_imports_and_the_machine_has_not
 
 
 def test_every_carried_wheel_is_pinned_and_none_is_a_library_of_the_machine() -> None:
-    assert set(CARRIED) <= set(pins())
+    assert set(CARRIED) <= set(versions(CONSTRAINTS.read_text()))
     assert not set(CARRIED) & {*THERE, "numpy", "tokenizers", "safetensors", "huggingface-hub", "accelerate", "triton"}
 
 

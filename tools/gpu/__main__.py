@@ -16,10 +16,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from tools.requirements import ROOT
+
 from .items import ITEMS, MODELS, Item
 from .report import FAILED, NO_TIME, SKIPPED, Outcome, summary
 from .runner import NO_DEVICE, Runner, Settings
-from .wheels import FOLDER, JUDGE, ROOT, folder_for, this_python, unpack, write_own_metadata
+from .wheels import FOLDER, JUDGE, folder_for, this_python, unpack, write_own_metadata
 
 TOTAL_S = 480.0
 

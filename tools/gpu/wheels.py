@@ -14,7 +14,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tools.requirements import CONSTRAINTS, ROOT, versions
+
 FOLDER = ROOT / ".gpu-wheels"
 JUDGE = "judge.npz"
 MACHINE = "3.12"
@@ -34,12 +35,6 @@ THERE = ("torch", "transformers", "peft", "pytest")
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux_2_12", "manylinux1")
 
 
-def pins(constraints: Path = ROOT / "constraints.txt") -> dict[str, str]:
-    """Return the pinned versions by normalised name."""
-    lines = (line.partition("==") for line in constraints.read_text().splitlines() if "==" in line)
-    return {name.lower().replace("_", "-"): version for name, _, version in lines}
-
-
 def folder_for(python: str, base: Path = FOLDER) -> Path:
     """Return the folder of the wheels for a Python such as `3.12`."""
     return base / f"cp{python.replace('.', '')}"
@@ -52,7 +47,7 @@ def this_python() -> str:
 
 def download(python: str, base: Path = FOLDER) -> int:
     """Download the carried wheels for a Python, and return their bytes; raise SystemExit where they are too large to travel."""
-    target, pinned = folder_for(python, base), pins()
+    target, pinned = folder_for(python, base), versions(CONSTRAINTS.read_text())
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.whl"):
         old.unlink()
