@@ -73,11 +73,15 @@ class Edge(SleepRig):
 
         await self.wait_for(gone)
 
-    async def wait_for(self, check: Callable[[], Awaitable[bool]]) -> None:
-        """Yield to the event loop until `check` returns True."""
+    async def wait_for(self, check: Callable[[], Awaitable[bool]], *, pause_s: float = 0.0) -> None:
+        """Yield to the event loop until `check` returns True.
+
+        Without a pause no state between two steps of the loop is missed. With one, decoders get a core: their processes have a lower
+        priority.
+        """
         async with asyncio.timeout(DEADLINE_S):
             while not await check():  # noqa: ASYNC110
-                await asyncio.sleep(0)
+                await asyncio.sleep(pause_s)
 
 
 @asynccontextmanager

@@ -423,10 +423,7 @@ async def test_an_edit_is_replayed_with_its_images_when_its_ranks_are_lost() -> 
         async def running() -> bool:
             return bool((await edge.state())["inFlight"])
 
-        # The image is decoded in a process of lower priority, which a loop without a pause would leave no core.
-        async with asyncio.timeout(30):
-            while not await running():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await edge.wait_for(running, pause_s=0.01)
         edge.ranks.lose("rank 0 is gone")
         edge.ranks.stepping.set()
         assert image_of(await waiting).tobytes() == expected.tobytes()
