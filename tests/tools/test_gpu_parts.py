@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from support.gpu.machine import needed_by, normal
+from support.gpu.machine import needed_by
 from tools.gpu.items import ITEMS
 from tools.gpu.wheels import CARRIED, LEFT_BEHIND, MACHINE, THERE, unpack, write_own_metadata
 from tools.requirements import CONSTRAINTS, dependencies, versions
@@ -35,7 +36,7 @@ def test_items_of_a_process_follow_each_other_and_the_device_is_first() -> None:
 
 
 def test_wheels_carry_everything_that_the_worker_imports_and_the_machine_has_not() -> None:
-    names = {normal(Requirement(line).name) for line in dependencies("worker")}
+    names = {canonicalize_name(Requirement(line).name) for line in dependencies("worker")}
     there = needed_by(set(THERE), python=MACHINE)
     missing = needed_by(names, but_for=set(LEFT_BEHIND), python=MACHINE) - there - set(CARRIED)
     assert missing == set()

@@ -6,25 +6,20 @@ installed ones, of the same versions as the wheels.
 """
 
 import importlib.metadata
-import re
 import venv
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tools.gpu.wheels import CARRIED, THERE
-
-
-def normal(name: str) -> str:
-    """Return a distribution's name as the index spells it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needed_by(names: set[str], *, but_for: set[str] = frozenset(), python: str | None = None) -> set[str]:  # type: ignore[assignment]
     """Return distributions with all that they need, by the metadata of those installed here; `python` is another version, such as 3.12."""
     environment = {"extra": ""} | ({"python_version": python, "python_full_version": f"{python}.3"} if python else {})
     found: set[str] = set()
-    left = {normal(name) for name in names}
+    left: set[str] = {canonicalize_name(name) for name in names}
     while left:
         name = left.pop()
         if name in found or name in but_for:
@@ -33,7 +28,7 @@ def needed_by(names: set[str], *, but_for: set[str] = frozenset(), python: str |
         for line in importlib.metadata.requires(name) or []:
             needs = Requirement(line)
             if needs.marker is None or needs.marker.evaluate(environment):
-                left.add(normal(needs.name))
+                left.add(canonicalize_name(needs.name))
     return found
 
 
