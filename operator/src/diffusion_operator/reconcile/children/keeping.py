@@ -29,7 +29,7 @@ from diffusion_operator.api.names import (
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.shards import Shard, Shards, packed
 from diffusion_operator.plan.observed.children import ChildState
-from diffusion_operator.plan.observed.ownership import is_controlled_by
+from diffusion_operator.plan.observed.ownership import Ownership, is_controlled_by, ownership
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.reconcile.children.one_child import keep_child
 from diffusion_operator.reconcile.memory import NONE, Applied, DeploymentMemory
@@ -127,7 +127,7 @@ async def _is_there(runtime: Runtime, deployment: DiffusionDeployment, number: i
     """Return whether a shard without adapters is there from before. It stays, and is empty."""
     metadata = deployment.metadata
     live = await runtime.cluster.get(CONFIG_MAP, metadata.namespace, shard_config_name(metadata.name, number))
-    return live is not None and is_controlled_by(live, metadata.uid)
+    return live is not None and ownership(live, metadata) in (Ownership.OURS, Ownership.ORPHAN)
 
 
 def _shard_child(deployment: DiffusionDeployment, memory: DeploymentMemory, number: int, shard: Shard | None) -> Child:

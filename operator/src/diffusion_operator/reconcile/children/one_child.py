@@ -36,7 +36,7 @@ from diffusion_operator.plan.observed.children import (
 from diffusion_operator.plan.observed.ownership import Ownership, is_controlled_by
 from diffusion_operator.plan.results.drift import drift, leads_elsewhere
 from diffusion_operator.reconcile.children.repairs import tell_repaired
-from diffusion_operator.reconcile.children.writes import remove_child, write_child, write_secret
+from diffusion_operator.reconcile.children.writes import remove_child, unwanted, write_child, write_secret
 from diffusion_operator.reconcile.memory import NONE, Applied, DeploymentMemory
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render.child import Child
@@ -96,15 +96,11 @@ async def _kept(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
         if again_at > runtime.now():
             memory.repairs[key] = repairs.put_off()
             return contested(child.kind, child.name, repaired, ours=there, not_before=again_at)
-    if child.manifest is None:
-        await remove_child(runtime, deployment, child.kind)
-    else:
-        write = write_secret if child.kind == SECRET else write_child
-        found = await write(runtime, deployment, child.manifest)
-        if found is Ownership.LEAVING:
-            return leaving(child.kind, child.name)
-        if found is Ownership.STRANGER:
-            return stranger(child.kind, child.name)
+    found = await _write(runtime, deployment, child)
+    if found is Ownership.LEAVING:
+        return leaving(child.kind, child.name)
+    if found is Ownership.STRANGER:
+        return stranger(child.kind, child.name)
     memory.applied[key] = Applied(content=child.mark, at=runtime.now())
     if repaired.text:
         repairs = memory.repairs[key] = repairs.and_now(runtime.now())
@@ -114,6 +110,14 @@ async def _kept(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
         again_at = repairs.next_at(child.kind, runtime.now(), useless=left.misroutes)
         return contested(child.kind, child.name, left, ours=True, not_before=again_at)
     return ours
+
+
+async def _write(runtime: Runtime, deployment: DiffusionDeployment, child: Child) -> Ownership:
+    """Write the child, or remove it where the spec does without; return whose object has its name then."""
+    if child.manifest is None:
+        return await remove_child(runtime, deployment, child.kind, child.name)
+    write = write_secret if child.kind == SECRET else write_child
+    return await write(runtime, deployment, child.manifest)
 
 
 async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> Change | None:
@@ -137,8 +141,7 @@ async def _changed(runtime: Runtime, deployment: DiffusionDeployment, child: Chi
     """Return None where it is as it was written. It is looked for by its label, so without that it counts as deleted."""
     metadata = deployment.metadata
     if child.manifest is None:
-        found = await runtime.cluster.list(child.kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
-        return UNTOLD if any(is_controlled_by(one, metadata.uid) for one in found) else None
+        return UNTOLD if await unwanted(runtime, deployment, child.kind, child.name) else None
     if child.kind == SECRET:
         written = not known and await _secret_mark(runtime, deployment) == child.written
         return None if written else UNTOLD

@@ -8,13 +8,17 @@ import logging
 from typing import Any
 
 from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import KINDS, LABEL_DEPLOYMENT, Kind
 from diffusion_operator.cluster import Manifest
 from diffusion_operator.errors import ClusterConflict, ClusterRefused
 from diffusion_operator.plan.observed.ownership import (
     Ownership,
+    adopt,
     adopt_secret,
     as_if_applied,
+    controller_of,
+    has_our_labels,
     is_controlled_by,
     ownership,
     replace_whole,
@@ -26,6 +30,7 @@ from diffusion_operator.plan.results.drift import drift
 from diffusion_operator.plan.results.events import repaired
 from diffusion_operator.reconcile.children.repairs import tell
 from diffusion_operator.reconcile.runtime import Runtime
+from diffusion_operator.render.metadata import controller_reference
 
 CANNOT_BE = 422
 NOT_FOUND = 404
@@ -88,12 +93,38 @@ async def _made(runtime: Runtime, manifest: Manifest) -> tuple[bool, ClusterRefu
         return False, error
 
 
-async def remove_child(runtime: Runtime, deployment: DiffusionDeployment, kind: Kind) -> None:
-    """Delete what is ours: somebody else's may have our label."""
+async def remove_child(runtime: Runtime, deployment: DiffusionDeployment, kind: Kind, name: str) -> Ownership:
+    """Delete the child that the spec does without, and an orphan under its name; a stranger's stays. Return whose object was found.
+
+    An orphan is adopted first, so nobody can take it between the look and the deletion.
+    """
+    metadata, whose = deployment.metadata, Ownership.OURS
+    for found in await unwanted(runtime, deployment, kind, name):
+        owner = ownership(found, metadata)
+        if owner is Ownership.STRANGER:
+            whose = owner
+            continue
+        if owner is Ownership.ORPHAN:
+            found = await runtime.cluster.patch(kind, metadata.namespace, name, adopt(found, controller_reference(metadata)))
+            log.info("orphan removed namespace=%s kind=%s name=%s", metadata.namespace, kind.kind, name)
+        await runtime.cluster.delete(kind, metadata.namespace, found["metadata"]["name"], uid=found["metadata"]["uid"])
+    return whose
+
+
+async def unwanted(runtime: Runtime, deployment: DiffusionDeployment, kind: Kind, name: str) -> list[Manifest]:
+    """List the remains of a child that the spec does without: ours of the kind, and what nobody controls under its name.
+
+    Our labels alone make no child: a user may have copied them to an object with another name.
+    """
     metadata = deployment.metadata
-    for found in await runtime.cluster.list(kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name}):
-        if is_controlled_by(found, metadata.uid):
-            await runtime.cluster.delete(kind, metadata.namespace, found["metadata"]["name"], uid=found["metadata"]["uid"])
+    listed = await runtime.cluster.list(kind, metadata.namespace, labels={LABEL_DEPLOYMENT: metadata.name})
+    return [one for one in listed if is_controlled_by(one, metadata.uid) or _is_left_behind(one, metadata, name)]
+
+
+def _is_left_behind(found: Manifest, owner: ObjectMeta, name: str) -> bool:
+    """Return whether nobody controls an object that has the name and both labels of a child."""
+    metadata = found["metadata"]
+    return metadata["name"] == name and controller_of(found) is None and has_our_labels(metadata, owner.name)
 
 
 async def _apply(runtime: Runtime, deployment: DiffusionDeployment, live: Manifest, manifest: Manifest, *, version: bool = False) -> None:
