@@ -17,9 +17,9 @@ TIMEOUT_MS = 60_000
 
 
 def take(page: Page, folder: Path) -> list[Path]:
-    """Drive the page through an image of 200 steps with an adapter, then through a refused width.
+    """Make an image of 200 steps with an adapter on the page, then ask for a width that the worker refuses.
 
-    Return three PNGs in `folder`: the preview with its progress, the image, and the error.
+    Return the paths of three screenshots (PNG) in `folder`: the preview with its progress, the finished image, and the error.
     """
     expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=TIMEOUT_MS)
     page.get_by_label("Adapters", exact=True).select_option("stripes")
@@ -44,7 +44,7 @@ def _shot(page: Page, path: Path) -> Path:
 
 
 def main(url: str, folder: str = "docs/images") -> None:
-    """Take them and say how large they are."""
+    """Open the page at `url`, save the three screenshots in `folder`, and print each path with its size in bytes."""
     with chromium.browser() as browser:
         page = browser.new_page(viewport={"width": 1000, "height": 880}, color_scheme="light")
         page.goto(url)

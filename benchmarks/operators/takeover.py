@@ -82,7 +82,10 @@ class Crew:
         self.members.append(member)
 
     async def leader(self) -> OperatorRun:
-        """Return the one that leads, as soon as one does."""
+        """Wait until one of the operators leads, and return it.
+
+        Raises TimeoutError if none does within the deadline.
+        """
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 for one in self.members:

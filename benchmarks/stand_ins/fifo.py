@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy that the scheduler is measured against: one request at a time, each run to its end, in the order they came."""
+"""The baseline of the scheduler's benchmark: one request at a time, in the order of arrival, each run to its end."""
 
 from collections import deque
 
@@ -7,7 +7,10 @@ from diffusion_worker.messages import RequestSpec, Tick, TickDone
 
 
 class FifoScheduler:
-    """First come, first served, run to completion. Sends ahead as the real one does, and knows when a request ends."""
+    """A scheduler that runs the oldest request to its end before the next one starts.
+
+    It may be asked for the next tick before the last one is done, as the real scheduler is; it counts each request's steps itself.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[RequestSpec] = deque()
@@ -35,8 +38,8 @@ class FifoScheduler:
         return Tick(self._number, join, [], [self._running.request_id])
 
     def observe(self, done: TickDone, now_s: float) -> None:
-        """Nothing is learned."""
+        """Ignore the outcome of a tick: this scheduler measures nothing."""
 
     def held_until_s(self) -> float | None:
-        """Nobody waits for company."""
+        """Return None: no request is held until others may join it."""
         return None

@@ -11,7 +11,10 @@ KINDS = "diffusiondeployments,loraadapters"
 
 
 def diagnose(kubectl: Kubectl) -> Iterator[str]:
-    """Texts to print, most telling first; what cannot be read any more is said in its place."""
+    """Yield texts to print about a failed step: objects, their conditions, the pods' states and logs, and events.
+
+    If kubectl fails, its error stands in place of the text.
+    """
     yield _of(kubectl, "get", f"{KINDS},pods,services", "--output", "wide")
     yield "\n".join(_conditions(kubectl))
     for pod in _items(kubectl, "pods"):

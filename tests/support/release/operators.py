@@ -29,9 +29,9 @@ def define(kubeconfig: Path, crds: Sequence[Path] = CRDS) -> None:
 def operator(
     folder: Path, kubeconfig: Path, *, control_port: int, earlier: EarlierVersion | None = None, image: str = "worker:1"
 ) -> Iterator[OperatorProcess]:
-    """Run this version's operator, or the earlier one's, over all namespaces; `image` is the default for workers.
+    """Run an operator over all namespaces as a process until the block ends: of this version, or `earlier` if it is given.
 
-    Operators of this version elect a leader by a Lease in the namespace `default`.
+    `image` is the workers' default image. An operator of this version takes part in the election by the Lease in namespace `default`.
     """
     options: dict[str, Any] = {"arguments": ("--all-namespaces", *OWN_PODS, *ELECTION), "control_port": control_port, "image": image}
     if earlier is not None:

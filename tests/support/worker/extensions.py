@@ -90,7 +90,7 @@ class Corrupting:
         flip(next(placed.kept for placed in self.model_runner.weights._placed if placed.kept is not None))
 
     def limit_memory(self, cgroup: str) -> None:
-        """Replace the kernel's cgroup folder by one whose files say how much memory a rank may use and uses."""
+        """Have the rank read its memory limit and usage from files in the folder `cgroup`, not from the kernel's."""
         device_memory.CGROUP = Path(cgroup)
 
 

@@ -41,9 +41,9 @@ KUBECONFIG = NODE_STATE / "kubeconfig"
 
 @dataclass(frozen=True)
 class Node:
-    """The name, addresses, folders and cgroup by which two nodes on this machine differ.
+    """A node on this machine: its name, addresses, folders and cgroup, which no other node shares.
 
-    Each runs its own kubelet, kube-proxy and containerd from them.
+    Each node runs a kubelet, a kube-proxy and a containerd, which are configured from these fields.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Node:
     containerd_root: Path
     """The images unpacked on the node."""
     cgroup: str
-    """Under which its pods' control groups are; where it is `/`, kubelet has them in `/kubepods`."""
+    """The parent of the control groups of its pods. If it is `/`, the kubelet puts them in `/kubepods`."""
 
     @property
     def conf(self) -> Path:

@@ -51,7 +51,10 @@ class Leases(Protocol):
 
 
 def read_lease(manifest: Manifest | None) -> Lease | None:
-    """Parse what another program may have written: a field that makes no sense counts as absent."""
+    """Parse the Lease that the API server returned, or return None if there is none.
+
+    Any program may have written it, so a field without a usable value counts as absent.
+    """
     if manifest is None:
         return None
     metadata, spec = manifest["metadata"], manifest.get("spec") or {}

@@ -70,11 +70,12 @@ class FamilyRig:
             return as_tensor(self.family.call(_with_scheduler(self.plain, asked.scheduler), self._arguments(asked)))
 
     def together(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> list[torch.Tensor]:
-        """Serve requests in company and return their results, flat, in the given order; `joining` has a tick for each, by default 0.
+        """Serve requests in company, and return their results as flat tensors in the order of the requests.
+
+        `joining` gives the tick at which each request joins; without it all join at tick 0.
 
         Raises:
-            AssertionError: a request ended with an error, or a model call that was shared failed. A request left the shared
-                modules with another attribute than before, which `outcome` raises too.
+            AssertionError: a request ended with an error, a shared model call failed, or an attribute of a shared module changed.
         """
         results, errors = self.outcome(*requests, joining=joining)
         assert not errors, errors

@@ -63,7 +63,7 @@ CASES = [
 
 
 class CachedFamily(FamilyRig):
-    """A family's pipeline with a step cache, and the same with diffusers' hook."""
+    """A family's pipeline with our step cache, and a second copy of it for diffusers' own cache hook."""
 
     def __init__(self, kind: StepCache, name: str) -> None:
         super().__init__(BY_NAME[name], BY_NAME[name].compared_in)
@@ -73,7 +73,10 @@ class CachedFamily(FamilyRig):
         self.kind = kind
 
     def with_diffusers_hook(self, asked: Asked) -> torch.Tensor:
-        """Return the result of diffusers' pipeline with its own cache. A pipeline without contexts calls its model once a step."""
+        """Return the result of diffusers' pipeline with its own cache hook.
+
+        A pipeline that opens no cache context itself gets a single one for all its calls.
+        """
         for module in modules_of(self.plain).values():
             if type(module).__name__ in supported(self.kind):
                 self._apply(module, asked.steps)

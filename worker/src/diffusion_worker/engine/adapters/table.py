@@ -158,9 +158,11 @@ class Adapter:
         return (self.lora_int_id,) if self.loaded is None else (self.loaded.identity,)
 
     def is_content(self, call: AdapterCall) -> bool:
-        """Return whether it matches a call, regardless of scale, residency and priority.
+        """Return whether a call asks for the content that this adapter has, or is about to load; its scale and residency may differ.
 
-        A digest in the call decides; without one the source does, unless the source of an adapter that left memory may have changed.
+        A failed adapter matches no call. The components must be equal. Once loaded, its format, rank and identity must be those that the
+        call states, if any. Then the call's digest decides, or without one its source. A source matches no more if its files may have
+        changed since the adapter left memory.
         """
         loaded = self.loaded
         if self.state is AdapterState.FAILED or set(call.components) != set(self.call.components):
