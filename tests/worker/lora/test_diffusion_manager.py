@@ -169,6 +169,20 @@ def test_of_the_callers_list_none_goes_that_is_in_use_or_shares_its_memory_with_
     assert rig.manager.add_adapter(rig.request(6), LoadOptions(evict=[4, 2])).evicted == [2, 4]
 
 
+def test_a_copy_of_two_names_stays_until_the_pin_of_each_has_ended(rig: Rig) -> None:
+    rig.add(1, 2)
+    rig.manager.add_adapter(rig.request(3, seed=2))
+    assert rig.manager.pin_adapter(2)
+    assert not rig.manager.unpin_adapter(3)
+    assert rig.manager.pin_adapter(3)
+    assert rig.manager.remove_adapter(2)
+    rig.running = [LoRAUse(1, 1.0)]
+    assert rig.manager.add_adapter(rig.request(4)).evicted == []
+    assert rig.manager.add_adapter(rig.request(5)).evicted == [4]
+    assert rig.manager.unpin_adapter(3)
+    assert rig.manager.add_adapter(rig.request(6)).evicted == [3]
+
+
 def test_a_refused_adapter_evicts_nobody_and_leaves_nothing(rig: Rig, tmp_path: Path) -> None:
     rig.add(1, 2, 3)
     bad = LoRARequest("bad", 4, str(tmp_path / "nowhere"))

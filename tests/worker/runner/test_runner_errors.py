@@ -157,3 +157,15 @@ def test_a_request_that_fails_on_one_rank_fails_on_all_with_its_code_and_the_oth
     }
     assert first["images"] == ["good"]
     assert first["replays"] == {"changing": "calls transformer.requires_grad_()"}
+
+
+def test_a_sleep_that_is_refused_for_weights_which_cannot_be_freed_leaves_the_requests_running(plain: Any) -> None:
+    rig = RunnerRig()
+    spec = request("stays")
+    rig.runner.execute_stepwise(Tick(0, [spec]))
+    rig.runner.weights.leave([torch.zeros(2)])
+    with pytest.raises(RequestError, match="sleep: not supported"):
+        rig.runner.release()
+    images, errors = rig.run(*[], running=1)
+    assert not errors
+    assert levels_apart(images["stays"], image_of_diffusers(plain, spec)) <= 1

@@ -14,7 +14,7 @@ from diffusers import ModularPipeline
 
 from diffusion_worker import cli
 from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_index
-from diffusion_worker.errors import ConfigError
+from diffusion_worker.errors import ConfigError, RequestError
 from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.pipelines.description import describe
 from diffusion_worker.runner.pipelines.view import modules_of
@@ -124,6 +124,13 @@ def test_dummy_weights_are_the_same_at_every_start_and_wake_up_as_they_were(with
     rig.runner.weights.restore()
     after, _ = rig.run(request("same"))
     np.testing.assert_array_equal(before["same"], after["same"])
+
+
+def test_another_pipeline_for_a_worker_with_dummy_weights_has_dummy_weights_too(without_weights: Path) -> None:
+    rig = RunnerRig(model=str(without_weights), load_format=LoadFormat.DUMMY)
+    with pytest.raises(RequestError, match=r"expected the name of a class in diffusers.*found the import path 'some.module:Class'"):
+        rig.runner.re_init_pipeline("some.module:Class")
+    assert rig.runner.re_init_pipeline("StableDiffusion3Img2ImgPipeline").pipeline == "StableDiffusion3Img2ImgPipeline"
 
 
 def test_dummy_weights_leave_the_random_numbers_of_the_process_alone(without_weights: Path) -> None:

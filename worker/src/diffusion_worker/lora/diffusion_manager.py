@@ -95,6 +95,7 @@ class DiffusionLoRAManager:
         self._copies = LRUCacheLoRAModelManager(self._layers, slots=slots, capacity=cached + 1, in_use=self._copies_in_use)
         self._known: dict[int, _Known] = {}
         self._effects: dict[int, AdapterIdentity] = {}
+        self._pinned: set[int] = set()
         # Numbers of copies are never used twice; dummies count down from 0.
         self._next_copy = 1
 
@@ -211,9 +212,11 @@ class DiffusionLoRAManager:
 
     def remove_adapter(self, lora_int_id: int) -> bool:
         """Forget an adapter, and its copy unless another id shares it; return False if it was not registered."""
-        known = self._known.pop(lora_int_id, None)
+        known = self._known.get(lora_int_id)
         if known is None:
             return False
+        self.unpin_adapter(lora_int_id)
+        del self._known[lora_int_id]
         if not self._ids_of(known.copy):
             self._copies.remove_adapter(known.copy)
             del self._effects[known.copy]
@@ -224,6 +227,7 @@ class DiffusionLoRAManager:
         self._copies.remove_all_adapters()
         self._known.clear()
         self._effects.clear()
+        self._pinned.clear()
 
     def list_adapters(self) -> list[int]:
         """List the ids of all adapters in host memory in ascending order, in a slot or not."""
@@ -276,12 +280,23 @@ class DiffusionLoRAManager:
     def pin_adapter(self, lora_int_id: int) -> bool:
         """Keep an adapter in host memory until it is unpinned or removed; return False if it is not registered."""
         known = self._known.get(lora_int_id)
-        return known is not None and self._copies.keep_adapter(known.copy)
+        if known is None or not self._copies.keep_adapter(known.copy):
+            return False
+        self._pinned.add(lora_int_id)
+        return True
 
     def unpin_adapter(self, lora_int_id: int) -> bool:
-        """Allow the eviction of an adapter again that was pinned; return False if it is unknown or had no pin."""
-        known = self._known.get(lora_int_id)
-        return known is not None and self._copies.unpin_adapter(known.copy)
+        """Allow the eviction of an adapter again that was pinned; return False if it is unknown or had no pin.
+
+        An id that shares its copy with a pinned one stays in host memory until that one is unpinned too.
+        """
+        if lora_int_id not in self._pinned:
+            return False
+        self._pinned.remove(lora_int_id)
+        copy = self._known[lora_int_id].copy
+        if self._pinned.isdisjoint(self._ids_of(copy)):
+            self._copies.unpin_adapter(copy)
+        return True
 
     # Slots are written both in ticks and between them; tensors made in inference mode could be written only in that mode.
     @torch.inference_mode(mode=False)

@@ -266,11 +266,15 @@ class DiffusionModelRunner:
         and only after that the new one is loaded. A failure loads the old class again.
 
         Raises:
-            RequestError: Asleep; InvalidRequest with the reason why the new class cannot serve.
+            RequestError: Asleep; InvalidRequest with the reason why the new class cannot serve, or an import path with dummy weights.
         """
         self._memory.require_awake("pipeline")
         before, freed = self._config, False
-        load_format = LoadFormat.CUSTOM_PIPELINE if ":" in pipeline or "." in pipeline else LoadFormat.DEFAULT
+        by_path, dummy = ":" in pipeline or "." in pipeline, before.load_format is LoadFormat.DUMMY
+        if by_path and dummy:
+            expected = "expected the name of a class in diffusers, as this worker has dummy weights (--load-format dummy)"
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"pipeline: {expected}, found the import path {pipeline!r}")
+        load_format = LoadFormat.CUSTOM_PIPELINE if by_path else LoadFormat.DUMMY if dummy else LoadFormat.DEFAULT
         try:
             self._config = msgspec.structs.replace(before, pipeline=pipeline, load_format=load_format)
             check_pipeline_class(self._config)
@@ -457,11 +461,10 @@ class DiffusionModelRunner:
     def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
         """Drop all requests, then free weights, adapter slots and caches. `level` decides what stays in host memory for a wake.
 
-        The requests are gone even if the sleep is refused.
-
         Raises:
-            RequestError: InvalidRequest if weights are outside of slabs, as with --shard.
+            RequestError: InvalidRequest if weights are outside of slabs, as with --shard; then all requests run on.
         """
+        self.weights.require_sleep()
         self.drop_all()
         self._memory.release(level)
 
