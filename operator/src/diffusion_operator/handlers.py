@@ -128,7 +128,7 @@ class Process:
         self._tasks = [asyncio.create_task(one.run(settings.resync_s), name=f"listing {one.scope}") for one in self.listings]
         for one in self.listings:
             if one.scope.kind in CHILD_KINDS:
-                watch = ChildWatch(cluster, self._store, one)
+                watch = ChildWatch(cluster, self._store, one, random=random.random, monotonic=time.monotonic)
                 self._tasks.append(asyncio.create_task(watch.run(), name=f"watch of {one.scope}"))
         self._take_part()
 

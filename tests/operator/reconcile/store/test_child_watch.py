@@ -36,6 +36,9 @@ class Server:
         self.opened: list[str] = []
         self.listed = 0
         self.done = asyncio.Event()
+        self.lives_s: list[float] = []
+        """Seconds that pass before a watch breaks or ends, in the order in which they are opened."""
+        self.rig: Rig | None = None
 
     async def pages(self, *_: object, **__: object) -> AsyncIterator[Page]:
         self.listed += 1
@@ -53,6 +56,8 @@ class Server:
         if stream is None:
             self.done.set()
             await asyncio.Event().wait()
+        if self.lives_s and self.rig is not None:
+            self.rig.now += self.lives_s.pop(0)
         for one in stream or ():
             if isinstance(one, ClusterError):
                 raise one
@@ -67,7 +72,8 @@ class Rig:
         self.store = ObjectStore(self._changed)
         scope = Scope(kind=POD, namespace="n")
         self.listing = Listing(server, self.store, scope, clock=lambda: self.now)  # type: ignore[arg-type]
-        self.watch = ChildWatch(server, self.store, self.listing)  # type: ignore[arg-type]
+        self.watch = ChildWatch(server, self.store, self.listing, random=lambda: 0.5, monotonic=lambda: self.now)  # type: ignore[arg-type]
+        server.rig = self
 
     def _changed(self, kind: Kind, manifest: dict[str, Any]) -> None:
         self.changes.append(f"{manifest['metadata']['name']}@{manifest['metadata']['resourceVersion']}")
@@ -83,8 +89,17 @@ class Rig:
 
 
 @pytest.fixture(autouse=True)
-def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_watch, "PAUSES_S", (0.0,))
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that the watch waited before it was opened again; none of them passes."""
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waited.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(child_watch.asyncio, "sleep", note)
+    return waited
 
 
 def pod(name: str, version: int) -> dict[str, Any]:
@@ -168,3 +183,30 @@ async def test_a_watch_that_was_opened_after_a_listing_of_its_own_is_not_stalled
     rig.now = 50.0
     await rig.run()
     assert rig.listing.stalled_s == 0.0
+
+
+@pytest.mark.parametrize("end", [[LOST], []], ids=["broken", "ended"])
+async def test_a_watch_that_opens_and_ends_at_once_is_opened_less_and_less_often_and_is_not_listed_again(
+    end: Stream, pauses: list[float]
+) -> None:
+    rig = Rig(Server(*[end] * 7))
+    await rig.listing.list()
+    await rig.run()
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    assert rig.server.listed == 1
+
+
+async def test_a_watch_that_has_lived_a_while_is_opened_again_at_once_whatever_failed_before(pauses: list[float]) -> None:
+    rig = Rig(Server([LOST], LOST, [], [], [LOST]))
+    rig.server.lives_s = [0.0, 1.0, child_watch.LIVED_S, 600.0]
+    await rig.listing.list()
+    await rig.run()
+    assert pauses == [1, 2, 4, child_watch.REOPEN_S, child_watch.REOPEN_S]
+
+
+async def test_many_watches_that_break_at_once_come_back_at_different_times(pauses: list[float]) -> None:
+    rig, numbers = Rig(Server([LOST], [LOST])), iter([0.0, 0.9])
+    rig.watch._random = lambda: next(numbers)
+    await rig.listing.list()
+    await rig.run()
+    assert pauses == pytest.approx([0.7, 2.48])

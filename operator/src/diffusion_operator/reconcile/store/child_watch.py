@@ -7,15 +7,22 @@ store, and the key of its deployment is woken. Measured in docs/development/why-
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from diffusion_operator.cluster import KubernetesCluster
 from diffusion_operator.errors import ClusterError
 from diffusion_operator.reconcile.store.listing import Listing
 from diffusion_operator.reconcile.store.object_store import ObjectStore
+from diffusion_operator.reconnect import reconnect_s
 from diffusion_operator.watch_stream import Event
 
-PAUSES_S = (0.1, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Before a watch is opened again, by the tries that failed since one was open."""
+REOPEN_S = 0.1
+"""Before the next watch, after one that has lived."""
+REOPEN_FIRST_S = 1.0
+REOPEN_MAX_S = 30.0
+"""Pauses grow up to it while watches end soon or cannot be opened."""
+LIVED_S = 30.0
+"""A watch that ends sooner counts as a failure, though it could be opened."""
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +30,25 @@ log = logging.getLogger(__name__)
 class ChildWatch:
     """Goes on where the scope's listing ended, and lists again where that place is lost."""
 
-    def __init__(self, cluster: KubernetesCluster, store: ObjectStore, listing: Listing) -> None:
+    def __init__(
+        self,
+        cluster: KubernetesCluster,
+        store: ObjectStore,
+        listing: Listing,
+        *,
+        random: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        """`random` gives numbers in [0, 1); `monotonic` counts seconds from anywhere."""
         self._cluster = cluster
         self._store = store
         self._listing = listing
+        self._random = random
+        self._monotonic = monotonic
         self._failures = 0
+        """Watches in a row that did not live."""
+        self._opened_at: float | None = None
+        """None while the last one could not be opened."""
         self._version = ""
         """Everything up to it is in the store. Empty: nobody knows, so a listing is due."""
 
@@ -35,13 +56,21 @@ class ChildWatch:
         """Watch for ever, whatever the API server answers."""
         self._version = self._listing.version
         while True:
-            pause_s = 0.0
+            asked_s, self._opened_at = 0.0, None
             try:
                 await self._once()
+                self._count()
             except ClusterError as error:
-                pause_s = error.retry_after_s
+                asked_s = error.retry_after_s
+                self._count()
                 self._note(error)
-            await asyncio.sleep(max(pause_s, PAUSES_S[min(self._failures, len(PAUSES_S) - 1)]))
+            await asyncio.sleep(max(asked_s, self._pause_s))
+
+    @property
+    def _pause_s(self) -> float:
+        if not self._failures:
+            return REOPEN_S
+        return reconnect_s(self._failures, first_s=REOPEN_FIRST_S, longest_s=REOPEN_MAX_S, random=self._random)
 
     async def _once(self) -> None:
         """Follow one watch to its end, which the API server sets at some minutes."""
@@ -51,7 +80,7 @@ class ChildWatch:
             self._version = self._listing.version
         scope = self._listing.scope
         async with self._cluster.watch(scope.kind, scope.namespace, labels=scope.labels, since=self._version) as events:
-            self._failures = 0
+            self._opened_at = self._monotonic()
             if listed:
                 self._listing.record_event()  # the listing brought all that a watch before it missed
             async for event in events:
@@ -67,12 +96,16 @@ class ChildWatch:
         except Exception:  # a strange object must not end the watch of its kind
             log.exception("event not understood kind=%s object=%s", self._listing.scope, event.object["metadata"].get("name"))
 
-    def _note(self, error: ClusterError) -> None:
-        """Count a failure, and give the place up where it may be lost.
+    def _count(self) -> None:
+        """Forget earlier failures after a watch that has lived, even where it broke in the end."""
+        lived = self._opened_at is not None and self._monotonic() - self._opened_at >= LIVED_S
+        self._failures = 0 if lived else self._failures + 1
 
-        After one lost connection it holds. After more, the API server's store may be another one.
+    def _note(self, error: ClusterError) -> None:
+        """Give the place up where it may be lost.
+
+        After one lost connection it holds. If the next watch cannot be opened either, the API server's store may be another one.
         """
-        self._failures += 1
         log.info("watch ended kind=%s failures=%d error=%s", self._listing.scope, self._failures, error)
-        if error.status or self._failures > 1:
+        if error.status or (self._opened_at is None and self._failures > 1):
             self._version = ""

@@ -20,12 +20,12 @@ from diffusion_operator.plan.observed.pods import Pod, read_pod
 from diffusion_operator.plan.results.worker_changes import happened
 from diffusion_operator.reconcile.memory import DeploymentMemory, PollRecord, life_of
 from diffusion_operator.reconcile.runtime import Runtime, deployment_key
+from diffusion_operator.reconnect import reconnect_s
 
 WAIT_S = 30.0
 """For a change. The worker answers then, at the latest."""
 RECONNECT_FIRST_S = 0.5
 RECONNECT_MAX_S = 5.0
-JITTER = 0.3
 QUICK_S = 1.0
 """An answer in less time is one of a burst."""
 BURST_STEP_S = 0.05
@@ -121,7 +121,8 @@ class WorkerWatches:
             if changed:
                 self._runtime.wake(deployment_key(*place))
             if record.failures:
-                await asyncio.sleep(self._reconnect_s(record.failures))
+                pause_s = reconnect_s(record.failures, first_s=RECONNECT_FIRST_S, longest_s=RECONNECT_MAX_S, random=self._random)
+                await asyncio.sleep(pause_s)
                 continue
             if not record.revision:
                 await record.pause(memory.poll_every_s)
@@ -146,10 +147,6 @@ class WorkerWatches:
         except Exception as error:  # a worker's strange answer must not end its watch
             log.exception("watch failed pod=%s", worker.pod)
             return record.failed(f"{type(error).__name__}: {error}", runtime.now())
-
-    def _reconnect_s(self, failures: int) -> float:
-        pause_s: float = min(RECONNECT_MAX_S, RECONNECT_FIRST_S * 2 ** min(failures - 1, 10))
-        return pause_s * (1 + JITTER * (2 * self._random() - 1))
 
 
 def hear(runtime: Runtime, record: PollRecord, state: WorkerState) -> bool:
