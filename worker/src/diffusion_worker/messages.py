@@ -165,16 +165,31 @@ class TaskAck(msgspec.Struct, frozen=True):
     error_msg: str | None = None
 
 
+class WakeCheck(enum.StrEnum):
+    """Use of the probe to verify a wake. The checksums of the weights and the adapters count in every case.
+
+    `Exact`: every bit of the probe's image counts. `Tolerance`: it may differ a little, because two probes of the load did. `Checksums`: it
+    is not used, because there is none, or because two probes of the load differed by more.
+    """
+
+    EXACT = "Exact"
+    TOLERANCE = "Tolerance"
+    CHECKSUMS = "Checksums"
+
+
 class Fingerprint(msgspec.Struct, frozen=True):
     """A digest of a rank's contents and results, to compare it with itself before a sleep.
 
     `weights` is a checksum of all weights on the device. `adapters` maps each registered adapter's id to its identity and a checksum
-    of its kept copy. `probe` is the SHA-256 of the result of one step from a fixed seed; None if the model cannot run such a step.
+    of its kept copy. `probe` is the SHA-256 of the result of one step from a fixed seed; None if the model cannot run such a step. `cells`
+    are levels, 0 to 255, of the same image in few large cells. `check` says how later probes compare with this one.
     """
 
     weights: str
     adapters: dict[int, str] = {}
     probe: str | None = None
+    cells: bytes = b""
+    check: WakeCheck = WakeCheck.EXACT
 
 
 class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):

@@ -251,7 +251,7 @@ async def test_a_wake_of_everything_conflicts_with_one_of_some_tags_in_progress(
 async def test_with_the_policy_asleep_the_model_is_loaded_and_proved_before_it_sleeps(tmp_path: Path) -> None:
     desired = write_desired(tmp_path, "Asleep", sleep={"level": "Discard"})
     async with sleep_rig(desired_path=desired) as rig:
-        assert (rig.engine.state, rig.ranks.starts_asleep, rig.ranks.counts["fingerprint"]) == ("asleep", [False], 1)
+        assert (rig.engine.state, rig.ranks.starts_asleep, rig.ranks.counts["fingerprint"]) == ("asleep", [False], 2)
         assert {rank.memory.level for rank in rig.document.ranks} == {SleepLevel.DISCARD}
 
 

@@ -287,6 +287,7 @@ class Engine:
             features=self._steps.features,
             state_age_seconds=self.life.state_age_seconds,
             policy=self.rules.policy,
+            wake_check=self._parts.verification.check,
             paused=self._parts.pausing.paused,
             held=self.held.document(),
             desired=DesiredDocument(problem=self._parts.declared.problem),

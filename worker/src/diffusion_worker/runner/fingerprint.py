@@ -2,7 +2,9 @@
 """A fingerprint of a rank's weights and adapters, to compare the rank with itself after a sleep.
 
 The probe is a request of few steps, run beside all others on a stepper of its own. It is exact: nothing compiled, cached or merged takes
-part, and every rank computes all of it from its own weights. Only its digest is kept.
+part, and every rank computes all of it from its own weights. The digest of the result is kept, and its levels in few large cells.
+
+Kernels of a GPU may add in another order each time, so that no two probes have the same digest. Their cells are still alike.
 """
 
 import hashlib
@@ -10,9 +12,10 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
@@ -35,7 +38,18 @@ SMALLEST_SIDE = 64
 # Some pipelines (Mochi) fail with a schedule of a single step.
 STEPS = (1, 2)
 
+# An image is kept as the mean levels of cells: at most so many along a side, and at most so many frames.
+MOST_CELLS = 16
+MOST_FRAMES = 4
+
 T = TypeVar("T")
+
+
+class Probed(NamedTuple):
+    """The result of a probe: the SHA-256 of its image, and the image's `cells_of`."""
+
+    digest: str
+    cells: bytes
 
 
 def adapter_contents(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]], misapplied: Container[int]) -> dict[int, str]:
@@ -57,8 +71,8 @@ class Probe:
         self._stepper = Stepper(self._states, parallel, None)
         self._stepper.serve(modules, None, compute=compute)
 
-    def digest(self, model: ModelInfo) -> str | None:
-        """Return the SHA-256 of a small image; all ranks make it together, and those that split no weights each make their own.
+    def make(self, model: ModelInfo) -> Probed | None:
+        """Return the result of a small image; all ranks make it together, and those that split no weights each make their own.
 
         The result is None, on all ranks alike, for a model that serves no task of the worker's or refuses every request tried.
 
@@ -74,7 +88,7 @@ class Probe:
                     raise
                 why = error.message
                 continue
-            return hashlib.sha256(f"{image.shape}\n".encode() + image.tobytes()).hexdigest()
+            return Probed(hashlib.sha256(f"{image.shape}\n".encode() + image.tobytes()).hexdigest(), cells_of(image))
         log.warning("no probe, so that wakes are verified by checksums alone: %s", why)
         return None
 
@@ -126,3 +140,17 @@ def _smallest(model: ModelInfo) -> tuple[int, int, int | None]:
     unit = math.lcm(model.size_multiple, model.token_pixels * model.tokens_multiple)
     side = max(1, -(-SMALLEST_SIDE // unit)) * unit
     return side, side, model.frame_multiple + 1 if model.kind == "video" else None
+
+
+def cells_of(image: Pixels) -> bytes:
+    """Return the mean levels of an image's cells, channel by channel; of a video those of its first frames. Pure.
+
+    `image` is uint8 [height, width, channels], or with frames before that.
+    """
+    frames = image.reshape(-1, *image.shape[-3:])[:MOST_FRAMES].astype(np.float64)
+    for axis in (1, 2):
+        count = min(MOST_CELLS, frames.shape[axis])
+        edges = np.arange(count) * frames.shape[axis] // count
+        sizes = np.diff(np.append(edges, frames.shape[axis]))
+        frames = np.add.reduceat(frames, edges, axis=axis) / np.expand_dims(sizes, tuple(range(1, frames.ndim - axis)))
+    return np.rint(frames).astype(np.uint8).tobytes()

@@ -248,9 +248,10 @@ class DiffusionModelRunner:
         self._have_own_weights("no fingerprint can be taken")
         assert self._model is not None and self._tasks is not None and self.loras is not None
         # The probe comes first, because ranks make it together: one that fails later keeps no other waiting.
-        made = Probe(self._tasks, self._parallel, modules_of(self.pipeline), self._compute).digest(self._model) if probe else None
+        made = Probe(self._tasks, self._parallel, modules_of(self.pipeline), self._compute).make(self._model) if probe else None
         adapters = adapter_contents(self.loras.host_copies(), self.loras.misapplied())
-        return Fingerprint(checksum(self.weights.tensors()), adapters, made)
+        found = Fingerprint(checksum(self.weights.tensors()), adapters)
+        return found if made is None else msgspec.structs.replace(found, probe=made.digest, cells=made.cells)
 
     def _have_own_weights(self, otherwise: str) -> None:
         """Take offloaded weights home for work on the weights; raise RequestError while asleep or while requests run."""

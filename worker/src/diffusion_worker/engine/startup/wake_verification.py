@@ -9,9 +9,14 @@ import msgspec
 
 from diffusion_worker.engine.state.rank_calls import CallAll
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import Fingerprint
+from diffusion_worker.messages import Fingerprint, WakeCheck
 
 log = logging.getLogger(__name__)
+
+# Levels, of 255, by which a cell of the probe may differ from that of the load, where two probes of the load differ too.
+TOLERANCE = 4
+# The most by which two probes of the load may differ themselves. With more, wakes could miss the tolerance by chance.
+LOAD_TOLERANCE = TOLERANCE // 2
 
 
 class Verification:
@@ -39,8 +44,24 @@ class Verification:
         return [msgspec.msgpack.decode(reply.result or b"", type=Fingerprint) for reply in replies]
 
     async def record(self, *, timeout_s: float) -> None:
-        """Take the fingerprints of ranks that have just loaded as the reference; raise as `take` does."""
-        self.recorded = await self.take(timeout_s=timeout_s)
+        """Take the fingerprints of ranks that have just loaded as the reference, and find how far their probes can be compared.
+
+        A probe is taken a second time for that. Raise as `take` does.
+        """
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        first = await self.take(timeout_s=timeout_s)
+        second = first if all(rank.probe is None for rank in first) else await self.take(timeout_s=_left_s(until_s))
+        self.recorded = [msgspec.structs.replace(before, check=check_of(before, now)) for before, now in zip(first, second, strict=True)]
+        if (check := self.check) is WakeCheck.EXACT:
+            log.info("wakes are verified check=%s", check)
+            return
+        levels = max(map(cell_distance, first, second))
+        log.warning("wakes are verified check=%s: two probes of the load differ by up to %d of 255 levels", check, levels)
+
+    @property
+    def check(self) -> WakeCheck | None:
+        """The use of the probe in verifying a wake, that of the rank with the weakest; None before the first load."""
+        return max((rank.check for rank in self.recorded), key=list(WakeCheck).index, default=None)
 
     async def verify(self, *, timeout_s: float) -> None:
         """Check that the ranks are as they were. Adapters that are not are loaded again once, as that is cheaper than a restart.
@@ -71,9 +92,35 @@ def difference(recorded: Sequence[Fingerprint], found: Sequence[Fingerprint]) ->
     for rank, (before, now) in enumerate(zip(recorded, found, strict=True)):
         if now.weights != before.weights:
             return f"rank {rank}: weights: expected the checksum {before.weights} of the load, found {now.weights}"
-        if now.probe != before.probe:
-            return f"rank {rank}: probe: expected a step from a fixed seed to make {before.probe} as after the load, found {now.probe}"
+        if (problem := _probe_difference(before, now)) is not None:
+            return f"rank {rank}: probe: {problem}"
     return None
+
+
+def _probe_difference(before: Fingerprint, now: Fingerprint) -> str | None:
+    if before.check is WakeCheck.CHECKSUMS or now.probe == before.probe:
+        return None
+    if before.check is WakeCheck.EXACT or now.probe is None:
+        return f"expected a step from a fixed seed to make {before.probe} as after the load, found {now.probe}"
+    if (levels := cell_distance(before, now)) > TOLERANCE:
+        return f"expected each cell of a step's image within {TOLERANCE} of 255 levels of the load's, found a difference of {levels}"
+    return None
+
+
+def check_of(first: Fingerprint, second: Fingerprint) -> WakeCheck:
+    """Return how later probes of a rank are compared with the first of two that one load made. Pure."""
+    if first.probe is None or second.probe is None:
+        return WakeCheck.CHECKSUMS
+    if first.probe == second.probe:
+        return WakeCheck.EXACT
+    return WakeCheck.TOLERANCE if cell_distance(first, second) <= LOAD_TOLERANCE else WakeCheck.CHECKSUMS
+
+
+def cell_distance(one: Fingerprint, other: Fingerprint) -> int:
+    """Return the largest difference of two probes' cells, 0 to 255; 255 where they have not the same number of cells. Pure."""
+    if len(one.cells) != len(other.cells):
+        return 255
+    return max((abs(mine - theirs) for mine, theirs in zip(one.cells, other.cells, strict=True)), default=0)
 
 
 def wrong_adapters(expected: Mapping[int, Sequence[str]], found: Sequence[Fingerprint]) -> dict[int, str]:

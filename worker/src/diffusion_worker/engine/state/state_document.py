@@ -6,7 +6,7 @@ import enum
 import msgspec
 
 from diffusion_worker.errors import Fault
-from diffusion_worker.messages import MemoryReport, MemoryTag, Recipe, SleepLevel, Task
+from diffusion_worker.messages import MemoryReport, MemoryTag, Recipe, SleepLevel, Task, WakeCheck
 from diffusion_worker.sources.source import Source
 
 
@@ -244,6 +244,8 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     features: dict[str, str] = {}
     state_age_seconds: float = 0.0
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
+    # The use of the probe in verifying wakes; null for a model that cannot sleep, and before its first load.
+    wake_check: WakeCheck | None = None
     held: HeldDocument = HeldDocument()
     desired: DesiredDocument = DesiredDocument()
     paused: bool = False
