@@ -18,6 +18,7 @@ REASONS = reasons_of(
     {
         "view.decision.reason": {acceptance.Decision.__struct_defaults__[0], *DEPLOYMENT_REASONS, *returned(acceptance)},
         "_source_error(view)": set(SOURCE_REASONS.values()),
+        "before.reason": set(SOURCE_REASONS.values()),
         "worst.reason": {ANOTHER_OPERATOR, CONTESTED, NAME_CONFLICT, LEAVING, REFUSED, PASS_FAILED, *REFUSALS},
     }
 )

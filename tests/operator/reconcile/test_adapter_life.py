@@ -119,6 +119,58 @@ async def test_the_old_version_serves_until_the_new_one_is_there() -> None:
     assert rig.adapter_status()["resolved"]["digest"] == "sha256:loras-y"
 
 
+async def test_an_error_of_the_source_is_said_until_a_try_has_found_out_more() -> None:
+    """A try every ten minutes turned the condition to Unknown and back, and so did each of the quick ones before."""
+    rig, worker = await fetching()
+    worker.refusals["/loras/x"] = WireError(code="NetworkError", message="no byte for 60 s, 12 of 340 MiB")
+    worker.finish_load("x")
+    await rig.run(2)
+    since = next(one for one in rig.adapter_status()["conditions"] if one["type"] == "SourceResolved")["lastTransitionTime"]
+    for _ in range(2):
+        await rig.run(30)
+        assert rig.instance()["state"] == "Fetching", "a try is under way"
+        assert rig.adapter_condition("SourceResolved") == ("False", "NetworkError")
+        assert rig.adapter_message("SourceResolved") == (
+            "replica 0: NetworkError: no byte for 60 s, 12 of 340 MiB; no replica has found out more since: see Loaded"
+        )
+        worker.finish_load("x")
+        await rig.run(2)
+        assert rig.adapter_message("SourceResolved") == "replica 0: NetworkError: no byte for 60 s, 12 of 340 MiB"
+    found = next(one for one in rig.adapter_status()["conditions"] if one["type"] == "SourceResolved")
+    assert found["lastTransitionTime"] == since
+    worker.refusals.clear()
+    worker.held.clear()
+    await rig.run(120)
+    assert rig.adapter_condition("SourceResolved") == ("True", "Resolved")
+
+
+async def test_after_an_edit_nothing_is_said_of_the_earlier_source() -> None:
+    rig, worker = await fetching()
+    assert rig.adapter_condition("SourceResolved") == ("Unknown", "NotKnown")
+    worker.refusals["/loras/x"] = BROKEN
+    worker.finish_load("x")
+    await rig.run(2)
+    assert rig.adapter_condition("SourceResolved") == ("False", "InvalidAdapter")
+    worker.held.add("/loras/y")
+    rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/y"}))
+    await rig.run(20)
+    assert rig.adapter_condition("SourceResolved") == ("Unknown", "NotKnown")
+
+
+async def test_a_commit_that_a_replica_found_is_resolved_while_its_load_fails_and_is_tried_again() -> None:
+    """The file is there, and the replica has no memory for it."""
+    rig = await serving()
+    worker = worker_of(rig)
+    worker.refusals["hf://someone/x@main"] = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
+    worker.revisions["hf://someone/x@main"] = "c0ffee"
+    rig.cluster.put(adapter() | {"spec": {"deploymentRef": {"name": "d"}, "source": {"huggingFace": {"repo": "someone/x"}}}})
+    await rig.run()
+    assert rig.adapter_condition("Ready") == ("False", "Failed")
+    assert rig.adapter_condition("SourceResolved") == ("True", "Resolved")
+    assert "c0ffee; status.resolved has it when a replica has loaded it: see Loaded" in rig.adapter_message("SourceResolved")
+    assert "resolved" not in rig.adapter_status()
+
+
 async def test_a_new_source_that_is_broken_leaves_the_old_version_serving() -> None:
     rig = await with_adapter()
     worker = worker_of(rig)
@@ -476,10 +528,10 @@ async def test_usage_is_told_once_a_minute() -> None:
 
 # The reason of SourceResolved for each code of a failure.
 PASSING = {
-    "RankFailed": "NotTried",
-    "CacheFull": "NotTried",
-    "Timeout": "NotTried",
-    "CapacityExceeded": "NotTried",
+    "RankFailed": "NotKnown",
+    "CacheFull": "NotKnown",
+    "Timeout": "NotKnown",
+    "CapacityExceeded": "NotKnown",
     "SecretMissing": "SecretMissing",
     "SourceUnauthorized": "Unauthorized",
     "NetworkError": "NetworkError",
@@ -490,8 +542,8 @@ LASTING = {
     "NoMatchingModules": "InvalidAdapter",
     "UnsupportedFormat": "UnsupportedFormat",
     "TooLarge": "TooLarge",
-    "RankTooLarge": "NotTried",
-    "ModulesOutsideEnvelope": "NotTried",
+    "RankTooLarge": "NotKnown",
+    "ModulesOutsideEnvelope": "NotKnown",
 }
 
 
@@ -506,7 +558,7 @@ async def test_a_failure_that_may_pass_is_tried_again(code: str, reason: str) ->
     instance = rig.instance()
     assert (instance["state"], instance["attempts"], instance["lastError"]["code"]) == ("Failed", 2, code)
     assert rig.adapter_condition("SourceResolved")[1] == reason
-    assert rig.adapter_condition("Ready") == ("False", "Failed" if reason == "NotTried" else "SourceError")
+    assert rig.adapter_condition("Ready") == ("False", "Failed" if reason == "NotKnown" else "SourceError")
     worker.refusals.clear()
     await rig.run(30)
     assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")
@@ -521,7 +573,7 @@ async def test_a_failure_that_lasts_is_tried_again_every_ten_minutes_after_an_ed
     await rig.run(100)
     assert worker.calls == ["put x"]
     assert rig.adapter_condition("SourceResolved")[1] == reason
-    assert rig.adapter_condition("Ready") == ("False", "NotAccepted" if reason == "NotTried" else "SourceError")
+    assert rig.adapter_condition("Ready") == ("False", "NotAccepted" if reason == "NotKnown" else "SourceError")
     assert rig.desired()["adapters"] != [], "declared still, so that a process with other settings tries it"
     await rig.run(1200)
     assert worker.calls == ["put x"] * 3

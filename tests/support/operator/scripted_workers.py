@@ -223,6 +223,8 @@ class ScriptedWorker:
             self.adapters[name] = _told(AdapterRecord(name=name, state=RecordState.CACHED, ranks_total=1), load)
             return
         if identity(load.source) in self.held:
+            if present is not None and present.state is RecordState.FAILED:
+                del self.adapters[name]  # the next try takes the place of the failed one
             self.loading[name] = _told(AdapterRecord(name=name, state=RecordState.FETCHING, ranks_total=1), load)
             self._asked[name] = load
             raise ControlUnreachable(f"put {name}: no answer within 10 s")

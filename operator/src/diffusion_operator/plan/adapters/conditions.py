@@ -2,15 +2,17 @@
 """The conditions of a LoRAAdapter. Each condition repeats a replica's report, and its message names that replica."""
 
 from diffusion_operator.api.adapter import InstanceState, LoRAAdapter, ResolvedStatus
-from diffusion_operator.api.meta import Verdict, verdict
+from diffusion_operator.api.meta import Condition, ConditionStatus, Verdict, condition_of, verdict
+from diffusion_operator.plan.adapters.acceptance import declared
 from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, RELOAD_LOOP, SOURCE_REASONS
 from diffusion_operator.plan.adapters.instances import Instance
-from diffusion_operator.plan.adapters.records import contradicts
+from diffusion_operator.plan.adapters.records import comes_from, contradicts
 from diffusion_operator.plan.adapters.view import AdapterView
 from diffusion_operator.plan.observed.states import RESTING_STATES
 
 MIB = 1024 * 1024
 _COMING = (InstanceState.FETCHING, InstanceState.LOADING)
+_NO_NEWS = "; no replica has found out more since: see Loaded"
 
 
 def without_deployment(adapter: LoRAAdapter) -> tuple[Verdict, ...]:
@@ -27,7 +29,7 @@ def without_deployment(adapter: LoRAAdapter) -> tuple[Verdict, ...]:
 
 def adapter_verdicts(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedStatus | None) -> tuple[Verdict, ...]:
     accepted = verdict("Accepted", view.decision.accepted, view.decision.reason, view.decision.message)
-    return (ready(adapter, view), accepted, source_resolved(view, resolved), loaded(view), degraded(view), up_to_date(view))
+    return (ready(adapter, view), accepted, source_resolved(adapter, view, resolved), loaded(view), degraded(view), up_to_date(view))
 
 
 def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
@@ -58,14 +60,22 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
     return verdict("Ready", False, "Loading", text + _other_version(view))
 
 
-def source_resolved(view: AdapterView, resolved: ResolvedStatus | None) -> Verdict:
+def source_resolved(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedStatus | None) -> Verdict:
+    """Keep what is known while a failed load is tried again: an answer of this generation holds until a replica has a newer one."""
     error = _source_error(view)
     if error is not None:
         return verdict("SourceResolved", False, error, _first_error(view))
     if resolved is not None:
         return verdict("SourceResolved", True, "Resolved", f"{resolved.source} is {resolved.digest}")
+    if found := _found(view):
+        text = f"{declared(adapter)} is {found}; status.resolved has it when a replica has loaded it: see Loaded"
+        return verdict("SourceResolved", True, "Resolved", text)
     if view.count(InstanceState.CACHED):
         return verdict("SourceResolved", None, "NotTried", "the adapter is fetched at its first request")
+    if (before := _last_error(adapter, view)) is not None:
+        return verdict("SourceResolved", False, before.reason, before.message.partition(_NO_NEWS)[0] + _NO_NEWS)
+    if view.count(*_COMING, InstanceState.FAILED):
+        return verdict("SourceResolved", None, "NotKnown", "no replica has found out yet: see Loaded")
     return verdict("SourceResolved", None, "NotTried", "no replica has looked at the source yet")
 
 
@@ -157,6 +167,23 @@ def _replicas(instances: tuple[Instance, ...] | list[Instance]) -> str:
 def _source_error(view: AdapterView) -> str | None:
     """Return the reason if a replica reports an error code that blames the source."""
     return next((SOURCE_REASONS[one.error.code] for one in view.instances if one.error and one.error.code in SOURCE_REASONS), None)
+
+
+def _found(view: AdapterView) -> str | None:
+    """Return the digest or commit that a replica found at the declared source, though it has not loaded it."""
+    desired = view.decision.desired
+    if desired is None:
+        return None
+    records = [one.record for one in view.instances if one.record is not None and comes_from(one.record, desired)]
+    return next((found for one in records if (found := one.digest or one.revision) is not None), None)
+
+
+def _last_error(adapter: LoRAAdapter, view: AdapterView) -> Condition | None:
+    """Return the condition that blames this source of this generation on this deployment, if the status has one."""
+    before = condition_of(adapter.status.conditions, "SourceResolved")
+    if before is None or before.status is not ConditionStatus.FALSE or adapter.status.deployment_uid != view.deployment_uid:
+        return None
+    return before if before.observed_generation == adapter.metadata.generation else None
 
 
 def _first_error(view: AdapterView) -> str:
