@@ -3,6 +3,8 @@
 
 import hashlib
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.fetching import Fetched, Fetcher
 from diffusion_worker.sources.unread_adapter import check_unread
+from support.sources.rig import fetch_processes
 from support.worker.process import DIGITS
 
 WEIGHTS = DIGITS / "loras" / "stripes" / "adapter_model.safetensors"
@@ -57,3 +60,34 @@ def test_of_several_files_the_usual_one_is_looked_at_and_without_one_they_are_re
 async def test_what_came_from_elsewhere_was_looked_at_on_its_way() -> None:
     fetched = Fetched("/nowhere", digest=DIGEST)
     assert await Fetcher(WorkerConfig(model="m", served_name="m")).check_adapter(fetched, digest=OTHER, deadline_s=1.0, name="a") is fetched
+
+
+async def test_a_file_in_place_is_checked_in_a_process_of_its_own(tmp_path: Path) -> None:
+    fetcher = Fetcher(WorkerConfig(model="m", served_name="m"))
+    found = await fetcher.check_adapter(Fetched(str(WEIGHTS)), digest=DIGEST, deadline_s=60.0, name="a")
+    assert found.digest == DIGEST
+    assert (await fetcher.check_adapter(Fetched(str(WEIGHTS)), digest=None, deadline_s=60.0, name="a")).digest is None
+    with pytest.raises(RequestError, match=r"adapter 'a': expected sha256:0+, found sha256:") as refused:
+        await fetcher.check_adapter(Fetched(str(WEIGHTS)), digest=OTHER, deadline_s=60.0, name="a")
+    assert refused.value.code is ErrorCode.DIGEST_MISMATCH
+    (tmp_path / "a.safetensors").write_bytes(b"nonsense")
+    (tmp_path / "beside.safetensors").symlink_to(WEIGHTS)
+    for path in ("a.safetensors", "beside.safetensors"):
+        inside = Fetched(str(tmp_path / path), root=str(tmp_path))
+        with pytest.raises(RequestError, match=f"adapter 'a': .*{path}") as refused:
+            await fetcher.check_adapter(inside, digest=None, deadline_s=60.0, name="a")
+        assert refused.value.code is ErrorCode.INVALID_ADAPTER
+
+
+async def test_a_check_that_takes_too_long_ends_with_its_process() -> None:
+    fetcher = Fetcher(WorkerConfig(model="m", served_name="m"))
+    with pytest.raises(RequestError, match=r"adapter 'a': its file was not read within 0\.001 s") as refused:
+        await fetcher.check_adapter(Fetched(str(WEIGHTS)), digest=DIGEST, deadline_s=0.001, name="a")
+    assert refused.value.code is ErrorCode.TIMEOUT
+    assert fetch_processes() == []
+
+
+def test_the_side_of_the_server_has_no_reader_of_headers() -> None:
+    probe = "import sys, diffusion_worker.sources.fetching; print(sorted({'numpy', 'safetensors'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -7,9 +7,8 @@ The digest is computed from the very bytes in memory that become tensors, becaus
 import hashlib
 import itertools
 import math
-import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -17,19 +16,21 @@ from typing import NamedTuple
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.header import (
-    ITEM_BYTES,
-    AdapterHeader,
-    TensorEntry,
-    open_file,
-    parse_header,
-    read_beginning,
-)
+from diffusion_worker.lora.header import AdapterHeader, open_file, parse_header, read_beginning
 
 FACTOR_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 # Some trainers write alpha as a whole number.
 ALPHA_DTYPES = FACTOR_DTYPES | {"I64": torch.int64, "I32": torch.int32}
 CHUNK_BYTES = 1 << 20
+
+
+class Place(NamedTuple):
+    """A tensor's place in a file: its bytes are `begin` to `end` after the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 class AdapterFile(NamedTuple):
@@ -59,7 +60,7 @@ class OpenWeights:
         try:
             self._beginning, size = read_beginning(self._descriptor, self._label)
             self.header = parse_header(self._beginning, size, label=self._label)
-            _check_dtypes(self.header, self._label)
+            self._places = _places_of(self.header, self._label)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -77,8 +78,8 @@ class OpenWeights:
         Raises:
             RequestError: InvalidAdapter for an alpha that is not finite.
         """
-        found = {name: torch.empty(entry.shape, dtype=ALPHA_DTYPES[entry.dtype], device="meta") for name, entry in self._entries()}
-        self._alphas = {name: self._alpha(name, entry) for name, entry in self._entries() if _is_alpha(name, entry)}
+        found = {name: torch.empty(place.shape, dtype=place.dtype, device="meta") for name, place in self._places.items()}
+        self._alphas = {name: self._alpha(name, place) for name, place in self._places.items() if _is_alpha(name, place)}
         return found | self._alphas
 
     def read(self) -> AdapterFile:
@@ -97,32 +98,29 @@ class OpenWeights:
             hashed = hashing.submit(lambda: f"sha256:{digest.hexdigest()}")
         finally:
             hashing.shutdown(wait=False)
-        views = {dtype: _numbers(buffer, dtype) for dtype in {entry.dtype for _, entry in self._entries()}}
-        tensors = {name: _view(buffer, views[entry.dtype], entry) for name, entry in self._entries()}
-        _check_finite(self.header, tensors, buffer, self._label)
+        views = {dtype: _numbers(buffer, dtype) for dtype in {place.dtype for place in self._places.values()}}
+        tensors = {name: _view(buffer, views[place.dtype], place) for name, place in self._places.items()}
+        _check_finite(self._places, tensors, buffer, self._label)
         if any(not torch.equal(tensors[name], alpha) for name, alpha in self._alphas.items()):
             raise _invalid(f"{self._label}: the file changed while it was read")
         tensors = {name: _at_most_single(name, tensor, self._label) for name, tensor in tensors.items()}
         return AdapterFile(self.header, hashed, tensors)
 
-    def _entries(self) -> Iterable[tuple[str, TensorEntry]]:
-        return self.header.tensors.items()
-
-    def _alpha(self, name: str, entry: TensorEntry) -> torch.Tensor:
+    def _alpha(self, name: str, place: Place) -> torch.Tensor:
         try:
-            data = os.pread(self._descriptor, entry.end - entry.begin, self.header.data_start + entry.begin)
+            data = os.pread(self._descriptor, place.end - place.begin, self.header.data_start + place.begin)
         except OSError as error:
             raise _invalid(f"{self._label}: {name} cannot be read: {error.strerror}") from None
-        if len(data) != entry.end - entry.begin:
+        if len(data) != place.end - place.begin:
             raise _invalid(f"{self._label}: the file became shorter while it was read")
-        alpha = torch.frombuffer(bytearray(data), dtype=ALPHA_DTYPES[entry.dtype]).view(entry.shape)
+        alpha = torch.frombuffer(bytearray(data), dtype=place.dtype).view(place.shape)
         if not _is_finite(alpha):
             raise _invalid(f"{self._label}: {name} has values that are not finite")
         return alpha
 
 
-def _is_alpha(name: str, entry: TensorEntry) -> bool:
-    return name.endswith(".alpha") and math.prod(entry.shape) == 1
+def _is_alpha(name: str, place: Place) -> bool:
+    return name.endswith(".alpha") and math.prod(place.shape) == 1
 
 
 def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], object], label: str) -> torch.Tensor:
@@ -144,40 +142,45 @@ def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], ob
     return buffer
 
 
-def _check_dtypes(header: AdapterHeader, label: str) -> None:
+def _places_of(header: AdapterHeader, label: str) -> dict[str, Place]:
+    """Return the places of a file's tensors; raise RequestError (InvalidAdapter) for a dtype that an adapter does not have."""
+    places, at = {}, 0
     for name, entry in header.tensors.items():
-        allowed = ALPHA_DTYPES if name.endswith(".alpha") else FACTOR_DTYPES
-        if entry.dtype not in allowed:
+        dtype = (ALPHA_DTYPES if name.endswith(".alpha") else FACTOR_DTYPES).get(entry.dtype)
+        if dtype is None:
             raise _invalid(f"{label}: {name}: expected {', '.join(FACTOR_DTYPES)}, found {entry.dtype}")
+        end = at + math.prod(entry.shape) * dtype.itemsize
+        places[name] = Place(dtype, entry.shape, at, end)
+        at = end
+    assert at == header.size_bytes - header.data_start, "the library refuses a file that its tensors do not fill"
+    return places
 
 
-def _numbers(buffer: torch.Tensor, dtype: str) -> torch.Tensor:
+def _numbers(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a view of all bytes as numbers of a dtype, without an incomplete last number."""
-    kind = ALPHA_DTYPES[dtype]
-    return buffer[: len(buffer) - len(buffer) % kind.itemsize].view(kind)
+    return buffer[: len(buffer) - len(buffer) % dtype.itemsize].view(dtype)
 
 
-def _view(buffer: torch.Tensor, numbers: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+def _view(buffer: torch.Tensor, numbers: torch.Tensor, place: Place) -> torch.Tensor:
     item = numbers.dtype.itemsize
-    if entry.begin % item:  # torch views only aligned bytes as numbers
-        return buffer[entry.begin : entry.end].clone().view(numbers.dtype).view(entry.shape)
-    shape = entry.shape
+    if place.begin % item:  # torch views only aligned bytes as numbers
+        return buffer[place.begin : place.end].clone().view(numbers.dtype).view(place.shape)
+    shape = place.shape
     if len(shape) != 2:
-        return numbers[entry.begin // item : entry.end // item].view(shape)
+        return numbers[place.begin // item : place.end // item].view(shape)
     # Nearly all tensors, some hundred, are matrices: they take one call of torch each.
-    return numbers.as_strided(shape, (shape[1], 1), entry.begin // item)
+    return numbers.as_strided(shape, (shape[1], 1), place.begin // item)
 
 
-def _check_finite(header: AdapterHeader, tensors: dict[str, torch.Tensor], buffer: torch.Tensor, label: str) -> None:
+def _check_finite(places: Mapping[str, Place], tensors: dict[str, torch.Tensor], buffer: torch.Tensor, label: str) -> None:
     """Raise RequestError (InvalidAdapter) with the first tensor that has a value that is not finite.
 
     Adjacent tensors of one dtype are checked together, in one pass over memory. After a failure each tensor is checked by itself.
     """
-    in_order = sorted(header.tensors.values(), key=operator.attrgetter("begin"))
-    groups = [(dtype, list(group)) for dtype, group in itertools.groupby(in_order, key=operator.attrgetter("dtype"))]
+    groups = [(dtype, list(group)) for dtype, group in itertools.groupby(places.values(), key=lambda place: place.dtype)]
     runs = [(dtype, group[0].begin, group[-1].end) for dtype, group in groups]
-    aligned = all(begin % ITEM_BYTES[dtype] == 0 for dtype, begin, _ in runs)
-    if aligned and all(_is_finite(buffer[begin:end].view(ALPHA_DTYPES[dtype])) for dtype, begin, end in runs):
+    aligned = all(begin % dtype.itemsize == 0 for dtype, begin, _ in runs)
+    if aligned and all(_is_finite(buffer[begin:end].view(dtype)) for dtype, begin, end in runs):
         return
     for name, tensor in tensors.items():
         if not _is_finite(tensor):

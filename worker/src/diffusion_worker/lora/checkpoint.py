@@ -17,10 +17,10 @@ import torch
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.adapter_file import AdapterFile, OpenWeights
 from diffusion_worker.lora.formats import Format, module_path
-from diffusion_worker.lora.header import AdapterHeader, shown
+from diffusion_worker.lora.header import AdapterHeader
 from diffusion_worker.lora.identity import LOW_RANK, ModuleChange, contradicts, identity_of
 from diffusion_worker.lora.loads import pattern_time
-from diffusion_worker.lora.located import CONFIG_FILE, locate
+from diffusion_worker.lora.located import CONFIG_FILE, locate, shown
 from diffusion_worker.lora.naming import AdaptedModel, Factors, NeedsValues, RawLoRAModule, bind, modules_of
 from diffusion_worker.lora.peft_settings import METADATA_KEY, PeftSettings, read_settings, settings_in_metadata
 from diffusion_worker.lora.recipe import read_recipe

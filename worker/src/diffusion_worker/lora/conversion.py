@@ -18,8 +18,8 @@ from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoi
 from diffusers.utils import logging
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.header import shown
 from diffusion_worker.lora.loads.model_table import ConverterTable
+from diffusion_worker.lora.located import shown
 from diffusion_worker.lora.naming import NeedsValues
 from diffusion_worker.lora.whole_checkpoint import convert_sd3
 

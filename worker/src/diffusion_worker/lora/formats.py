@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.header import shown
+from diffusion_worker.lora.located import shown
 
 
 class Format(enum.StrEnum):

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for an adapter's files: its weights, and its peft configuration if it has one. Without torch."""
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.header import PICKLE_SUFFIXES, shown
 from diffusion_worker.lora.regular_file import names_in
 
 CONFIG_FILE = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 WEIGHTS = ".safetensors"
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]+")
 
 
 class Located(NamedTuple):
@@ -45,3 +47,8 @@ def locate(path: Path, label: str, *, root: Path | None = None) -> Located:
     found = f"{len(files)} .safetensors files" if files else "none of these"
     expected = f"{CONFIG_FILE} with {PEFT_WEIGHTS}, {DIFFUSERS_WEIGHTS} or one .safetensors file"
     raise RequestError(ErrorCode.INVALID_ADAPTER, f"{label}: expected {expected}, found {found}")
+
+
+def shown(name: str) -> str:
+    """Return a name from a file for a message: shortened, and with unusual characters escaped."""
+    return name if len(name) <= 160 and PLAIN_NAME.fullmatch(name) else ascii(name[:160])

@@ -11,7 +11,7 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.formats import ORIGINAL_PREFIXES, Format, Part, format_of, module_path, refuse_other_kinds, take_apart
-from diffusion_worker.lora.header import shown
+from diffusion_worker.lora.located import shown
 
 if TYPE_CHECKING:
     from diffusion_worker.lora.conversion import Convert, Converted

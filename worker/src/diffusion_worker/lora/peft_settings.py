@@ -20,8 +20,7 @@ import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.formats import is_component
-from diffusion_worker.lora.header import shown
-from diffusion_worker.lora.located import CONFIG_FILE
+from diffusion_worker.lora.located import CONFIG_FILE, shown
 from diffusion_worker.lora.regular_file import open_regular
 
 METADATA_KEY = "lora_adapter_metadata"

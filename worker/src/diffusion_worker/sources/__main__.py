@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one fetch: a job on its standard input, progress and the outcome on its standard output.
+"""The process of one fetch or check: a job on its standard input, progress and the outcome on its standard output.
 
 The process is bounded in memory and time, and ends with its parent. It keeps the fetched files from eviction until its input ends.
 """
@@ -10,11 +10,12 @@ import resource
 import signal
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.job import Event, FetchFailed, FetchJob, FetchProgress
+from diffusion_worker.sources.job import Checked, CheckJob, Event, FetchFailed, FetchJob, FetchProgress, Job
 
 PR_SET_PDEATHSIG = 1
 # Seconds beyond the deadline, so that the server ends a fetch first and reports the reason.
@@ -23,7 +24,7 @@ MORE_S = 30
 
 def main() -> None:
     """Run the job and report every outcome."""
-    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=FetchJob)
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     _bound(job)
     with ExitStack() as leases:
         tell(_outcome(job, leases))
@@ -37,9 +38,14 @@ def tell(event: Event) -> None:
     sys.stdout.buffer.flush()
 
 
-def _outcome(job: FetchJob, leases: ExitStack) -> Event:
+def _outcome(job: Job, leases: ExitStack) -> Event:
     try:
         # Imported late, so that the limits hold for the libraries too.
+        if isinstance(job, CheckJob):
+            from diffusion_worker.sources.unread_adapter import check_unread
+
+            root = None if job.root is None else Path(job.root)
+            return Checked(check_unread(Path(job.path), root=root, digest=job.digest, name=job.name))
         from diffusion_worker.sources.running import fetch
 
         return fetch(job, lambda done, total: tell(FetchProgress(done, total)), leases)
@@ -47,15 +53,15 @@ def _outcome(job: FetchJob, leases: ExitStack) -> Event:
         # The refusal of a host or scheme comes from the HTTP client, which does not know the job: name it here.
         return FetchFailed(error.code, error.message if error.message.startswith(job.what) else f"{job.what}: {error.message}")
     except MemoryError:
-        return FetchFailed(ErrorCode.TOO_LARGE, f"{job.what}: fetching it needs more memory than {job.limits.memory_bytes} bytes")
-    except OSError as error:
-        return FetchFailed(ErrorCode.CACHE_FULL, f"{job.what}: the cache {job.cache_dir} cannot be written to: {error.strerror}")
+        return FetchFailed(ErrorCode.TOO_LARGE, f"{job.what}: its process needs more memory than {job.limits.memory_bytes} bytes")
     except Exception as error:
+        if isinstance(error, OSError) and isinstance(job, FetchJob):
+            return FetchFailed(ErrorCode.CACHE_FULL, f"{job.what}: the cache {job.cache_dir} cannot be written to: {error.strerror}")
         # The error's text is left out: it may hold a secret.
-        return FetchFailed(ErrorCode.NETWORK_ERROR, f"{job.what}: fetching it failed unexpectedly ({type(error).__name__})")
+        return FetchFailed(ErrorCode.NETWORK_ERROR, f"{job.what}: its process failed unexpectedly ({type(error).__name__})")
 
 
-def _bound(job: FetchJob) -> None:
+def _bound(job: Job) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != job.parent_pid:
         sys.exit(1)  # the parent died before the call above

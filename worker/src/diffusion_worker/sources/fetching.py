@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's side of fetching sources: local ones are used in place, a child process fetches the others into the cache.
+"""The server's side of fetching sources: local ones are used in place, a child process checks them or fetches the others into the cache.
 
 This side opens no connection, reads no secret and imports nothing heavy.
 """
@@ -18,15 +18,14 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.sources.file_cache import FileCache, Lease
 from diffusion_worker.sources.in_place import FileStamp, adapter_stamps, claim_path, local_adapter, local_model
-from diffusion_worker.sources.job import ArtifactKind, FetchDone, FetchJob, FetchLimits
+from diffusion_worker.sources.job import ArtifactKind, CheckJob, FetchDone, FetchJob, FetchLimits
 from diffusion_worker.sources.parsing import is_remote
-from diffusion_worker.sources.process import Report, fetch_in_process
+from diffusion_worker.sources.process import Report, check_in_process, fetch_in_process
 from diffusion_worker.sources.source import Source
-from diffusion_worker.sources.unread_adapter import check_unread
 
 log = logging.getLogger(__name__)
 
-# Processes that fetch at once; one is some 40 MB, mostly libraries.
+# Processes that fetch or check at once; one is some 40 MB, mostly libraries.
 MAX_PROCESSES = 4
 
 
@@ -94,10 +93,19 @@ class Fetcher:
         """
         if fetched.digest is not None:
             return fetched
+        job = CheckJob(
+            parent_pid=os.getpid(),
+            path=fetched.path,
+            root=fetched.root,
+            name=name,
+            digest=digest,
+            deadline_s=deadline_s,
+            # Hashing tells nothing before its end.
+            limits=msgspec.structs.replace(self._limits, stall_s=deadline_s),
+        )
         try:
-            async with asyncio.timeout(deadline_s):
-                root = None if fetched.root is None else Path(fetched.root)
-                found = await asyncio.to_thread(check_unread, Path(fetched.path), root=root, digest=digest, name=name)
+            async with asyncio.timeout(deadline_s), self._running:
+                found = await check_in_process(job)
         except TimeoutError:
             raise RequestError(ErrorCode.TIMEOUT, f"adapter {name!r}: its file was not read within {deadline_s:g} s") from None
         return msgspec.structs.replace(fetched, digest=found)

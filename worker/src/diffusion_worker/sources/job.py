@@ -29,7 +29,7 @@ class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 2 * GIB
 
 
-class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
+class FetchJob(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Everything that a fetching process has to know, passed as JSON on its standard input. Secrets are named here and read there."""
 
     # The process that starts the fetch; the fetch ends with it.
@@ -70,6 +70,27 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True):
         return self.limits.adapter_bytes if self.wanted is ArtifactKind.ADAPTER else self.limits.model_bytes
 
 
+class CheckJob(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
+    """An adapter in place whose file is checked before any rank reads it. With a `root` nothing outside that folder may be read."""
+
+    parent_pid: int
+    path: str
+    root: str | None
+    name: str
+    # The required digest of the weights; None if any is right.
+    digest: str | None
+    deadline_s: float
+    limits: FetchLimits
+
+    @property
+    def what(self) -> str:
+        """The start of a message about this check."""
+        return f"adapter {self.name!r}"
+
+
+Job = FetchJob | CheckJob
+
+
 class FetchProgress(msgspec.Struct, frozen=True, tag="progress"):
     """The bytes received so far, and their total if known."""
 
@@ -89,11 +110,17 @@ class FetchDone(msgspec.Struct, frozen=True, tag="done"):
     note: str | None = None
 
 
+class Checked(msgspec.Struct, frozen=True, tag="checked"):
+    """The result of a check: the digest of the weights as `sha256:<hex>`, if one was required."""
+
+    digest: str | None
+
+
 class FetchFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The reason of a failed fetch."""
+    """The reason of a failed fetch or check."""
 
     code: ErrorCode
     message: str
 
 
-Event = FetchProgress | FetchDone | FetchFailed
+Event = FetchProgress | FetchDone | Checked | FetchFailed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's control of a fetching process: it is started for one job, watched, and in the end always killed with its group."""
+"""The server's control of a process for one fetch or check: it is watched, and in the end always killed with its group."""
 
 import asyncio
 import contextlib
@@ -7,18 +7,25 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.sources.job import Event, FetchDone, FetchFailed, FetchJob, FetchProgress
+from diffusion_worker.sources.job import Checked, CheckJob, Event, FetchDone, FetchFailed, FetchJob, FetchProgress, Job
 
 # Variables that a fetch inherits from its server. Not there: tokens and keys, which come from mounted Secrets, and proxies, which would
 # connect to addresses that nobody checked.
 INHERITED = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "TZ", "HF_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR")
-# A library that looks into a home would find a user's tokens there; arenas of malloc are 64 MiB of address space for each thread.
-OWN = {"HOME": "/nonexistent", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "MALLOC_ARENA_MAX": "2"}
+# A library that looks into a home would find a user's tokens there. Arenas of malloc, and buffers of numpy, which comes with safetensors,
+# are 64 MiB of address space or more for each thread.
+OWN = {
+    "HOME": "/nonexistent",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+    "MALLOC_ARENA_MAX": "2",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 MAX_LINE_BYTES = 1 << 20
 
 # Called with the bytes received so far, and their total if known.
@@ -26,11 +33,35 @@ Report = Callable[[int, int | None], None]
 
 
 async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[FetchDone], None]) -> FetchDone:
-    """Run a job in a child process; `adopt` is called in a thread while the child still keeps the fetched files from eviction.
+    """Fetch in a child process; `adopt` is called in a thread while the child still keeps the fetched files from eviction.
+
+    The caller bounds its time.
 
     Raises:
-        RequestError: the error that the child reports; NetworkError if it makes no progress; Timeout at its deadline.
+        RequestError: the error that the child reports; NetworkError if it makes no progress.
     """
+    async with _answers(job) as lines:
+        done = await _follow(lines, job, report)
+        assert isinstance(done, FetchDone), "a fetch ends by this"
+        await asyncio.to_thread(adopt, done)
+    return done
+
+
+async def check_in_process(job: CheckJob) -> str | None:
+    """Check an adapter's file in a child process, and return its digest if one is required. The caller bounds its time.
+
+    Raises:
+        RequestError: the error that the child reports.
+    """
+    async with _answers(job) as lines:
+        checked = await _follow(lines, job, lambda done, total: None)
+    assert isinstance(checked, Checked), "a check ends by this"
+    return checked.digest
+
+
+@contextlib.asynccontextmanager
+async def _answers(job: Job) -> AsyncIterator[asyncio.StreamReader]:
+    """Start a child process, give it a job, and yield the lines that it prints; at the end it is killed."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -43,21 +74,16 @@ async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[Fetch
         limit=MAX_LINE_BYTES,
     )
     try:
-        async with asyncio.timeout(job.deadline_s):
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(msgspec.json.encode(job) + b"\n")
-            done = await _follow(process.stdout, job, report)
-            await asyncio.to_thread(adopt, done)
-        return done
-    except TimeoutError:
-        raise RequestError(ErrorCode.TIMEOUT, f"{job.what}: expected it to be fetched within {job.deadline_s:g} s") from None
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(job) + b"\n")
+        yield process.stdout
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
 
-async def _follow(lines: asyncio.StreamReader, job: FetchJob, report: Report) -> FetchDone:
+async def _follow(lines: asyncio.StreamReader, job: Job, report: Report) -> FetchDone | Checked:
     """Read the child's events: pass progress to `report`, and return the outcome; raises RequestError."""
     last: FetchProgress | None = None
     moved_at = time.monotonic()
@@ -69,9 +95,9 @@ async def _follow(lines: asyncio.StreamReader, job: FetchJob, report: Report) ->
             why = f"no progress for {job.limits.stall_s:g} s"
             raise RequestError(ErrorCode.NETWORK_ERROR, f"{job.what}: its source makes {why}") from None
         if not line:
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{job.what}: the process that fetches it died")
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{job.what}: the process that reads it died")
         event: Event = msgspec.json.decode(line, type=Event)
-        if isinstance(event, FetchDone):
+        if isinstance(event, FetchDone | Checked):
             return event
         if isinstance(event, FetchFailed):
             raise RequestError(event.code, event.message)

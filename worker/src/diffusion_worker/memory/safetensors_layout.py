@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The header of a safetensors file, read by the library of that name; without torch.
+
+The library gets a copy of the header in a file of memory, which is as long as the original and holds no tensor. So it compares the
+header with the size of the file, while nobody can change what it reads.
+"""
+
+import json
+import os
+from typing import Any, NamedTuple
+
+import safetensors
+
+LENGTH_BYTES = 8
+_PREFIX = "Error while deserializing header: "
+
+
+class TensorEntry(NamedTuple):
+    """The dtype, in the format's own words, and the shape of a tensor in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """The content of a header; `tensors` follow one another in the file in this order, and fill it after the header."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, TensorEntry]
+
+
+def read_layout(beginning: bytes, size_bytes: int) -> Layout:
+    """Read the header of a file of `size_bytes` from its `beginning`, which is the length of the header and the header.
+
+    The library keeps the last of two tensors of one name, and ignores fields that it does not know.
+
+    Raises:
+        ValueError: the library refuses the header, with its reason, and the tensor that is wrong if it is wrong by itself.
+    """
+    try:
+        return _read(beginning, size_bytes)
+    except safetensors.SafetensorError as error:
+        raise ValueError(_refused_alone(beginning[LENGTH_BYTES:]) or _reason(error)) from None
+
+
+def _read(beginning: bytes, size_bytes: int) -> Layout:
+    with os.fdopen(os.memfd_create("header", os.MFD_CLOEXEC), "wb") as copy:
+        copy.write(beginning)
+        copy.truncate(size_bytes)
+        # A framework is asked for and not used. Reading needs no address space for the whole file, as mapping would.
+        with safetensors.safe_open(f"/proc/self/fd/{copy.fileno()}", framework="numpy", backend="pread") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            tensors = {name: TensorEntry(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+            return Layout(opened.metadata() or {}, tensors)
+
+
+def _refused_alone(header: bytes) -> str | None:
+    """Return the first tensor, or the metadata, that the library refuses also alone, and the reason, in which it names no tensor."""
+    try:
+        document = json.loads(header)
+    except (ValueError, RecursionError):
+        return None
+    for name, entry in document.items() if isinstance(document, dict) else ():
+        text, size = _alone(name, entry)
+        try:
+            _read(len(text).to_bytes(LENGTH_BYTES, "little") + text, LENGTH_BYTES + len(text) + size)
+        except safetensors.SafetensorError as error:
+            return f"{ascii(name)[1:-1][:160]}: {_reason(error)}"
+    return None
+
+
+def _alone(name: str, entry: Any) -> tuple[bytes, int]:
+    """Return the header of a file with this entry only, and the bytes of its tensor."""
+    size = 0
+    match entry:
+        case {"data_offsets": [int(begin), int(end)]} if 0 <= end - begin < 1 << 48:
+            size = end - begin
+            entry = entry | {"data_offsets": [0, size]}
+    return json.dumps({name: entry}).encode(), size
+
+
+def _reason(error: safetensors.SafetensorError) -> str:
+    """Return the library's reason; it may quote the file, so it is shortened, and unusual characters are escaped."""
+    return ascii(str(error).removeprefix(_PREFIX))[1:-1][:240]
