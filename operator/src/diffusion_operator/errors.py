@@ -5,6 +5,7 @@ OperatorError
  ├─ SettingsError
  ├─ KindsOutdated
  ├─ WatchStale
+ ├─ NotUnderstood
  ├─ ClusterError
  │   ├─ ClusterUnavailable
  │   ├─ ClusterConflict
@@ -38,6 +39,15 @@ class KindsOutdated(OperatorError):
 
 class WatchStale(OperatorError):
     """A watch was stalled for so long that only a new process helps; the liveness probe fails with it."""
+
+
+class NotUnderstood(OperatorError):
+    """A stored object is not of the schema that this operator reads; its status says so, and an edit wakes it."""
+
+    def __init__(self, kind: str, name: str, why: str) -> None:
+        """`why` has the field, what was expected there and what was found."""
+        super().__init__(f"{kind} {name} is not understood: {why}")
+        self.why = why
 
 
 class ClusterError(OperatorError):

@@ -35,6 +35,7 @@ from diffusion_operator.reconcile.scope_events import tell_refusals
 from diffusion_operator.reconcile.store.child_watch import ChildWatch
 from diffusion_operator.reconcile.store.listing import Listing, Scope
 from diffusion_operator.reconcile.store.object_store import ObjectStore
+from diffusion_operator.reconcile.store.parsing import deployment_named
 from diffusion_operator.reconcile.store.watched_cluster import CHILD_KINDS, DECLARED_KINDS, WATCHED, WatchedCluster
 from diffusion_operator.reconcile.workers.calls import WorkerCalls
 from diffusion_operator.reconcile.workers.watches import WorkerWatches
@@ -267,7 +268,8 @@ class Process:
             self.wake(deployment_key(namespace, name), first=True)
         elif kind == ADAPTER:
             self.wake(adapter_key(namespace, name), first=True)
-            self.wake(deployment_key(namespace, manifest["spec"]["deploymentRef"]["name"]), first=True)
+            if deployment := deployment_named(manifest):
+                self.wake(deployment_key(namespace, deployment), first=True)
         elif self.runtime is not None:
             for deployment in _deployments(manifest):
                 self.runtime.child_changed(namespace, deployment, kind.kind, name)

@@ -4,13 +4,18 @@
 import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
+from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
+from diffusion_operator.cluster import Manifest
+from diffusion_operator.errors import NotUnderstood
+from diffusion_operator.plan.adapters.conditions import not_understood
 from diffusion_operator.plan.adapters.status import adapter_status
 from diffusion_operator.plan.adapters.view import AdapterView
 from diffusion_operator.plan.results.events import adapter_events
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.keyed_queue import Key, Result
+from diffusion_operator.reconcile.not_understood import tell_not_understood
 from diffusion_operator.reconcile.releases import is_anothers, step_back
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import write_status
@@ -25,7 +30,10 @@ async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
         runtime.ready_reasons.pop(key, None)
         runtime.adapter_backoffs.pop(key, None)
         return Result(gone=True)
-    adapter = parse(manifest, LoRAAdapter)
+    try:
+        adapter = parse(manifest, LoRAAdapter)
+    except NotUnderstood as error:
+        return await tell_not_understood(runtime, key, manifest, not_understood(error.why))
     deployment = await runtime.cluster.get(DEPLOYMENT, key.namespace, adapter.spec.deployment_ref.name)
     manager = adapter.status.operator if deployment is None else deployment.get("status", {}).get("operator")
     if await is_anothers(runtime, manager):
@@ -33,6 +41,9 @@ async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
     view = None
     if deployment is not None and not deployment["metadata"].get("deletionTimestamp"):
         view = _current_view(runtime, adapter, deployment_uid=deployment["metadata"]["uid"])
+        if view is None and (why := _unreadable(deployment)):
+            text = f"DiffusionDeployment {adapter.spec.deployment_ref.name} is not understood: {why}"
+            return await tell_not_understood(runtime, key, manifest, not_understood(text))
         if view is None:  # the deployment's pass makes one and wakes this key
             runtime.wake(deployment_key(key.namespace, adapter.spec.deployment_ref.name))
             return Result(requeue_after_s=VIEW_WAIT_S)
@@ -40,6 +51,15 @@ async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
     backoffs.see(adapter.metadata.generation)
     await _write_status(runtime, backoffs, adapter, view, version=manifest["metadata"]["resourceVersion"])
     return Result(requeue_after_s=backoffs.next_s(runtime.now()))
+
+
+def _unreadable(deployment: Manifest) -> str:
+    """Return why a deployment cannot be read; empty where it can."""
+    try:
+        parse(deployment, DiffusionDeployment)
+    except NotUnderstood as error:
+        return error.why
+    return ""
 
 
 def _current_view(runtime: Runtime, adapter: LoRAAdapter, *, deployment_uid: str) -> AdapterView | None:

@@ -11,7 +11,7 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import reason_of, settle_conditions
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
-from diffusion_operator.errors import ClusterError, NamespaceEnds
+from diffusion_operator.errors import ClusterError, NamespaceEnds, NotUnderstood
 from diffusion_operator.pace import Pace, unhurried
 from diffusion_operator.plan.adapters.shards import foreign_shards, shard_of
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_in_slices, status_after
@@ -21,12 +21,13 @@ from diffusion_operator.plan.results.actions import CreatePod, PutAdapter, Worke
 from diffusion_operator.plan.results.child_events import child_events
 from diffusion_operator.plan.results.condition_events import condition_events
 from diffusion_operator.plan.results.events import deployment_events, wakes_between
-from diffusion_operator.plan.status.conditions import pass_failed
+from diffusion_operator.plan.status.conditions import NOT_UNDERSTOOD, not_understood, pass_failed
 from diffusion_operator.reconcile.act import act_on_pods
 from diffusion_operator.reconcile.children.keeping import DesiredFiles, keep_children, next_try_s, recheck_secret
 from diffusion_operator.reconcile.children.repairs import tell_missed_pods
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
+from diffusion_operator.reconcile.not_understood import tell_not_understood
 from diffusion_operator.reconcile.observe import Unheard, observe
 from diffusion_operator.reconcile.releases import claim
 from diffusion_operator.reconcile.report import report
@@ -47,7 +48,13 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
     manifest = await runtime.cluster.get(DEPLOYMENT, key.namespace, key.name)
     if manifest is None or manifest["metadata"].get("deletionTimestamp"):
         return await _gone(runtime, key)
-    deployment = parse(manifest, DiffusionDeployment)
+    try:
+        deployment = parse(manifest, DiffusionDeployment)
+    except NotUnderstood as error:
+        return await tell_not_understood(runtime, key, manifest, not_understood(error.why))
+    if runtime.ready_reasons.get(key) == NOT_UNDERSTOOD:  # adapters of it say so, too
+        del runtime.ready_reasons[key]
+        await _wake_adapters(runtime, key)
     memory = runtime.memory(deployment.metadata)
 
     _begin(memory, deployment, runtime)
@@ -124,9 +131,13 @@ async def _gone(runtime: Runtime, key: Key) -> Result:
     runtime.watches.forget(key.namespace, key.name)
     runtime.ready_reasons.pop(key, None)
     runtime.statuses.pop(key, None)
+    await _wake_adapters(runtime, key)
+    return Result(gone=True)
+
+
+async def _wake_adapters(runtime: Runtime, key: Key) -> None:
     for name in await runtime.cluster.adapter_versions(key.namespace, key.name):
         runtime.wake(adapter_key(key.namespace, name))
-    return Result(gone=True)
 
 
 async def _keep_children(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:

@@ -41,7 +41,7 @@ def write_due_s(old: DeploymentStatus, new: DeploymentStatus, *, last: datetime 
     return (last + interval - now).total_seconds()
 
 
-def encode_status(status: msgspec.Struct) -> dict[str, Any]:
+def encode_status(status: msgspec.Struct | dict[str, Any]) -> dict[str, Any]:
     encoded: dict[str, Any] = msgspec.to_builtins(status)
     return encoded
 
@@ -54,7 +54,7 @@ async def write_status(
     *,
     version: str,
     events: Sequence[PlannedEvent],
-    status: msgspec.Struct,
+    status: msgspec.Struct | dict[str, Any],
 ) -> bool:
     """Write the Events and then the status, unless an earlier failure still makes them wait; return true if both were written.
 

@@ -27,6 +27,17 @@ def without_deployment(adapter: LoRAAdapter) -> tuple[Verdict, ...]:
     )
 
 
+def not_understood(text: str) -> Verdict:
+    """Ready of an adapter that cannot be read, or whose deployment cannot."""
+    return verdict("Ready", None, "NotUnderstood", f"{text}; {remedy(text)}")
+
+
+def remedy(text: str) -> str:
+    """Return what to do about a field that is not understood. `kubectl edit` reaches a status with an option only."""
+    how = " by `kubectl edit --subresource=status`" if text.startswith("status.") else ""
+    return f"the operator leaves everything as it is until the field is corrected{how}, and the rest of this status may be out of date"
+
+
 def adapter_verdicts(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedStatus | None) -> tuple[Verdict, ...]:
     accepted = verdict("Accepted", view.decision.accepted, view.decision.reason, view.decision.message)
     return (ready(adapter, view), accepted, source_resolved(adapter, view, resolved), loaded(view), degraded(view), up_to_date(view))

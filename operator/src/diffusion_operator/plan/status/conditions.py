@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from diffusion_operator.api.deployment_spec import ColdMode, DeploymentSpec, SleepLevel, SleepPolicy
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import Verdict, verdict
+from diffusion_operator.plan.adapters.conditions import remedy
 from diffusion_operator.plan.adapters.view import BROKEN, CROWDED, EVICTED, READY, REFUSED, WAKEABLE, WANTED
 from diffusion_operator.plan.observed.children import children_ready
 from diffusion_operator.plan.observed.control_security import control_secured
@@ -39,6 +40,8 @@ _DEGRADED_REASONS = {
     Problem.IMAGE_PULL: "ReplicaFailed",
 }
 _MESSAGE_LIMIT = 1500
+NOT_UNDERSTOOD = "NotUnderstood"
+"""The reason of Ready where the object cannot be read."""
 QUOTA = "exceeded quota"
 """Words of the API server's refusal."""
 
@@ -61,6 +64,11 @@ def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
 def pass_failed(text: str) -> Verdict:
     """Ready, where the operator could not find out."""
     return verdict("Ready", None, "PassFailed", text)
+
+
+def not_understood(text: str) -> Verdict:
+    """Ready of an object whose spec cannot be read; `text` has the field, what was expected there and what was found."""
+    return verdict("Ready", None, NOT_UNDERSTOOD, f"{text}; {remedy(text)}")
 
 
 def ready(now: Situation) -> Verdict:

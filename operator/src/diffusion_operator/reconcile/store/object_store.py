@@ -16,6 +16,7 @@ import msgspec
 from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DISRUPTION_BUDGET, LABEL_DEPLOYMENT, NETWORK_POLICY, POD, SERVICE, Kind
 from diffusion_operator.plan.observed.ownership import controller_of
 from diffusion_operator.reconcile.store.packing import Packer, unpack
+from diffusion_operator.reconcile.store.parsing import deployment_named
 
 Manifest = dict[str, Any]
 ObjectPlace = tuple[str, str]
@@ -152,7 +153,7 @@ class ObjectStore:
 
 
 def _deployment(kind: Kind, manifest: Manifest) -> str:
-    named = manifest["spec"]["deploymentRef"]["name"] if kind == ADAPTER else manifest["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)
+    named = deployment_named(manifest) if kind == ADAPTER else manifest["metadata"].get("labels", {}).get(LABEL_DEPLOYMENT)
     return sys.intern(named or "")
 
 

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that cannot be read, as those stored before a stricter schema: the status and an Event say which field is wrong.
+
+Nothing else is done for such an object, and nothing is undone. A deletion of it needs no reading.
+"""
+
+import logging
+from typing import Any
+
+import msgspec
+
+from diffusion_operator.api.meta import Condition, ObjectMeta, Verdict, settle_conditions
+from diffusion_operator.api.names import DEPLOYMENT, KINDS
+from diffusion_operator.plan.results.events import EventType, PlannedEvent
+from diffusion_operator.reconcile.backoff import Backoffs
+from diffusion_operator.reconcile.keyed_queue import Key, Result
+from diffusion_operator.reconcile.releases import is_anothers, step_back
+from diffusion_operator.reconcile.runtime import Runtime
+from diffusion_operator.reconcile.status_write import write_status
+
+log = logging.getLogger(__name__)
+
+
+async def tell_not_understood(runtime: Runtime, key: Key, manifest: dict[str, Any], ready: Verdict) -> Result:
+    """Write `ready` into the object's status and leave all else of that as it is, unless another release manages the object."""
+    status = manifest.get("status") or {}
+    if await is_anothers(runtime, status.get("operator")):
+        return step_back(runtime, key, status.get("operator"))
+    metadata = msgspec.convert(manifest["metadata"], ObjectMeta)
+    backoffs = _backoffs(runtime, key, metadata)
+    backoffs.see(metadata.generation)
+    if runtime.ready_reasons.get(key) != ready.reason:
+        log.warning("object left alone object=%s error=%s", key, ready.message)
+    runtime.ready_reasons[key] = ready.reason
+    before = _known(status.get("conditions"))
+    (after,) = settle_conditions((ready,), previous=before, generation=metadata.generation, now=runtime.now())
+    if after in before:
+        return Result()
+    others = [one for one in status.get("conditions", ()) if one.get("type") != ready.type]
+    release = {"operator": runtime.release} if runtime.release is not None else {}
+    event = PlannedEvent(
+        type=EventType.WARNING, reason=ready.reason, message=ready.message[:1000], key=f"{metadata.generation}-{ready.message}"
+    )
+    kind, version = KINDS[key.kind], manifest["metadata"]["resourceVersion"]
+    told = status | release | {"conditions": [msgspec.to_builtins(after), *others]}
+    await write_status(runtime, backoffs, kind, metadata, version=version, events=(event,), status=told)
+    return Result(requeue_after_s=backoffs.next_s(runtime.now()))
+
+
+def _known(conditions: object) -> tuple[Condition, ...]:
+    """Read the conditions of a status; none where they are what cannot be read."""
+    try:
+        return msgspec.convert(conditions or (), tuple[Condition, ...])
+    except msgspec.ValidationError:
+        return ()
+
+
+def _backoffs(runtime: Runtime, key: Key, metadata: ObjectMeta) -> Backoffs:
+    if key.kind == DEPLOYMENT.kind:
+        return runtime.memory(metadata).backoffs
+    return runtime.adapter_backoffs.setdefault(key, Backoffs())
