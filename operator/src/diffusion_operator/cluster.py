@@ -11,6 +11,7 @@ import re
 from asyncio import sslproto
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol, Self
 from urllib.parse import quote
@@ -47,6 +48,14 @@ log = logging.getLogger(__name__)
 
 
 Answered = Callable[[Kind, Manifest], None]
+
+
+def _nothing() -> None:
+    pass
+
+
+before_sending: ContextVar[Callable[[], None]] = ContextVar("before_sending", default=_nothing)
+"""Called when a request has its connection and is about to be written to it. If it raises, nothing of the request is sent."""
 
 
 def _ignore(kind: Kind, manifest: Manifest) -> None:
@@ -292,8 +301,20 @@ async def connect(answered: Answered = _ignore) -> KubernetesCluster:
     configuration.connection_pool_maxsize = POOL_SIZE
     sslproto.SSLProtocol.max_size = TLS_READ_BYTES
     # To ask the environment for a proxy again costs two hops to a thread, for every request.
-    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies()), "trace_configs": [_trace()]}
     return KubernetesCluster(configuration, answered)
+
+
+def _trace() -> aiohttp.TraceConfig:
+    """Return a trace that calls `before_sending`. Between these two signals and the first byte of a request, aiohttp waits for nothing."""
+    trace = aiohttp.TraceConfig()
+
+    async def ask(*_: object) -> None:
+        before_sending.get()()
+
+    trace.on_connection_reuseconn.append(ask)
+    trace.on_connection_create_end.append(ask)
+    return trace
 
 
 def _selector(labels: Mapping[str, str] | None) -> str | None:

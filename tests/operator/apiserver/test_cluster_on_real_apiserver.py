@@ -15,7 +15,9 @@ from diffusion_operator import watch_stream
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, SECRET, SERVICE, Kind
 from diffusion_operator.cluster import KubernetesCluster, connect
-from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused, ClusterUnavailable
+from diffusion_operator.election.gated import GatedCluster
+from diffusion_operator.election.leadership import Leadership
+from diffusion_operator.errors import ClusterConflict, ClusterError, ClusterRefused, ClusterUnavailable, NotLeading
 from diffusion_operator.plan.observed.children import REFUSALS
 from diffusion_operator.plan.observed.observed import Answer
 from diffusion_operator.plan.observed.ownership import (
@@ -315,6 +317,26 @@ async def test_a_dry_run_makes_nothing_and_is_not_taken_for_an_object(cluster: K
     assert await cluster.create(pod("tried")) is True
     assert answered == ["tried"]
     await cluster.try_create(pod("tried"))  # the name is taken, and the pod is fine
+
+
+async def test_a_write_is_not_sent_if_another_may_lead_since_it_was_begun(cluster: KubernetesCluster) -> None:
+    leadership = Leadership()
+
+    class StoppedBeforeSending:
+        """The port of a process that is stopped for longer than its Lease after the gate let a write pass."""
+
+        async def create(self, manifest: dict[str, Any]) -> bool:
+            leadership._until = 0.0
+            return await cluster.create(manifest)
+
+    gated = GatedCluster(StoppedBeforeSending(), leadership)  # type: ignore[arg-type]
+    for name in ("on-a-new-connection", "on-a-used-connection"):
+        now = asyncio.get_running_loop().time()
+        leadership.open(1, renewed_at=now, until=now + 100)
+        with pytest.raises(NotLeading):
+            await gated.create(config_map(name))
+        assert await cluster.get(CONFIG_MAP, NAMESPACE, name) is None
+    assert await cluster.create(config_map("without-a-gate")) is True
 
 
 def greedy(name: str) -> dict[str, Any]:

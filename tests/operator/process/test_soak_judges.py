@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diffusion_operator.api import names
 from diffusion_operator.api.names import DEPLOYMENT, POD, SERVICE
 from support.apiserver.rest_client import RestClient
 from support.operator.fake_kubelet import FakeKubelet
@@ -108,3 +109,20 @@ async def test_a_status_that_claims_what_is_not_there_is_found(client: RestClien
     assert "Ready is Serving without a Service of its own" in found
     assert "{'d-0-0'} are said to serve" in found
     assert any("does not tell of Service d" in what for what in found)
+
+
+@pytest.mark.apiserver
+@pytest.mark.slow
+async def test_a_pod_that_an_earlier_object_left_counts_as_a_replica_and_a_copied_name_does_not(
+    client: RestClient, kubelet: FakeKubelet
+) -> None:
+    await client.make_namespace("left")
+    await client.create(DEPLOYMENT, "left", deployment())
+    spec = {"containers": [{"name": "c", "image": "i"}]}
+    ours = {names.LABEL_DEPLOYMENT: "d", names.LABEL_MANAGED_BY: names.FIELD_MANAGER}
+    for name, labels in (("d-0-0", ours), ("d-1-0", {})):
+        await client.create(POD, "left", {"metadata": {"name": name, "labels": labels}, "spec": spec})
+    status = {"observedGeneration": 1, "replicas": 1, "conditions": []}
+    code, answer = await client.patch(DEPLOYMENT, "left", "d", {"status": status}, subresource="/status")
+    assert code == 200, answer
+    assert not any("status.replicas" in what for what in await overclaimed(client, kubelet, "left", ()))

@@ -103,7 +103,7 @@ def _overclaimed(one: Any, found: Found, kubelet: FakeKubelet, strangers: Collec
     spec, status = one["spec"], one.get("status", {})
     if status.get("observedGeneration") != one["metadata"]["generation"]:
         return ["the deployment is not observed"]
-    pods = [pod for pod in found[POD] if owns(one, pod) and not pod["metadata"].get("deletionTimestamp")]
+    pods = [pod for pod in found[POD] if (owns(one, pod) or _is_left(one, pod)) and not pod["metadata"].get("deletionTimestamp")]
     running = [pod for pod in pods if pod["metadata"]["uid"] in kubelet.containers]
     ready, children = condition(status, "Ready"), condition(status, "ChildrenReady")
     wanted = 0 if spec.get("suspend") else spec["replicas"]
@@ -120,6 +120,11 @@ def _overclaimed(one: Any, found: Found, kubelet: FakeKubelet, strangers: Collec
         said = children["status"] in ("False", "Unknown") and f"{kind.kind} {child}" in children["message"]
         wrong[f"ChildrenReady does not tell of {kind.kind} {child}: {children}"] = not said
     return those_that_hold(wrong)
+
+
+def _is_left(one: Any, pod: Any) -> bool:
+    """Return whether an earlier object of the same name left the pod. It counts as a replica until another may take its place."""
+    return not owners(pod) and pod["metadata"].get("labels", {}).get(names.LABEL_DEPLOYMENT) == one["metadata"]["name"]
 
 
 def told_children(one: Any, found: Found, strangers: Collection[tuple[Kind, str]]) -> list[tuple[Kind, str]]:

@@ -82,10 +82,12 @@ def main() -> int:
     asked = options.parse_args()
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"soak-{os.getpid()}"
     folder.mkdir()
-    try:
-        return int(sum(_run(part, asked, folder) for part in asked.part or [part for part in PARTS if part not in ON_DEMAND]) > 0)
-    finally:
-        shutil.rmtree(folder)
+    faults = sum(_run(part, asked, folder) for part in asked.part or [part for part in PARTS if part not in ON_DEMAND])
+    if faults:
+        print(f"The logs are in {folder}.", flush=True)
+        return 1
+    shutil.rmtree(folder)
+    return 0
 
 
 def _run(name: str, asked: argparse.Namespace, folder: Path) -> bool:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both ports behind the gate: every write, every dry run and every call of a worker asks for passage. Reads of the cluster do not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from diffusion_operator.api.names import Kind
 from diffusion_operator.api.worker_state import WorkerState
-from diffusion_operator.cluster import Cluster, Manifest, Operation
+from diffusion_operator.cluster import Cluster, Manifest, Operation, before_sending
 from diffusion_operator.election.leadership import Leadership
 from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
 from diffusion_operator.worker_client import WorkerClient
@@ -17,6 +18,16 @@ class GatedCluster:
     def __init__(self, cluster: Cluster, leadership: Leadership) -> None:
         self._cluster = cluster
         self._leadership = leadership
+
+    @asynccontextmanager
+    async def _write(self) -> AsyncIterator[None]:
+        """Ask for passage when a write begins and again when its bytes are about to leave: the process may have been stopped meanwhile."""
+        async with self._leadership.passage():
+            asked = before_sending.set(self._leadership.require)
+            try:
+                yield
+            finally:
+                before_sending.reset(asked)
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         return await self._cluster.get(kind, namespace, name)
@@ -31,31 +42,31 @@ class GatedCluster:
         return await self._cluster.look_up(kind, namespace, name)
 
     async def create(self, manifest: Manifest) -> bool:
-        async with self._leadership.passage():
+        async with self._write():
             return await self._cluster.create(manifest)
 
     async def try_create(self, manifest: Manifest) -> None:
-        async with self._leadership.passage():
+        async with self._write():
             await self._cluster.try_create(manifest)
 
     async def apply(self, manifest: Manifest) -> Manifest:
-        async with self._leadership.passage():
+        async with self._write():
             return await self._cluster.apply(manifest)
 
     async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
-        async with self._leadership.passage():
+        async with self._write():
             return await self._cluster.patch(kind, namespace, name, operations)
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest, version: str) -> None:
-        async with self._leadership.passage():
+        async with self._write():
             await self._cluster.apply_status(kind, namespace, name, status=status, version=version)
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
-        async with self._leadership.passage():
+        async with self._write():
             await self._cluster.set_labels(kind, namespace, name, uid=uid, labels=labels)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        async with self._leadership.passage():
+        async with self._write():
             await self._cluster.delete(kind, namespace, name, uid=uid)
 
 

@@ -60,10 +60,14 @@ class Leadership:
         """Around a write or a call. Raises NotLeading where it may not begin, or may not go on."""
         return Passage(self)
 
-    def begin(self) -> asyncio.Timeout:
-        """Return the limit of what begins now. Raises NotLeading where it may not."""
+    def require(self) -> None:
+        """Raise NotLeading if this process may not write now."""
         if not self.is_open:
             raise NotLeading
+
+    def begin(self) -> asyncio.Timeout:
+        """Return the limit of what begins now. Raises NotLeading where it may not."""
+        self.require()
         limit = asyncio.timeout_at(self._until)
         self._under_way.add(limit)
         return limit
