@@ -62,9 +62,9 @@ def delete_at_once(rig: ClusterRig, *resources: str) -> None:
     assert not any(rig.exists(resource) for resource in resources)
 
 
-def begin(rig: ClusterRig) -> None:
+def begin(rig: ClusterRig, **spec: Document) -> None:
     """Create a deployment and an adapter unless they exist, and wait for the pod. The tests that follow need neither to serve."""
-    rig.deploy(NAME)
+    rig.deploy(NAME, **spec)
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
     rig.eventually("its pod", lambda: rig.pods(NAME))
 
@@ -179,6 +179,7 @@ def test_a_namespace_is_gone_with_all_that_was_in_it(release: tuple[ClusterRig, 
     """The namespace is deleted while the operator works on its deployment and its adapter."""
     rig, helm = release
     helm.upgrade()
-    begin(rig)
+    # While pods are left, Kubernetes looks at the namespace again after half of their longest grace period: 158 s by default.
+    begin(rig, drain={"timeoutSeconds": 20})
     rig.kubectl.text("delete", "namespace", NAMESPACE, "--wait=false")
     rig.eventually("it is gone", lambda: not rig.exists(f"namespace/{NAMESPACE}"), deadline_s=2 * GONE_S)

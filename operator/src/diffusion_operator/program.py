@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of the program, which handles SIGTERM before its slow imports.
+
+In a container the program is the first process, and the kernel drops signals for which that process has no handler. A SIGTERM during
+the imports would be lost, and the pod would stay until its grace period ends.
+"""
+
+import signal
+import sys
+from types import FrameType
+
+
+def main() -> None:
+    """Install a handler for SIGTERM, which kopf later replaces by its own, and run the command line."""
+    signal.signal(signal.SIGTERM, _end)
+    from diffusion_operator.__main__ import main as run
+
+    run()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
