@@ -380,6 +380,15 @@ async def test_a_wake_on_demand_that_fails_is_told_once_and_its_success_too(code
     assert len(rig.cluster.notes("Woke")) == 1
 
 
+async def test_a_sleep_without_room_for_its_mirror_is_told_as_a_sleep_that_failed_and_not_as_a_wake() -> None:
+    rig = await idle()
+    no_room = WireError(code="InsufficientMemory", message="a mirror needs 5 bytes, found 4 free", retryable=True)
+    worker(rig).failing_operations, worker(rig).operation_error = 1, no_room
+    await rig.run(70)
+    assert "InsufficientMemory: a mirror needs 5 bytes, found 4 free" in rig.cluster.notes("SleepFailed")[0]
+    assert "WakeRefusedMemory" not in rig.cluster.events()
+
+
 async def test_weights_that_are_not_what_they_were_are_told_while_the_ranks_start_again() -> None:
     rig = await idle()
     await rig.run(70)

@@ -5,6 +5,7 @@ Real: the ranks that they are mixed into, whose `_rank`, `_config` and `model_ru
 a process, which the extensions make.
 """
 
+import functools
 import hashlib
 import os
 import signal
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from diffusion_worker.memory import device_memory
+from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import RequestSpec
+from diffusion_worker.runner import model_runner
 
 GATES = "DIFFUSION_TEST_GATES"
 # A test that never opens its gate fails at a deadline of the worker.
@@ -72,6 +75,14 @@ class Stuck:
         if self._rank == 1:
             time.sleep(600)
         return super().execute_stepwise(tick, frames)  # type: ignore[misc]
+
+
+class Mirrored:
+    """An extension that treats the CPU as an accelerator: sleeps of its rank need mirrors in host memory."""
+
+    def load_model(self, report: Any, *, asleep: bool = False) -> Any:
+        model_runner.ModelWeights = functools.partial(ModelWeights, mirrored=True)  # type: ignore[assignment, misc]
+        return super().load_model(report, asleep=asleep)  # type: ignore[misc]
 
 
 class Corrupting:

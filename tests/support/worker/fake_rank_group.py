@@ -76,7 +76,7 @@ class FakeRankGroup(FakeRequests):
         self.model = ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)
         # Methods that were called, over all generations; those of every start and every sleep are only counted.
         self.calls: list[str] = []
-        self.counts = dict.fromkeys(("warm_up", "fingerprint", "synchronize"), 0)
+        self.counts = dict.fromkeys(("warm_up", "fingerprint", "mirror_weights", "synchronize"), 0)
         # The effects of the worker's options, as the ranks report them after their warm-up.
         self.features: dict[str, str] = {}
         # The times of the warm-up's ticks, as the ranks report them.
@@ -201,7 +201,7 @@ class FakeRankGroup(FakeRequests):
                 return self._acked(decode(raw["task"], type=WakeTask), self.wake_errors)
             case "fingerprint":
                 return self._each([rank.fingerprint(self.registered, self.weights_checksum, self.probe) for rank in self.members])
-            case "synchronize":
+            case "mirror_weights" | "synchronize":
                 return self._replies()
             case "profile":
                 return self._replies(decode(raw["is_start"]) or f"/traces/{self.generation}.json")

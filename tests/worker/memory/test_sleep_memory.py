@@ -23,7 +23,7 @@ from diffusion_worker.memory import weights as weights_module
 from diffusion_worker.memory.component_weights import fill_again
 from diffusion_worker.memory.device_memory import available_bytes
 from diffusion_worker.memory.heap import freeze_gc, give_back_heap
-from diffusion_worker.memory.host_mirror import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, HostMirror, chunk_sizes
+from diffusion_worker.memory.host_mirror import LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, chunk_sizes, own_bytes, own_mirrors
 from diffusion_worker.memory.slabs import DeviceSlab
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import LoRAUse, MemoryTag, SleepLevel, Tick
@@ -159,9 +159,10 @@ def test_a_file_that_was_written_to_while_the_model_slept_is_an_error_and_nothin
 def test_an_accelerator_gives_its_storage_back_and_a_file_that_changed_keeps_it_asleep(layer: Layer, tmp_path: Path) -> None:
     weights = ModelWeights(CPU, mirrored=True)
     weights.place(layer, tmp_path)
+    weights.make_mirrors()
     storage = layer.weight.untyped_storage()
     report = weights.report()
-    assert (report.mirror_file_bytes, report.mirror_memory_bytes) == (0, sum(chunk_sizes(report.weights_resident_bytes)))
+    assert (report.mirror_file_bytes, report.mirror_memory_bytes) == (0, own_bytes([report.weights_resident_bytes]))
     weights.release()
     assert storage.nbytes() == weights.report().weights_resident_bytes == 0
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -182,27 +183,57 @@ def test_a_wake_from_a_mirror_copies_every_chunk_to_its_place(layer: Layer, tmp_
     assert layer.weight.untyped_storage().data_ptr() == storage.data_ptr()
 
 
-def test_a_discarded_mirror_is_made_again_by_the_wake(layer: Layer, tmp_path: Path) -> None:
+def test_a_model_that_never_slept_has_no_mirror_and_its_first_sleep_makes_one(layer: Layer, tmp_path: Path) -> None:
     before = contents(layer)
     weights = ModelWeights(CPU, mirrored=True)
     weights.place(layer, tmp_path)
     awake = weights.report()
+    assert (awake.mirror_file_bytes, awake.mirror_memory_bytes) == (layer.weight.nbytes, 0)
+    assert weights.unmirrored == [awake.weights_resident_bytes]
+    weights.release()
+    assert weights.report().mirror_memory_bytes == own_bytes([awake.weights_resident_bytes])
+    weights.restore()
+    assert weights.unmirrored == []
+    assert_holds(layer, before)
+
+
+def test_a_discarded_mirror_is_made_again_by_the_next_sleep_and_not_by_the_wake(layer: Layer, tmp_path: Path) -> None:
+    before = contents(layer)
+    weights = ModelWeights(CPU, mirrored=True)
+    weights.place(layer, tmp_path)
+    weights.make_mirrors()
     weights.release(SleepLevel.DISCARD)
     asleep = weights.report()
     assert (asleep.mirror_file_bytes, asleep.mirror_memory_bytes) == (layer.weight.nbytes, layer.computed.nbytes)  # type: ignore[operator]
     weights.restore()
-    assert weights.report() == awake
+    assert weights.report().mirror_memory_bytes == layer.computed.nbytes  # type: ignore[operator]
+    assert_holds(layer, before)
+    weights.release()
+    assert weights.report().mirror_file_bytes == 0
+    weights.restore()
     assert_holds(layer, before)
 
 
-def test_without_room_for_a_mirror_a_wake_reads_files(layer: Layer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_mirror_a_sleep_is_refused_with_numbers_and_nothing_is_allocated(
+    layer: Layer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = contents(layer)
+    weights = ModelWeights(CPU, mirrored=True)
+    weights.place(layer, tmp_path)
+    awake = weights.report()
     with monkeypatch.context() as patch:
-        patch.setattr("diffusion_worker.memory.host_mirror.available_bytes", lambda device: MIB)
-        weights = ModelWeights(CPU, mirrored=True)
-        weights.place(layer, tmp_path)
-    assert weights.report().mirror_file_bytes == layer.weight.nbytes
-    weights.release()
+        patch.setattr(weights_module, "available_bytes", lambda device: MIB)
+        patch.setattr(weights_module, "own_mirrors", lambda sizes, pinned: pytest.fail("memory was allocated"))
+        with pytest.raises(
+            RequestError, match=rf"a mirror of the weights in host memory needs {8 * MIB} bytes .* found {MIB} free"
+        ) as caught:
+            weights.release()
+    assert (caught.value.code, caught.value.details) == (
+        ErrorCode.INSUFFICIENT_MEMORY,
+        {"neededBytes": 8 * MIB, "foundBytes": MIB},
+    )
+    assert weights.report() == awake
+    weights.release(SleepLevel.DISCARD)  # this needs no mirror
     weights.restore()
     assert_holds(layer, before)
 
@@ -217,7 +248,7 @@ def test_chunks_of_a_mirror_are_powers_of_two_and_waste_little(size: int) -> Non
 
 def test_a_mirror_keeps_bytes_across_the_borders_of_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diffusion_worker.memory.host_mirror.chunk_sizes", lambda size: [64, 32, 16, 8])
-    mirror, slab = HostMirror(120, pinned=False), torch.arange(120, dtype=torch.uint8)
+    [mirror], slab = own_mirrors([120], pinned=False), torch.arange(120, dtype=torch.uint8)
     mirror.take(slab)
     mirror.take(torch.full((40,), 200, dtype=torch.uint8), start=60)
     slab[60:100] = 200

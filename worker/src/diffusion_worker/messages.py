@@ -196,10 +196,11 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
     """Memory of a rank's weights, adapters and caches by place, in bytes.
 
     `weights_resident_bytes` is the kernel's count of the slabs' mappings in memory, whose address ranges are `mappings`. On a GPU it counts
-    the slabs' memory on the device. `mirror_*` is the source of the weights at a wake, held beside them all the time. `mirror_file_bytes`
+    the slabs' memory on the device. `mirror_*` is the source of the weights at a wake, as far as there is one already. `mirror_file_bytes`
     come from the checkpoint's files. The system caches their pages at `HostMemory`, and is asked to drop them at `Discard`.
     `mirror_memory_bytes` are this process's own. On a CPU the latter are the tensors that are in no file. On a GPU they are a pinned copy
-    of everything, of which `Discard` keeps the tensors that are in no file. `adapter_slots_bytes` counts adapter slots, beside the weights;
+    of everything, of which `Discard` keeps the tensors that are in no file. `mirror_shared_bytes` are such a copy that ranks of the pod
+    share: each reports it, and the pod has it once. `adapter_slots_bytes` counts adapter slots, beside the weights;
     `adapter_slots_resident_bytes` of these are held now. `adapter_host_bytes` counts registered adapters in host memory, which `Discard`
     forgets. `cache_bytes` counts the prompt cache. `asleep` lists the tags whose memory is given back, `level` the level of that sleep.
     """
@@ -215,6 +216,7 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
     cache_bytes: int = 0
     asleep: list[MemoryTag] = []
     level: SleepLevel | None = None
+    mirror_shared_bytes: int = 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ FAULTS = [
     ErrorReport(ErrorCode.INSUFFICIENT_MEMORY, "no memory"),
     ErrorReport(ErrorCode.RANK_FAILED, "broken"),
 ]
-METHODS = ("handle_sleep_task", "handle_wake_task", "fingerprint", "synchronize")
+METHODS = ("mirror_weights", "handle_sleep_task", "handle_wake_task", "fingerprint", "synchronize")
 # The other outcomes of a request beside its image: a code that tells the client to try again.
 TOLD = {ErrorCode.ASLEEP, ErrorCode.RANK_FAILED}
 

@@ -138,6 +138,7 @@ async def test_the_memory_of_every_rank_is_told_by_what_it_is(monkeypatch: pytes
         weights_bytes=11,
         weights_resident_bytes=12,
         mirror_memory_bytes=13,
+        mirror_shared_bytes=17,
         adapter_slots_resident_bytes=14,
         adapter_host_bytes=15,
         cache_bytes=16,
@@ -145,8 +146,8 @@ async def test_the_memory_of_every_rank_is_told_by_what_it_is(monkeypatch: pytes
     monkeypatch.setattr(FakeRank, "memory", lambda self: report)
     async with serving_edge(ranks=2) as edge:
         found = await metrics(edge)
-    names = ("weights", "weights_resident", "mirror_memory", "adapter_slots_resident", "adapter_host", "cache")
-    assert [[found[f"rank_{name}_bytes", rank] for name in names] for rank in "01"] == [[11, 12, 13, 14, 15, 16]] * 2
+    names = ("weights", "weights_resident", "mirror_memory", "mirror_shared", "adapter_slots_resident", "adapter_host", "cache")
+    assert [[found[f"rank_{name}_bytes", rank] for name in names] for rank in "01"] == [[11, 12, 13, 17, 14, 15, 16]] * 2
 
 
 async def test_frames_that_are_no_message_are_counted_by_the_end_that_dropped_them(edge: Edge) -> None:

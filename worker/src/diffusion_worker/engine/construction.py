@@ -88,6 +88,7 @@ class EngineParts:
             self.verification,
             describe=self._describe,
             warmed=self.steps.warmed_up,
+            wants_mirrors=lambda: self.rules.wants_mirrors,
         )
         self.supervisor = Supervisor(
             self.life,

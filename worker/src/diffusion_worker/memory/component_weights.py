@@ -3,7 +3,7 @@
 
 For a tensor that was filled from the checkpoint's file, or equals it after conversion to the model's dtype, that file is the mirror. Other
 tensors (computed buffers, fused or quantised ones) are kept in memory. For an accelerator the whole slab may also have a host mirror, so
-that waking is one copy.
+that waking is one copy. An accelerator's tensors are kept, and its slabs mirrored, only when a sleep comes.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +16,6 @@ from diffusion_worker.memory.host_mirror import HostMirror
 from diffusion_worker.memory.placeholders import Contents
 from diffusion_worker.memory.slabs import Slab, blank
 from diffusion_worker.memory.weight_files import StoredTensor, WeightFile
-
-MakeMirror = Callable[[int], HostMirror | None]
 
 
 class Whole(NamedTuple):
@@ -49,11 +47,11 @@ class PlacedTensor:
 
 
 class ComponentWeights:
-    """The tensors of one slab. The placing code ensures that each has a fill, or is kept, or is mirrored."""
+    """The tensors of one slab. While it is released, each of them has a fill, or is kept, or is mirrored."""
 
-    def __init__(self, slab: Slab, mirror: HostMirror | None) -> None:
+    def __init__(self, slab: Slab) -> None:
         self.slab = slab
-        self.mirror = mirror
+        self.mirror: HostMirror | None = None
         self.placed: list[PlacedTensor] = []
 
     def add(self, placed: PlacedTensor, tensor: torch.Tensor) -> None:
@@ -84,21 +82,24 @@ class ComponentWeights:
                     placed.kept = self._mirrored(placed, self.mirror)
             self.mirror = None
 
-    def have_mirror(self, make: MakeMirror) -> None:
-        """Mirror the slab's contents in host memory where `make` finds room, and drop the copies of single tensors."""
-        if (mirror := make(self.slab.size)) is None:
-            return
-        mirror.take(self.slab.bytes)
+    def keep(self) -> None:
+        """Copy contents that nothing else has to host memory, before the slab is released for the first time."""
+        for placed in self.placed:
+            if self.mirror is None and placed.fill is None and placed.kept is None:
+                placed.kept = placed.view.to("cpu", copy=True)
+
+    def have_mirror(self, mirror: HostMirror) -> None:
+        """Use a mirror of the slab's contents, and drop the copies of single tensors."""
         self.mirror = mirror
         for placed in self.placed:
             placed.kept = None
 
-    def mirror_bytes(self) -> tuple[int, int]:
-        """Return the bytes that a wake reads from files or makes again, and the bytes of host memory held for it."""
+    def mirror_bytes(self) -> tuple[int, int, int]:
+        """Return the bytes that a wake reads from files or makes again, and those of host memory held for it: its own, and shared ones."""
         if self.mirror is not None:
-            return 0, self.mirror.nbytes
+            return (0, self.mirror.nbytes, 0) if self.mirror.shared is None else (0, 0, self.mirror.nbytes)
         in_files = sum(nbytes_of(placed.view) for placed in self.placed if placed.fill is not None)
-        return in_files, sum(nbytes_of(placed.kept) for placed in self.placed if placed.kept is not None)
+        return in_files, sum(nbytes_of(placed.kept) for placed in self.placed if placed.kept is not None), 0
 
     def _mirrored(self, placed: PlacedTensor, mirror: HostMirror) -> torch.Tensor:
         found = torch.empty(placed.view.shape, dtype=placed.view.dtype)

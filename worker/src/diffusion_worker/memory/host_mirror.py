@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of a slab in host memory that an accelerator reads by itself: filled at load, so that sleep copies nothing.
+"""A copy of a slab in host memory that an accelerator reads by itself, made before the first sleep that needs it.
 
-The sizes of its chunks are powers of two, because pinned blocks are rounded up to one. A single block of 33 GB would take 64 GB.
+A mirror is memory of one process, or a part of memory that all ranks of a pod share. The sizes of a process's own chunks are powers of two,
+because pinned blocks are rounded up to one. A single block of 33 GB would take 64 GB.
 """
 
 import contextlib
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from diffusion_worker.memory.device_memory import available_bytes
+from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.memory.shared_memory import SharedMemory
 
 MOST_CHUNK_BYTES = 1 << 30
 LEAST_CHUNK_BYTES = 1 << 22
-
-log = logging.getLogger(__name__)
-
-HOST = torch.device("cpu")
+# Parts of shared memory begin at a page.
+PART_BYTES = 1 << 12
 
 
 class HostMirror:
-    """A mirror of `size` bytes: in pinned memory for an accelerator, in plain memory with `pinned` false."""
+    """A mirror in these chunks of bytes, one after the other. `shared` is the memory that they are parts of, if processes share it."""
 
-    def __init__(self, size: int, *, pinned: bool) -> None:
-        self._chunks = [torch.empty(count, dtype=torch.uint8, pin_memory=pinned) for count in chunk_sizes(size)]
+    def __init__(self, chunks: Sequence[torch.Tensor], shared: SharedMemory | None = None) -> None:
+        self._chunks = list(chunks)
+        # The memory stays registered with the device as long as a mirror refers to it.
+        self.shared = shared
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +58,30 @@ class HostMirror:
         return pairs
 
 
+def own_mirrors(sizes: Iterable[int], *, pinned: bool) -> list[HostMirror]:
+    """Make mirrors of these sizes in memory of this process; `pinned` is for an accelerator."""
+    return [HostMirror([torch.empty(count, dtype=torch.uint8, pin_memory=pinned) for count in chunk_sizes(size)]) for size in sizes]
+
+
+def shared_mirrors(sizes: Iterable[int], memory: SharedMemory) -> list[HostMirror]:
+    """Make mirrors of these sizes of the parts of shared memory, in order; it has `shared_bytes` of them."""
+    mirrors, begin = [], 0
+    for size in sizes:
+        mirrors.append(HostMirror([memory.bytes[begin : begin + size]], memory))
+        begin += shared_bytes([size])
+    return mirrors
+
+
+def own_bytes(sizes: Iterable[int]) -> int:
+    """Return the host memory that `own_mirrors` of these sizes take."""
+    return sum(sum(chunk_sizes(size)) for size in sizes)
+
+
+def shared_bytes(sizes: Iterable[int]) -> int:
+    """Return the host memory that `shared_mirrors` of these sizes take, once for all processes."""
+    return sum(-(-size // PART_BYTES) * PART_BYTES for size in sizes)
+
+
 def chunk_sizes(size: int) -> list[int]:
     """Cut `size` bytes into chunks of a power of two, each from LEAST_CHUNK_BYTES to MOST_CHUNK_BYTES; the last may be part empty."""
     sizes, left = [], size
@@ -67,13 +92,15 @@ def chunk_sizes(size: int) -> list[int]:
     return sizes
 
 
-def make_mirror(size: int, *, pinned: bool) -> HostMirror | None:
-    """Make a mirror of `size` bytes; return None where the host has no room, so that a wake reads files."""
-    found = available_bytes(HOST)
-    if found < size:
-        log.warning("no mirror of the weights in host memory, wakes will read their files: expected %d bytes, found %d free", size, found)
-        return None
-    return HostMirror(size, pinned=pinned)
+def require_room(needed: int, found: int, *, ranks: int = 1) -> None:
+    """Refuse mirrors that `ranks` need together and that do not fit into free host memory, before the first byte of them is allocated.
+
+    Raises:
+        RequestError: InsufficientMemory, with both numbers.
+    """
+    if needed > found:
+        message = f"a mirror of the weights in host memory needs {needed} bytes for {ranks} ranks together, found {found} free in the pod"
+        raise RequestError(ErrorCode.INSUFFICIENT_MEMORY, message, details={"neededBytes": needed, "foundBytes": found})
 
 
 @contextlib.contextmanager

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All weights of a pipeline in slabs, with a mirror to fill them from again: sleep copies nothing, wake copies once."""
+"""All weights of a pipeline in slabs, with a mirror to fill them from again: a mirrored sleep copies nothing, a wake copies once."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.memory.checkpoint import stored_in
 from diffusion_worker.memory.component_weights import ComponentWeights, PlacedTensor, Whole, files_of, fill_again, nbytes_of
+from diffusion_worker.memory.device_memory import available_bytes
 from diffusion_worker.memory.filling import Fill, RandomFill, ReportBytes, fill_tensors, read_tensor
 from diffusion_worker.memory.heap import give_back_pinned
-from diffusion_worker.memory.host_mirror import HostMirror, copying_to, make_mirror
+from diffusion_worker.memory.host_mirror import HostMirror, copying_to, own_bytes, own_mirrors, require_room
+from diffusion_worker.memory.module_tensors import named_tensors
 from diffusion_worker.memory.placeholders import Placeholders, is_lost
 from diffusion_worker.memory.slabs import DeviceSlab, make_slab, resident_bytes
 from diffusion_worker.memory.weight_files import StoredTensor
@@ -23,6 +24,7 @@ ALIGNMENT = 64  # a cache line, which vectorised kernels prefer
 NO_SLEEP = "sleep: not supported with --shard and --offload, whose weights the worker cannot free"
 
 NOTHING_UNREAD = Placeholders()
+HOST = torch.device("cpu")
 
 # A tensor's name and the whole tensor -> this rank's part of it.
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
@@ -34,8 +36,8 @@ class ModelWeights:
     def __init__(self, device: torch.device, *, asleep: bool = False, mirrored: bool | None = None) -> None:
         """Start without weights. `asleep` means as after a sleep that discards: placed weights take no memory before `restore`.
 
-        `mirrored` gives slabs mirrors in host memory, the default on an accelerator. On a CPU they would duplicate the system's cache of
-        the files.
+        `mirrored` gives slabs mirrors in host memory before a sleep, the default on an accelerator. On a CPU they would duplicate the
+        system's cache of the files.
         """
         self._device = device
         self._mirrored = device.type != "cpu" if mirrored is None else mirrored
@@ -64,7 +66,7 @@ class ModelWeights:
             ConfigError: a file cannot be read to its end, or was written to meanwhile.
         """
         here = {placed.view.data_ptr() for placed in self._placed}
-        tensors = [(name, tensor) for name, tensor in _named_tensors(module) if tensor.data_ptr() not in here]
+        tensors = [(name, tensor) for name, tensor in named_tensors(module) if tensor.data_ptr() not in here]
         parts = [_part(name, tensor.data, cut, unread) for name, tensor in tensors]
         if not parts:
             return 0
@@ -83,24 +85,19 @@ class ModelWeights:
                 report(nbytes_of(part))
         if self._level is None:
             fill_tensors(empty, report)
-            if component.mirror is not None:
-                component.mirror.take(component.slab.bytes)
         return size
 
     def _component(self, size: int) -> ComponentWeights:
         asleep = self._level is not None
         slab = DeviceSlab(size, self._device, released=asleep) if self._mirrored else make_slab(size, self._device, released=asleep)
-        self._components.append(component := ComponentWeights(slab, None if asleep else self._new_mirror(size)))
+        self._components.append(component := ComponentWeights(slab))
         return component
-
-    def _new_mirror(self, size: int) -> HostMirror | None:
-        return make_mirror(size, pinned=self._device.type != "cpu") if self._mirrored else None
 
     def _take_contents(self, component: ComponentWeights, placed: PlacedTensor, part: torch.Tensor, stored: StoredTensor | None) -> None:
         """Copy a tensor's current contents into its place, and note where a wake finds them."""
         if stored is not None and _holds(stored, part, placed.whole):
             placed.fill_from(stored)
-        elif component.mirror is None:
+        elif self._level is not None or not self._mirrored:
             placed.kept = part.to("cpu", copy=True)
         if self._level is None:
             placed.view.copy_(part)
@@ -144,6 +141,37 @@ class ModelWeights:
         """Device bytes that the slabs need to be restored; 0 while they are awake."""
         return 0 if self._level is None else sum(component.slab.size for component in self._components)
 
+    @property
+    def has_mirrors(self) -> bool:
+        """Return whether sleeps at `HostMemory` use mirrors in host memory: on an accelerator, not on a CPU."""
+        return self._mirrored
+
+    @property
+    def unmirrored(self) -> list[int]:
+        """Sizes in bytes of the slabs that a sleep at `HostMemory` needs mirrors of and that have none. None on a CPU, and while asleep."""
+        return [component.slab.size for component in self._lacking()]
+
+    def _lacking(self) -> list[ComponentWeights]:
+        if not self._mirrored or self._level is not None:
+            return []
+        return [component for component in self._components if component.mirror is None]
+
+    def have_mirrors(self, mirrors: Sequence[HostMirror], *, fill: bool = True) -> None:
+        """Use these mirrors for the slabs of `unmirrored`. With `fill` their contents are copied; else another process does that."""
+        for component, mirror in zip(self._lacking(), mirrors, strict=True):
+            if fill:
+                mirror.take(component.slab.bytes)
+            component.have_mirror(mirror)
+
+    def make_mirrors(self) -> None:
+        """Mirror all slabs of `unmirrored` in memory of this process."""
+        self.have_mirrors(own_mirrors(self.unmirrored, pinned=self._device.type != "cpu"))
+
+    def drop_mirrors(self) -> None:
+        """Forget the mirrors while awake, because they may not be complete."""
+        for component in self._components:
+            component.mirror = None
+
     def require_sleep(self) -> None:
         """Refuse a sleep with RequestError (InvalidRequest) if `leave` counted weights, as with --shard and --offload group."""
         if self._elsewhere:
@@ -152,12 +180,17 @@ class ModelWeights:
     def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
         """Give the memory of all slabs back; with `DISCARD` also the mirrors and the cached pages of the files.
 
-        The modules must not run until `restore`.
+        Mirrors that `HostMemory` needs and nobody made are made first. The modules must not run until `restore`.
 
         Raises:
-            RequestError: InvalidRequest, some weights are in no slab.
+            RequestError: InvalidRequest, some weights are in no slab; InsufficientMemory, mirrors do not fit. Nothing was given back then.
         """
         self.require_sleep()
+        if level is SleepLevel.HOST_MEMORY and self.unmirrored:
+            require_room(own_bytes(self.unmirrored), available_bytes(HOST))
+            self.make_mirrors()
+        for component in self._components if self._level is None else []:
+            component.keep()
         for component in self._components:
             component.slab.release()
         if level is SleepLevel.DISCARD:
@@ -198,8 +231,6 @@ class ModelWeights:
                 else:
                     component.mirror.give(component.slab.bytes)
         fill_again(placed for component in unmirrored for placed in component.placed)
-        for component in unmirrored:
-            component.have_mirror(self._new_mirror)
 
     def report(self) -> MemoryReport:
         """Report the weights' current memory by place."""
@@ -209,8 +240,9 @@ class ModelWeights:
         return MemoryReport(
             weights_bytes=sum(nbytes_of(placed.view) for placed in self._placed) + elsewhere,
             weights_resident_bytes=resident_bytes(slabs) + elsewhere,
-            mirror_file_bytes=sum(in_files for in_files, _ in mirrors),
-            mirror_memory_bytes=sum(in_memory for _, in_memory in mirrors),
+            mirror_file_bytes=sum(in_files for in_files, _, _ in mirrors),
+            mirror_memory_bytes=sum(own for _, own, _ in mirrors),
+            mirror_shared_bytes=sum(shared for _, _, shared in mirrors),
             mappings=["{:x}-{:x}".format(*slab.address_range) for slab in slabs if slab.address_range is not None],
         )
 
@@ -222,42 +254,13 @@ def read_in_place(module: torch.nn.Module, unread: Placeholders, report: ReportB
         ConfigError: a file cannot be read to its end, or was written to meanwhile.
     """
     fills: list[Fill | RandomFill] = []
-    for _, tensor in _named_tensors(module):
+    for _, tensor in named_tensors(module):
         if contents := unread.stored_of(tensor):
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype)
             fills.append(Fill(tensor.data, contents) if isinstance(contents, StoredTensor) else RandomFill(tensor.data, contents))
         else:
             report(nbytes_of(tensor))
     fill_tensors(fills, report)
-
-
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers by name, each once: tied ones are the same object. Quantised ones come as their plain parts."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        yield from parts_of(name, tensor)
-
-
-def weights_bytes(module: torch.nn.Module) -> int:
-    """Sum the bytes of a module's parameters and buffers. Tied tensors count once, quantised ones by their stored parts."""
-    return sum(nbytes_of(tensor) for _, tensor in _named_tensors(module))
-
-
-def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the plain tensors that a tensor consists of, by name: itself, or the parts of torchao's and bitsandbytes' kinds."""
-    if is_traceable_wrapper_subclass(tensor):
-        inner = [(part, getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0]]
-        yield from ((f"{name}.{part}", value) for part, value in inner if value is not None)
-        return
-    yield name, tensor
-    state = getattr(tensor, "quant_state", None)
-    if state is not None:
-        # A scale for each block of weights, and the table of the values that four bits stand for.
-        yield from ((f"{name}.{part}", getattr(state, part)) for part in ("absmax", "code"))
-
-
-def is_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds quantised weights, whose contents cannot be replaced."""
-    return is_traceable_wrapper_subclass(tensor) or getattr(tensor, "quant_state", None) is not None
 
 
 def _layout(tensors: list[torch.Tensor]) -> tuple[list[int], int]:

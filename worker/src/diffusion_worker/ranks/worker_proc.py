@@ -60,6 +60,7 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
     "list_loras": {},
     "pin_lora": {"lora_int_id": int},
     "unpin_lora": {"lora_int_id": int},
+    "mirror_weights": {},
     "handle_sleep_task": {"task": SleepTask},
     "handle_wake_task": {"task": WakeTask},
     "fingerprint": {"probe": bool},

@@ -38,6 +38,7 @@ from diffusion_worker.messages import (
 from diffusion_worker.runner.device import device_of
 from diffusion_worker.runner.loading.offloading import check_device
 from diffusion_worker.runner.loading.replace_weights import read_weights
+from diffusion_worker.runner.mirroring import mirror_weights
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, ReportProgress, StepOutput
 from diffusion_worker.runner.parallel.rows import Parallel
 from diffusion_worker.runner.profiler import RankProfiler
@@ -185,6 +186,17 @@ class DiffusionWorker:
         Raises RequestError.
         """
         return sorted(self.model_runner.load_weights(read_weights(Path(path))))
+
+    def mirror_weights(self) -> None:
+        """Copy the weights to host memory for a later sleep at HostMemory; do nothing on a CPU, while asleep, or with a mirror.
+
+        Call it on all ranks together: they share one mirror if their weights are alike.
+
+        Raises:
+            RequestError: InsufficientMemory, on all ranks and before anything was allocated.
+        """
+        alike = self._config.tensor == 1 and self._config.shard == 1
+        mirror_weights(self.model_runner.weights, self.parallel, self.device, alike=alike)
 
     def sleep(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> int:
         """Give back the memory of weights, slots and caches; return the bytes. Raises RequestError."""

@@ -18,8 +18,9 @@ from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.lora.slot_bank import PIECE_BYTES
 from diffusion_worker.memory.checksum import checksum
 from diffusion_worker.memory.heap import give_back_heap, unfreeze_gc
+from diffusion_worker.memory.module_tensors import weights_bytes
 from diffusion_worker.memory.placeholders import Placeholders
-from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights, weights_bytes
+from diffusion_worker.memory.weights import NOTHING_UNREAD, ModelWeights
 from diffusion_worker.messages import (
     Fingerprint,
     LoadedLoRA,

@@ -58,16 +58,18 @@ class RankMemory:
         """Give everything back, except what sleeps at this level or deeper already. No request may run.
 
         Raises:
-            RequestError: InvalidRequest, some weights cannot sleep; nothing was given back then.
+            RequestError: InvalidRequest, some weights cannot sleep; InsufficientMemory. Nothing was given back then.
         """
         deeper = level is SleepLevel.DISCARD and self.level is not SleepLevel.DISCARD
         if set(self.asleep) == set(MemoryTag) and not deeper:
             return
-        self._weights.require_sleep()
         slept_at = self.level if MemoryTag.WEIGHTS in self.asleep else None
-        self.level = SleepLevel.DISCARD if SleepLevel.DISCARD in (level, slept_at) else level
-        for tag in MemoryTag:
-            self._give_back(tag, forget=self.level is SleepLevel.DISCARD)
+        level = SleepLevel.DISCARD if SleepLevel.DISCARD in (level, slept_at) else level
+        # The weights come first, because only they can be refused.
+        self._weights.release(level)
+        self.level = level
+        for tag in (MemoryTag.ADAPTERS, MemoryTag.CACHES):
+            self._give_back(tag, forget=level is SleepLevel.DISCARD)
         self.asleep = list(MemoryTag)
         give_back_heap(self._device)
 

@@ -11,8 +11,12 @@ from diffusion_operator.api.deployment_status import DeploymentStatus, Operation
 from diffusion_operator.api.meta import ConditionStatus, condition_of, reason_of
 from diffusion_operator.api.worker_state import NO_FAILURES
 
-_FAILURES = {"InsufficientMemory": "WakeRefusedMemory", "VerificationFailed": "VerificationFailed"}
-"""Events of failed operations that have a name of their own, by the worker's code."""
+_FAILURES = {
+    ("wake", "InsufficientMemory"): "WakeRefusedMemory",
+    ("wake", "VerificationFailed"): "VerificationFailed",
+    ("sleep", "VerificationFailed"): "VerificationFailed",
+}
+"""Events of failed operations that have a name of their own, by the operation and the worker's code."""
 
 
 class EventType(StrEnum):
@@ -129,7 +133,7 @@ def _operation_events(index: int, ended: OperationStatus, *, boot: str, generati
         key = f"{boot}-{ended.id}"
         return [_normal("Woke" if woke else "Slept", f"replica {index} {what if woke else slept}", key=key)]
     kind = "wake" if ended.kind == "wake" else "sleep"
-    reason = _FAILURES.get(ended.code) or ("WakeFailed" if kind == "wake" else "SleepFailed")
+    reason = _FAILURES.get((kind, ended.code)) or ("WakeFailed" if kind == "wake" else "SleepFailed")
     message = f"replica {index}: the {kind} failed {took}: {_why(ended.code, ended.message)}"
     return [_warning(reason, message, key=f"{boot}-{generation}-{ended.kind}-{ended.code}")]
 

@@ -8,6 +8,7 @@ import msgspec
 
 from diffusion_worker.engine.state.state_document import ColdRequests, DesiredSleep, DesiredState, SleepPolicy
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.messages import SleepLevel
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,11 @@ class SleepRules:
     def sleep(self) -> DesiredSleep:
         """The desired file's level and wake timeout, which count for sleeps by policy and wakes for requests; calls bring their own."""
         return self.desired.sleep
+
+    @property
+    def wants_mirrors(self) -> bool:
+        """Return whether the policy may send the model to a sleep at `HostMemory`, which a mirror of the weights makes fast."""
+        return self.policy is not SleepPolicy.ALWAYS_AWAKE and self.sleep.level is SleepLevel.HOST_MEMORY
 
     @property
     def cold_requests(self) -> ColdRequests:

@@ -41,6 +41,14 @@ class SleepingRanks:
         """Return whether a sleeping rank has some of its memory back already."""
         return any(set(rank.memory.asleep) != set(MemoryTag) for rank in self._ranks.documents())
 
+    async def mirror(self) -> None:
+        """Have all ranks mirror their weights in host memory, as far as they have not yet.
+
+        Raises:
+            RequestError: InsufficientMemory; that of a rank that failed. GroupFailed.
+        """
+        await self._call_all("mirror_weights", timeout_s=self.call_timeout_s)
+
     async def tell(self, task: SleepTask | WakeTask, *, timeout_s: float | None = None) -> list[TaskAck]:
         """Give a task to all ranks and return their answers; raise one RequestError that names the failed ranks, or GroupFailed."""
         kind = "sleep" if isinstance(task, SleepTask) else "wake"

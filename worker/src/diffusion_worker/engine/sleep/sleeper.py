@@ -59,6 +59,7 @@ class Sleeper:
     async def sleep(self, call: SleepCall) -> TaskOutcome:
         """Drain the requests, let every rank free memory to the level of the call, and check that it did; call `begin_sleep` before.
 
+        A first sleep at HostMemory makes the mirrors that no policy asked for at the load, since nobody waits for the ranks now.
         A model that is asleep already skips the drain. Ranks that are lost meanwhile come back asleep, and acknowledgements may then be
         missing.
 
@@ -72,6 +73,8 @@ class Sleeper:
         self._life.enter(EngineState.SLEEPING)
         acks: list[TaskAck] = []
         try:
+            if call.level is SleepLevel.HOST_MEMORY:
+                await self.ranks.mirror()
             acks = await self.ranks.tell(SleepTask(call.operation_id, call.level))
             await self.ranks.require_released()
         except GroupFailed:

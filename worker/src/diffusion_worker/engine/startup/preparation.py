@@ -29,7 +29,10 @@ APPLY_SHARE = 0.75
 
 
 class Preparation:
-    """The preparation of each generation of ranks. `describe` is called with each model, `warmed` with each warm-up."""
+    """The preparation of each generation of ranks. `describe` is called with each model, `warmed` with each warm-up.
+
+    `wants_mirrors` returns whether ranks that have loaded shall mirror their weights in host memory. Otherwise the first sleep does it.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class Preparation:
         *,
         describe: Callable[[ModelInfo], None],
         warmed: Callable[[WarmedUp], None],
+        wants_mirrors: Callable[[], bool],
     ) -> None:
         self._config = config
         self._life = life
@@ -51,6 +55,7 @@ class Preparation:
         self._verification = verification
         self._describe = describe
         self._warmed = warmed
+        self._wants_mirrors = wants_mirrors
         self._model: ModelInfo | None = None
         # Set once this generation has run a request.
         self._warm = False
@@ -82,6 +87,17 @@ class Preparation:
             await self._verification.record(timeout_s=self._config.startup_timeout_s)
         except RequestError as error:
             raise GroupFailed(f"the fingerprints of the loaded ranks cannot be taken: {error.message}") from None
+        if self._wants_mirrors():
+            await self._mirror()
+
+    async def _mirror(self) -> None:
+        """Have the ranks mirror their weights. A model that has no room for that serves, and its first sleep tries again."""
+        try:
+            await self._call_all("mirror_weights", timeout_s=self._config.startup_timeout_s)
+        except RequestError as error:
+            if error.code is not ErrorCode.INSUFFICIENT_MEMORY:
+                raise GroupFailed(f"the weights of the loaded ranks cannot be mirrored: {error.message}") from None
+            log.warning("no mirror before the first sleep: %s", error.message)
 
     def discarded(self) -> None:
         """Mark all adapters as gone from the ranks: the next wake loads them, except those on demand, which their requests load."""

@@ -9,7 +9,8 @@ from safetensors import SafetensorError, safe_open
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.layers import LoRALayer
-from diffusion_worker.memory.weights import ModelWeights, is_quantized
+from diffusion_worker.memory.module_tensors import is_quantized
+from diffusion_worker.memory.weights import ModelWeights
 
 MOST_NAMES = 3
 

@@ -24,20 +24,25 @@ def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
     OWN.passed()
     if parallel.world == 1:
         return mine
-    encoded = msgspec.json.encode(mine) if mine else b""
-    longest = torch.tensor([len(encoded)])
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    if not (size := int(longest)):
-        return {}
-    # JSON holds no zero byte, so the padding can be recognised.
-    flat = torch.frombuffer(bytearray(encoded.ljust(size, b"\0")), dtype=torch.uint8)
-    parts: list[torch.Tensor] = [torch.empty_like(flat) for _ in range(parallel.world)]
-    dist.all_gather(parts, flat)
-    words = [bytes(part.tolist()).rstrip(b"\0") for part in parts]
     found: Failures = {}
-    for text in filter(None, words):
+    for text in filter(None, texts_of_all(parallel, msgspec.json.encode(mine) if mine else b"")):
         found = _decoder.decode(text) | found
     return found
+
+
+def texts_of_all(parallel: Parallel, mine: bytes) -> list[bytes]:
+    """Return the texts of all ranks in order; a text has no zero byte. If all are empty, this costs one small collective."""
+    if parallel.world == 1:
+        return [mine]
+    longest = torch.tensor([len(mine)])
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    if not (size := int(longest)):
+        return [b""] * parallel.world
+    # The padding can be recognised.
+    flat = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
+    parts: list[torch.Tensor] = [torch.empty_like(flat) for _ in range(parallel.world)]
+    dist.all_gather(parts, flat)
+    return [bytes(part.tolist()).rstrip(b"\0") for part in parts]
 
 
 def same_on_all(parallel: Parallel, word: str) -> bool:

@@ -25,6 +25,7 @@ RANK_MEMORY = {
     "rank_weights_bytes": ("Size of a rank's weights.", "weights_bytes"),
     "rank_weights_resident_bytes": ("Part of a rank's weights that is in memory.", "weights_resident_bytes"),
     "rank_mirror_memory_bytes": ("Memory from which a rank's weights come back at wake.", "mirror_memory_bytes"),
+    "rank_mirror_shared_bytes": ("Such memory that ranks of the pod share, which the pod has once.", "mirror_shared_bytes"),
     "rank_adapter_slots_resident_bytes": ("Part of a rank's slots for adapters that is in memory.", "adapter_slots_resident_bytes"),
     "rank_adapter_host_bytes": ("Adapters that a rank has in host memory.", "adapter_host_bytes"),
     "rank_cache_bytes": ("Bytes in a rank's prompt cache.", "cache_bytes"),
