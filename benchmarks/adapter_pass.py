@@ -61,6 +61,9 @@ class Worker:
     def forget(self, namespace: str, deployment: str) -> None:
         raise NotImplementedError
 
+    def forget_pod(self, ip: str, pod_uid: str) -> None:
+        """There is one worker, which stays."""
+
     def expect_proof(self, ip: str, pod_uid: str) -> None:
         """There is one worker."""
 

@@ -54,6 +54,9 @@ class WorkerClient(Protocol):
     def expect_proof(self, ip: str, pod_uid: str) -> None:
         """Never take this pod's worker for one of a version that cannot prove itself."""
 
+    def forget_pod(self, ip: str, pod_uid: str) -> None:
+        """Drop what is remembered of a pod that is gone."""
+
     """The port; tests of reconcile script it."""
 
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
@@ -103,6 +106,11 @@ class HttpWorkerClient:
 
     def expect_proof(self, ip: str, pod_uid: str) -> None:
         self._proved[ip] = pod_uid
+
+    def forget_pod(self, ip: str, pod_uid: str) -> None:
+        if self._proved.get(ip, pod_uid) == pod_uid:  # else another pod has the address by now
+            self._proved.pop(ip, None)
+            self._cleared.pop(ip, None)
 
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
         path = _state_path(after=after, wait=f"{wait_s:g}") if after else _state_path()

@@ -225,6 +225,19 @@ async def test_a_stranger_at_the_address_of_a_worker_that_an_earlier_process_pro
     assert worker.tokens == []
 
 
+async def test_of_a_pod_that_is_gone_nothing_is_kept_and_of_the_next_one_at_its_address_all(
+    client: HttpWorkerClient, worker: ProvingWorker
+) -> None:
+    await state(client)
+    assert (client._proved, list(client._cleared)) == ({IP: "pod-7"}, [IP])
+    client.forget_pod(IP, "pod-6")
+    assert (client._proved, list(client._cleared)) == ({IP: "pod-7"}, [IP])
+    client.forget_pod(IP, "pod-7")
+    assert (client._proved, client._cleared) == ({}, {})
+    await state(client)
+    assert client._proved == {IP: "pod-7"}, "it may prove itself again"
+
+
 async def test_a_worker_that_closes_its_connections_is_told_and_sent_no_token(client: HttpWorkerClient, worker: ProvingWorker) -> None:
     worker.closes = True
     with pytest.raises(ControlUnreachable, match="closed each connection"):

@@ -326,6 +326,8 @@ class ScriptedWorkers:
         self.tokens: set[str] = set()
         self.expected: dict[str, str] = {}
         """UIDs of pods that have to prove themselves, by address."""
+        self.forgotten: set[tuple[str, str]] = set()
+        """Addresses and UIDs of pods that the operator said are gone."""
 
     def __iter__(self) -> Iterator[ScriptedWorker]:
         return iter(self._by_ip.values())
@@ -359,6 +361,9 @@ class ScriptedWorkers:
 
     def expect_proof(self, ip: str, pod_uid: str) -> None:
         self.expected[ip] = pod_uid
+
+    def forget_pod(self, ip: str, pod_uid: str) -> None:
+        self.forgotten.add((ip, pod_uid))
 
     async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
         self._called(call.worker, token).remove(call.name)

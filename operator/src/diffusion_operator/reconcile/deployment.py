@@ -127,7 +127,7 @@ def _next_pass(runtime: Runtime, memory: DeploymentMemory, plan: DeploymentPlan)
 
 async def _gone(runtime: Runtime, key: Key) -> Result:
     """Owner references collect the children; the adapters that referred to it must hear of it."""
-    runtime.memories.pop((key.namespace, key.name), None)
+    runtime.forget(key.namespace, key.name)
     runtime.watches.forget(key.namespace, key.name)
     runtime.ready_reasons.pop(key, None)
     runtime.statuses.pop(key, None)

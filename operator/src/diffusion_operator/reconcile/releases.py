@@ -49,7 +49,7 @@ async def claim(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
     key = deployment_key(deployment.metadata.namespace, deployment.metadata.name)
     named = deployment.status.operator
     if await is_anothers(runtime, named):
-        runtime.memories.pop((key.namespace, key.name), None)
+        runtime.forget(key.namespace, key.name)
         runtime.watches.forget(key.namespace, key.name)
         runtime.statuses.pop(key, None)
         return step_back(runtime, key, named)

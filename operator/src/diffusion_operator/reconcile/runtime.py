@@ -83,8 +83,15 @@ class Runtime:
 
     def forget_all(self) -> None:
         """Begin as a new process does, because another one acted meanwhile."""
-        self.memories.clear()
+        for namespace, name in tuple(self.memories):
+            self.forget(namespace, name)
         self.adapter_backoffs.clear()
+
+    def forget(self, namespace: str, deployment: str) -> None:
+        """Drop the memory of a deployment, and what the client remembers of its workers."""
+        known = self.memories.pop((namespace, deployment), None)
+        for ip, uid in known.addresses.items() if known is not None else ():
+            self.workers.forget_pod(ip, uid)
 
     def show_nothing(self) -> None:
         """Leave the metrics of objects to the process that leads."""
@@ -96,7 +103,8 @@ class Runtime:
         known = self.memories.get((namespace, name))
         if known is None or known.uid != deployment.uid:
             tokens = ControlTokens(self.settings, deployment)
-            known = self.memories[namespace, name] = DeploymentMemory(uid=deployment.uid, tokens=tokens)
+            addresses = known.addresses if known is not None else {}
+            known = self.memories[namespace, name] = DeploymentMemory(uid=deployment.uid, tokens=tokens, addresses=addresses)
         return known
 
     def child_changed(self, namespace: str, deployment: str, kind: str, name: str) -> None:
