@@ -9,8 +9,8 @@ import math
 
 import msgspec
 
-from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.engine.scheduling.request_class import RequestClass
+from diffusion_worker.recent import Recent
 
 # The decoded image alone is three channels of float32, and with guidance its load counts twice.
 LEAST_BYTES_PER_PIXEL = 6

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.messages import RequestSpec
+from diffusion_worker.recent import Recent
 
 REFUSED_S = 600.0
 # Contents that are remembered; the oldest are forgotten first.

@@ -6,9 +6,9 @@ import math
 
 import msgspec
 
-from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.engine.scheduling.request_class import RequestClass
 from diffusion_worker.messages import RequestSpec, Task
+from diffusion_worker.recent import Recent
 
 # Steps assumed until a pipeline has shown its default.
 USUAL_STEPS = 50

@@ -8,9 +8,9 @@ are learned by class. Joins are bounded by the sum, since the rest of the memory
 from collections import Counter
 from collections.abc import Iterable
 
-from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.engine.scheduling.request_class import RequestClass
 from diffusion_worker.engine.scheduling.request_queue import QueuedRequest
+from diffusion_worker.recent import Recent
 
 # The share of the memory beside the weights that requests may hold between steps.
 HELD_SHARE = 0.5

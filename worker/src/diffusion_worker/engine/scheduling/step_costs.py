@@ -2,10 +2,10 @@
 """Seconds of steps by class and batch size, learned from the ranks' reports; other classes are scaled by their pixels. Pure."""
 
 from diffusion_worker.engine.scheduling.cost_curve import CostCurve
-from diffusion_worker.engine.scheduling.recent import Recent
 from diffusion_worker.engine.scheduling.request_class import RequestClass
 from diffusion_worker.errors import ErrorCode
 from diffusion_worker.messages import TickDone, WarmTick
+from diffusion_worker.recent import Recent
 
 # Seconds assumed for a pixel of a step until the first report; only comparisons between classes use it.
 GUESSED_PIXEL_S = 1e-7

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from diffusion_worker.engine.scheduling.recent import Recent
+from diffusion_worker.recent import Recent
 
 
 def test_the_oldest_entry_goes_and_one_that_is_set_again_is_the_newest() -> None:
