@@ -31,13 +31,13 @@ class MeteredRank(Parallel):
         super().__init__(rank=0, world=1, device=CPU, store=HashStore(), timeout_s=60)
         self.denoise_s = 0.0
 
-    def run(self, call: ModelCall, execute: Execute) -> Any:
-        """Run a call here; raises as `Parallel.run` does."""
+    def run(self, calls: list[ModelCall], execute: Execute) -> Any:
+        """Run calls as one here; raises as `Parallel.run` does."""
         started = time.thread_time()
         try:
-            return super().run(call, execute)
+            return super().run(calls, execute)
         finally:
-            if call.component == "transformer":
+            if calls[0].component == "transformer":
                 self.denoise_s += time.thread_time() - started
 
 

@@ -14,7 +14,7 @@ import torch
 
 from diffusion_worker.messages import Tick
 from diffusion_worker.runner.pipelines.view import modules_of
-from diffusion_worker.runner.stepping.stepper import StepOutput
+from diffusion_worker.runner.stepping.step_output import StepOutput
 from support.families.rig.family import Arguments, Family
 from support.families.rig.family_rig import Asked, FamilyRig, apart
 from support.rehearsal.fake_cuda import rehearse

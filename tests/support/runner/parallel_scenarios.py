@@ -169,7 +169,7 @@ def places(rank: Rank) -> dict[str, Any]:
 
                 parallel.compute_together("transformer", lambda call: call)
                 x = torch.arange(4.0).reshape(4, 1)
-                assert torch.equal(parallel.run(ModelCall("transformer", "forward", {"x": x}), execute), x)
+                assert torch.equal(parallel.run([ModelCall("transformer", "forward", {"x": x})], execute), x)
                 assert parallel.mesh is not None
                 found[str(sizes)] = (dict(zip(parallel.mesh.mesh_dim_names or (), parallel.mesh.shape, strict=True)), ran)
         except ValueError as error:

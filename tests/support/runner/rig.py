@@ -18,7 +18,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.layers import LoRALayer
 from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
-from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.call import ModelCall, merge
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel.rows import CallFailed
 from diffusion_worker.runner.pipelines.view import modules_of
@@ -52,9 +52,10 @@ class OneRank:
         self.failures: list[CallFailed] = []
         self.before: Callable[[ModelCall], None] = lambda call: None
 
-    def run(self, call: ModelCall, execute: Callable[[ModelCall, slice], Any]) -> Any:
-        self.calls.append(call)
+    def run(self, calls: list[ModelCall], execute: Callable[[ModelCall, slice], Any]) -> Any:
         try:
+            call = merge(calls)
+            self.calls.append(call)
             self.before(call)
             return execute(call, slice(0, call.rows))
         except Exception as error:

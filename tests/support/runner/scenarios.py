@@ -25,7 +25,8 @@ from diffusion_worker.runner.model_runner import DiffusionModelRunner
 from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
 from diffusion_worker.runner.parallel.vae_tiles import VaeTiles
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, mark_step
-from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
+from diffusion_worker.runner.stepping.step_output import StepOutput
+from diffusion_worker.runner.stepping.stepper import Stepper
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from support.families.images.worded_images import worded_flux
@@ -54,7 +55,7 @@ def spread(rank: Rank) -> list[dict[str, Any]]:
 
     with rank.group() as parallel:
         for rows in range(1, 6):
-            doubled, (sums,) = parallel.run(_call(rows), execute)
+            doubled, (sums,) = parallel.run([_call(rows)], execute)
             seen[-1] |= {"doubled": doubled.tolist(), "sums": sums.tolist()}
     return seen
 
@@ -70,10 +71,10 @@ def one_fails(rank: Rank) -> dict[str, Any]:
 
     with rank.group() as parallel:
         try:
-            parallel.run(_call(4), execute)
+            parallel.run([_call(4)], execute)
         except CallFailed as error:
             message = str(error)
-        after = parallel.run(_call(2), lambda call, part: call.arguments["hidden_states"] + 1)
+        after = parallel.run([_call(2)], lambda call, part: call.arguments["hidden_states"] + 1)
     return {"message": message, "after": after.tolist()}
 
 
@@ -229,7 +230,7 @@ def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: b
         one, many, z = one.double(), copy.deepcopy(many).double(), z.double()
     ran_one, ran_many = calls_of(one.decoder.conv_in), calls_of(many.decoder.conv_in)
     expected = one.decode(z).sample
-    output = parallel.run(ModelCall("vae", "decode", {"z": z}, many), lambda call, rows: many.decode(**call.arguments)).sample
+    output = parallel.run([ModelCall("vae", "decode", {"z": z}, many)], lambda call, rows: many.decode(**call.arguments)).sample
     close = bool((output - expected).abs().max() < 1e-5)
     return {"equal": torch.equal(output, expected), "close": close, "ran": len(ran_many), "alone": len(ran_one)}
 
@@ -250,7 +251,7 @@ def _failing_tile(parallel: Parallel) -> list[str]:
     said = []
     for _ in range(2):
         try:
-            said.append(str(tuple(parallel.run(call, lambda call, rows: vae.decode(**call.arguments)).sample.shape)))
+            said.append(str(tuple(parallel.run([call], lambda call, rows: vae.decode(**call.arguments)).sample.shape)))
         except CallFailed as error:
             said.append(str(error))
     return said

@@ -16,7 +16,8 @@ from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import LoRAUse, Tick
 from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, mark_step
-from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper
+from diffusion_worker.runner.stepping.step_output import StepOutput
+from diffusion_worker.runner.stepping.stepper import Stepper
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from support.lora.adapters import write_adapter

@@ -18,7 +18,7 @@ from diffusion_worker.ranks.worker_proc import WorkerProc
 from diffusion_worker.runner.model_call.faults import RankFault
 from diffusion_worker.runner.stepping.pixels import RawImage, bytes_of, to_pixels
 from diffusion_worker.runner.stepping.stage_clock import StageClock
-from diffusion_worker.runner.stepping.stepper import StepOutput
+from diffusion_worker.runner.stepping.step_output import StepOutput
 
 DEADLINE_S = 10.0
 

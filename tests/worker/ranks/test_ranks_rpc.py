@@ -40,7 +40,7 @@ from diffusion_worker.ranks.worker_proc import WorkerProc
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker
 from diffusion_worker.runner.model_call.faults import RankFault, classify, require_usable_rank
 from diffusion_worker.runner.profiler import RankProfiler
-from diffusion_worker.runner.stepping.stepper import StepOutput
+from diffusion_worker.runner.stepping.step_output import StepOutput
 
 
 class FakeWorker:

@@ -141,7 +141,7 @@ def test_a_merge_that_does_not_fit_in_memory_is_made_one_by_one(rig: RunnerRig, 
             raise torch.OutOfMemoryError("out of memory")
         return calls[0]
 
-    monkeypatch.setattr("diffusion_worker.runner.stepping.batch.merge", merge)
+    monkeypatch.setattr("support.runner.rig.merge", merge)
     images, errors = rig.run(request("a"), request("b"))
     assert (sorted(images), errors) == (["a", "b"], {})
 

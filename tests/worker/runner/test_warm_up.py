@@ -16,7 +16,7 @@ from diffusion_worker.engine.state.rank_protocol import TickReport
 from diffusion_worker.engine.state.state_document import EngineState, LoadStage
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, RequestSpec, RpcReply, Task, Tick, WarmedUp
-from diffusion_worker.runner.stepping.stepper import StepOutput
+from diffusion_worker.runner.stepping.step_output import StepOutput
 from diffusion_worker.runner.warm_up import Variant, compiled_variants, warm_up, warm_up_requests
 from support.runner.rig import RunnerRig
 from support.worker.fake_rank_group import FakeRankGroup

@@ -115,7 +115,7 @@ def test_images_with_offload_are_bit_for_bit_those_without_also_with_adapters(ki
     assert rig.model.features == {"offload": kind}
     transformer, seen = rig.runner.pipeline.transformer, set()
     home = tuple(places(transformer))
-    compute = rig.runner._stepper._compute
+    compute = rig.runner._stepper.batches.compute
     specs = [request(f"{index}", seed=index, loras=[LoRAUse(index, 1.0)] if index < 2 else []) for index in range(3)]
 
     def watch(module: nn.Module, call: ModelCall, is_plain: bool) -> object:
@@ -123,7 +123,7 @@ def test_images_with_offload_are_bit_for_bit_those_without_also_with_adapters(ki
         seen.add((call.component, tuple(places(transformer)) == home))
         return result
 
-    rig.runner._stepper._compute = watch  # type: ignore[assignment]
+    rig.runner._stepper.batches.compute = watch  # type: ignore[assignment]
     for each in (plain, rig):
         assert each.runner.loras is not None
         for number, name in enumerate(("stripes", "frame")):

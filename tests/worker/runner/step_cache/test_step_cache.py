@@ -21,7 +21,7 @@ from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.step_cache import first_block
 from diffusion_worker.runner.step_cache.cache import MixedVerdicts
 from diffusion_worker.runner.step_cache.hooked_run import CacheVerdict
-from diffusion_worker.runner.stepping.stepper import StepOutput
+from diffusion_worker.runner.stepping.step_output import StepOutput
 from support.families.rig.all import FAMILIES
 from support.runner.digit_judge import DIGIT_WORDS, HUES, judge
 from support.runner.rig import Images, OneRank, RunnerRig, levels_apart, request
@@ -149,7 +149,7 @@ def test_a_shared_call_that_fails_is_made_for_each_request_by_itself(rigs: dict[
     def before(call: ModelCall) -> None:
         if call.component == "transformer" and call.rows > 2 and len(failed) < 5:
             failed.append(call)
-            raise RuntimeError("no such luck")
+            raise torch.OutOfMemoryError("no such luck")
 
     rig.parallel.before = before
     try:

@@ -25,7 +25,7 @@ from diffusion_worker.runner.pipelines.view import view_of
 from diffusion_worker.runner.stepping.call_history import Step
 from diffusion_worker.runner.stepping.pixels import Pixels, keep_on_device, pixels_of
 from diffusion_worker.runner.stepping.preview import preview_steps
-from diffusion_worker.runner.stepping.stepper import StepOutput
+from diffusion_worker.runner.stepping.step_output import StepOutput
 from support.families.rig.all import FAMILIES
 from support.families.rig.family_rig import Asked, FamilyRig, as_tensor
 from support.runner.rig import RunnerRig, request

@@ -13,7 +13,8 @@ from diffusion_worker.messages import Failed, Finished, Preview, StageSeconds, T
 from diffusion_worker.ranks.output import Said
 from diffusion_worker.runner.stepping.pixels import Pixels, RawImage, pixels_of
 from diffusion_worker.runner.stepping.stage_clock import StageClock
-from diffusion_worker.runner.stepping.stepper import StepOutput, report_of
+from diffusion_worker.runner.stepping.step_output import StepOutput
+from diffusion_worker.runner.stepping.stepper import report_of
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,11 @@ from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec
 from diffusion_worker.runner.parallel.agreement import failures_of_all
 from diffusion_worker.runner.parallel.rows import Parallel
 from diffusion_worker.runner.pipelines.tasks import TaskPipelines
+from diffusion_worker.runner.stepping.batch_runner import Compute
 from diffusion_worker.runner.stepping.pixels import Pixels, pixels_of
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
-from diffusion_worker.runner.stepping.stepper import Compute, StepOutput, Stepper, report_of
+from diffusion_worker.runner.stepping.step_output import StepOutput
+from diffusion_worker.runner.stepping.stepper import Stepper, report_of
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from diffusion_worker.runner.warm_up import WarmUpRequest, own_request, plain_variants
 

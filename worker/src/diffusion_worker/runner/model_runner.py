@@ -54,7 +54,8 @@ from diffusion_worker.runner.rank_memory import RankMemory
 from diffusion_worker.runner.step_cache.cache import PipelineStepCache
 from diffusion_worker.runner.stepping.pixels import Pixels, pixels_of
 from diffusion_worker.runner.stepping.request_state import Body, DiffusionRequestState
-from diffusion_worker.runner.stepping.stepper import StepOutput, Stepper, report_of
+from diffusion_worker.runner.stepping.step_output import StepOutput
+from diffusion_worker.runner.stepping.stepper import Stepper, report_of
 from diffusion_worker.runner.stepping.suspending_module import forget_copies
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from diffusion_worker.runner.warm_up import PLAIN, Variant, compiled_variants, plain_variants, task_of, warm_up

@@ -13,7 +13,7 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, ImageInput, LoRAUse, ModelInfo, RequestSpec, Task, Tick, WarmTick
 from diffusion_worker.runner.pipelines.body import inputs_of
-from diffusion_worker.runner.stepping.stepper import StepOutput
+from diffusion_worker.runner.stepping.step_output import StepOutput
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,19 @@ Tensors stay on their device: the group's back end for it (NCCL, gloo) moves the
 """
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from diffusion_worker.runner.model_call.call import tensors_of, with_tensors
+
+
+class Packed(NamedTuple):
+    """The bytes of the rows computed here, a line for each, and the room for those of all parts."""
+
+    mine: torch.Tensor
+    everything: torch.Tensor
 
 
 class RowGroup:
@@ -30,8 +37,8 @@ class RowGroup:
         mine = slice(cuts[self.index], cuts[self.index + 1])
         return mine if mine.start < mine.stop else slice(rows - 1, rows)
 
-    def pack(self, output: Any, rows: int) -> torch.Tensor:
-        """Join the tensors of an output computed here to one of bytes, a line for each row, as `gather` needs it.
+    def pack(self, output: Any, rows: int) -> Packed:
+        """Join the tensors of an output computed here to one of bytes, a line for each row, and make the room that `gather` needs.
 
         Zeros fill it to the rows of the largest part, so that all ranks send the same size.
 
@@ -45,15 +52,15 @@ class RowGroup:
                 raise TypeError(f"a module returned {tuple(tensor.shape)} for {count} rows, which cannot be gathered")
         flat = [tensor.contiguous().reshape(count, -1).view(torch.uint8) for tensor in tensors]
         if len(flat) == 1 and count == max(self._counts(rows)):
-            return flat[0]
+            return self._with_room(flat[0])
         packed = tensors[0].new_zeros(max(self._counts(rows)), sum(part.shape[1] for part in flat), dtype=torch.uint8)
         torch.cat(flat, dim=1, out=packed[:count])
-        return packed
+        return self._with_room(packed)
 
-    def gather(self, output: Any, packed: torch.Tensor, rows: int) -> Any:
+    def gather(self, output: Any, packed: Packed, rows: int) -> Any:
         """Return the output of all `rows` rows from the ranks' packed ones, by one collective for any number of tensors."""
         count, mine = self._computed(rows), tensors_of(output)
-        everything = self.gather_bytes(packed.reshape(-1)).reshape(self.count, *packed.shape)
+        everything = self._exchange(packed.mine.reshape(-1), packed.everything).reshape(self.count, *packed.mine.shape)
         counts = self._counts(rows)
         if min(counts) == max(counts):
             whole = everything.reshape(rows, -1)
@@ -70,7 +77,12 @@ class RowGroup:
 
     def gather_bytes(self, mine: torch.Tensor) -> torch.Tensor:
         """Return the flat uint8 tensors of all parts, which have equal sizes, one after the other."""
-        everything = mine.new_empty(self.count, mine.numel())
+        return self._exchange(mine, mine.new_empty(self.count, mine.numel()))
+
+    def _with_room(self, packed: torch.Tensor) -> Packed:
+        return Packed(packed, packed.new_empty(self.count, packed.numel()))
+
+    def _exchange(self, mine: torch.Tensor, everything: torch.Tensor) -> torch.Tensor:
         dist.all_gather(list(everything), mine, group=self._group)
         return everything.reshape(-1)
 

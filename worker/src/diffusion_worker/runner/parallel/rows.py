@@ -12,7 +12,7 @@ others in a collective. It must end, and the group with it.
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 from diffusion_worker.main_thread import OWN
-from diffusion_worker.runner.model_call.call import ModelCall, slice_rows
+from diffusion_worker.runner.model_call.call import ModelCall, merge, slice_rows
 from diffusion_worker.runner.model_call.faults import RankFault, require_usable_rank
-from diffusion_worker.runner.parallel.row_group import RowGroup
+from diffusion_worker.runner.parallel.row_group import Packed, RowGroup
 
 T = TypeVar("T")
 
@@ -46,6 +46,14 @@ class CallFailed(Exception):
     def __init__(self, message: str, refusal: RequestError | None = None) -> None:
         super().__init__(message)
         self.refusal = refusal
+
+
+class _Computed(NamedTuple):
+    """The output of a call on this rank, and the rows of the whole call. `packed` has the rows for the others if they are spread."""
+
+    output: Any
+    rows: int
+    packed: Packed | None
 
 
 class Parallel:
@@ -100,22 +108,28 @@ class Parallel:
         """Spread the tiles of a component's decode from now on, instead of its rows."""
         self._tiled[component] = decode
 
-    def run(self, call: ModelCall, execute: Execute) -> Any:
-        """Run a call with its rows spread over the ranks; `execute` runs some rows of it here.
+    def run(self, calls: list[ModelCall], execute: Execute) -> Any:
+        """Merge calls and run them as one, with its rows spread over the ranks; `execute` runs some rows of it here.
 
         Raises:
-            CallFailed: on all ranks, when it failed on one. RequestError: on all ranks, before anything ran.
+            CallFailed: on all ranks, when merging or running failed on one. RequestError: on all ranks, before anything ran.
             RankFault: on this rank only; it has to end.
         """
-        if call.method == "forward" and call.component in self._together:
-            return self._spread(self._together[call.component](call), self._jointly(execute), self._rows)
-        if call.method == "decode" and call.component in self._tiled:
-            output = self._tiled[call.component](call, execute)
-            if output is not None:
-                return output
-        if call.method == "forward" and call.component in self._sharded:
-            return self._spread(call, self._jointly(execute), self.everybody)
-        return self._spread(call, execute, self.everybody)
+        first = calls[0]
+        sharded = first.component in self._sharded
+        if first.method == "forward" and (sharded or first.component in self._together):
+            prepare = self._together.get(first.component, _unchanged)
+            call = self._built(lambda: prepare(merge(calls)), agreed=len(calls) > 1)
+            return self._spread(lambda: call, self._jointly(execute), self._rows if first.component in self._together else self.everybody)
+        if first.method == "decode" and first.component in self._tiled:
+            call = self._built(lambda: merge(calls), agreed=len(calls) > 1)
+            output = self._tiled[first.component](call, execute)
+            return output if output is not None else self._spread(lambda: call, execute, self.everybody)
+        return self._spread(lambda: merge(calls), execute, self.everybody)
+
+    def _built(self, build: Callable[[], ModelCall], *, agreed: bool) -> ModelCall:
+        """Return a call that ranks wait for each other in. A merged one has to be there on all of them before any rank enters it."""
+        return self.agree(build) if agreed else build()
 
     def agree(self, run: Callable[[], T], *, size: Callable[[T], int] = lambda output: 0) -> T:
         """Return the result of `run`; raise `CallFailed` on all ranks if it raised on any, or if its `size` differs between ranks."""
@@ -155,20 +169,19 @@ class Parallel:
         """Leave the process group."""
         dist.destroy_process_group()
 
-    def _spread(self, call: ModelCall, execute: Execute, group: RowGroup) -> Any:
-        rows = call.rows
-        spread = group.count > 1 and rows > 1 and not call.whole
-        mine = group.part(rows) if spread else slice(0, rows)
-        part = slice_rows(call, mine.start, mine.stop) if spread else call
+    def _spread(self, build: Callable[[], ModelCall], execute: Execute, group: RowGroup) -> Any:
+        """Run a call with its rows spread over the ranks of a group. All that may fail on one rank alone is done before they agree."""
 
-        def compute() -> tuple[Any, torch.Tensor]:
-            output = execute(part, mine)
-            return output, group.pack(output, rows)
+        def compute() -> _Computed:
+            call = build()
+            if group.count == 1 or call.rows == 1 or call.whole:
+                return _Computed(execute(call, slice(0, call.rows)), call.rows, None)
+            mine = group.part(call.rows)
+            output = execute(slice_rows(call, mine.start, mine.stop), mine)
+            return _Computed(output, call.rows, group.pack(output, call.rows))
 
-        if not spread:
-            return self.agree(lambda: execute(call, mine))
-        output, packed = self.agree(compute, size=lambda found: found[1].shape[1])
-        return group.gather(output, packed, rows)
+        found = self.agree(compute, size=lambda made: 0 if made.packed is None else made.packed.mine.shape[1])
+        return found.output if found.packed is None else group.gather(found.output, found.packed, found.rows)
 
     def _jointly(self, execute: Execute) -> Execute:
         """Make `execute` safe for calls in which ranks wait for each other: an error becomes RankFault unless all of them fail alike."""
@@ -199,6 +212,10 @@ class Parallel:
             alike = False
         if not alike:
             raise RankFault(Fault.COLLECTIVE, f"{call.component}: {words}, and not on all ranks that compute it together") from error
+
+
+def _unchanged(call: ModelCall) -> ModelCall:
+    return call
 
 
 def _mesh(device: torch.device, world: int, *, tensor: int, sequence: int, shard: int) -> DeviceMesh | None:

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pending calls of many requests, arranged into calls of the real modules."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Hashable
 
 import msgspec
 
+from diffusion_worker.errors import Fault
 from diffusion_worker.messages import LoRAUse
-from diffusion_worker.runner.model_call.call import ModelCall, group_key, merge
+from diffusion_worker.runner.model_call.call import ModelCall, group_key
+from diffusion_worker.runner.model_call.faults import classify, require_usable_rank
 from diffusion_worker.runner.step_cache.hooked_run import CacheVerdict
 from diffusion_worker.runner.step_cache.interface import Branch
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
+
+log = logging.getLogger(__name__)
 
 
 class Pending(msgspec.Struct, frozen=True, eq=False):
@@ -40,10 +45,6 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
     def loras(self) -> list[list[LoRAUse]]:
         """The adapters of each row."""
         return [item.state.spec.loras for item, count in zip(self.items, self.rows, strict=True) for _ in range(count)]
-
-    def merged(self) -> ModelCall:
-        """Return the single call that serves all requests of the batch."""
-        return merge([item.call for item in self.items])
 
     def alone(self) -> list["InputBatch"]:
         """Split the batch into batches of a single request, in order."""
@@ -86,10 +87,26 @@ def _groups(items: list[Pending]) -> list[list[Pending]]:
         return [items]
     groups: dict[Hashable, list[Pending]] = {}
     for position, item in enumerate(items):
-        state = item.state
-        key = None if state.exact or state.whole else group_key(item.call, state.contents)
-        groups.setdefault(("alone", position) if key is None else (key, state.batch_key, _verdict(item)), []).append(item)
+        key = _key(item)
+        groups.setdefault(("alone", position) if key is None else (key, item.state.batch_key, _verdict(item)), []).append(item)
     return list(groups.values())
+
+
+def _key(item: Pending) -> Hashable | None:
+    """Return the key of calls that may be merged with this one; None where none may, or where its arguments cannot be compared.
+
+    A failed comparison follows from the kinds of the arguments, so it is the same on every rank. A lack of memory is not, and is raised.
+    """
+    if item.state.exact or item.state.whole:
+        return None
+    try:
+        return group_key(item.call, item.state.contents)
+    except Exception as error:
+        require_usable_rank(error)
+        if classify(error) is Fault.OUT_OF_MEMORY:
+            raise
+        log.debug("a call of %s shares no call, its arguments cannot be compared: %s", item.call.component, error)
+        return None
 
 
 def _verdict(item: Pending) -> CacheVerdict | None:

@@ -128,7 +128,7 @@ class DiffusionRequestState:
         self.body = body
         self._asked = False
         self._call: ModelCall | None = None
-        self._randomness = OwnRandomness(spec.seed)
+        self.randomness = OwnRandomness(spec.seed)
         self._precision = OwnPrecision()
         self._fiber = Fiber(self._run)
         self._fiber.history = self.history
@@ -190,7 +190,7 @@ class DiffusionRequestState:
         Changes by a request with the model alone are noted at the end of the context, and undone once its fiber is dead.
         """
         changes = self._fiber.changes
-        with self._randomness, self._precision, async_copies():
+        with self.randomness, self._precision, async_copies():
             if changes is None:
                 yield
                 return
@@ -232,7 +232,7 @@ class DiffusionRequestState:
             self._asked = self._fiber.called = True
             self._call = event if self.history is not None else None
             if event.denoises:
-                self._given.update((id(tensor), tensor.nbytes) for tensor in tensors_of(event.arguments))
+                self._given.update((id(tensor), tensor.numel() * tensor.element_size()) for tensor in tensors_of(event.arguments))
         elif event is StepBoundary.STEP:
             self.steps_done += 1
             self._since_step.clear()

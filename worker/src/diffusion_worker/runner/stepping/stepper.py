@@ -6,30 +6,27 @@ waits in a collective for a request that another has given up. The next wave has
 request is done or has finished its step.
 """
 
-import contextlib
 import logging
-import traceback
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
-import msgspec
 import torch
 
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
-from diffusion_worker.lora.call_rows import RowsNotSeparable
 from diffusion_worker.lora.diffusion_manager import DiffusionLoRAManager
-from diffusion_worker.messages import ErrorReport, LoRAUse, Progress, PromptCacheStats
-from diffusion_worker.runner.model_call.call import ModelCall, answer, execute, split
+from diffusion_worker.messages import ErrorReport, Progress
+from diffusion_worker.runner.model_call.call import ModelCall, execute
 from diffusion_worker.runner.model_call.faults import classify, require_usable_rank
 from diffusion_worker.runner.model_call.prompt_cache import PromptCache
 from diffusion_worker.runner.parallel.agreement import failures_of_all
 from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
-from diffusion_worker.runner.step_cache.cache import MixedVerdicts, PipelineStepCache, Plan
-from diffusion_worker.runner.stepping.batch import InputBatch, Pending, make_batches
+from diffusion_worker.runner.step_cache.cache import PipelineStepCache
+from diffusion_worker.runner.stepping.batch import Pending, make_batches
+from diffusion_worker.runner.stepping.batch_runner import BatchRunner, Compute, Event, without_frames
 from diffusion_worker.runner.stepping.preview import PreviewState, preview_due
 from diffusion_worker.runner.stepping.request_state import Broken, DiffusionRequestState, FiberDone, FiberEvent, StepBoundary
 from diffusion_worker.runner.stepping.shared_part import NeedsModelAlone
-from diffusion_worker.runner.stepping.stage_clock import StageClock, stage_of
+from diffusion_worker.runner.stepping.step_output import PreviewOutput, StepOutput
 from diffusion_worker.runner.stepping.tick_meter import TickMeter
 from diffusion_worker.withheld import traceback_of
 
@@ -42,42 +39,7 @@ CALLS_A_TICK = 8
 # The code by which ranks tell each other that a request has to be made alone. It never leaves the ranks.
 NEEDS_MODEL_ALONE = "NeedsModelAlone"
 
-# Calls a module; if `plain`, bit by bit as diffusers itself does, also with a model that changes meanwhile.
-Compute = Callable[[torch.nn.Module, ModelCall, bool], Any]
 States = dict[str, DiffusionRequestState]
-Event = tuple[DiffusionRequestState, FiberEvent]
-Failure = TypeVar("Failure", bound=BaseException)
-
-
-class PreviewOutput(msgspec.Struct, frozen=True):
-    """A finished preview of a request, not yet converted to pixels. `number` counts the request's previews from 0."""
-
-    request_id: str
-    number: int
-    image: Any
-
-
-class StepOutput(msgspec.Struct):
-    """The results of a tick on this rank: bodies' outputs (images), errors, and the number of model calls made for them.
-
-    `clocks` has the costs of each image. The figures and the progress are those of `TickDone`.
-    """
-
-    images: dict[str, Any] = {}
-    clocks: dict[str, StageClock] = {}
-    progress: list[Progress] = []
-    previews: list[PreviewOutput] = []
-    errors: dict[str, ErrorReport] = {}
-    # Requests that ended as they need the model alone, with what they were about to do with it.
-    replays: dict[str, str] = {}
-    rows: int = 0
-    calls: int = 0
-    denoise_seconds: float = 0.0
-    peak_bytes: int = 0
-    split: bool = False
-    features: dict[str, str] | None = None
-    skipped: int = 0
-    prompt_cache: PromptCacheStats | None = None
 
 
 class Stepper:
@@ -87,19 +49,13 @@ class Stepper:
         self._states = states
         self._parallel = parallel
         self._prompts = prompts
-        self._modules: dict[str, torch.nn.Module] = {}
+        self.batches = BatchRunner(parallel, prompts)
         self._loras: DiffusionLoRAManager | None = None
         self._cache: PipelineStepCache | None = None
-        self._compute: Compute = lambda module, call, plain: execute(module, call)
-        # Calls whose output could not be split once are not merged again.
-        self._indivisible: set[tuple[str, str]] = set()
-        # Calls in which some layer does not see the rows. All rows of such a call need the same adapters.
-        self._same_adapters: set[tuple[str, str]] = set()
         # Set once a request's calls show it: a pipeline without steps ends its ticks after each denoiser call.
         self._without_steps = False
         self._warned_of_previews = False
         self._output = StepOutput()
-        self._meter = TickMeter(torch.device("cpu"))
 
     def serve(
         self,
@@ -113,17 +69,16 @@ class Stepper:
 
         `compute` makes every call. `cache` is the step cache with hooks on the denoisers, None without one.
         """
-        self._modules, self._loras, self._cache, self._compute = modules, loras, cache, compute
-        self._indivisible.clear()
-        self._same_adapters.clear()
-        self._without_steps = False
+        self._loras, self._cache, self._without_steps = loras, cache, False
+        self.batches.serve(modules, loras, cache, compute)
 
     def advance(self, chosen: Iterable[DiffusionRequestState], output: StepOutput, meter: TickMeter) -> None:
         """Advance each chosen request by a step. The results are added to `output`."""
-        self._output, self._meter = output, meter
-        pending = self._take([(state, state.advance()) for state in self._admitted(list(chosen))], [])
-        while pending:
-            pending = self._wave(pending)
+        self._output = output
+        with self.batches.counting(output, meter):
+            pending = self._take([(state, state.advance()) for state in self._admitted(list(chosen))], [])
+            while pending:
+                pending = self._wave(pending)
         # The output is large, and belongs to the caller.
         self._output = StepOutput()
 
@@ -145,9 +100,9 @@ class Stepper:
             going = [item for item, _ in known]
             events = [(item.state, item.state.resume(found)) for item, found in known]
         else:
-            batches = [part for batch in make_batches(pending) for part in self._divided(batch)]
+            batches = make_batches(pending)
             going = [item for batch in batches for item in batch.items]
-            events = [event for batch in batches for event in self._run(batch)]
+            events = [event for batch in batches for event in self.batches.run(batch)]
         gone = set(map(id, going))
         rest = self._take(events, [item for item in pending if id(item) not in gone])
         # The calls are sorted by the order in which requests joined, which is the same on every rank.
@@ -159,96 +114,8 @@ class Stepper:
             return None
         return self._prompts.get(item.prompt, alone=item.state.exact or len(self._states) == 1)
 
-    def _divided(self, batch: InputBatch) -> list[InputBatch]:
-        kind = batch.items[0].call.component, batch.items[0].call.method
-        if len(batch.items) > 1 and kind in self._indivisible:
-            return batch.alone()
-        return batch.by_adapters() if kind in self._same_adapters else [batch]
-
-    def _run(self, batch: InputBatch) -> list[Event]:
-        """Make a batch's call and resume each request with its part; return the events at which the fibers stop next.
-
-        A failed call is repeated in smaller batches: by verdict, by adapters, or each request by itself. An error reaches a request only
-        from a call of its own.
-        """
-        try:
-            parts = self._call(batch)
-        except MixedVerdicts:
-            return [event for part in batch.by_verdict() for event in self._run(part)]
-        except (CallFailed, RequestError, TypeError, ValueError, torch.OutOfMemoryError) as error:
-            if isinstance(error, torch.OutOfMemoryError) and self._parallel.world > 1:
-                raise  # merging failed here, and the other ranks are in the call already
-            log.log(
-                logging.DEBUG if _adapters_mix(error) else logging.WARNING,
-                "a call of %s with %d requests failed:\n%s",
-                batch.items[0].call.component,
-                len(batch.items),
-                traceback_of(error),
-            )
-            failure = _without_frames(error)
-        else:
-            return [(item.state, item.state.resume(answer(item.call, part))) for item, part in zip(batch.items, parts, strict=True)]
-        # This is outside the except block: the failed call's tensors are free again before it is made once more.
-        if classify(failure) is Fault.OUT_OF_MEMORY and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if len(batch.items) == 1:
-            return [(batch.items[0].state, batch.items[0].state.fail(failure))]
-        if _adapters_mix(failure) and len(apart := batch.by_adapters()) > 1:
-            self._same_adapters.add((batch.items[0].call.component, batch.items[0].call.method))
-            return [event for part in apart for event in self._run(part)]
-        self._output.split = True
-        if isinstance(failure, TypeError):
-            self._indivisible.add((batch.items[0].call.component, batch.items[0].call.method))
-        return [event for single in batch.alone() for event in self._run(single)]
-
-    def _call(self, batch: InputBatch) -> list[Any]:
-        """Make a batch's call; return each request's part of the output."""
-        call = batch.merged()
-        # A request with the model for itself may look at all rows of a call at once (perturbed attention), so they stay together.
-        if any(item.state.exact or item.state.whole for item in batch.items) or (call.denoises and not call.divisible):
-            call = msgspec.structs.replace(call, whole=True)
-        plan = self._plan(batch)
-        with self._meter.measuring(denoises=call.denoises) as span:
-            result = self._parallel.run(call, lambda part, rows: self._execute(part, batch, rows, plan))
-        parts = split(result, batch.rows) if len(batch.items) > 1 else [result]
-        if plan is not None:
-            parts = plan.keep(parts)
-            self._output.skipped += call.rows if plan.skips else 0
-        self._output.calls += 1
-        self._output.rows += call.rows if call.denoises else 0
-        for item in batch.items:
-            item.state.clock.add(stage_of(call, item.state.steps_done), span)
-        self._remember(batch, parts)
-        return parts
-
     def _adapter_in(self, state: DiffusionRequestState, call: ModelCall) -> str | None:
         return None if self._loras is None else self._loras.identity_in(call.component, state.spec.loras)
-
-    def _plan(self, batch: InputBatch) -> Plan | None:
-        """Return the step cache's plan for a batch; None for a batch without it."""
-        branches = [item.branch for item in batch.items if item.branch is not None]
-        return None if self._cache is None or not branches else self._cache.plan(batch.items[0].call.component, branches, batch.rows)
-
-    def _execute(self, call: ModelCall, batch: InputBatch, rows: slice, plan: Plan | None) -> Any:
-        """Call the module for `rows` of a batch, each row under its own adapters; with a plan, the step cache's hooks are on.
-
-        The module is the call's own, such as a copy in another precision, or else the component's.
-        """
-        if plan is not None:
-            return plan.execute(lambda: self._execute(call, batch, rows, None), rows)
-        module = call.module if call.module is not None else self._modules[call.component]
-        plain = any(item.state.exact or item.state.whole for item in batch.items)
-        with self._adapters(call, batch.loras[rows]):
-            return self._compute(module, call, plain)
-
-    def _adapters(self, call: ModelCall, uses: list[list[LoRAUse]]) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a call, in which each of its rows has its adapters."""
-        return contextlib.nullcontext() if self._loras is None or not any(uses) else self._loras.set_adapter_mapping(call.component, uses)
-
-    def _remember(self, batch: InputBatch, parts: list[Any]) -> None:
-        for item, part in zip(batch.items, parts, strict=True):
-            if item.prompt is not None and self._prompts is not None:
-                self._prompts.put(item.prompt, part, alone=len(batch.items) == 1)
 
     def _take(self, events: list[Event], pending: list[Pending]) -> list[Pending]:
         """Act on the events at which the requests stopped; return the pending calls with theirs added."""
@@ -311,25 +178,6 @@ def _report(state: DiffusionRequestState, event: Broken | NeedsModelAlone) -> Er
     return state.report(event.error) if isinstance(state, PreviewState) else report_of(event.error, asked=event.asked)
 
 
-def _adapters_mix(error: BaseException) -> bool:
-    """Return whether an error means that rows with different adapters met in a layer that cannot tell them apart.
-
-    An error of this rank has it as its cause. An error from another rank only has its name in the text.
-    """
-    return isinstance(error.__cause__, RowsNotSeparable) or RowsNotSeparable.__name__ in str(error)
-
-
-def _without_frames(error: Failure) -> Failure:
-    """Clear the tracebacks of an error and of its causes, so that the tensors in their frames are freed; return the same error."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if seen.__traceback__ is not None:
-            traceback.clear_frames(seen.__traceback__)
-            seen.__traceback__ = None
-        seen = seen.__cause__ or seen.__context__
-    return error
-
-
 def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
     """Return the error that the caller gets; raise RankFault where the rank cannot go on.
 
@@ -346,5 +194,5 @@ def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
     code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.REQUEST_FAILED
     # Only text is logged: a record that held the exception would hold the tensors of its frames.
     log.error("a request failed:\n%s", traceback_of(error))
-    _without_frames(error)
+    without_frames(error)
     return ErrorReport(code, words)

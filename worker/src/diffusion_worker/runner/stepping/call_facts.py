@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about the calls of a model's classes that only the calls themselves show, and that decide which requests may share one.
+
+A fact follows from a failure that all ranks agreed on, or from a call that all of them made whole. So it is the same on every rank.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from diffusion_worker.recent import Recent
+from diffusion_worker.runner.model_call.call import ModelCall
+
+# Sizes of images are part of a kind, and requests choose them.
+MOST_KINDS = 256
+# Merged calls of a kind that fail in a row before it is not merged again. A single failure may be of the moment.
+MOST_FAILURES = 2
+
+
+class CallFacts:
+    """The facts about the calls of one served model, by component, class and method."""
+
+    def __init__(self) -> None:
+        self._draws: set[Hashable] = set()
+        self._same_adapters: set[Hashable] = set()
+        self._failures: Recent[Hashable, int] = Recent(MOST_KINDS)
+
+    def clear(self) -> None:
+        """Forget everything, as for another model."""
+        self._draws.clear()
+        self._same_adapters.clear()
+        self._failures.clear()
+
+    def runs_alone(self, call: ModelCall) -> bool:
+        """Return whether a call is made for one request at a time."""
+        return self.draws(call) or self._failures_of(call) >= MOST_FAILURES
+
+    def draws(self, call: ModelCall) -> bool:
+        """Return whether calls of this method draw random numbers, which have to be those of one request."""
+        return method_of(call) in self._draws
+
+    def note_draws(self, call: ModelCall) -> None:
+        """Remember that a call of this method drew from the global generators."""
+        self._draws.add(method_of(call))
+
+    def note_unmerged(self, call: ModelCall) -> None:
+        """Remember that calls of this kind failed when they were merged, and that each one was made by itself."""
+        self._failures[kind_of(call)] = self._failures_of(call) + 1
+
+    def note_merged(self, call: ModelCall) -> None:
+        """Remember that calls of this kind were made as one."""
+        if self._failures:
+            self._failures.pop(kind_of(call), None)
+
+    def _failures_of(self, call: ModelCall) -> int:
+        return self._failures.get(kind_of(call), 0) if self._failures else 0
+
+    def needs_same_adapters(self, call: ModelCall) -> bool:
+        """Return whether all rows of a call need the same adapters, because some layer does not see the rows."""
+        return method_of(call) in self._same_adapters
+
+    def note_same_adapters(self, call: ModelCall) -> None:
+        """Remember that a layer that adapters change does not see the rows of this method's calls."""
+        self._same_adapters.add(method_of(call))
+
+
+def method_of(call: ModelCall) -> Hashable:
+    """Return the component, class and method of a call."""
+    return call.component, type(call.module), call.method
+
+
+def kind_of(call: ModelCall) -> Hashable:
+    """Return the method of a call, the size of its rows, and the names and kinds of its arguments.
+
+    A class may fail to merge calls with one argument or of one size only.
+    """
+    kinds = tuple(sorted((name, _kind(value)) for name, value in call.arguments.items()))
+    return method_of(call), call.shape[1:], kinds
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {value.dim()}"
+    if isinstance(value, dict):
+        return str({key: _kind(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} {sorted({_kind(item) for item in value})}"
+    return type(value).__name__
