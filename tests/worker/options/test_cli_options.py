@@ -248,6 +248,13 @@ def test_options_of_the_ranks_reach_them(monkeypatch: pytest.MonkeyPatch, tmp_pa
     config = config_of(monkeypatch, f"--model={DIGITS_MODEL}", *options)
     assert (config.max_restarts, config.rendezvous_host, config.rendezvous_port) == (7, "10.0.0.1", 29500)
     assert (config.worker_extension, config.profile_dir) == ("a.b:C", str(tmp_path))
+    assert not config.check_sharing
+
+
+def test_sharing_is_checked_by_an_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config_of(monkeypatch, f"--model={DIGITS_MODEL}", "--check-sharing").check_sharing
+    monkeypatch.setenv("DIFFUSION_WORKER_CHECK_SHARING", "1")
+    assert config_of(monkeypatch, f"--model={DIGITS_MODEL}").check_sharing
 
 
 def test_defaults_limits_and_the_key_reach_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -165,6 +165,22 @@ def test_the_warm_up_measures_the_step_and_the_longest_tick_of_every_size_and_va
     assert all(0 < tick.longest_s < 60 for tick in ticks)
 
 
+class Changing(Ranks):
+    """Ranks that end a request which would change the model, unless it has the model alone."""
+
+    def execute(self, tick: Tick, frames: Sequence[bytes]) -> StepOutput:
+        if tick.join and not tick.join[0].whole:
+            return StepOutput(replays={spec.request_id: "calls vae.enable_tiling()" for spec in tick.join})
+        return super().execute(tick, frames)
+
+
+def test_a_pipeline_that_changes_its_modules_is_found_out_in_the_warm_up() -> None:
+    [tick] = warm_up(config_of(), MODEL, Changing().execute)
+    assert (tick.spec.whole, tick.replayed) == (True, "calls vae.enable_tiling()")
+    [tick] = warm_up(config_of(), MODEL, Ranks().execute)
+    assert (tick.spec.whole, tick.replayed) == (False, "")
+
+
 def test_a_model_whose_denoiser_was_not_seen_is_measured_by_its_whole_tick() -> None:
     ranks = Ranks()
     ranks.denoise_s = 0.0

@@ -158,6 +158,13 @@ def cli() -> None:
 )
 @click.option("--exact", is_flag=True, help="Run each request's model calls alone; with one rank, images equal diffusers' bit for bit.")
 @click.option(
+    "--check-sharing",
+    is_flag=True,
+    envvar="DIFFUSION_WORKER_CHECK_SHARING",
+    show_envvar=True,
+    help="Compare the model before and after each part of a request's own code; costs milliseconds at every model call.",
+)
+@click.option(
     "--prompt-cache-size",
     type=click.IntRange(0, 65_536),
     default=32,

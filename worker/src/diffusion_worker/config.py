@@ -201,6 +201,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_size: int = 32
     # Each request's model calls run alone, so that results at one rank are bit-equal to diffusers.
     exact: bool = False
+    # The model is compared before and after every run of a request's own code, which costs time at each model call.
+    check_sharing: bool = False
     # Folder for traces of `profile`; None disables profiling.
     profile_dir: str | None = None
     # Below Kubernetes' default grace of 30 s, so that the server still ends by itself.

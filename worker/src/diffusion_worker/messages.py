@@ -259,12 +259,14 @@ class WarmTick(msgspec.Struct, frozen=True):
     """The times of a request's warm-up with so many images at once, on one rank.
 
     `step_s` are the denoisers' seconds in its shortest step, and `longest_s` those of its longest tick, with all that comes once.
+    `replayed` says what the pipeline was about to do with the shared model where the request was made again as `whole`; empty otherwise.
     """
 
     spec: RequestSpec
     images: int
     step_s: float
     longest_s: float
+    replayed: str = ""
 
 
 class WarmedUp(msgspec.Struct, frozen=True):

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from diffusion_worker.messages import ErrorReport, LoRAUse, RequestSpec, Tick
+from diffusion_worker.runner.families import pipeline_record
 from diffusion_worker.runner.model_call.call import ModelCall, execute
+from diffusion_worker.runner.pipelines.step_support import why_exclusive
 from diffusion_worker.runner.pipelines.view import modules_of, view_of
 from support.families.rig.family import Arguments, Family, as_tensor, in_float64
 from support.runner.rig import OneRank, attributes_of, changes_of, runner_with
@@ -40,7 +42,8 @@ JOINING = (0, 1, 2)
 class FamilyRig:
     """A family's tiny pipeline twice: one that only diffusers runs, and one that a model runner serves.
 
-    `parallel` replaces `OneRank`, which records its calls; `config` is the runner's configuration, or its `device`.
+    `parallel` replaces `OneRank`, which records its calls; `config` is the runner's configuration, or its `device`. The model is compared
+    around every run of a request's own code, as `--check-sharing` does.
     """
 
     def __init__(self, family: Family, dtype: torch.dtype = torch.float32, parallel: Any = None, **config: Any) -> None:
@@ -49,7 +52,9 @@ class FamilyRig:
         self.dtype = dtype
         self.pipeline = self._build()
         self.rank = OneRank()
-        self.runner = runner_with(self.pipeline, parallel or self.rank, dtype, **{"served_name": family.name} | config)
+        self.runner = runner_with(
+            self.pipeline, parallel or self.rank, dtype, **{"served_name": family.name, "check_sharing": True} | config
+        )
         # Requests of the last run that were repeated as `whole`, by number, with the reason.
         self.replays: dict[str, str] = {}
         # The rows that a step cache skipped and all rows, in each tick so far.
@@ -85,7 +90,8 @@ class FamilyRig:
     def outcome(self, *requests: Asked, joining: tuple[int, ...] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, ErrorReport]]:
         """Serve requests until each has a result or an error, and return both by number, as text.
 
-        A module that ends with other attributes than before is an AssertionError.
+        A module that ends with other attributes than before is an AssertionError. So is a request that was to be made again alone, unless
+        its class is known to change the model.
         """
         self.rank.calls.clear()
         self.rank.failures.clear()
@@ -93,6 +99,8 @@ class FamilyRig:
         before = attributes_of(modules)
         found = self.finish(requests, joining or (0,) * len(requests))
         assert not (changed := changes_of(before, attributes_of(modules))), changed
+        kind = type(self.pipeline)
+        assert not self.replays or why_exclusive(kind) or pipeline_record(kind).harmless, self.replays
         return found
 
     def finish(self, requests: Sequence[Asked], joining: Sequence[int]) -> tuple[dict[str, torch.Tensor], dict[str, ErrorReport]]:
@@ -143,7 +151,7 @@ class FamilyRig:
             return self.family.call(view, self._arguments(asked))
 
         # A `PipelineBody` has the same attribute.
-        vars(body).update(whole=whole, modules=lambda: modules_of(self.pipeline).values())
+        vars(body).update(whole=whole, modules=lambda: modules_of(self.pipeline))
         return body
 
     def _arguments(self, asked: Asked) -> Arguments:

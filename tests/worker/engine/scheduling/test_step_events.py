@@ -12,7 +12,7 @@ import pytest
 from diffusion_worker.engine.scheduling.step_loop import StepLoop
 from diffusion_worker.engine.state.request_events import PreviewMade, RequestEvent, StepTaken
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.messages import RequestSpec, Task
+from diffusion_worker.messages import RequestSpec, Task, WarmedUp, WarmTick
 from support.worker.fake_rank_group import CHANGE, FakeRankGroup, fake_pixels, fake_preview
 
 DEADLINE_S = 5.0
@@ -128,6 +128,17 @@ async def test_a_request_that_needs_the_model_alone_starts_over_once_and_those_o
     assert others.height == later.height == 8
     assert sorted(ranks.joined) == [("a", False), ("a", True), ("b", True), ("c", False), ("c", True), ("d", True)]
     assert loop.whole == {Task.GENERATE: CHANGE, Task.EDIT: CHANGE}
+
+
+async def test_requests_of_a_task_that_the_warm_up_made_alone_go_alone_from_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = FakeRankGroup()
+    async with running(ranks) as loop:
+        loop.warmed_up(WarmedUp({}, [WarmTick(spec("warm-up"), 1, 0.1, 0.1, CHANGE)] * 2))
+        await loop.submit(spec("a"))
+        await loop.submit(msgspec.structs.replace(spec("b"), task=Task.EDIT))
+    assert ranks.joined == [("a", True), ("b", False)]
+    assert loop.whole == {Task.GENERATE: CHANGE}
+    assert caplog.text.count(f"run one at a time from now on, because the pipeline {CHANGE}") == 1
 
 
 async def test_a_request_that_was_given_up_is_not_made_alone() -> None:

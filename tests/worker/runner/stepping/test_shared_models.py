@@ -76,6 +76,10 @@ class OfWeights(Acting):
         self.transformer.proj_out.bias = torch.nn.Parameter(torch.ones_like(self.transformer.proj_out.bias), requires_grad=False)
         del self.transformer.transformer_blocks[1]
 
+class OfHooks(Acting):
+    def act(self):
+        self.transformer.proj_out._forward_hooks[1] = lambda layer, args, made: 2 * made
+
 class Reading(Acting):
     def act(self):
         assert isinstance(self.vae.decoder, torch.nn.Module) and self.vae.decoder is self.vae.decoder
@@ -134,6 +138,7 @@ def run_in_company(rig: RunnerRig, guilty: RequestSpec, *others: RequestSpec) ->
         ("AtTheLastStep", "sets vae.use_tiling"),
         ("OfAPart", "sets transformer.transformer_blocks[1].attn.scale"),
         ("OfWeights", "sets transformer.proj_out.bias"),
+        ("OfHooks", "changes transformer.proj_out._forward_hooks"),
     ],
 )
 def test_a_request_that_would_change_the_model_is_made_alone_and_all_images_are_as_alone(rig_of: Any, name: str, what: str) -> None:
@@ -150,7 +155,7 @@ def test_a_request_that_would_change_the_model_is_made_alone_and_all_images_are_
 @pytest.mark.slow
 def test_the_changes_of_the_test_pipelines_change_their_images(rig_of: Any) -> None:
     usual = plain(RunnerRig(), request("a"))
-    for name in ("Setting", "AtTheLastStep", "OfAPart", "OfWeights"):
+    for name in ("Setting", "AtTheLastStep", "OfAPart", "OfWeights", "OfHooks"):
         assert (plain(rig_of(name), request("a")) != usual).any(), name
 
 

@@ -434,7 +434,9 @@ class DiffusionModelRunner:
         self._memory.require_awake(f"request {spec.request_id!r}")
         if spec.request_id in self._states:
             raise DuplicateRequest(f"request {spec.request_id!r} runs already")
-        self._states[spec.request_id] = DiffusionRequestState(spec, body, exact=self._config.exact)
+        self._states[spec.request_id] = DiffusionRequestState(
+            spec, body, exact=self._config.exact, check_sharing=self._config.check_sharing
+        )
         try:
             # The request's adapters are in use from here on, so none of them can be evicted for another.
             if self.loras is not None:

@@ -130,18 +130,20 @@ def _make(execute: Execute, request: WarmUpRequest, variant: Variant) -> ErrorRe
     name, frames = request.spec.request_id, request.frames
     specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **variant.changes) for number in range(variant.images)]
     left, joining = {spec.request_id for spec in specs}, specs
-    longest_s, steps_s = 0.0, list[float]()
+    longest_s, steps_s, replayed = 0.0, list[float](), ""
     for number in itertools.count(1):
         tick = Tick(number, joining, frames=[len(frames)] * len(joining) if frames else [])
         started = time.monotonic()
         output = execute(tick, frames * len(joining))
         longest_s = max(longest_s, time.monotonic() - started)
         steps_s += [output.denoise_seconds] if output.denoise_seconds else []
+        replayed = next(iter(output.replays.values()), replayed)
         joining = [msgspec.structs.replace(spec, whole=True) for spec in specs if spec.request_id in output.replays]
         if output.errors:
             execute(Tick(number + 1, leave=sorted(left - output.errors.keys())), [])
             return next(iter(output.errors.values()))
         left -= output.images.keys()
         if not left:
-            return WarmTick(specs[0], variant.images, min(steps_s, default=longest_s), longest_s)
+            spec = msgspec.structs.replace(specs[0], whole=bool(replayed))
+            return WarmTick(spec, variant.images, min(steps_s, default=longest_s), longest_s, replayed)
     raise AssertionError("unreachable")

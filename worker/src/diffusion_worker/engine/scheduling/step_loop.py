@@ -149,9 +149,12 @@ class StepLoop:
         self._scheduler.describe(defaults, model.free_bytes)
 
     def warmed_up(self, report: WarmedUp) -> None:
-        """Take the ranks' report of their warm-up: the outcome of the options, and times for the first deadlines."""
+        """Take the ranks' report of their warm-up: the outcome of the options, times for the first deadlines, and tasks to run alone."""
         self.features = report.features
         self._scheduler.warmed_up(report.ticks)
+        for tick in report.ticks:
+            if tick.replayed:
+                self._remember_whole(tick.spec.task, tick.replayed)
 
     @property
     def memory(self) -> MemoryModel:
@@ -356,15 +359,17 @@ class StepLoop:
         if request is None:
             return
         spec = self._scheduler.replay_whole(replay.request_id)
-        if spec.task not in self.whole:
-            self.whole[spec.task] = replay.what
-            log.warning(
-                "requests to %s run one at a time from now on, because the pipeline %s, which other requests would notice",
-                spec.task,
-                replay.what,
-            )
+        self._remember_whole(spec.task, replay.what)
         self.stats.replayed += 1
         request.start_over()
+
+    def _remember_whole(self, task: Task, what: str) -> None:
+        """Let all requests of a task run alone from now on; the reason is logged once."""
+        if task not in self.whole:
+            self.whole[task] = what
+            log.warning(
+                "requests to %s run one at a time from now on, because the pipeline %s, which other requests would notice", task, what
+            )
 
     def _count(self, done: TickDone) -> None:
         stats = self.stats

@@ -16,6 +16,7 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec
+from diffusion_worker.runner.families import pipeline_record
 from diffusion_worker.runner.pipelines.diffusers_workarounds import mend
 from diffusion_worker.runner.pipelines.schedule import check_shift, check_sigmas
 from diffusion_worker.runner.pipelines.step_support import why_exclusive
@@ -35,7 +36,8 @@ class PipelineBody:
     """A callable that runs the pipeline once and returns an image, or the frames of a video.
 
     Requests of different `batch_key` never share a model call. A `whole` one has the model for itself from its first step to its end, and
-    no other request advances meanwhile.
+    no other request advances meanwhile. `shares` is False where the class's record has a reason why its changes are harmless, so that no
+    check looks for them.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class PipelineBody:
         self._seed = seed
         self._guidance = guidance
         self.batch_key: Hashable = _ask(pipeline, "worker_batch_key", arguments)
+        self.shares = not pipeline_record(_type(pipeline)).harmless
         self.whole = (
             whole
             or bool(_ask(pipeline, "worker_runs_whole", arguments))
@@ -75,9 +78,9 @@ class PipelineBody:
             if self.whole:
                 _unhook(self._pipeline, view)
 
-    def modules(self) -> list[torch.nn.Module]:
-        """List the real modules behind the stand-ins, so that changes by a request that runs alone can be found and undone."""
-        return list(modules_of(self._pipeline).values())
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Return the real modules behind the stand-ins by name, so that changes by a request can be found and undone."""
+        return modules_of(self._pipeline)
 
 
 def make_body(pipeline: Any, spec: RequestSpec, *, conditioning: Mapping[str, Any] | None = None) -> PipelineBody:

@@ -1,64 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that a request makes to modules while it has the model alone: they are found, and put back at its end.
+"""Changes that a request makes to modules: they are found, and put back at its end.
 
 Only changes made while the request's own code runs count: in between, the engine gives layers to adapters, and models keep state of their
-calls. So the modules are compared at the begin and the end of each run of the fiber. In-place changes of a tensor's values, and of other
-objects than lists, sets and dicts, are not seen.
+calls. So the modules are compared at the begin and the end of each run of the fiber. In-place changes of a tensor's values are not seen.
+Neither are changes inside of objects that a module's own objects hold.
 """
 
+import functools
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 CONTAINERS = (dict, OrderedDict, list, set)
+EMPTY: Mapping[type, Any] = {kind: kind() for kind in CONTAINERS}
+# Objects without attributes that a request could set, or whose attributes are no state of a module.
+_WITHOUT_STATE = (
+    *(bool, int, float, str, type(None), tuple, torch.dtype, torch.device),
+    *(torch.nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType),
+)
 
-# A container that belongs to a module with a copy of it.
-Copied = tuple[Any, Any]
 Missing = object()
+Modules = Mapping[str, torch.nn.Module]
+
+
+class Copied(NamedTuple):
+    """A container that belongs to a module, with its path and a copy of it. The attributes of an object are a container as well."""
+
+    path: str
+    now: Any
+    before: Any
+    attributes: bool = False
+
+    def change(self) -> str:
+        """Return the path of the first change."""
+        if not isinstance(self.now, dict):
+            return self.path
+        keys = [*self.before, *(key for key in self.now if key not in self.before)]
+        key = next(key for key in keys if self.now.get(key, Missing) is not self.before.get(key, Missing))
+        return f"{self.path}.{key}" if self.attributes else f"{self.path}[{key!r}]"
 
 
 class Attributes:
-    """A snapshot of modules with all submodules: shallow copies of their attributes, lists, sets and dicts, and each weight's data."""
+    """A snapshot of modules with all submodules: shallow copies of their attributes, and each weight's data.
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+    Lists, sets and dicts are copied too, and the attributes of other objects that a module holds, such as attention processors.
+    """
+
+    def __init__(self, modules: Modules) -> None:
         self.containers: dict[int, Copied] = {}
-        self.weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for module in _all_modules(modules):
-            for container in _containers(module):
-                self.containers.setdefault(id(container), (container, container.copy()))
-            for weight in (*module._parameters.values(), *module._buffers.values()):
+        self.weights: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        for path, module in _all_modules(modules):
+            for container in _containers(path, module):
+                self.containers.setdefault(id(container.now), container)
+            for name, weight in (*module._parameters.items(), *module._buffers.items()):
                 if weight is not None:
-                    self.weights.setdefault(id(weight), (weight, weight.data))
+                    self.weights.setdefault(id(weight), (f"{path}.{name}", weight, weight.data))
 
     def changed(self) -> Iterator[Copied]:
-        """Yield the containers that have changed since, each with its earlier contents."""
-        for container, before in self.containers.values():
-            if not _same(container, before):
-                yield container, before
+        """Yield the containers that have changed since."""
+        return (container for container in self.containers.values() if not _same(container.now, container.before))
 
-    def moved(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the weights that have moved since or have another precision, each with its earlier data."""
-        for weight, before in self.weights.values():
+    def moved(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield the weights that have moved since or have another precision, each with its path and its earlier data."""
+        for path, weight, before in self.weights.values():
             if weight.dtype != before.dtype or weight.data_ptr() != before.data_ptr():
-                yield weight, before
+                yield path, weight, before
 
 
 class ModuleChanges:
-    """The changes that one request makes to `modules`, over all runs of its fiber."""
+    """The changes that one request makes to `modules`, over all runs of its fiber. The modules are by their paths."""
 
-    def __init__(self, modules: Callable[[], Iterable[torch.nn.Module]]) -> None:
+    def __init__(self, modules: Callable[[], Modules]) -> None:
         self._modules = modules
-        self._copies: list[torch.nn.Module] = []
+        self._copies: list[tuple[str, torch.nn.Module]] = []
         self._begun = False
         self._before: Attributes | None = None
         self._undo: list[Callable[[], None]] = []
+        # The path of the first change that is not put back yet.
+        self.first: str | None = None
 
-    def watch(self, module: torch.nn.Module) -> None:
+    def watch(self, path: str, module: torch.nn.Module) -> None:
         """Watch a module beside the pipeline's: a copy in another precision."""
-        if all(module is not known for known in self._copies):
-            self._copies.append(module)
+        if all(module is not known for _, known in self._copies):
+            self._copies.append((path, module))
 
     def begin(self) -> None:
         """Take the snapshot that `end_run` compares with, unless this run of the fiber has one.
@@ -67,7 +94,8 @@ class ModuleChanges:
         """
         self._begun = True
         if self._before is None:
-            self._before = Attributes((*self._modules(), *self._copies))
+            copies = {f"{path}, copy {number}": module for number, (path, module) in enumerate(self._copies)}
+            self._before = Attributes({**self._modules(), **copies})
 
     def start_run(self) -> None:
         """Take a snapshot at the start of a run if the request has touched modules in an earlier one; do nothing before that."""
@@ -77,30 +105,65 @@ class ModuleChanges:
     def end_run(self) -> None:
         """Note the changes that the request's own code made until it stopped."""
         before, self._before = self._before, None
-        if before is not None:
-            self._undo += [_undo_container(container, copy) for container, copy in before.changed()]
-            self._undo += [_undo_weight(weight, data) for weight, data in before.moved()]
+        if before is None:
+            return
+        for container in before.changed():
+            self.first = self.first or container.change()
+            self._undo.append(_undo_container(container.now, container.before))
+        for path, weight, data in before.moved():
+            self.first = self.first or path
+            self._undo.append(_undo_weight(weight, data))
 
     def put_back(self) -> None:
         """Undo all changes, the last one first."""
         while self._undo:
             self._undo.pop()()
-        self._begun = False
+        self._begun, self.first = False, None
 
 
-def _all_modules(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+def _all_modules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
     seen: set[torch.nn.Module] = set()
-    for module in modules:
-        for _, part in module.named_modules(seen):
-            yield part
+    for path, module in modules.items():
+        yield from module.named_modules(seen, path)
 
 
-def _containers(module: torch.nn.Module) -> Iterator[Any]:
-    yield vars(module)
-    yield from (value for value in vars(module).values() if type(value) in CONTAINERS)
+def _containers(path: str, module: torch.nn.Module) -> Iterator[Copied]:
+    yield Copied(path, vars(module), dict(vars(module)), attributes=True)
+    for name, value in vars(module).items():
+        kind: Any = type(value)
+        if kind in CONTAINERS:
+            # A model has ten thousands of these, nearly all of them empty tables of hooks.
+            if value:
+                yield from _copied(f"{path}.{name}", value)
+            else:
+                yield Copied(f"{path}.{name}", value, EMPTY[kind])
+        elif _has_state(kind) and hasattr(value, "__dict__"):
+            yield from _of_object(f"{path}.{name}", value)
+
+
+@functools.cache
+def _has_state(kind: type) -> bool:
+    return not issubclass(kind, _WITHOUT_STATE)
+
+
+def _of_object(path: str, found: Any) -> Iterator[Copied]:
+    yield Copied(path, vars(found), dict(vars(found)), attributes=True)
+    for name, value in vars(found).items():
+        yield from _copied(f"{path}.{name}", value)
+
+
+def _copied(path: str, value: Any) -> Iterator[Copied]:
+    """Yield a list, set or dict and all those in it; nothing for other values."""
+    if type(value) in CONTAINERS:
+        yield Copied(path, value, value.copy())
+        if type(value) is not set:
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from _copied(f"{path}[{key!r}]", item)
 
 
 def _same(now: Any, before: Any) -> bool:
+    if not before:
+        return not now
     if len(now) != len(before):
         return False
     if isinstance(now, dict):

@@ -56,7 +56,7 @@ class PreviewState(DiffusionRequestState):
 
     def __init__(self, of: DiffusionRequestState, history: CallHistory, number: int) -> None:
         spec = msgspec.structs.replace(of.spec, request_id=f"{of.spec.request_id}/preview-{number}", previews=0)
-        super().__init__(spec, of.body, exact=True)
+        super().__init__(spec, of.body, exact=True, check_sharing=of.check_sharing)
         self.of = of.spec.request_id
         self.number = number
         self.clock = of.clock

@@ -58,13 +58,14 @@ class Fiber(greenlet.greenlet):  # type: ignore[misc]
     """The greenlet of a body. `called` is set if it called a model since its last step; `steps` is the number of steps it will take.
 
     Steps are remembered in its `history`, if it has one. With a `replay` no step is taken, and the scheduler returns the result of
-    `replay`. `changes` records its changes to a model that it has alone; None where others advance beside it.
+    `replay`. An `alone` one has the model for itself. `changes` records its changes to the model; None where none is kept.
     """
 
     called = False
     steps: int | None = None
     history: CallHistory | None = None
     replay: Callable[[Any], Any] | None = None
+    alone = False
     changes: ModuleChanges | None = None
 
 
@@ -100,13 +101,14 @@ class DiffusionRequestState:
     """A request on this rank from its join to its end: the fiber that runs `body`, and all state that belongs to it alone.
 
     An `exact` one shares no call. While a `whole` one runs, the others wait, because it may change the shared model. Calls merge only under
-    an equal `batch_key`. `history` is None unless previews are wanted.
+    an equal `batch_key`. `history` is None unless previews are wanted. With `check_sharing` the model is compared around every run of the
+    fiber. A request that changed it beside others is to be run again by itself.
     """
 
     # Set if a single tick runs it to its end, with any number of calls, because no later tick advances it.
     in_one_tick = False
 
-    def __init__(self, spec: RequestSpec, body: Body, *, exact: bool = False) -> None:
+    def __init__(self, spec: RequestSpec, body: Body, *, exact: bool = False, check_sharing: bool = False) -> None:
         self.spec = spec
         self.exact = exact or spec.exact
         self.whole = bool(getattr(body, "whole", False))
@@ -132,8 +134,12 @@ class DiffusionRequestState:
         self._precision = OwnPrecision()
         self._fiber = Fiber(self._run)
         self._fiber.history = self.history
-        if self.whole:
-            self._fiber.changes = ModuleChanges(getattr(body, "modules", tuple))
+        self.check_sharing = check_sharing and not self.whole and bool(getattr(body, "shares", True))
+        self._fiber.alone = self.whole
+        if self.whole or self.check_sharing:
+            self._fiber.changes = ModuleChanges(getattr(body, "modules", dict))
+        # The path of the change that a check of the last run found.
+        self._changed: str | None = None
 
     @property
     def begun(self) -> bool:
@@ -160,12 +166,14 @@ class DiffusionRequestState:
             self.history.answered(self._call, value)
             self._call = None
         with self._running():
-            return self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
+            event = self._note(self._fiber.switch(value) if self._fiber else self._fiber.switch())
+        return self._checked(event)
 
     def fail(self, error: BaseException) -> FiberEvent:
         """Raise an error from the suspended model call, and run to the next event."""
         with self._running():
-            return self._note(self._fiber.throw(error))
+            event = self._note(self._fiber.throw(error))
+        return self._checked(event)
 
     def drop(self) -> None:
         """Unwind the fiber; afterwards only its `finally` blocks run."""
@@ -187,20 +195,30 @@ class DiffusionRequestState:
     def _running(self) -> Iterator[None]:
         """Switch to the request's own global random numbers and precision settings while its fiber runs, and let GPU copies overlap.
 
-        Changes by a request with the model alone are noted at the end of the context, and undone once its fiber is dead.
+        Changes by a request with the model alone are noted at the end of the context, and undone once its fiber is dead. Those that a
+        check finds beside others are undone at once.
         """
         changes = self._fiber.changes
         with self.randomness, self._precision, async_copies():
             if changes is None:
                 yield
                 return
-            changes.start_run()
+            if self.check_sharing:
+                changes.begin()
+            else:
+                changes.start_run()
             try:
                 yield
             finally:
                 changes.end_run()
-                if self._fiber.dead:
+                if self.check_sharing:
+                    self._changed = changes.first
+                if self.check_sharing or self._fiber.dead:
                     changes.put_back()
+
+    def _checked(self, event: FiberEvent) -> FiberEvent:
+        """Return the event of a run, or the need to run alone in its place if the run has changed the model beside others."""
+        return event if self._changed is None or isinstance(event, NeedsModelAlone) else NeedsModelAlone(f"changes {self._changed}")
 
     def _run(self) -> FiberEvent:
         try:

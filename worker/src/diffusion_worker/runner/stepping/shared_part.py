@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for a module that a request shares with other requests: it allows only what cannot change their images.
 
-Plain values and harmless methods are the module's own, and submodules follow the same rule. Any other use ends the attempt: the fiber is
-switched away for good, because a pipeline may swallow an exception. The request is then run again while no other advances. It may change
-the model in that run, and `ModuleChanges` puts everything back.
+Plain values and harmless methods are the module's own. Submodules, lists, dicts and sets follow the same rule. Any other use ends the
+attempt: the fiber is switched away for good, because a pipeline may swallow an exception. The request is then run again while no other
+advances. It may change the model in that run, and `ModuleChanges` puts everything back.
 """
 
 import functools
@@ -14,9 +14,14 @@ from typing import Any
 import greenlet
 import msgspec
 import torch
+from diffusers.configuration_utils import FrozenDict
 
+from diffusion_worker.runner.stepping.guarded_values import guarded
 from diffusion_worker.runner.stepping.harmless import HARMLESS
 from diffusion_worker.runner.stepping.module_changes import ModuleChanges
+
+# Values of these types cannot be changed, so reading one leads to no change of the module.
+_UNCHANGEABLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, FrozenDict)
 
 
 class NeedsModelAlone(msgspec.Struct, frozen=True):
@@ -29,13 +34,26 @@ class NeedsModelAlone(msgspec.Struct, frozen=True):
 
 
 def changes_of_fiber() -> ModuleChanges | None:
-    """Return the record of the running request's changes if it runs alone; None where others advance beside it."""
+    """Return the record of the running request's changes; None where none is kept: beside others, unless sharing is checked."""
     return getattr(greenlet.getcurrent(), "changes", None)
 
 
 def in_fiber() -> bool:
     """Return whether a request's own code is running, and not the engine's."""
-    return hasattr(greenlet.getcurrent(), "changes")
+    return hasattr(greenlet.getcurrent(), "alone")
+
+
+def leave_company(what: str) -> None:
+    """Return if the request may make a change now; otherwise end the attempt and never return."""
+    fiber: Any = greenlet.getcurrent()
+    if not in_fiber():
+        return  # the engine itself, or a hook that it calls
+    if fiber.alone:
+        fiber.changes.begin()
+        return
+    while True:
+        # A request that is given up is unwound from here. Code that swallows even that is suspended here again.
+        fiber.parent.switch(NeedsModelAlone(what))
 
 
 class SharedPart:
@@ -60,11 +78,11 @@ class SharedPart:
         return functools.wraps(value)(functools.partial(call, name, value))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._leave_company(f"sets {self._path}.{name}")
+        leave_company(f"sets {self._path}.{name}")
         setattr(self._real, name, _unwrapped(value))
 
     def __delattr__(self, name: str) -> None:
-        self._leave_company(f"deletes {self._path}.{name}")
+        leave_company(f"deletes {self._path}.{name}")
         delattr(self._real, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +98,7 @@ class SharedPart:
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if any(_differs(tensor, device, dtype) for tensor in (*self._real.parameters(), *self._real.buffers())):
-            self._leave_company(f"calls {self._path}.to()")
+            leave_company(f"calls {self._path}.to()")
             self._real.to(*args, **kwargs)
         return self
 
@@ -99,44 +117,39 @@ class SharedPart:
     def train(self, mode: bool = True) -> "SharedPart":
         """Set the mode of all parts, which needs the model alone unless they have it already."""
         if any(module.training != mode for module in self._real.modules()):
-            self._leave_company(f"calls {self._path}.train({mode})")
+            leave_company(f"calls {self._path}.train({mode})")
             self._real.train(mode)
         return self
 
     def _harmless(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._seen(f"{self._path}.{name}()", method(*args, **kwargs))
+        return self._seen(f"{self._path}.{name}()", method(*args, **kwargs), own=False)
 
     def _unknown(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._leave_company(f"calls {self._path}.{name}()")
+        leave_company(f"calls {self._path}.{name}()")
         return method(*map(_unwrapped, args), **{key: _unwrapped(value) for key, value in kwargs.items()})
 
-    def _leave_company(self, what: str) -> None:
-        """Return if the request may make a change now; otherwise end the attempt and never return."""
+    def _seen(self, path: str, value: Any, *, own: bool = True) -> Any:
+        """Return a value of the module with stand-ins in place of modules and, if they are its `own`, of lists, dicts and sets.
+
+        A request that has the model alone gets everything as it is, because its changes are put back.
+        """
         fiber: Any = greenlet.getcurrent()
         if not in_fiber():
-            return  # the engine itself, or a hook that it calls
-        if fiber.changes is not None:
-            fiber.changes.begin()
-            return
-        while True:
-            # A request that is given up is unwound from here. Code that swallows even that is suspended here again.
-            fiber.parent.switch(NeedsModelAlone(what))
+            return self._with_parts(path, value)
+        if fiber.alone:
+            if not isinstance(value, _UNCHANGEABLE):
+                fiber.changes.begin()
+            return value
+        made = self._with_parts(path, value)
+        return guarded(path, made, self._seen, leave_company) if own else made
 
-    def _seen(self, path: str, value: Any) -> Any:
-        """Return the value with shared parts in place of modules.
-
-        A request that has the model alone gets the modules themselves, because its changes are put back.
-        """
+    def _with_parts(self, path: str, value: Any) -> Any:
+        """Return the value with stand-ins in place of modules, also in tuples and where a generator yields them."""
         if isinstance(value, torch.nn.Module):
-            changes = changes_of_fiber()
-            if changes is None:
-                return self._part(path, value)
-            changes.begin()
-        elif type(value) in (list, tuple):
-            return type(value)(self._seen(f"{path}[{place}]", item) for place, item in enumerate(value)) if _has_modules(value) else value
-        elif type(value) is dict:
-            return {key: self._seen(f"{path}[{key!r}]", item) for key, item in value.items()} if _has_modules(value.values()) else value
-        elif isinstance(value, types.GeneratorType):
+            return self._part(path, value)
+        if type(value) is tuple and _has_modules(value):
+            return tuple(self._seen(f"{path}[{place}]", item) for place, item in enumerate(value))
+        if isinstance(value, types.GeneratorType):
             return (self._seen(path, item) for item in value)
         return value
 
@@ -165,11 +178,11 @@ class SharedParts(SharedPart):
         return _unwrapped(item) in self._real
 
     def __setitem__(self, place: Any, value: Any) -> None:
-        self._leave_company(f"sets {self._path}[{place}]")
+        leave_company(f"sets {self._path}[{place}]")
         self._real[place] = _unwrapped(value)
 
     def __delitem__(self, place: Any) -> None:
-        self._leave_company(f"deletes {self._path}[{place}]")
+        leave_company(f"deletes {self._path}[{place}]")
         del self._real[place]
 
 

@@ -62,7 +62,7 @@ class SuspendingModule(SharedPart):
         if dtype is not None:
             self.__dict__["_real"] = made = _in_precision(self._shared, dtype)
             if made is not self._shared and (changes := changes_of_fiber()) is not None:
-                changes.watch(made)
+                changes.watch(self._name, made)
         return self
 
     def _asking(self, name: str, method: Any) -> Any:
