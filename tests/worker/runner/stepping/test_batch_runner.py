@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from diffusion_worker.runner.parallel.rows import CallFailed
+from diffusion_worker.runner.stepping.request_state import mark_step
 from diffusion_worker.runner.stepping.stepper import Stepper
+from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
 from support.families.rig.all import FAMILIES
 from support.families.rig.family_rig import Asked, FamilyRig
 from support.runner import rank_processes
@@ -55,12 +58,19 @@ def test_a_request_that_fails_alone_too_does_not_keep_the_others_apart() -> None
         if (states == 13).any():
             raise IndexError("13 is out of range")
 
-    rank, model = OneRank(), Toy(refuse)
+    stand_in: Any = SuspendingModule("transformer", model := Toy(refuse))
+
+    def keeps_asking() -> None:
+        for _ in range(STEPS):
+            with pytest.raises(CallFailed, match="13 is out of range"):
+                stand_in(torch.full((1, 2), 13.0))
+            mark_step(STEPS)
+
+    rank = OneRank()
     made = counted(rank)  # type: ignore[arg-type]
-    output = serve(rank, {"a": body(model), "b": body(model), "bad": body(model, 13.0)})
-    assert sorted(output.images) == ["a", "b"]
-    assert "13 is out of range" in output.errors["bad"].message
-    assert made == [3, 1, 1, 1, 2, 2]
+    output = serve(rank, {"a": body(model), "b": body(model), "bad": keeps_asking})
+    assert sorted(output.images) == ["a", "b", "bad"]
+    assert made == [3, 1, 1, 1] * STEPS
 
 
 def test_a_lack_of_memory_does_not_keep_calls_apart() -> None:
