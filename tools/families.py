@@ -24,12 +24,10 @@ from typing import Any
 import click
 
 from diffusion_worker.runner import families
-from diffusion_worker.runner.families import ModelRecord, models, signature_of
+from diffusion_worker.runner.families import ModelRecord, merged_methods, models, signature_of
 
 FOLDER = Path(families.__file__).parent
 LIBRARIES = ("diffusers", "transformers")
-# Methods whose calls are merged, of models that have them; `forward` of such a model only does both.
-CODER_METHODS = ("encode", "decode")
 WIDTH = 105
 
 
@@ -113,9 +111,7 @@ def formatted(source: str) -> str:
 
 def new_record(name: str) -> str:
     """Return the source of a record for a class."""
-    now, signatures = installed(name, CODER_METHODS)
-    if not signatures:
-        now, signatures = installed(name, ("forward",))
+    now, signatures = installed(name, merged_methods(find_class(name)))
     return formatted(f'RECORDS = (ModelRecord("{name}", version="{now}", signatures={_literal(signatures)},),)\n')
 
 

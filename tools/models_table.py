@@ -9,12 +9,17 @@ import collections
 import importlib
 import inspect
 import sys
+import typing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import diffusers
+import torch
+import transformers
 
+from diffusion_worker.runner.families import merged_methods
+from diffusion_worker.runner.merging.trust import trust_in
 from diffusion_worker.runner.pipelines.description import blocks_of, kind_of
 from diffusion_worker.runner.pipelines.step_support import missing_libraries, whole_run_reason, why_impossible
 
@@ -22,6 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
 BASES = ("DiffusionPipeline", "ModularPipeline")
 IMAGES = frozenset({"image", "images", "mask_image", "control_image", "video", "source_image", "cond_image", "control_video", "references"})
+
+# Classes that stand for any model.
+BASE_MODELS = (torch.nn.Module, diffusers.ModelMixin, transformers.PreTrainedModel)
 
 # Outputs of the classes that make neither images nor videos.
 MAKES = {
@@ -67,21 +75,27 @@ to rounding. All others are run by the same mechanism and were judged by reading
 prompts, and images for classes that make an image from text and images. `/v1/models` lists the routes that a loaded model serves.
 A route for videos is not there yet.
 
+*calls*: **tested** means that each model class of the pipeline has a record, so that its calls are merged at once. With **verified** the
+named classes have none. Their calls run alone until the idle worker has [verified them](custom-pipelines.md#merged-calls). The column
+knows the classes that the pipeline declares. A folder may have others, and the state document says what holds for them. With **alone** no
+calls are merged.
+
 {counts}
 
-| pipeline | makes | takes | runs | reason | tested |
-|---|---|---|---|---|---|
+| pipeline | makes | takes | runs | reason | calls | tested |
+|---|---|---|---|---|---|---|
 """
 
 
 class Row(NamedTuple):
-    """A pipeline of diffusers on the page: what it makes and takes, how it runs and why, and `yes` if a test covers it."""
+    """A pipeline of diffusers on the page: what it makes and takes, how it runs and why, how its calls are merged, `yes` if tested."""
 
     name: str
     makes: str
     takes: str
     runs: str
     why: str
+    calls: str
     tested: str
 
 
@@ -89,12 +103,29 @@ def row_of(name: str, tested: frozenset[str]) -> Row:
     """Describe an exported class."""
     found = getattr(diffusers, name)
     if not issubclass(found, diffusers.DiffusionPipeline | diffusers.ModularPipeline):
-        return Row(name, "", "", "not", f"needs {' and '.join(missing_libraries(found))}, which the worker does not have", "")
+        return Row(name, "", "", "not", f"needs {' and '.join(missing_libraries(found))}, which the worker does not have", "", "")
     kind = kind_of(found)
     makes = MAKES.get(name, kind)
     runs, why = _how(name, found, makes)
     deprecated = "deprecated in diffusers" if ".deprecated." in found.__module__ else ""
-    return Row(name, makes, _takes(found), runs, "; ".join(filter(None, [why, deprecated])), "yes" if name in tested else "")
+    calls = {"not": "", "whole": "alone"}[runs] if runs != "stepped" else _calls(found)
+    return Row(name, makes, _takes(found), runs, "; ".join(filter(None, [why, deprecated])), calls, "yes" if name in tested else "")
+
+
+def _calls(found: Any) -> str:
+    unknown = sorted({kind.__name__ for kind in declared_models(found) if not all(trust_in(kind, one).ok for one in merged_methods(kind))})
+    return f"verified: {', '.join(unknown)}" if unknown else "tested"
+
+
+def declared_models(found: Any) -> list[Any]:
+    """Return the model classes that a pipeline class declares as its components; base classes, which stand for any model, do not count."""
+    if issubclass(found, diffusers.ModularPipeline):
+        declared = [item.type_hint for item in blocks_of(found).expected_components]
+    else:
+        parameters = inspect.signature(found.__init__).parameters.values()
+        declared = [parameter.annotation for parameter in parameters]
+    kinds = [kind for hint in declared for kind in (typing.get_args(hint) or (hint,)) if inspect.isclass(kind)]
+    return [kind for kind in kinds if issubclass(kind, torch.nn.Module) and kind not in BASE_MODELS]
 
 
 def _how(name: str, found: Any, makes: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Separation of requests in company: their seeds, their bits if they ask for exactness, and the model if one changes it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import torch
 from diffusion_worker.errors import RequestError
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, Tick
+from diffusion_worker.runner.families import ModelRecord
 from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.model_runner import DiffusionModelRunner, DuplicateRequest
 from diffusion_worker.runner.stepping.request_state import mark_step
 from diffusion_worker.runner.stepping.suspending_module import SuspendingModule
+from support.runner.records import with_records
 from support.runner.rig import RunnerRig, image_of_diffusers, levels_apart, request
 from support.worker.process import DIGITS
 
@@ -34,6 +36,13 @@ class Double(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states * 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _record() -> Iterator[None]:
+    """Give `Double` a record in this file, so that its calls are merged."""
+    with with_records(ModelRecord("Double", signatures={"forward": "hidden_states"})):
+        yield
 
 
 class FakePipeline:

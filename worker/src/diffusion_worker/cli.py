@@ -30,6 +30,7 @@ from diffusion_worker.config import (
     RequestLimits,
     StartMethod,
     StepCache,
+    VerifyMerging,
     WorkerConfig,
     read_model_index,
     split_import_path,
@@ -75,6 +76,7 @@ KINDS = {
     "offload": Offload,
     "quantization": Quantization,
     "step_cache": StepCache,
+    "verify_merging": VerifyMerging,
     "lora_on_missing": OnMissing,
 }
 LIMITS = {
@@ -198,6 +200,15 @@ def cli() -> None:
     default=StepCache.NONE.value,
     show_default=True,
     help="Let steps reuse what earlier ones computed.",
+)
+@click.option(
+    "--verify-merging",
+    type=click.Choice([kind.value for kind in VerifyMerging]),
+    default=VerifyMerging.AUTO.value,
+    show_default=True,
+    envvar="DIFFUSION_WORKER_VERIFY_MERGING",
+    show_envvar=True,
+    help="While idle, verify merged calls of model classes without a valid record (auto), of all (always) or of none.",
 )
 @click.option(
     "--warmup-steps", type=click.IntRange(0, 200), default=1, show_default=True, help="Steps of a warm-up request before ready; 0: none."

@@ -219,6 +219,47 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
     mirror_shared_bytes: int = 0
 
 
+class MergeBasis(enum.StrEnum):
+    """The ground on which calls of different requests share one: the model's record, a check by this worker, or none: each runs alone."""
+
+    RECORD = "record"
+    VERIFIED = "verified"
+    ALONE = "alone"
+
+
+class ModelMerging(msgspec.Struct, frozen=True, rename="camel"):
+    """The merging of calls of `method` of a component: its class, the ground, and the reason in words.
+
+    `to_verify` means that the options want it verified, and that there is no verdict yet.
+    """
+
+    component: str
+    model: str
+    method: str
+    basis: MergeBasis
+    why: str
+    to_verify: bool = False
+
+
+class MergeVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a check of whether calls of `method` of a component may share one.
+
+    It holds for a class with this `signature` whose file has the SHA-256 `source`. `arguments` are the sets of arguments that were seen,
+    as `kinds_of` writes them: only such calls are merged. `problem` is the reason why calls run alone, empty if they may share one.
+    `apart` is how far a call in company was from the same call alone, and `allowed` what rounding explains, both relative.
+    """
+
+    component: str
+    model: str
+    method: str
+    signature: str
+    source: str
+    arguments: list[str] = []
+    problem: str = ""
+    apart: float = 0.0
+    allowed: float = 0.0
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about the loaded model that the server needs to validate requests. Sizes are in pixels.
 
@@ -253,6 +294,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     # The longest sides that the model has positions for; None where it computes them for any size.
     max_height: int | None = None
     max_width: int | None = None
+    merging: list[ModelMerging] = []
+    # Libraries and device of the rank, of which verdicts on merging hold.
+    platform: str = ""
 
 
 class WarmTick(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from diffusion_worker.engine.sleep.policy import SleepRules
 from diffusion_worker.engine.sleep.rank_tasks import SleepingRanks
 from diffusion_worker.engine.sleep.record import SleepNotes, record_key
 from diffusion_worker.engine.sleep.sleeper import Sleeper
+from diffusion_worker.engine.startup.merge_verification import MergeVerification
 from diffusion_worker.engine.startup.model_digest import ModelDigest
 from diffusion_worker.engine.startup.model_fetching import ModelFetch
 from diffusion_worker.engine.startup.preparation import Preparation
@@ -32,6 +33,7 @@ from diffusion_worker.engine.state.rank_calls import RankCalls
 from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.engine.state.restart_budget import RestartBudget
 from diffusion_worker.engine.state.revision import Signal
+from diffusion_worker.engine.state.state_document import EngineState
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.messages import ModelInfo
 from diffusion_worker.sources.fetching import Fetcher
@@ -79,6 +81,10 @@ class EngineParts:
             identity=lambda: (self.model_fetch.revision, self.digest.value),
         )
         self.verification = Verification(self.rank_calls.call_all, self.adapters.held, self.runner.load_again)
+        self.pausing = Pausing(self.steps, self.rank_calls.call_all)
+        self.merging = MergeVerification(
+            config, self.rank_calls.call_all, self.signal, idle=self._nothing_to_do, version=lambda: self.requests.version
+        )
         self.preparation = Preparation(
             config,
             self.life,
@@ -89,6 +95,7 @@ class EngineParts:
             describe=self._describe,
             warmed=self.steps.warmed_up,
             wants_mirrors=lambda: self.rules.wants_mirrors,
+            merging=self.merging,
         )
         self.supervisor = Supervisor(
             self.life,
@@ -99,7 +106,6 @@ class EngineParts:
             budget=RestartBudget(config.max_restarts),
             failed=self.fail,
         )
-        self.pausing = Pausing(self.steps, self.rank_calls.call_all)
         self.notes = SleepNotes(
             config.state_dir,
             key=lambda: record_key(config, version=self.requests.version, revision=self.model_fetch.revision),
@@ -121,6 +127,11 @@ class EngineParts:
         self.requests.model = model
         admission.check_defaults(self.config.defaults, self.config.limits, model)
         self.steps.describe(model)
+
+    def _nothing_to_do(self) -> bool:
+        """Return whether the model is awake, and no request waits or runs."""
+        busy = self.pausing.paused or self.steps.running or self.steps.waiting or self.ranks.loss is not None
+        return self.life.state is EngineState.READY and not busy
 
     def _idle_s(self) -> float:
         """Return the seconds since the last request came or ended; without a request, since the current state began."""

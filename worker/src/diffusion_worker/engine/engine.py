@@ -109,7 +109,7 @@ class Engine:
             self._parts.fail(str(error))  # held requests end with it
             raise
         self.life.loaded = True
-        self._parts.digest.begin()
+        self._parts.merging.begin(self._parts.digest.begin())
 
     async def run_until_failure(self) -> str:
         """Block until a failure ends the engine for good, and return its reason; requests that still wait end with errors then."""
@@ -120,6 +120,7 @@ class Engine:
         """Stop admission, let running requests finish within the configured time, end the ranks."""
         self.life.loaded = False
         self._parts.digest.end()
+        self._parts.merging.end()
         self._parts.declared.end()
         self._parts.runner.stop(RequestError(ErrorCode.TERMINATING, "the worker is shutting down", retry_after_s=1.0))
         self._accept_nothing()
@@ -278,6 +279,7 @@ class Engine:
                 self._parts.digest.value,
                 self._parts.model_fetch.revision,
                 self._steps.whole,
+                self._parts.merging.merging,
             ),
             ranks=self._parts.ranks.documents(),
             adapters=[],

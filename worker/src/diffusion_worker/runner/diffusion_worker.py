@@ -25,7 +25,9 @@ from diffusion_worker.messages import (
     LoadedLoRA,
     MemoryReport,
     MemoryTag,
+    MergeVerdict,
     ModelInfo,
+    ModelMerging,
     PreparedPart,
     RequestSpec,
     SleepLevel,
@@ -233,6 +235,17 @@ class DiffusionWorker:
         if self._config.shard > 1:
             raise RequestError(ErrorCode.INVALID_REQUEST, "fingerprint: not supported with --shard, whose weights the worker cannot free")
         return self.model_runner.fingerprint(probe=probe)
+
+    def verify_merging(self, *, more: bool) -> list[MergeVerdict] | None:
+        """Take a step of the verification of merged calls, on all ranks together; return this rank's verdicts at its end, None before it.
+
+        With `more` False it ends now. Raises RequestError (Asleep).
+        """
+        return self.model_runner.verify_merging(more=more)
+
+    def use_merging(self, *, verdicts: Sequence[MergeVerdict]) -> list[ModelMerging]:
+        """Follow verdicts, the same on all ranks; return for each method of each component if its calls are merged, and why."""
+        return self.model_runner.use_merging(verdicts)
 
     def synchronize(self) -> None:
         """Wait until the device has done all queued work. Results of that work are sent before the answer to this call."""

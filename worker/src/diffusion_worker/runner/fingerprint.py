@@ -20,7 +20,7 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.memory.checksum import checksum
-from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec
+from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Task
 from diffusion_worker.runner.parallel.agreement import failures_of_all
 from diffusion_worker.runner.parallel.rows import Parallel
 from diffusion_worker.runner.pipelines.tasks import TaskPipelines
@@ -127,10 +127,13 @@ class Probe:
         return made
 
 
-def probe_requests(model: ModelInfo, tasks: TaskPipelines) -> Iterator[WarmUpRequest]:
-    """Yield the smallest request, then others for models that refuse it: one step more, and the model's own default size."""
+def probe_requests(model: ModelInfo, tasks: TaskPipelines, probe: RequestSpec = PROBE, task: Task | None = None) -> Iterator[WarmUpRequest]:
+    """Yield the smallest request, then others for models that refuse it: one step more, and the model's own default size.
+
+    They are as `probe`, for a task of the model's, by default that of its warm-up.
+    """
     for (width, height, frames), steps in itertools.product([_smallest(model), (None, None, None)], STEPS):
-        request = own_request(msgspec.structs.replace(PROBE, width=width, height=height, frames=frames, steps=steps), model)
+        request = own_request(msgspec.structs.replace(probe, width=width, height=height, frames=frames, steps=steps), model, task)
         if request is None:
             return
         [plain] = plain_variants(tasks.pipeline_of(request.spec.task), request.spec.task)

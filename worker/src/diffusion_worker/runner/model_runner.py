@@ -3,7 +3,7 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -27,7 +27,9 @@ from diffusion_worker.messages import (
     LoRAUse,
     MemoryReport,
     MemoryTag,
+    MergeVerdict,
     ModelInfo,
+    ModelMerging,
     PreparedPart,
     RequestSpec,
     SleepLevel,
@@ -42,6 +44,8 @@ from diffusion_worker.runner.loading.pipeline import check_pipeline_class, check
 from diffusion_worker.runner.loading.progress import LoadingProgress, ReportProgress
 from diffusion_worker.runner.loading.replace_weights import replace_weights
 from diffusion_worker.runner.loading.step_cache import make_step_cache
+from diffusion_worker.runner.merging.policy import Merging, platform_of
+from diffusion_worker.runner.merging.verification import MergeVerification
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.prompt_cache import PromptCache
 from diffusion_worker.runner.parallel.agreement import failures_of_all
@@ -86,6 +90,9 @@ class DiffusionModelRunner:
         self.weights = ModelWeights(home_of(config.offload, device))
         self.loras: DiffusionLoRAManager | None = None
         self._cache: PipelineStepCache | None = None
+        self._merging = Merging({}, config.verify_merging)
+        # The verification of merged calls while it runs.
+        self._verification: MergeVerification | None = None
         self._kinds: ParallelKinds | None = None
         self._memory = RankMemory(device, ranks=config.ranks, prompts=self._prompts)
 
@@ -124,7 +131,11 @@ class DiffusionModelRunner:
             module.eval().requires_grad_(False)
             kinds.place(name, self.weights, checkpoint_folder(self._config, name), unread=unread, report=progress.add)
         progress.finish()
-        self._model = info = msgspec.structs.replace(info, features=info.features | self._accelerate(pipeline, modules))
+        features = info.features | self._accelerate(pipeline, modules)
+        self._merging = Merging(modules, self._config.verify_merging)
+        self._model = info = msgspec.structs.replace(
+            info, features=features, merging=self._merging.described(), platform=platform_of(self._device)
+        )
         self._memory.begin(asleep=asleep)
         self.init_lora_manager()
         self._measure_weights()
@@ -179,7 +190,7 @@ class DiffusionModelRunner:
         )
         self._memory.serve(self.weights, self.loras)
         self.loras.make_static(self._compilation.regions)
-        self._stepper.serve(modules, self.loras, cache=self._cache, compute=self._compute)
+        self._stepper.serve(modules, self.loras, cache=self._cache, compute=self._compute, may_merge=self._merging.allows)
 
     def warm_up(self) -> WarmedUp:
         """Run requests of few steps and drop all they leave; return the outcome of the options, and what ticks took.
@@ -255,6 +266,47 @@ class DiffusionModelRunner:
         found = Fingerprint(checksum(self.weights.tensors()), adapters)
         return found if made is None else msgspec.structs.replace(found, probe=made.digest, cells=made.cells)
 
+    def verify_merging(self, *, more: bool) -> list[MergeVerdict] | None:
+        """Take a step of the verification of merged calls, begun here if none runs; return the verdicts at its end, None before it.
+
+        With `more` False it ends now, with the verdicts that are known. All ranks call this at the same points.
+
+        Raises:
+            RequestError: Asleep.
+        """
+        self._memory.require_awake("verification of merged calls")
+        assert self._model is not None and self._tasks is not None
+        if self._verification is None:
+            modules = modules_of(self.pipeline)
+            self._verification = MergeVerification(self._model, self._tasks, self._parallel, modules, self._compute, self._merging)
+        verdicts: list[MergeVerdict] | None = []
+        try:
+            with self._without_gradients():
+                verdicts = self._verification.step(more=more)
+        finally:
+            if verdicts is not None:
+                self._end_verification()
+        return verdicts
+
+    def _end_verification(self) -> None:
+        if self._verification is not None:
+            self._verification.drop()
+            self._verification = None
+
+    def use_merging(self, verdicts: Sequence[MergeVerdict]) -> list[ModelMerging]:
+        """Follow verdicts on merged calls from now on; return for each method of each component if its calls are merged, and why.
+
+        All ranks call this at the same point with the same verdicts.
+        """
+        assert self._model is not None
+        self._merging.adopt(verdicts)
+        self._model = msgspec.structs.replace(self._model, merging=self._merging.described())
+        return self._model.merging
+
+    def _without_gradients(self) -> AbstractContextManager[Any]:
+        # Torch gathers sharded weights without gradients. It does so in inference mode too on a CPU, but does not promise it.
+        return torch.no_grad() if self._config.shard > 1 else torch.inference_mode()
+
     def _have_own_weights(self, otherwise: str) -> None:
         """Take offloaded weights home for work on the weights; raise RequestError while asleep or while requests run."""
         self._memory.require_awake(otherwise)
@@ -314,8 +366,7 @@ class DiffusionModelRunner:
             DuplicateRequest: a request joins that runs already; then nothing was changed. After any other
                 exception the requests that join are gone, and the others are as they were.
         """
-        # Torch gathers sharded weights without gradients. It does so in inference mode too on a CPU, but does not promise it.
-        with torch.no_grad() if self._config.shard > 1 else torch.inference_mode():
+        with self._without_gradients():
             return self._advance(tick, frames)
 
     def _advance(self, tick: Tick, frames: Sequence[bytes]) -> StepOutput:
@@ -446,7 +497,8 @@ class DiffusionModelRunner:
             raise
 
     def drop_all(self) -> None:
-        """Forget every request."""
+        """Forget every request, and a verification that runs."""
+        self._end_verification()
         for request_id in list(self._states):
             self._drop(request_id)
 

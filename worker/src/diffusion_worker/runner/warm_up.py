@@ -100,9 +100,9 @@ def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpR
             log.warning("no warm-up: %s serves no task that a warm-up request can be made for", model.pipeline)
 
 
-def own_request(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest | None:
-    """Return the warm-up's request: text to image, or a grey image to edit; None if the model serves neither."""
-    task = task_of(model)
+def own_request(spec: RequestSpec, model: ModelInfo, task: Task | None = None) -> WarmUpRequest | None:
+    """Return a request of a task, the warm-up's by default: from text, or from a grey image; None if the model serves no task."""
+    task = task or task_of(model)
     if task is None:
         return None
     return WarmUpRequest(spec, []) if task is Task.GENERATE else _from_image(spec, task, model)

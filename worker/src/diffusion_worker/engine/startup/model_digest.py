@@ -71,14 +71,14 @@ class ModelDigest:
         self._folder = folder
         self._stop = threading.Event()
 
-    def begin(self) -> "asyncio.Future[None]":
-        """Begin to compute the digest in a thread; the future, of the running loop, is done when it is known or failed."""
+    def begin(self) -> "asyncio.Future[str | None]":
+        """Begin to compute the digest in a thread; the future, of the running loop, gets it, or None if that failed."""
         loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
+        over: asyncio.Future[str | None] = loop.create_future()
 
         def keep(found: str | None) -> None:
             self.value = found
-            over.set_result(None)
+            over.set_result(found)
 
         def run() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

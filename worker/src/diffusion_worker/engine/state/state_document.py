@@ -6,7 +6,7 @@ import enum
 import msgspec
 
 from diffusion_worker.errors import Fault
-from diffusion_worker.messages import MemoryReport, MemoryTag, Recipe, SleepLevel, Task, WakeCheck
+from diffusion_worker.messages import MemoryReport, MemoryTag, ModelMerging, Recipe, SleepLevel, Task, WakeCheck
 from diffusion_worker.sources.source import Source
 
 
@@ -146,6 +146,8 @@ class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
     revision: str | None = None
     # Tasks whose requests run alone, with the change to the shared model that their pipeline was about to make.
     runs_whole: dict[Task, str] = {}
+    # For each method of each component: if requests share its calls, and why.
+    merging: list[ModelMerging] = []
 
 
 class RankDocument(msgspec.Struct, frozen=True, rename="camel"):

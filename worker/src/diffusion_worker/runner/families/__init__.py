@@ -28,7 +28,7 @@ from diffusion_worker.runner.families.registry import (
     register_families,
     schedulers,
 )
-from diffusion_worker.runner.families.signature import signature_of
+from diffusion_worker.runner.families.signature import merged_methods, signature_of
 
 __all__ = [
     "ArgumentRole",
@@ -45,6 +45,7 @@ __all__ = [
     "Workaround",
     "cache_record",
     "looks_up_times",
+    "merged_methods",
     "model_record",
     "models",
     "pipeline_record",

@@ -5,6 +5,9 @@ import functools
 import inspect
 from typing import Any
 
+# Methods whose calls are merged, of models that have them. Other models have `forward`.
+CODER_METHODS = ("encode", "decode")
+
 
 @functools.cache
 def signature_of(model_class: Any, method: str) -> str | None:
@@ -16,3 +19,9 @@ def signature_of(model_class: Any, method: str) -> str | None:
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in list(signature.parameters.values())[1:]]
     text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
     return text[1:-1]
+
+
+def merged_methods(model_class: Any) -> tuple[str, ...]:
+    """Return the methods of a class whose calls are merged where that is right."""
+    coder = tuple(method for method in CODER_METHODS if hasattr(model_class, method))
+    return coder or ("forward",)

@@ -3,7 +3,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import msgspec
 
@@ -16,6 +16,9 @@ from diffusion_worker.runner.step_cache.interface import Branch
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState
 
 log = logging.getLogger(__name__)
+
+# Returns whether the model class of a call may share calls between requests at all.
+MayMerge = Callable[[ModelCall], bool]
 
 
 class Pending(msgspec.Struct, frozen=True, eq=False):
@@ -65,7 +68,7 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
         return list(map(InputBatch, groups.values()))
 
 
-def make_batches(pending: list[Pending]) -> list[InputBatch]:
+def make_batches(pending: list[Pending], may_merge: MayMerge) -> list[InputBatch]:
     """Group the calls that may run now, in the order of their requests, which is the same on every rank.
 
     Calls outside a step (encoders, VAE) run first, and steps wait. A request that joins reaches its first step before the others take
@@ -78,16 +81,16 @@ def make_batches(pending: list[Pending]) -> list[InputBatch]:
         if item.prompt is None or item.prompt not in asked:
             asked.add(item.prompt)
             alike[item.call.component, item.call.method].append(item)
-    return [InputBatch(group) for items in alike.values() for group in _groups(items)]
+    return [InputBatch(group) for items in alike.values() for group in _groups(items, may_merge)]
 
 
-def _groups(items: list[Pending]) -> list[list[Pending]]:
+def _groups(items: list[Pending], may_merge: MayMerge) -> list[list[Pending]]:
     """Group calls of one method of a component by what may be merged. A single call needs no key."""
     if len(items) == 1:
         return [items]
     groups: dict[Hashable, list[Pending]] = {}
     for position, item in enumerate(items):
-        key = _key(item)
+        key = _key(item) if may_merge(item.call) else None
         groups.setdefault(("alone", position) if key is None else (key, item.state.batch_key, _verdict(item)), []).append(item)
     return list(groups.values())
 

@@ -19,7 +19,7 @@ from diffusion_worker.runner.model_call.faults import classify, require_usable_r
 from diffusion_worker.runner.model_call.prompt_cache import PromptCache
 from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
 from diffusion_worker.runner.step_cache.cache import MixedVerdicts, PipelineStepCache, Plan
-from diffusion_worker.runner.stepping.batch import InputBatch
+from diffusion_worker.runner.stepping.batch import InputBatch, MayMerge
 from diffusion_worker.runner.stepping.call_facts import CallFacts
 from diffusion_worker.runner.stepping.request_state import DiffusionRequestState, FiberEvent
 from diffusion_worker.runner.stepping.rng_state import DrawsNumbers, OwnRandomness
@@ -49,6 +49,7 @@ class BatchRunner:
         self._loras: DiffusionLoRAManager | None = None
         self._cache: PipelineStepCache | None = None
         self.compute: Compute = lambda module, call, plain: execute(module, call)
+        self._may_merge: MayMerge = lambda call: True
         self._output = StepOutput()
         self._meter = TickMeter(torch.device("cpu"))
 
@@ -58,8 +59,13 @@ class BatchRunner:
         loras: DiffusionLoRAManager | None,
         cache: PipelineStepCache | None,
         compute: Compute,
+        may_merge: MayMerge,
     ) -> None:
-        """Switch to the modules of another model, and forget the facts about calls of the former one."""
+        """Switch to the modules of another model, and forget the facts about calls of the former one.
+
+        Rows of a call that `may_merge` denies are not spread over ranks.
+        """
+        self._may_merge = may_merge
         self._modules, self._loras, self._cache, self.compute = modules, loras, cache, compute
         self._facts.clear()
 
@@ -158,7 +164,7 @@ class BatchRunner:
         # A request with the model for itself may look at all rows of a call at once (perturbed attention), so they stay together.
         # Numbers are drawn for all rows of a call at once, too.
         together = any(item.state.exact or item.state.whole for item in batch.items) or self._facts.draws(first)
-        if together or (first.denoises and not first.divisible):
+        if together or (first.denoises and not first.divisible) or not self._may_merge(first):
             calls[0] = msgspec.structs.replace(first, whole=True)
         plan = self._plan(batch)
         with self._meter.measuring(denoises=first.denoises) as span, self._randomness(batch).undone_on_error():

@@ -21,7 +21,7 @@ from diffusion_worker.runner.model_call.prompt_cache import PromptCache
 from diffusion_worker.runner.parallel.agreement import failures_of_all
 from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
 from diffusion_worker.runner.step_cache.cache import PipelineStepCache
-from diffusion_worker.runner.stepping.batch import Pending, make_batches
+from diffusion_worker.runner.stepping.batch import MayMerge, Pending, make_batches
 from diffusion_worker.runner.stepping.batch_runner import BatchRunner, Compute, Event, without_frames
 from diffusion_worker.runner.stepping.preview import PreviewState, preview_due
 from diffusion_worker.runner.stepping.request_state import Broken, DiffusionRequestState, FiberDone, FiberEvent, StepBoundary
@@ -52,6 +52,7 @@ class Stepper:
         self.batches = BatchRunner(parallel, prompts)
         self._loras: DiffusionLoRAManager | None = None
         self._cache: PipelineStepCache | None = None
+        self._may_merge: MayMerge = lambda call: True
         # Set once a request's calls show it: a pipeline without steps ends its ticks after each denoiser call.
         self._without_steps = False
         self._warned_of_previews = False
@@ -64,13 +65,16 @@ class Stepper:
         *,
         cache: PipelineStepCache | None = None,
         compute: Compute = lambda module, call, plain: execute(module, call),
+        may_merge: MayMerge = lambda call: True,
     ) -> None:
         """Switch to the modules of another model, and forget how calls of the former one behaved.
 
-        `compute` makes every call. `cache` is the step cache with hooks on the denoisers, None without one.
+        `compute` makes every call. `cache` is the step cache with hooks on the denoisers, None without one. Rows of a call that `may_merge`
+        denies are neither joined with other requests' nor spread over ranks.
         """
         self._loras, self._cache, self._without_steps = loras, cache, False
-        self.batches.serve(modules, loras, cache, compute)
+        self._may_merge = may_merge
+        self.batches.serve(modules, loras, cache, compute, may_merge)
 
     def advance(self, chosen: Iterable[DiffusionRequestState], output: StepOutput, meter: TickMeter) -> None:
         """Advance each chosen request by a step. The results are added to `output`."""
@@ -100,7 +104,7 @@ class Stepper:
             going = [item for item, _ in known]
             events = [(item.state, item.state.resume(found)) for item, found in known]
         else:
-            batches = make_batches(pending)
+            batches = make_batches(pending, self._may_merge)
             going = [item for batch in batches for item in batch.items]
             events = [event for batch in batches for event in self.batches.run(batch)]
         gone = set(map(id, going))

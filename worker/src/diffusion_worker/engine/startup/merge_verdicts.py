@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts on merged calls: one for all ranks, kept in the cache folder for the next server with the same model."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from diffusion_worker.messages import MergeVerdict
+
+log = logging.getLogger(__name__)
+
+FOLDER = "merging"
+
+
+def agreed(of_ranks: Sequence[Sequence[MergeVerdict]]) -> list[MergeVerdict]:
+    """Return a verdict for each method: the first problem that a rank found, else the kinds of arguments that agreed on every rank.
+
+    There is none for a method about which a rank without a problem has none.
+    """
+    by_place: dict[tuple[str, str], list[MergeVerdict]] = {}
+    for verdict in (verdict for verdicts in of_ranks for verdict in verdicts):
+        by_place.setdefault((verdict.component, verdict.method), []).append(verdict)
+    found = []
+    for verdicts in by_place.values():
+        worst = max(verdicts, key=lambda verdict: verdict.apart)
+        if problem := next((verdict for verdict in verdicts if verdict.problem), None):
+            found.append(problem)
+        elif len(verdicts) == len(of_ranks):
+            kinds = set.intersection(*(set(verdict.arguments) for verdict in verdicts))
+            found.append(msgspec.structs.replace(worst, arguments=sorted(kinds)))
+    return found
+
+
+def abandoned(verdicts: Sequence[MergeVerdict], why: str) -> list[MergeVerdict]:
+    """Return the verdicts of a verification that ended early: what nothing was measured of stays alone for this reason."""
+    return [msgspec.structs.replace(one, problem=why) if one.problem and not one.apart else one for one in verdicts]
+
+
+class KeptVerdicts:
+    """The file with the verdicts of one model, weights and versions; without a folder nothing is read or written."""
+
+    def __init__(self, folder: str | None, *key: str) -> None:
+        name = hashlib.sha256("\n".join(key).encode()).hexdigest()
+        self._path = Path(folder) / FOLDER / f"{name}.json" if folder else None
+
+    def read(self) -> list[MergeVerdict]:
+        """Return the verdicts; none without a file that can be read."""
+        if self._path is None:
+            return []
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=list[MergeVerdict])
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("verdicts on merging cannot be read path=%s: %s", self._path, error)
+            return []
+
+    def write(self, verdicts: Sequence[MergeVerdict]) -> None:
+        """Write the verdicts, whole or not at all. An error is only logged, as the next server then verifies again."""
+        if self._path is None:
+            return
+        part = self._path.with_suffix(".part")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(list(verdicts)))
+            part.replace(self._path)
+        except OSError as error:
+            log.warning("verdicts on merging cannot be written path=%s: %s", self._path, error)

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names and kinds of a call's arguments as text, to tell calls that were verified from others."""
+
+from typing import Any
+
+import torch
+
+from diffusion_worker.runner.model_call.call import ModelCall
+
+
+def kinds_of(call: ModelCall) -> str:
+    """Return the arguments of a call with their kinds, in the order of their names, such as `hidden_states: float[3], timestep: int[1]`.
+
+    A tensor's kind is its type of numbers and its dimensions, not its sizes. A list's is the kinds of its items, each once.
+    """
+    return ", ".join(f"{name}: {_kind(value)}" for name, value in sorted(call.arguments.items()))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{_numbers(value.dtype)}[{value.dim()}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_kind(item)}" for key, item in sorted(value.items(), key=lambda entry: str(entry[0]))) + "}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(sorted(set(map(_kind, value))))})"
+    return type(value).__name__
+
+
+def _numbers(dtype: torch.dtype) -> str:
+    if dtype is torch.bool:
+        return "bool"
+    return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "int"

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ground on which calls of a model class may share one: the record for which it was tested, or none.
+
+A record counts only while the class has the signature in it. An argument that a library renamed could otherwise be merged by the wrong
+rule without an error.
+"""
+
+import inspect
+from typing import Any
+
+import msgspec
+
+from diffusion_worker.runner.families import model_record, signature_of
+
+
+class Trust(msgspec.Struct, frozen=True):
+    """The judgement of a class's method by its record: calls may be merged if `ok`, and the reason for either."""
+
+    ok: bool
+    why: str
+
+
+def trust_in(model_class: Any, method: str) -> Trust:
+    """Judge a method of a class by the record of the class."""
+    record = model_record(model_class)
+    if not record.name:
+        return Trust(False, f"{model_class.__name__} has no record")
+    expected = record.signatures.get(method)
+    if expected is None:
+        return Trust(False, f"the record of {record.name} has no signature of {method}")
+    tested = next(parent for parent in model_class.__mro__ if parent.__name__ == record.name)
+    library, home = record.version.partition(" ")[0], tested.__module__.partition(".")[0]
+    if library and library != home:
+        return Trust(False, f"the record of {record.name} is for the class of {library}, found one of {home}")
+    found = signature_of(model_class, method)
+    if found != expected:
+        return Trust(False, f"signature of {method}: expected {expected!r} as in the record of {record.name}, found {found!r}")
+    if inspect.unwrap(getattr(model_class, method)) is not inspect.unwrap(getattr(tested, method)):
+        return Trust(False, f"{model_class.__name__} has its own {method}, and only that of {record.name} has a record")
+    return Trust(True, f"tested with {record.version}" if record.version else f"the record of {record.name}")
