@@ -97,7 +97,7 @@ def test_every_option_of_a_spec_reaches_the_worker() -> None:
     found = config_of(
         {
             "servedName": "sd",
-            "model": {"pipeline": "FluxPipeline"},
+            "model": {"pipeline": "FluxPipeline", "dtype": "Float16", "componentDtypes": {"vae": "Float32", "text_encoder": "BFloat16"}},
             "engine": {"maxBatchSize": 3, "batchWindowMilliseconds": 20, "exact": True, "promptCacheSize": 0, "vaeTiling": True},
             "parallelism": {"ranksPerReplica": 24, "tensor": 4, "sequence": 3, "shard": 2},
             "lora": {"maxLoaded": 5, "maxCached": 9, "maxRank": 32, "maxPerRequest": 2, "targetModules": ["to_q"], "loadTimeoutSeconds": 7},
@@ -110,6 +110,7 @@ def test_every_option_of_a_spec_reaches_the_worker() -> None:
         }
     )
     assert (found.served_name, found.pipeline, found.max_batch_size, found.batch_window_s) == ("sd", "FluxPipeline", 3, 0.02)
+    assert (found.dtype, found.component_dtypes) == ("float16", {"vae": "float32", "text_encoder": "bfloat16"})
     assert (found.exact, found.prompt_cache_size, found.vae_tiling) == (True, 0, True)
     assert (found.ranks, found.tensor, found.sequence, found.shard) == (24, 4, 3, 2)
     assert (found.max_loras, found.max_cached_loras, found.max_lora_rank, found.max_loras_per_request) == (5, 9, 32, 2)

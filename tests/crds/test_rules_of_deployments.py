@@ -16,6 +16,10 @@ def model(**source: Any) -> Document:
     return dd(model={"source": source})
 
 
+def component_dtypes(**dtypes: str) -> Document:
+    return dd(model={"source": {"path": "/m"}, "componentDtypes": dtypes})
+
+
 def cached(**cache: Any) -> Document:
     return dd(model={"source": {"path": "/m"}, "cache": cache})
 
@@ -141,6 +145,8 @@ CREATIONS = [
     ("image length", dd(engine={"image": "a" * 512}), dd(engine={"image": "a" * 513}), "image"),
     ("no rule couples minAwake with replicas", dd(sleep={"minAwake": 256}, replicas=1), dd(sleep={"minAwake": 257}), "minAwake"),
     ("served name", dd(servedName="sd-3"), dd(servedName="SD 3"), "servedName"),
+    ("a dtype of a component", component_dtypes(vae="Float32"), component_dtypes(vae="Auto"), "componentDtypes"),
+    ("the name of a component", component_dtypes(t5_2="Float32"), component_dtypes(**{"my-vae": "Float32"}), "name of a component"),
     ("no unknown fields", dd(), dd(sleep={"idleMinutes": 5}), "unknown field"),
     ("D1 one model source", model(**hub()), model(path="/m", **hub()), "exactly one source"),
     ("a model from http", model(**s3("s3://bkt/m/")), model(**http("https://h/m.safetensors")), "unknown field"),

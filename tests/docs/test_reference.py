@@ -86,7 +86,8 @@ def two_values(schema: Document) -> tuple[Any, Any]:
         case "array":
             return [], [smallest(schema["items"])]
         case "object":
-            return {"a": "1"}, {"a": "2"}
+            one, other = two_values(schema.get("additionalProperties", {}))
+            return {"a": one}, {"a": other}
         case _:
             return "1", "2"
 

@@ -252,6 +252,7 @@ def test_a_refused_prompt_ends_the_whole_call_and_the_next_one_works(engine: Dif
         ({"rank": 2}, "rank: unknown option of the engine"),
         ({"ui": True}, "ui: unknown option of the engine"),
         ({"dtype": "float8"}, "dtype: Invalid enum value 'float8'"),
+        ({"component_dtypes": {"vae": "auto"}}, "component_dtypes: vae: expected one of float32, float16, bfloat16, found auto"),
         ({"limits": {"max_steps": "many"}}, "limits.max_steps: expected `int`"),
         ({"batch_window_s": 2}, "batch_window_s: expected 0 to 1"),
         ({"loras": {"Stripes": STRIPES}}, "a name of a-z"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker import cli
-from diffusion_worker.config import Device, OnMissing, RequestDefaults, RequestLimits, StartMethod, WorkerConfig
+from diffusion_worker.config import Device, Dtype, OnMissing, RequestDefaults, RequestLimits, StartMethod, WorkerConfig
 from diffusion_worker.errors import ConfigError
 from support.worker.process import DIGITS, DIGITS_MODEL
 
@@ -43,6 +43,13 @@ def test_the_model_may_be_given_plainly_or_as_an_option_and_only_once(
     assert "found a and b" in refusal(monkeypatch, capsys, "a", "--model=b")
 
 
+def test_a_component_may_have_a_dtype_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = f"--model={DIGITS_MODEL}"
+    assert config_of(monkeypatch, model).dtype is Dtype.AUTO
+    found = config_of(monkeypatch, model, "--dtype=vae=float32", "--dtype=bfloat16", "--dtype=text_encoder=float16")
+    assert (found.dtype, found.component_dtypes) == (Dtype.BFLOAT16, {"vae": Dtype.FLOAT32, "text_encoder": Dtype.FLOAT16})
+
+
 def test_allowed_origins_come_from_options_or_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     model = f"--model={DIGITS_MODEL}"
     given = ("--cors-origin=https://App.example:8443", "--cors-origin=*")
@@ -62,7 +69,13 @@ def test_allowed_origins_come_from_options_or_from_the_environment(monkeypatch: 
         (["--ranks=two"], "--ranks"),
         (["--port=65536"], "--port"),
         (["--control-port=-1"], "--control-port"),
-        (["--dtype=int8"], "--dtype"),
+        (["--dtype=int8"], "--dtype 'int8': expected one of auto, float32, float16, bfloat16, or COMPONENT=DTYPE, found 'int8'"),
+        (["--dtype=vae=int8"], "--dtype 'vae=int8': expected one of float32, float16, bfloat16, found 'int8'"),
+        (["--dtype=vae=auto"], "--dtype 'vae=auto': expected one of float32, float16, bfloat16, found 'auto'"),
+        (["--dtype=my vae=float32"], "--dtype 'my vae=float32': expected COMPONENT=DTYPE, as vae=float32"),
+        (["--dtype=float32", "--dtype=float16"], "--dtype 'float16': the type of all components is given twice"),
+        (["--dtype=vae=float32", "--dtype=vae=float16"], "--dtype 'vae=float16': the type of vae is given twice"),
+        (["--start-method=fork"], "'fork' is not one of 'auto', 'spawn', 'forkserver'"),
         (["--device=gpu"], "--device"),
         (["--start-method=fork"], "--start-method"),
         (["--load-format=peft"], "--load-format"),

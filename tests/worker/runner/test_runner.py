@@ -118,6 +118,21 @@ def test_the_dtype_of_the_weights_can_be_chosen() -> None:
     assert rig.model.weights_bytes < 7_000_000
 
 
+def test_components_can_have_dtypes_of_their_own_and_the_state_says_which() -> None:
+    rig = RunnerRig(dtype=Dtype.BFLOAT16, component_dtypes={"vae": Dtype.FLOAT32, "text_encoder": Dtype.BFLOAT16})
+    parts = rig.runner.pipeline.components
+    assert [parts[name].dtype for name in ("vae", "transformer", "text_encoder")] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert (rig.model.dtype, rig.model.features) == ("bfloat16", {"dtype": "vae=float32"})
+
+
+def test_a_dtype_for_a_component_that_the_model_lacks_is_refused_with_those_that_it_has() -> None:
+    config = WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", component_dtypes={"vea": Dtype.FLOAT32})
+    with pytest.raises(
+        ConfigError, match=r"--dtype vea=…: expected a component of .* that has weights, one of text_encoder.*, transformer, vae$"
+    ):
+        load_pipeline(config, torch.float32)
+
+
 def test_load_progress_ends_at_the_whole(rig: RunnerRig) -> None:
     done, total = rig.progress[-1]
     assert done == total == rig.model.weights_bytes

@@ -70,7 +70,6 @@ GUIDANCE_SCALE = NumberRange(0, 100)
 KINDS = {
     "device": Device,
     "start_method": StartMethod,
-    "dtype": Dtype,
     "load_format": LoadFormat,
     "compile": Compile,
     "offload": Offload,
@@ -119,10 +118,13 @@ def cli() -> None:
 @click.option("--desired", "desired_path", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
 @click.option(
     "--dtype",
-    type=click.Choice([dtype.value for dtype in Dtype]),
-    default=Dtype.AUTO.value,
-    show_default=True,
-    help="Type of the weights in memory; auto is bfloat16 on a GPU and float32 on a CPU.",
+    "dtypes",
+    multiple=True,
+    metavar="auto|float32|float16|bfloat16|COMPONENT=DTYPE",
+    help=(
+        "Type of the weights in memory, and, repeated, that of a component, as vae=float32. "
+        "The default is auto: bfloat16 on a GPU, float32 on a CPU and for the components that need it."
+    ),
 )
 @click.option(
     "--device",
@@ -393,6 +395,7 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
         "model_source": place.source,
         "served_name": plain.pop("served_name") or place.name,
         "preload_loras": parse_loras(plain.pop("loras")),
+        **parse_dtypes(plain.pop("dtypes")),
         "rendezvous_host": rendezvous_host,
         "rendezvous_port": rendezvous_port,
         "batch_window_s": plain.pop("batch_window_milliseconds") / 1000,
@@ -421,6 +424,31 @@ def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
             raise ConfigError(f"--lora {option!r}: the name {name!r} is given twice")
         found[name] = path
     return found
+
+
+def parse_dtypes(options: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of the config that `--dtype DTYPE` and each `--dtype COMPONENT=DTYPE` set.
+
+    Raises:
+        ConfigError: a name of a dtype is unknown, or two options are for the same thing.
+    """
+    usual: list[Dtype] = []
+    own: dict[str, Dtype] = {}
+    for option in options:
+        component, separator, name = option.rpartition("=")
+        if separator and not component.isidentifier():
+            raise ConfigError(f"--dtype {option!r}: expected COMPONENT=DTYPE, as vae=float32")
+        allowed = [dtype for dtype in Dtype if not component or dtype is not Dtype.AUTO]
+        if name not in allowed:
+            expected = ", ".join(allowed) + ("" if component else ", or COMPONENT=DTYPE")
+            raise ConfigError(f"--dtype {option!r}: expected one of {expected}, found {name!r}")
+        if component in own or (usual and not component):
+            raise ConfigError(f"--dtype {option!r}: the type of {component or 'all components'} is given twice")
+        if component:
+            own[component] = Dtype(name)
+        else:
+            usual.append(Dtype(name))
+    return {"dtype": usual[0] if usual else Dtype.AUTO, "component_dtypes": own}
 
 
 def parse_origins(options: tuple[str, ...]) -> list[str]:
@@ -466,6 +494,8 @@ def check(config: WorkerConfig) -> None:
     if (name := config.served_name) in config.preload_loras:
         text = shown(config.preload_loras[name])
         raise ConfigError(f"--lora {name}={text}: the name is the model's served name: choose another name, or another --served-name")
+    if auto := [name for name, dtype in config.component_dtypes.items() if dtype is Dtype.AUTO]:
+        raise ConfigError(f"component_dtypes: {auto[0]}: expected one of float32, float16, bfloat16, found auto")
     check_sources(config)
     check_lora_bounds(config)
     check_together(config)

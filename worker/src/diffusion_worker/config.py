@@ -148,6 +148,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Device = Device.AUTO
     start_method: StartMethod = StartMethod.AUTO
     dtype: Dtype = Dtype.AUTO
+    # Types of components in place of `dtype`, and of float32 where the record of a pipeline class wants that.
+    component_dtypes: dict[str, Dtype] = {}
     pipeline: str = "auto"
     load_format: LoadFormat = LoadFormat.DEFAULT
     max_batch_size: int = 8

@@ -156,6 +156,7 @@ class Model(_Spec, frozen=True):
     source: ModelSource
     pipeline: str = "Auto"
     dtype: Dtype = Dtype.AUTO
+    component_dtypes: dict[str, Dtype] = {}
     cache: Cache = Cache(empty_dir=CacheFolder())
 
 

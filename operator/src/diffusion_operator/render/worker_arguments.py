@@ -41,7 +41,7 @@ def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
     options: dict[str, Any] = {
         "model": _model(spec.model.source),
         "served-name": deployment.served_name,
-        "dtype": option_word(spec.model.dtype),
+        "dtype": _dtypes(spec.model),
         "ranks": spec.parallelism.ranks_per_replica,
         "host": "0.0.0.0",
         "port": DATA_PORT,
@@ -103,6 +103,12 @@ def _tuning(spec: DeploymentSpec) -> dict[str, Any]:
         "max-pixels": limits.max_pixels,
         "max-images": limits.max_images,
     }
+
+
+def _dtypes(model: Model) -> tuple[str, ...]:
+    """Return the model's type, and that of each component with one of its own."""
+    own = (f"{name}={option_word(dtype)}" for name, dtype in sorted(model.component_dtypes.items()))
+    return option_word(model.dtype), *own
 
 
 def _model(source: ModelSource) -> str:

@@ -37,7 +37,7 @@ def test_every_part_of_every_model_is_counted() -> None:
 def test_a_model_has_as_many_parameters_as_the_real_one_and_none_takes_memory_before_it_is_placed(name: str, tmp_path: Path) -> None:
     described = write_model(name, tmp_path / name, tiny=False)
     classes = {part: (library, kind) for part, (library, kind, _) in described["parts"].items()}
-    modules = build_dummy_modules(tmp_path / name, classes, torch.bfloat16, Placeholders())
+    modules = build_dummy_modules(tmp_path / name, classes, lambda _: torch.bfloat16, Placeholders())
     counts = {part: sum(each.numel() for each in module.parameters()) / 1e9 for part, module in modules.items()}
     assert counts == {part: pytest.approx(BILLIONS[name, part], rel=0.01) for part in modules}
     assert all(each.untyped_storage().nbytes() <= 4 for module in modules.values() for each in module.parameters())

@@ -39,8 +39,9 @@ from diffusion_worker.messages import (
 from diffusion_worker.runner.fingerprint import Probe, adapter_contents
 from diffusion_worker.runner.loading.adapter_layers import TEXT_ENCODER, add_on_all_ranks, create_lora_manager
 from diffusion_worker.runner.loading.compilation import Compilation
+from diffusion_worker.runner.loading.component_dtypes import ComponentDtypes, dtype_of
 from diffusion_worker.runner.loading.offloading import Offloading, home_of
-from diffusion_worker.runner.loading.pipeline import check_pipeline_class, checkpoint_folder, dtype_of, load_pipeline
+from diffusion_worker.runner.loading.pipeline import check_pipeline_class, checkpoint_folder, load_pipeline
 from diffusion_worker.runner.loading.progress import LoadingProgress, ReportProgress
 from diffusion_worker.runner.loading.replace_weights import replace_weights
 from diffusion_worker.runner.loading.step_cache import make_step_cache
@@ -131,7 +132,8 @@ class DiffusionModelRunner:
             module.eval().requires_grad_(False)
             kinds.place(name, self.weights, checkpoint_folder(self._config, name), unread=unread, report=progress.add)
         progress.finish()
-        features = info.features | self._accelerate(pipeline, modules)
+        own = ComponentDtypes(dtype, self._config, type(pipeline)).outcome(modules)
+        features = info.features | own | self._accelerate(pipeline, modules)
         self._merging = Merging(modules, self._config.verify_merging)
         self._model = info = msgspec.structs.replace(
             info, features=features, merging=self._merging.described(), platform=platform_of(self._device)

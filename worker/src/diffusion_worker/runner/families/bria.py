@@ -27,4 +27,5 @@ RECORDS: tuple[Record, ...] = (
         },
     ),
     PipelineRecord("BriaFibo2Pipeline", version="diffusers 0.42.1", references=1),
+    PipelineRecord("BriaPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
 )

@@ -2,7 +2,7 @@
 """Video models with few facts of their own."""
 
 from diffusion_worker.config import StepCache
-from diffusion_worker.runner.families.record import ModelRecord, Positions, Record
+from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord, Positions, Record
 
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
@@ -90,4 +90,5 @@ RECORDS: tuple[Record, ...] = (
         version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, num_frames, return_dict=True"},
     ),
+    PipelineRecord("AllegroPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
 )

@@ -146,6 +146,8 @@ class PipelineRecord(msgspec.Struct, frozen=True):
     """The class for edits with the same components, where diffusers has it but not in its own lists."""
     inpaints_by: str = ""
     """The class for inpainting with the same components, where diffusers has it but not in its own lists."""
+    in_float32: tuple[str, ...] = ()
+    """Components that diffusers' own example of the class loads in float32, also where the others are in 16 bits."""
     masked_channels: int = 0
     """Input channels of a denoiser that gets a mask beside the latents. A denoiser with another number has to have the VAE's."""
     harmless: str = ""

@@ -56,4 +56,6 @@ RECORDS: tuple[Record, ...] = (
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     PipelineRecord("SanaSprintPipeline", version="diffusers 0.42.1", edits_by="SanaSprintImg2ImgPipeline"),
+    PipelineRecord("SanaVideoPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
+    PipelineRecord("SanaImageToVideoPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
 )

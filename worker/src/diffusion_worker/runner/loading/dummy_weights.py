@@ -6,7 +6,7 @@ parameters. Each parameter is filled where it is placed, on the rank's device. T
 every device and at every start.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ NORM_FACTORS = ("weight", "gamma")
 
 
 def build_dummy_modules(
-    folder: Path, classes: Mapping[str, tuple[str, str]], dtype: torch.dtype, unread: Placeholders | None = None
+    folder: Path, classes: Mapping[str, tuple[str, str]], dtype_of: Callable[[str], torch.dtype], unread: Placeholders | None = None
 ) -> dict[str, torch.nn.Module]:
     """Build those components that are torch modules from their config, with random parameters; return them by name.
 
-    `classes` is (library, class) by component. With `unread` the parameters are placeholders in it, which take no memory before
-    `ModelWeights.place`. Otherwise they get their values here.
+    `classes` is (library, class) by component, and `dtype_of` returns a component's dtype. With `unread` the parameters are placeholders
+    in it, which take no memory before `ModelWeights.place`. Otherwise they get their values here.
 
     Raises:
         ConfigError: a class cannot be found, or a component's folder has no config.json.
@@ -41,7 +41,7 @@ def build_dummy_modules(
     for name, (library, kind) in sorted(classes.items()):
         found = class_of(name, library, kind)
         if isinstance(found, type) and issubclass(found, torch.nn.Module):
-            modules[name] = _build(found, name, folder / name, dtype, unread)
+            modules[name] = _build(found, name, folder / name, dtype_of(name), unread)
     return modules
 
 

@@ -14,21 +14,15 @@ import diffusers
 import torch
 import transformers
 
-from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_index, split_import_path
+from diffusion_worker.config import LoadFormat, WorkerConfig, read_model_index, split_import_path
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.runner.loading.component import class_of, is_loadable, load_component
+from diffusion_worker.runner.loading.component_dtypes import ComponentDtypes
 from diffusion_worker.runner.loading.dummy_weights import build_dummy_modules
 from diffusion_worker.runner.loading.quantization import quantization_options, require_quantizable
 from diffusion_worker.runner.pipelines.step_support import missing_libraries
 from diffusion_worker.runner.pipelines.view import modules_of, silence
-
-
-def dtype_of(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """Convert the option to a dtype; `auto` is float32 on a CPU and bfloat16 on any accelerator."""
-    if dtype is Dtype.AUTO:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {Dtype.FLOAT32: torch.float32, Dtype.FLOAT16: torch.float16, Dtype.BFLOAT16: torch.bfloat16}[dtype]
 
 
 def checkpoint_folder(config: WorkerConfig, component: str) -> Path:
@@ -39,10 +33,11 @@ def checkpoint_folder(config: WorkerConfig, component: str) -> Path:
 def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placeholders | None = None) -> Any:
     """Load the pipeline of the model folder into host memory, in the way of `config.load_format`.
 
-    With `unread` most weights stay in their files, and `unread` has their placeholders. They must be placed before anything is computed.
+    Weights get this dtype, except for those of components with one of their own. With `unread` most weights stay in their files, and
+    `unread` has their placeholders. They must be placed before anything is computed.
 
     Raises:
-        ConfigError: no such pipeline class, or it cannot be made from this folder.
+        ConfigError: no such pipeline class, it cannot be made from this folder, or it lacks a component whose dtype is asked for.
     """
     index = read_model_index(config.model)
     pipeline_class = _pipeline_class(config, index)
@@ -50,12 +45,14 @@ def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placehold
     transformers.logging.disable_progress_bar()
     # Guiders are made again for each request, and each would log that it is experimental.
     diffusers.logging.get_logger("diffusers.guiders.guider_utils").setLevel(diffusers.logging.ERROR)
+    dtypes = ComponentDtypes(dtype, config, pipeline_class)
     load = _load_modular if issubclass(pipeline_class, diffusers.ModularPipeline) else _load_classic
     try:
-        pipeline = load(config, pipeline_class, index, dtype, unread)
+        pipeline = load(config, pipeline_class, index, dtypes, unread)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
         raise ConfigError(f"model {config.model!r}: {pipeline_class.__name__} cannot be loaded: {error}") from error
     _check_components(config, pipeline)
+    dtypes.outcome(modules_of(pipeline))
     silence(pipeline)
     return pipeline
 
@@ -95,33 +92,37 @@ def _import_class(path: str) -> Any:
         raise ConfigError(f"--pipeline {path!r}: module {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _load_classic(config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtype: torch.dtype, unread: Placeholders | None) -> Any:
+def _load_classic(
+    config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtypes: ComponentDtypes, unread: Placeholders | None
+) -> Any:
     # Optional components are [null, null] in the index; the classes that know them want them passed.
     known = inspect.signature(pipeline_class.__init__).parameters
     given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None] and name in known}
     classes = {name: kind for name, kind in _classes_of(index).items() if name in known}
-    given |= _modules(config, classes, dtype, unread)
-    return pipeline_class.from_pretrained(config.model, dtype=dtype, use_safetensors=True, local_files_only=True, **given)
+    given |= _modules(config, classes, dtypes, unread)
+    return pipeline_class.from_pretrained(config.model, dtype=dtypes.for_diffusers(), use_safetensors=True, local_files_only=True, **given)
 
 
-def _load_modular(config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtype: torch.dtype, unread: Placeholders | None) -> Any:
+def _load_modular(
+    config: WorkerConfig, pipeline_class: Any, index: dict[str, Any], dtypes: ComponentDtypes, unread: Placeholders | None
+) -> Any:
     """Load a modular pipeline from a folder with an index of either kind: the components its blocks want and the folder has."""
     pipeline = pipeline_class(pretrained_model_name_or_path=config.model, local_files_only=True)
     here = {name for name in pipeline.pretrained_component_names if (Path(config.model) / name).is_dir()}
-    modules = _modules(config, {name: kind for name, kind in _classes_of(index).items() if name in here}, dtype, unread)
+    modules = _modules(config, {name: kind for name, kind in _classes_of(index).items() if name in here}, dtypes, unread)
     pipeline.update_components(**modules)
     here -= modules.keys()
     # Load them singly: asked for several, the loader logs failures and continues without them.
     for name in sorted(here):
         spec = pipeline.get_component_spec(name)
-        weights = {"dtype": dtype, "use_safetensors": True} if _holds_weights(spec.type_hint) else {}
+        weights = {"dtype": dtypes.of(name), "use_safetensors": True} if _holds_weights(spec.type_hint) else {}
         place = {"pretrained_model_name_or_path": config.model, "subfolder": name, "revision": None}
         pipeline.update_components(**{name: spec.load(local_files_only=True, **place, **weights)})
     return pipeline
 
 
 def _modules(
-    config: WorkerConfig, classes: dict[str, tuple[str, str]], dtype: torch.dtype, unread: Placeholders | None
+    config: WorkerConfig, classes: dict[str, tuple[str, str]], dtypes: ComponentDtypes, unread: Placeholders | None
 ) -> dict[str, torch.nn.Module]:
     """Return modules by component name: random ones for the format `dummy`, otherwise those of classes that `load_component` can load.
 
@@ -129,13 +130,15 @@ def _modules(
     """
     folder = Path(config.model)
     if config.load_format is LoadFormat.DUMMY:
-        return build_dummy_modules(folder, classes, dtype, unread)
+        return build_dummy_modules(folder, classes, dtypes.of, unread)
     if unread is None:
         return {}
     found = {name: class_of(name, library, kind) for name, (library, kind) in sorted(classes.items())}
     require_quantizable(config, [name for name, kind in found.items() if is_loadable(kind)])
     return {
-        name: load_component(name, kind, folder / name, dtype, unread=unread, **quantization_options(config, name, dtype))
+        name: load_component(
+            name, kind, folder / name, dtypes.of(name), unread=unread, **quantization_options(config, name, dtypes.of(name))
+        )
         for name, kind in found.items()
         if is_loadable(kind)
     }
