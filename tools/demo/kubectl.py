@@ -14,7 +14,9 @@ from .errors import DemoFailed, TookTooLong
 Document = dict[str, Any]
 POLL_S = 0.5
 # Reasons that do not pass by themselves; a moment of them is normal, while a pull or a restart is retried.
-HOPELESS = frozenset({"ModelError", "ImagePullError", "ContainerError", "CrashLooping", "PodsRefused", "NotAccepted", "SourceError"})
+HOPELESS = frozenset(
+    {"ModelError", "GPUUnavailable", "ImagePullError", "ContainerError", "CrashLooping", "PodsRefused", "NotAccepted", "SourceError"}
+)
 PATIENCE_S = 45.0
 
 

@@ -208,6 +208,34 @@ def test_a_lack_of_memory_says_of_which(ended: Exit, limits: dict[str, str], wor
     assert failure.code == code
 
 
+UNUSABLE = "rank 0 (pid 9) exited with code 70: DeviceUnavailable: cuda:0 cannot be used: CUDA error: uncorrectable ECC error encountered"
+FULL = "rank 0 (pid 9) exited with code 70: InsufficientMemory: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+ABSENT = "DeviceUnavailable: --device cuda: expected a GPU that torch can use, found none: Found no NVIDIA driver on your system."
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize(
+    ("code", "words", "reason"),
+    [(70, UNUSABLE, "GPUUnavailable"), (1, ABSENT, "GPUUnavailable"), (70, FULL, "InsufficientGPUMemory")],
+    ids=["refused", "absent", "full"],
+)
+def test_a_device_at_which_a_worker_ends_is_the_reason_in_its_own_words(code: int, words: str, reason: str, restarts: int) -> None:
+    plan = seen(pod(**down(restarts, Exit(code=code, message=words))), recorded(5, restarts=restarts))
+    for type_, status in (("Ready", "False"), ("Degraded", "True")):
+        found = condition_of(plan.status.conditions, type_)
+        assert found is not None
+        assert (found.status, found.reason) == (status, reason)
+        assert words in found.message
+
+
+@pytest.mark.parametrize(("words", "reason"), [(UNUSABLE, "GPUUnavailable"), (FULL, "InsufficientGPUMemory")], ids=["refused", "full"])
+def test_a_device_at_which_the_ranks_of_a_live_worker_end_is_the_reason(words: str, reason: str) -> None:
+    error = WireError(code="EngineFailed", message=f"the rank group was lost too often: {words}")
+    ready = condition_of(seen(pod(ready=False), None, Poll(state=says(WorkerPhase.FAILED, failure=error))).status.conditions, "Ready")
+    assert ready is not None
+    assert (ready.reason, words in ready.message) == (reason, True)
+
+
 def restarting(age_s: float) -> WorkerState:
     error = WireError(code="RankFailed", message="rank 0 stopped")
     return says(WorkerPhase.RESTARTING, state_age_seconds=age_s, failure=error)

@@ -19,6 +19,7 @@ from diffusion_worker.memory import device_memory
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner import model_runner
+from diffusion_worker.runner.device import open_device
 
 GATES = "DIFFUSION_TEST_GATES"
 # A test that never opens its gate fails at a deadline of the worker.
@@ -121,6 +122,24 @@ class Cramped:
 
         runner._compute = cramped
         return super().load_model(report, asleep=asleep)  # type: ignore[misc]
+
+
+class DeviceInUse:
+    """An extension whose ranks open a GPU that another process keeps to itself, as in the mode EXCLUSIVE_PROCESS."""
+
+    def init_device(self) -> None:
+        def refuse(device: Any) -> None:
+            raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for more.")
+
+        torch.cuda.set_device = refuse
+        open_device(torch.device("cuda:0"), self._config)
+
+
+class DeviceFull:
+    """An extension whose device has no memory for the weights."""
+
+    def load_model(self, report: Any, *, asleep: bool = False) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 class Poisoned:

@@ -84,7 +84,7 @@ def test_a_worker_whose_ranks_are_spawned_imports_no_torch_and_makes_the_image_t
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ((), "--device cuda: expected a GPU that torch can use, found none: "),
+        ((), "DeviceUnavailable: --device cuda: expected a GPU that torch can use, found none: "),
         (
             ("--start-method=forkserver",),
             "--start-method forkserver: this rank cannot use a GPU, because the process that it was forked from",

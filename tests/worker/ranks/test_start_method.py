@@ -75,4 +75,4 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused_in_torchs_own_words()
         torch.cuda.init()  # type: ignore[no-untyped-call]
     with pytest.raises(ConfigError) as error:
         device_of(Device.CUDA, 0)
-    assert str(error.value) == f"--device cuda: expected a GPU that torch can use, found none: {own.value}"
+    assert str(error.value) == f"DeviceUnavailable: --device cuda: expected a GPU that torch can use, found none: {own.value}"

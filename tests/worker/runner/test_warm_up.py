@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from diffusion_worker.config import WorkerConfig
+from diffusion_worker.config import Dtype, WorkerConfig
 from diffusion_worker.engine.state.rank_protocol import TickReport
 from diffusion_worker.engine.state.state_document import EngineState, LoadStage
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
@@ -24,6 +24,7 @@ from support.worker.process import REPOSITORY, START_TIMEOUT_S, WorkerProcess
 from support.worker.server_edge import Edge
 
 MODEL = ModelInfo(pipeline="P", dtype="float32", size_multiple=8, weights_bytes=1)
+WARM_UP_FAILED = "the warm-up before the first request failed: "
 FAILED = ErrorReport(ErrorCode.ENGINE_FAILED, "generate with 1 steps in 64x64 by P: ValueError: shapes do not match")
 
 
@@ -76,9 +77,20 @@ async def test_the_worker_is_ready_only_after_the_warm_up_which_its_state_shows(
 async def test_a_warm_up_that_fails_stops_the_start_and_says_what_failed() -> None:
     edge = Edge(FakeRankGroup(2), ranks=2)
     edge.ranks.method_errors["warm_up"] = FAILED
-    with pytest.raises(ConfigError, match=re.escape(f"the warm-up before the first request failed: {FAILED.message} (--warmup-steps 0")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{WARM_UP_FAILED}{FAILED.code}: {FAILED.message} (--warmup-steps 0 starts without it)")
+    ):
         await edge.engine.start()
     assert not edge.engine.loaded
+    await edge.engine.terminate()
+
+
+async def test_a_warm_up_that_fails_with_a_component_of_another_dtype_names_the_option() -> None:
+    edge = Edge(FakeRankGroup(), component_dtypes={"vae": Dtype.FLOAT32})
+    edge.ranks.method_errors["warm_up"] = FAILED
+    says = "starts without it; --dtype vae=float32: the pipeline has to convert what it gives to this component)"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        await edge.engine.start()
     await edge.engine.terminate()
 
 
@@ -266,7 +278,7 @@ def test_a_model_that_makes_no_image_never_becomes_ready_and_the_worker_ends_wit
     with WorkerProcess(options=options, env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY / 'worker' / 'src'}"}) as worker:
         assert worker.wait_exit(START_TIMEOUT_S) == 1
         said = worker.termination_log.read_text()
-    assert "the warm-up before the first request failed: generate with 2 steps in the default size by Broken: " in said
+    assert f"{WARM_UP_FAILED}RequestFailed: generate with 2 steps in the default size by Broken: " in said
     assert "IndexError: no such layer" in said
 
 

@@ -255,6 +255,8 @@ def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None
         log.exception("rank failed")
         fault = classify(error)
         words = withheld.words_of(error)
+        if fault is Fault.OUT_OF_MEMORY:
+            words = f"{ErrorCode.INSUFFICIENT_MEMORY}: {words}"
         output.send_final(Fatal(arguments.rank, words, fault=Fault.DEFECT if fault is Fault.REQUEST else fault))
     return EXIT_FAULT
 

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of a rank, and torch's reason where there is none."""
+"""The device of a rank, and the reason why it cannot be used, in torch's words.
+
+Messages about a device begin with a code, by which the operator tells them from those about the model.
+"""
 
 import torch
 
-from diffusion_worker.config import Device
-from diffusion_worker.errors import ConfigError
+from diffusion_worker.config import Device, Dtype, WorkerConfig
+from diffusion_worker.errors import ConfigError, ErrorCode, Fault
+from diffusion_worker.runner.model_call.faults import RankFault, classify
+
+DEVICE_UNAVAILABLE = "DeviceUnavailable"
 
 
 def device_of(wanted: Device, local_rank: int) -> torch.device:
@@ -19,11 +25,32 @@ def device_of(wanted: Device, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         if wanted is Device.CUDA:
-            raise ConfigError(f"--device cuda: expected a GPU that torch can use, found none: {why_no_accelerator()}")
+            raise ConfigError(f"{DEVICE_UNAVAILABLE}: --device cuda: expected a GPU that torch can use, found none: {why_no_accelerator()}")
         return torch.device("cpu")
     if local_rank >= (found := torch.cuda.device_count()):
         raise ConfigError(f"--ranks: rank {local_rank} has no GPU of its own, found {found}")
     return torch.device("cuda", local_rank)
+
+
+def open_device(device: torch.device, config: WorkerConfig) -> None:
+    """Select a rank's GPU and compute a number on it, so that a GPU that cannot be used is named before the model is read.
+
+    Raises:
+        ConfigError: the GPU cannot compute with a dtype of the options.
+        RankFault: the GPU refuses to work, for instance because it is full, lost, or kept by another process.
+    """
+    try:
+        torch.cuda.set_device(device)
+        torch.ones(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        full = classify(error) is Fault.OUT_OF_MEMORY
+        code = ErrorCode.INSUFFICIENT_MEMORY if full else DEVICE_UNAVAILABLE
+        # The first line is the device's; those behind it explain how to debug.
+        words = str(error).partition("\n")[0]
+        raise RankFault(Fault.OUT_OF_MEMORY if full else Fault.DEVICE, f"{code}: {device} cannot be used: {words}") from error
+    if Dtype.BFLOAT16 in (config.dtype, *config.component_dtypes.values()) or config.dtype is Dtype.AUTO:
+        _require_bfloat16(device, config.dtype)
 
 
 def why_no_accelerator() -> str:
@@ -34,3 +61,15 @@ def why_no_accelerator() -> str:
         # AssertionError: a build of torch for CPUs alone.
         return " ".join(str(error).split())
     return f"torch {torch.__version__} counts {torch.cuda.device_count()}"
+
+
+def _require_bfloat16(device: torch.device, dtype: Dtype) -> None:
+    # Older GPUs emulate it, slower than float32, and some kernels are missing.
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    asked = "--dtype auto, which is bfloat16 on a GPU" if dtype is Dtype.AUTO else "--dtype bfloat16"
+    raise ConfigError(
+        f"{DEVICE_UNAVAILABLE}: {asked}: expected a GPU of compute capability 8.0 or later, found {torch.cuda.get_device_name(device)} "
+        f"with {major}.{minor}; choose float16 or float32"
+    )

@@ -37,7 +37,7 @@ from diffusion_worker.messages import (
     WakeTask,
     WarmedUp,
 )
-from diffusion_worker.runner.device import device_of
+from diffusion_worker.runner.device import device_of, open_device
 from diffusion_worker.runner.loading.offloading import check_device
 from diffusion_worker.runner.loading.replace_weights import read_weights
 from diffusion_worker.runner.mirroring import mirror_weights
@@ -74,7 +74,7 @@ class DiffusionWorker:
         torch.set_num_threads(max(1, usable_cores() // self._config.ranks))
         self.device = device_of(self._config.device, self._rank)
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            open_device(self.device, self._config)
         self.parallel = Parallel(
             rank=self._rank,
             world=self._config.ranks,

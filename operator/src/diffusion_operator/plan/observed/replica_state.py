@@ -17,7 +17,7 @@ from diffusion_operator.api.worker_state import WireError, WorkerPhase, WorkerSt
 from diffusion_operator.plan.observed.observed import Observed, Poll
 from diffusion_operator.plan.observed.pods import Exit, Pod
 from diffusion_operator.plan.observed.states import LIVE_STATES, SETTLED_STATES
-from diffusion_operator.plan.observed.worker_exit_codes import code_in
+from diffusion_operator.plan.observed.worker_exit_codes import code_in, device_code_in
 
 STARTUP_ERROR_EXIT = 1  # the worker's contract: a configuration or model it cannot start with
 CRASH_LOOP_RESTARTS = 3
@@ -51,12 +51,16 @@ class Problem(StrEnum):
     RANK_LOST = "RankLost"
     WAKE_FAILED = "WakeFailed"
     INSUFFICIENT_MEMORY = "InsufficientGPUMemory"
+    DEVICE = "GPUUnavailable"
     SLEEP_FAILED = "SleepFailed"
     VERIFICATION_FAILED = "VerificationFailed"
     MEMORY_NOT_RELEASED = "MemoryNotReleased"
     UNREACHABLE = "ControlUnreachable"
     NODE_LOST = "NodeLost"
 
+
+_DEVICE = {"DeviceUnavailable": Problem.DEVICE, "InsufficientMemory": Problem.INSUFFICIENT_MEMORY}
+"""Reasons for which a worker cannot start or go on, by the code of its device."""
 
 _FAULTS = {
     "VerificationFailed": Problem.VERIFICATION_FAILED,
@@ -205,6 +209,8 @@ def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem 
         unreachable = Problem.UNREACHABLE if pod.ready else None  # a start may take its time: the message says it, and the reason does not
         return (unreachable, _unreachable(poll)) if poll.unreachable else (None, "")
     message = f"the worker ended with {exit_text(ended)}{_memory_advice(ended, memory)}, {pod.container.restarts} restarts"
+    if (code := device_code_in(ended.message)) is not None:
+        return _DEVICE[code], message
     if ended.code == STARTUP_ERROR_EXIT:
         return Problem.MODEL_ERROR, exit_message(ended)
     if pod.container.restarts >= CRASH_LOOP_RESTARTS or pod.container.waiting_reason == "CrashLoopBackOff":
@@ -222,6 +228,8 @@ def _unreachable(poll: Poll) -> str:
 
 def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
     """Classify an engine's failure: a model that cannot be found, ranks that were lost, or a failed sleep or wake."""
+    if document.state is WorkerPhase.FAILED and (device := device_code_in(failure.message)) is not None:
+        return _DEVICE[device], _sentence(failure.code, failure.message)
     if document.state is WorkerPhase.STARTING or (document.state is WorkerPhase.FAILED and code_in(failure.message) is not None):
         return Problem.MODEL_ERROR, _sentence(failure.code, failure.message)
     operation = document.operation or document.last_operation

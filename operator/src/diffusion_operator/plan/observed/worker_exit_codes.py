@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error codes of a worker about its model, and the code in the termination message of a worker that failed to load it."""
+"""Error codes of a worker about its model or its device, and the code in the termination message of one that ended."""
 
 import re
 
@@ -17,10 +17,19 @@ MODEL_REASONS = {
 }
 """Reasons of ModelResolved=False, by code."""
 
+DEVICE_CODES = ("DeviceUnavailable", "InsufficientMemory")
+
+_DEVICE_CODE = re.compile(rf"(?:^|: )({'|'.join(DEVICE_CODES)}): ")
 _CODE = re.compile(rf"(?:^|: )({'|'.join(MODEL_REASONS)}): ")
 
 
 def code_in(words: str) -> str | None:
     """`Error: --model: SourceNotFound: claim …` has one; most of what a worker ends with is about something else."""
     found = _CODE.search(words)
+    return found[1] if found else None
+
+
+def device_code_in(words: str) -> str | None:
+    """Return the code of a device that is full or cannot be used: `rank 0 exited with code 70: InsufficientMemory: …` has one."""
+    found = _DEVICE_CODE.search(words)
     return found[1] if found else None

@@ -26,7 +26,7 @@ SLOW_PAUSE = timedelta(minutes=10)
 """Between the pods of a replica that failed too often."""
 RESTART_PERIODS = 2  # times startup.timeoutSeconds: a load of all ranks, and as long again
 
-_ITS_OWN_WORDS = (Problem.MODEL_ERROR, Problem.NODE_LOST)
+_ITS_OWN_WORDS = (Problem.MODEL_ERROR, Problem.NODE_LOST, Problem.DEVICE, Problem.INSUFFICIENT_MEMORY)
 
 
 class Reason(msgspec.Struct, frozen=True):

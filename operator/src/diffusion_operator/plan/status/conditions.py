@@ -18,8 +18,9 @@ from diffusion_operator.plan.replicas.template_trial import TEMPLATE_INVALID
 from diffusion_operator.plan.status.inputs import Situation
 
 _READY_PROBLEMS = (
-    Problem.MODEL_ERROR, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER, Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE,
-    Problem.POD_FAILED, Problem.NODE_LOST, Problem.VERIFICATION_FAILED, Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST,
+    Problem.MODEL_ERROR, Problem.DEVICE, Problem.INSUFFICIENT_MEMORY, Problem.CRASH_LOOPING, Problem.IMAGE_PULL, Problem.CONTAINER,
+    Problem.WAITING_FOR_GPU, Problem.UNSCHEDULABLE, Problem.POD_FAILED, Problem.NODE_LOST, Problem.VERIFICATION_FAILED,
+    Problem.MEMORY_NOT_RELEASED, Problem.RANK_LOST,
 )  # fmt: skip
 """Problems that keep a replica from ever being ready, the most informative first."""
 
@@ -28,6 +29,8 @@ _WAKE_PROBLEMS = (Problem.WAKE_FAILED, Problem.INSUFFICIENT_MEMORY)
 _DEGRADED_REASONS = {
     Problem.VERIFICATION_FAILED: "VerificationFailed",
     Problem.MEMORY_NOT_RELEASED: "MemoryNotReleased",
+    Problem.DEVICE: "GPUUnavailable",
+    Problem.INSUFFICIENT_MEMORY: "InsufficientGPUMemory",
     Problem.CRASH_LOOPING: "CrashLooping",
     Problem.RANK_LOST: "RankLost",
     Problem.WAKE_FAILED: "WakeFailing",
@@ -76,7 +79,7 @@ def ready(now: Situation) -> Verdict:
         return verdict("Ready", False, "Suspended", _suspended(now))
     if now.wanted == 0:
         return verdict("Ready", False, "NoReplicas", "spec.replicas is 0")
-    problem = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind), None)
+    problem = next((group for kind in _READY_PROBLEMS for group in now.groups if _has(group, kind)), None)
     live = any(group.live for group in now.groups)
     if problem is not None and problem.problem is not None and not live:
         return verdict("Ready", False, problem.problem.value, _replica_message(problem))
@@ -134,7 +137,7 @@ def progressing(now: Situation) -> Verdict:
         text = f"{served}; replicas that serve are left alone until the spec changes{_others(now)}"
         return verdict("Progressing", False, "DeadlineExceeded", text)
     # A group that starts its ranks again gets on by itself.
-    stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if group.problem is kind and not group.restarting), None)
+    stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if _has(group, kind) and not group.restarting), None)
     if stuck is not None and stuck.problem is not None:
         return verdict("Progressing", False, stuck.problem.value, _replica_message(stuck))
     if now.outdated:
@@ -229,7 +232,7 @@ def adapters_ready(now: Situation) -> Verdict:
 
 def degraded(now: Situation) -> Verdict:
     for problem, reason in _DEGRADED_REASONS.items():
-        found = next((group for group in now.groups if group.problem is problem), None)
+        found = next((group for group in now.groups if _has(group, problem)), None)
         if found is not None:
             return verdict("Degraded", True, reason, _replica_message(found))
     if now.pods_wait_for:
@@ -237,6 +240,11 @@ def degraded(now: Situation) -> Verdict:
     if now.refusal and len(now.groups) < now.wanted:
         return verdict("Degraded", True, "QuotaExceeded" if QUOTA in now.refusal else "PodsRefused", now.refusal)
     return verdict("Degraded", False, "AsExpected", "")
+
+
+def _has(group: Group, problem: Problem) -> bool:
+    """Return whether a replica has a problem. Too little memory for a wake is none, as it sleeps on; too little for a start is."""
+    return group.problem is problem and not (group.live and problem is Problem.INSUFFICIENT_MEMORY)
 
 
 def _replica_message(group: Group) -> str:

@@ -83,7 +83,11 @@ class Preparation:
         try:
             await self._warm_up()
         except RequestError as error:
-            message = f"the warm-up before the first request failed: {error.message} (--warmup-steps 0 starts without it)"
+            own = ", ".join(f"--dtype {name}={dtype}" for name, dtype in self._config.component_dtypes.items())
+            hint = f"; {own}: the pipeline has to convert what it gives to this component" if own else ""
+            message = (
+                f"the warm-up before the first request failed: {error.code}: {error.message} (--warmup-steps 0 starts without it{hint})"
+            )
             raise ConfigError(message) from None
         if sleep_blocker(self._config) is not None:
             return  # it never sleeps, and its weights may be in memory that cannot be read
