@@ -2,6 +2,7 @@
 """Facts about an adapter's file that are known before any rank reads it."""
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,22 @@ async def test_a_file_in_place_is_checked_in_a_process_of_its_own(tmp_path: Path
         with pytest.raises(RequestError, match=f"adapter 'a': .*{path}") as refused:
             await fetcher.check_adapter(inside, digest=None, deadline_s=60.0, name="a")
         assert refused.value.code is ErrorCode.INVALID_ADAPTER
+
+
+async def test_a_header_is_read_in_little_memory_whatever_size_the_file_has_or_claims(tmp_path: Path) -> None:
+    def file(name: str, *, claimed: int, size: int) -> str:
+        header = json.dumps({"x": {"dtype": "U8", "shape": [claimed], "data_offsets": [0, claimed]}}).encode()
+        with (tmp_path / name).open("wb") as written:
+            written.write(len(header).to_bytes(8, "little") + header)
+            written.truncate(written.tell() + size)
+        return str(tmp_path / name)
+
+    fetcher = Fetcher(WorkerConfig(model="m", served_name="m"))
+    sparse, liar = file("sparse.safetensors", claimed=3 << 30, size=3 << 30), file("liar.safetensors", claimed=1 << 42, size=9)
+    assert (await fetcher.check_adapter(Fetched(sparse), digest=None, deadline_s=60.0, name="a")).digest is None
+    with pytest.raises(RequestError, match="expected a complete safetensors file") as refused:
+        await fetcher.check_adapter(Fetched(liar), digest=None, deadline_s=60.0, name="a")
+    assert refused.value.code is ErrorCode.INVALID_ADAPTER
 
 
 async def test_a_check_that_takes_too_long_ends_with_its_process() -> None:

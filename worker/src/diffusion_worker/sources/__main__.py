@@ -65,7 +65,8 @@ def _bound(job: Job) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != job.parent_pid:
         sys.exit(1)  # the parent died before the call above
-    resource.setrlimit(resource.RLIMIT_AS, (job.limits.memory_bytes, job.limits.memory_bytes))
+    # Address space is not bounded: the library of safetensors maps a whole file for a moment, however large, to read its header.
+    resource.setrlimit(resource.RLIMIT_DATA, (job.limits.memory_bytes, job.limits.memory_bytes))
     cpu_s = MORE_S + int(job.deadline_s)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
