@@ -88,7 +88,7 @@ def operations(samples: Sequence[Found], kind: str) -> int:
 
 
 def spread(seconds: Sequence[float]) -> Found | None:
-    """Median, 95th percentile and largest."""
+    """Return the median, 95th percentile and largest as `p50`, `p95` and `max`, rounded to hundredths; None for no values."""
     if not seconds:
         return None
     ordered = sorted(seconds)

@@ -60,7 +60,7 @@ class OperatorRun:
             self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
+        """Kill the operator's process with SIGKILL, and wait until it has ended."""
         self._process.kill()
         self._process.wait()
 

@@ -146,7 +146,7 @@ async def serves(pair: Pairing) -> None:
 
 
 async def loads(pair: Pairing, folder: Path) -> None:
-    """Check that an adapter loads and serves."""
+    """Copy an adapter into `folder`, create its LoRAAdapter, and check that it loads everywhere and serves a request."""
     shutil.copytree(DIGITS / "loras" / "stripes", folder / "stripes")
     await pair.client.create(ADAPTER, pair.namespace, lora("stripes", source={"path": str(folder / "stripes")}), strict=True)
     await pair.until(ADAPTER, "stripes", "True", "LoadedEverywhere")

@@ -20,7 +20,10 @@ from diffusion_worker.lora.request import LoadOptions, LoRARequest
 
 
 def blocks(count: int = 3, width: int = 8) -> nn.Module:
-    """Build blocks of an attention and a convolution."""
+    """Build a module of `count` blocks with linear layers `to_q` and `to_k`, as in an attention, and a convolution `conv`.
+
+    Weights follow a fixed seed; it cannot be called.
+    """
     torch.manual_seed(0)
 
     def block() -> nn.Module:

@@ -62,7 +62,7 @@ class Strangers:
     namespace: str
     made: dict[tuple[Kind, str], Any] = field(default_factory=dict)
     touched: list[str] = field(default_factory=list)
-    """Descriptions of the objects that had been changed when they were deleted."""
+    """Descriptions of the objects that were changed or missing when they were to be deleted."""
 
     async def make(self, kind: Kind, name: str, *, with_our_labels: str = "") -> bool:
         """Create an object, and return whether the name was free. `with_our_labels` names the deployment whose labels the object gets, as
@@ -74,7 +74,7 @@ class Strangers:
         return status == 201
 
     async def leave(self, kind: Kind, name: str) -> None:
-        """Delete an object if it is unchanged, and record it in `touched` otherwise."""
+        """Delete an object if it is still as it was made; if it was changed or is missing, record it in `touched` instead."""
         metadata = self.made.pop((kind, name))["metadata"]
         unchanged = {part: metadata[part] for part in ("uid", "resourceVersion")}
         options = {"preconditions": unchanged, "gracePeriodSeconds": 0}
@@ -82,7 +82,10 @@ class Strangers:
         self.touched += [] if status == 200 else [f"{kind.kind} {name} of somebody else was touched: {status} {found['message']}"]
 
     async def leave_all(self) -> None:
-        """Delete all of them; `touched` is complete afterwards."""
+        """Delete each object that is still as it was made, and keep the changed ones.
+
+        Every changed or missing one is in `touched` afterwards.
+        """
         for kind, name in list(self.made):
             await self.leave(kind, name)
 
@@ -144,7 +147,7 @@ class Obstacles:
         await self.strangers.make(POD, names.pod_name("d", rng.randint(0, 2), rng.randint(0, 6)))
 
     async def take_stranger(self, rng: Random) -> None:
-        """Delete a random one of the other owners' objects."""
+        """Delete one of the other owners' objects at random, or record it as touched if it was changed. Do nothing if there is none."""
         if there := list(self.strangers.made):
             await self.strangers.leave(*rng.choice(there))
 

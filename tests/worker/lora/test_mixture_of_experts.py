@@ -52,8 +52,10 @@ def test_experts_have_the_adapters_of_their_own_request_alone_and_beside_request
 
 
 def with_peft(folder: Any) -> Any:
-    """Build the family's pipeline without the worker, transformer and VAE in float64, and inject the adapter of `folder` by peft; None
-    gives the plain model. Rank and alpha are 4."""
+    """Build the family's pipeline without the worker, with transformer and VAE in float64.
+
+    peft injects the adapter of `folder`, which must have rank and alpha 4; None gives the plain model.
+    """
     pipeline = FAMILY.build()
     if folder is not None:
         tensors = load_file(folder / "adapter_model.safetensors")

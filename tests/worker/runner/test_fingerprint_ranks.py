@@ -212,7 +212,10 @@ def weights_file(model: Path) -> Path:
 
 
 def spoil(model: Path) -> None:
-    """Flip the lowest bit of the last byte of the model's largest file and restore its times, so that it looks unchanged."""
+    """Flip the lowest bit of the last byte of the transformer's largest weights file, and restore its times.
+
+    The file's size and times do not show the change.
+    """
     path = weights_file(model)
     before, last = path.stat(), path.read_bytes()[-1]
     with path.open("r+b") as file:

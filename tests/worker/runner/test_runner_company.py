@@ -202,7 +202,7 @@ def test_only_the_requests_that_a_tick_names_advance_and_unknown_names_are_passe
 
 def test_a_tick_with_a_running_request_among_its_new_ones_is_refused_and_changes_nothing(rig: RunnerRig) -> None:
     rig.runner.execute_stepwise(Tick(1, [request("old", steps=4)]))
-    with pytest.raises(DuplicateRequest, match="tick 2: request 'old' runs already"):
+    with pytest.raises(DuplicateRequest, match="tick 2: request 'old': expected an id that is new to this rank"):
         rig.runner.execute_stepwise(Tick(2, [request("new"), request("old")]))
     assert rig.runner._states["old"].steps_done == 1
     assert "new" not in rig.runner._states

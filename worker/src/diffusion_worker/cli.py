@@ -419,7 +419,8 @@ def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
         if not separator or not path:
             raise ConfigError(f"--lora {option!r}: expected NAME=SOURCE")
         if not ADAPTER_NAME.fullmatch(name):
-            raise ConfigError(f"--lora {option!r}: expected a name of a-z, 0-9, '.', '_' and '-', at most 63 long, found {name!r}")
+            expected = "a name of a-z, 0-9, '.', '_' and '-', first and last a letter or digit, at most 63 long"
+            raise ConfigError(f"--lora {option!r}: expected {expected}, found {name!r}")
         if name in found:
             raise ConfigError(f"--lora {option!r}: the name {name!r} is given twice")
         found[name] = path
@@ -490,7 +491,8 @@ def check(config: WorkerConfig) -> None:
             raise ConfigError(f"--model: {error}") from None
     _check_pipeline(config)
     if not NAME.fullmatch(config.served_name):
-        raise ConfigError(f"--served-name: expected letters, digits, '.', '_' and '-', at most 63, found {config.served_name!r}")
+        expected = "letters, digits, '.', '_' and '-', first and last a letter or digit, at most 63"
+        raise ConfigError(f"--served-name: expected {expected}, found {config.served_name!r}")
     if (name := config.served_name) in config.preload_loras:
         text = shown(config.preload_loras[name])
         raise ConfigError(f"--lora {name}={text}: the name is the model's served name: choose another name, or another --served-name")

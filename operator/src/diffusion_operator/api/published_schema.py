@@ -19,7 +19,10 @@ STATUSES: dict[Kind, type[msgspec.Struct]] = {DEPLOYMENT: DeploymentStatus, ADAP
 
 
 def missing_fields(document: Mapping[str, Any]) -> list[str]:
-    """Return each field of a status that a kind lacks, by the OpenAPI document of the kinds' group and version."""
+    """Return the path of each status field of this operator that a published kind lacks, as `PLURAL: status.FIELD`.
+
+    `document` is the OpenAPI document of the kinds' group and version. A kind that it does not have adds none.
+    """
     found: list[str] = []
     for kind, struct in STATUSES.items():
         schema = _schema_of(document, kind)

@@ -62,7 +62,10 @@ def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[
 
 
 def masks(dtype: torch.dtype = torch.int64, **lengths: int) -> dict[str, OfSeed]:
-    """Return makers of masks of tokens and of negative ones by name, each with its number of tokens; the seed says how many are valid."""
+    """Return makers of token masks, [1, tokens]: for each name, and under `negative_NAME` for the negative prompt.
+
+    Values are numbers of tokens; the seed makes the last zero to two of them invalid.
+    """
 
     def of(length: int, at: int) -> OfSeed:
         return valid(length, lambda seed: length - (seed + at) % 3, dtype)

@@ -466,7 +466,7 @@ class Chance(World):
             assert (error is None) or load not in self.loads or load.superseded is error
 
     def end(self) -> None:
-        """Remove everything, and let all work end."""
+        """End all requests, wake the ranks if they sleep, and remove every adapter. Go on until no load, undo or unload is left."""
         while self.requests:
             self.leave()
         if self.asleep:

@@ -173,9 +173,10 @@ def _view(buffer: torch.Tensor, numbers: torch.Tensor, place: Place) -> torch.Te
 
 
 def _check_finite(places: Mapping[str, Place], tensors: dict[str, torch.Tensor], buffer: torch.Tensor, label: str) -> None:
-    """Raise RequestError (InvalidAdapter) with the first tensor that has a value that is not finite.
+    """Raise RequestError (InvalidAdapter) with the first tensor of `tensors` that has a value that is not finite.
 
-    Adjacent tensors of one dtype are checked together, in one pass over memory. After a failure each tensor is checked by itself.
+    Adjacent tensors of one dtype are checked together, in one pass over memory. If that fails, or a run of them is not aligned to its
+    dtype, all tensors are checked one by one.
     """
     groups = [(dtype, list(group)) for dtype, group in itertools.groupby(places.values(), key=lambda place: place.dtype)]
     runs = [(dtype, group[0].begin, group[-1].end) for dtype, group in groups]

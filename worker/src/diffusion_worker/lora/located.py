@@ -17,7 +17,10 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]+")
 
 
 class Located(NamedTuple):
-    """Paths of an adapter's weights and of its peft configuration, if it has one."""
+    """Paths where an adapter's weights and its peft configuration are read.
+
+    In a folder in peft's layout both are set, even if one file is missing there. Elsewhere `config` is None if there is no such file.
+    """
 
     weights: Path
     config: Path | None

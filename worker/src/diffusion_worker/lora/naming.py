@@ -79,11 +79,14 @@ class Factors(NamedTuple):
 
 
 def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, RawLoRAModule]:
-    """Group the tensors of a file by module, under the file's own names.
+    """Find the two factors of each module of a file, and return their names, rank and alpha.
+
+    Keys are the modules' names in the file.
 
     Raises:
-        RequestError: InvalidAdapter with the first tensor that is no part of a LoRA, or does not fit its other factor.
-            UnsupportedFormat with the kind of adapter, if it is another known kind.
+        RequestError: InvalidAdapter with the first foreign tensors, or with a factor that is missing, given twice or of another rank.
+            InvalidAdapter, too, for an alpha that is not one number, or for no tensors at all. UnsupportedFormat with the kind of adapter,
+            if it is another known kind.
     """
     parts: dict[str, dict[Part, str]] = {}
     unmatched = []

@@ -65,7 +65,11 @@ def _wanted(asked: object, scale: float | None) -> WantedAdapter:
     if not isinstance(asked, LoRARequest):
         raise refused("lora_request", "the name of an adapter, a LoRARequest, or a list of them", type(asked).__name__)
     if not isinstance(asked.lora_name, str) or not ADAPTER_NAME.fullmatch(asked.lora_name):
-        raise refused("lora_request", "a lora_name of a-z, 0-9, '.', '_' and '-', at most 63 long", repr(asked.lora_name))
+        raise refused(
+            "lora_request",
+            "a lora_name of a-z, 0-9, '.', '_' and '-', first and last a letter or digit, at most 63 long",
+            repr(asked.lora_name),
+        )
     if not isinstance(asked.lora_path, str | PathLike):
         raise refused("lora_request", f"a lora_path for {asked.lora_name!r}", type(asked.lora_path).__name__)
     try:

@@ -374,7 +374,10 @@ class DiffusionModelRunner:
     def _advance(self, tick: Tick, frames: Sequence[bytes]) -> StepOutput:
         for spec in tick.join:
             if spec.request_id in self._states and spec.request_id not in tick.leave:
-                raise DuplicateRequest(f"tick {tick.number}: request {spec.request_id!r} runs already")
+                raise DuplicateRequest(
+                    f"tick {tick.number}: request {spec.request_id!r}: "
+                    "expected an id that is new to this rank, found one that runs there already"
+                )
         output, meter = StepOutput(), TickMeter(self._device)
         for request_id in tick.leave:
             self._drop(request_id)
@@ -486,7 +489,9 @@ class DiffusionModelRunner:
         """
         self._memory.require_awake(f"request {spec.request_id!r}")
         if spec.request_id in self._states:
-            raise DuplicateRequest(f"request {spec.request_id!r} runs already")
+            raise DuplicateRequest(
+                f"request {spec.request_id!r}: expected an id that is new to this rank, found one that runs there already"
+            )
         self._states[spec.request_id] = DiffusionRequestState(
             spec, body, exact=self._config.exact, check_sharing=self._config.check_sharing
         )

@@ -184,7 +184,10 @@ def children_ready(children: Sequence[ChildState]) -> Verdict:
 
 
 def pods_wait_for(children: Sequence[ChildState]) -> str:
-    """Return why no pod can be made: a Secret or ConfigMap that it mounts is not ours. Empty where one can."""
+    """Return why no pod can be made: messages about the operator's own Secret and ConfigMap that pods mount, joined by '; '.
+
+    Each names one that another object's name keeps away, or that the API server refused. Empty if both are there.
+    """
     mounted = (one for one in children if one.kind in (SECRET.kind, CONFIG_MAP.kind) and one.shard is None)
     return "; ".join(one.message for one in mounted if not one.ours)
 

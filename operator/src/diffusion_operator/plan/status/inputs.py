@@ -36,9 +36,10 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def pods_wait_for(self) -> str:
-        """Return the messages about Secrets and ConfigMaps that are not ours, without which new pods could not start.
+        """Return why new pods could not start: messages about the operator's own Secret and ConfigMap, joined by '; '.
 
-        Empty if no replica is missing or outdated.
+        Each names one that another object's name keeps away, or that the API server refused. Empty if both are there, or if no replica is
+        missing or outdated.
         """
         return pods_wait_for(self.children) if len(self.groups) < self.wanted or self.outdated else ""
 

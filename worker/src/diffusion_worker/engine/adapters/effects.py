@@ -48,7 +48,10 @@ class Retire(Effect, frozen=True):
 
 
 class Undo(Effect, frozen=True):
-    """Unload a failed load from all ranks, and find out which of its victims some rank holds no more."""
+    """Unload an adapter from all ranks after a load that failed or is not wanted any more.
+
+    A victim that some rank has evicted for it is unloaded from the other ranks too.
+    """
 
     adapter: Adapter
     number: int

@@ -352,7 +352,10 @@ class AdapterRunner:
         await self._call_all("remove_lora", timeout_s=UNLOAD_TIMEOUT_S, lora_int_id=lora_int_id)
 
     async def _undo(self, adapter: Adapter, number: int, victims: Sequence[Adapter]) -> None:
-        """Unload an adapter that failed to load; this runs behind a load that is late, and does nothing on ranks that did not load."""
+        """Unload an adapter whose load failed or is not wanted any more, and the victims that some rank has evicted for it.
+
+        This runs behind a load that is late, and does nothing on ranks that did not load.
+        """
         gone: list[Adapter] = []
         try:
             await self._remove(number)

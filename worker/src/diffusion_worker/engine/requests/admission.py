@@ -66,7 +66,10 @@ class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_own_mask(params: GenerationParams, model: ModelInfo) -> GenerationParams:
-    """Return the request as the model takes it: for a model that only inpaints, transparency of the image becomes the mask."""
+    """Turn an edit into an inpainting if the model only inpaints, with the first image's transparency as its mask.
+
+    Return any other request unchanged, also one with a mask or without transparency.
+    """
     if params.task is not Task.EDIT or params.own_mask is None or not only_inpaints(model):
         return params
     return msgspec.structs.replace(params, task=Task.INPAINT, mask=params.own_mask)

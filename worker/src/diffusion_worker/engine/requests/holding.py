@@ -83,7 +83,7 @@ def decide(now: ColdSituation, held: int) -> RequestError | None:
     if (error := why_gone(now)) is not None:
         return error
     if now.cold.mode is ColdMode.REJECT:
-        return refusal(now, "is refused, because the mode of cold requests is Reject")
+        return refusal(now, "is refused and not held, because coldRequests.mode is Reject")
     if held >= now.cold.max_held:
         message = f"expected at most {now.cold.max_held} held requests, found {held} already: {REFUSALS[now.cold_state][1]}"
         return RequestError(ErrorCode.OVERLOADED, message, retry_after_s=_retry_after_s(now))

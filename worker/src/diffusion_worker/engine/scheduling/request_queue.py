@@ -71,7 +71,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     @property
     def left(self) -> int:
-        """Ticks that the request still has to be put into; past its expected length there is one more at a time."""
+        """Return how many ticks the request must still be sent in, by its expected length.
+
+        Past that length it is 0 while a sent tick has not come back, and 1 once all have.
+        """
         return max(self.length - self.sent, 0 if self.sent > self.reported else 1)
 
     def restart(self) -> None:

@@ -48,7 +48,11 @@ class _Running(msgspec.Struct, frozen=True):
 
 
 class Operations:
-    """At most one operation at a time; a repeated id never starts a second one. `broken` is called with a defect in its work."""
+    """The sleep or wake in progress, and the results of the last ones by id.
+
+    `start` checks nothing: callers ask `is_running`, `is_done` and `require_idle` first, so that at most one runs. `broken` gets the
+    message of an unexpected exception in the work.
+    """
 
     def __init__(self, broken: Callable[[str], None], *, on_end: Callable[[], None] = lambda: None) -> None:
         """Begin without an operation; `on_end` is called at the end of each."""
@@ -92,7 +96,7 @@ class Operations:
             )
 
     def start(self, operation_id: str, kind: str, work: Coroutine[Any, Any, TaskOutcome]) -> None:
-        """Run an operation in the background; its outcome becomes `last`."""
+        """Run an operation in the background; its outcome becomes `last`. The caller has checked that none runs."""
         task = asyncio.create_task(self._run(operation_id, kind, work))
         self._running = _Running(operation_id, kind, time.monotonic(), task)
 

@@ -263,7 +263,11 @@ class PauseAnswer(BaseModel):
 
 
 class FingerprintAnswer(BaseModel):
-    """A rank's checksums: of its weights, of each adapter with its identity, and of a step from a fixed seed."""
+    """A rank's checksums: of its weights, of each adapter, and of a small image from a fixed seed.
+
+    Each adapter is one text: its identity and its checksum, then `misapplied` if its slot differs. `probe` is null if the model can make no
+    such image.
+    """
 
     rank: int
     weights: str

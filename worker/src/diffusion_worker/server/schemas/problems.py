@@ -39,7 +39,7 @@ INSTEAD = {"/v1/images/variations": "; POST /v1/images/edits without a mask make
 # Patterns in words for users.
 FORMS = {
     SIZE_PATTERN: "WIDTHxHEIGHT in pixels or 'auto'",
-    ADAPTER_NAME_PATTERN: "a name of a-z, 0-9, '.', '_' and '-'",
+    ADAPTER_NAME_PATTERN: "a name of a-z, 0-9, '.', '_' and '-', first and last a letter or digit",
     COMPONENT_PATTERN: "a component's name in the model's folder, such as transformer or text_encoder",
     REVISION_PATTERN: "a revision of the state, as bootId.n",
     **SOURCE_FORMS,

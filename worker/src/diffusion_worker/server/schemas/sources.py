@@ -20,7 +20,7 @@ URL_PATTERN = r"^https?://[^/]+/.*$"
 SHA256_PATTERN = r"^[0-9a-f]{64}$"
 WEIGHTS_PATTERN = r"^[^/].*\.safetensors$"
 SOURCE_FORMS = {
-    NAME_PATTERN: "a name of a-z, 0-9, '.' and '-'",
+    NAME_PATTERN: "a name of a-z, 0-9, '.' and '-', first and last a letter or digit",
     KEY_PATTERN: "a key of letters, digits, '.', '_' and '-'",
     REPO_PATTERN: "OWNER/NAME",
     S3_PATTERN: "s3://BUCKET/KEY",
