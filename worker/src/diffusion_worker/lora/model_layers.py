@@ -5,8 +5,9 @@ A layer is named `component.path`. Projections of one attention may be fused in 
 adapter (`to_q`, `to_k`, `to_v`), or the reverse. A name then means a part of a layer, or several layers.
 """
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class ModelLayer:
 
     A is [rank, *inputs]. `outputs` has the rows of B for each part of a fused layer, or a single number. `places` lists each parent module
     and the layer's name in it. A layer of a table has neither a `base` nor places, and its dtype is `known_dtype`.
+    Sorting by `order` puts layers of one kind side by side, over all blocks.
     """
 
     name: str
@@ -42,8 +44,10 @@ class ModelLayer:
     cut: PartCut | None
     add_up: Callable[[torch.Tensor], torch.Tensor] | None = None
     known_dtype: torch.dtype | None = None
+    order: int = 0
 
-    @property
+    # A load asks for it several times a layer, and a layer keeps its dtype.
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """`known_dtype` if set; otherwise the base's `compute_dtype`, as a 4-bit layer has one, or the dtype of its weight."""
         if self.known_dtype is not None:
@@ -108,6 +112,7 @@ class ModelLayers:
                         layer = seen[id(module)] = _layer(name, module, parent, part_of(name))
                     layer.places.append((parent, path.rpartition(".")[2]))
                     self._layers[name] = layer
+        _put_in_order(self._layers.values())
 
     @classmethod
     def of_table(cls, table: ModelTable) -> "ModelLayers":
@@ -119,6 +124,7 @@ class ModelLayers:
             found._layers.update(dict.fromkeys(entry.names, layer))
         # In the order of the modules, because the first of a layer's names is its own.
         found._layers = {name: found._layers[name] for name in table.modules if name in found._layers}
+        _put_in_order(found._layers.values())
         return found
 
     def table(self) -> tuple[dict[str, str], list[TableLayer]]:
@@ -220,11 +226,16 @@ def stored_as(module: Any) -> Any:
     return getattr(module.weight, "quant_state", module.weight)
 
 
-def order_of(layer: ModelLayer) -> tuple[str, list[int]]:
-    """Return a sort key that puts layers of one kind side by side, over all blocks.
+def _put_in_order(layers: Iterable[ModelLayer]) -> None:
+    """Set the `order` of all layers of a model, by kind and then by block.
 
     An adapter changes some kinds of layers, so few copies then write it into a slot.
     """
+    for number, layer in enumerate(sorted(layers, key=_kind_and_blocks)):
+        layer.order = number
+
+
+def _kind_and_blocks(layer: ModelLayer) -> tuple[str, list[int]]:
     return re.sub(r"\d+", "#", layer.name), [int(number) for number in re.findall(r"\d+", layer.name)]
 
 

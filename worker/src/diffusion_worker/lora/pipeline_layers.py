@@ -6,6 +6,7 @@ or before its model is compiled. If the deployment names target modules, these a
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -29,7 +30,7 @@ from diffusion_worker.lora.layers import BankPart, LinearPart, LoRALayer, LoRALi
 from diffusion_worker.lora.loads.binding import AdapterBinding, components_of, write_checked
 from diffusion_worker.lora.loads.layout import Bound, LaidOut, Layout, open_layout
 from diffusion_worker.lora.loads.model_table import TableLayer
-from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, order_of
+from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers
 from diffusion_worker.lora.slot_bank import Columns, Segment, Widths
 from diffusion_worker.memory.slabs import resident_bytes
 
@@ -268,7 +269,7 @@ class AdapterLayers:
 
     def _wrap(self, layers: Iterable[ModelLayer]) -> None:
         """Wrap the layers that have no slots yet, and give them slots: one segment for all layers of a dtype."""
-        new = sorted(dict.fromkeys(layer for layer in layers if layer not in self._wrapped), key=lambda layer: order_of(layer))
+        new = sorted(dict.fromkeys(layer for layer in layers if layer not in self._wrapped), key=operator.attrgetter("order"))
         alike: dict[torch.dtype, list[ModelLayer]] = {}
         for layer in new:
             alike.setdefault(layer.dtype, []).append(layer)

@@ -5,8 +5,6 @@ The process of a load writes it, and a rank uses it where it lies. Columns that 
 The layout does not depend on the layers that have slots at the time.
 """
 
-import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ import torch
 from diffusion_worker.lora.host_adapter import HostAdapter
 from diffusion_worker.lora.layers import LoRALayer
 from diffusion_worker.lora.loads.model_table import dtype_named, name_of
-from diffusion_worker.lora.model_layers import ModelLayer, order_of
+from diffusion_worker.lora.model_layers import ModelLayer
 from diffusion_worker.lora.slot_bank import ColumnRun, Columns, Scaling, Segment, fits
 
 # Matrices begin at multiples of this.
@@ -71,32 +69,36 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 Place = Callable[[str], tuple[LoRALayer, Segment, Sequence[Columns]]]
 
 
-class _Factor(NamedTuple):
-    """A block with its values; `kind` and `order` are its sort key."""
+class _Kind(NamedTuple):
+    """The factors that share a matrix: of layers of one dtype, in one dtype, of one rank, and all A or all B."""
 
-    kind: tuple[str, str, int, bool]
-    order: tuple[str, list[int], int]
-    bound: Bound
-    values: torch.Tensor
+    bank: str
+    dtype: str
+    rank: int
+    is_b: bool
+
+    def of(self, each: Bound) -> torch.Tensor:
+        return each.b if self.is_b else each.a
 
 
 class LaidOut:
     """An adapter with its layout, ready to be written."""
 
     def __init__(self, bound: Sequence[Bound], components: frozenset[str]) -> None:
-        factors = [factor for each in bound for factor in _factors(each)]
-        factors.sort(key=operator.itemgetter(0, 1))
-        self._groups = [list(group) for _, group in itertools.groupby(factors, key=operator.attrgetter("kind"))]
+        groups: dict[_Kind, list[Bound]] = {}
+        for each in sorted(bound, key=lambda each: (each.layer.order, each.part)):
+            rank, bank = each.a.shape[0], name_of(each.layer.dtype)
+            groups.setdefault(_Kind(bank, name_of(each.a.dtype), rank, False), []).append(each)
+            groups.setdefault(_Kind(bank, name_of(each.b.dtype), rank, True), []).append(each)
+        self._groups = sorted(groups.items())
         matrices, blocks, end = [], [], 0
-        for number, group in enumerate(self._groups):
-            _, dtype, rank, is_b = group[0].kind
-            widths = [len(factor.values) if is_b else factor.values.shape[1] for factor in group]
-            matrices.append(Matrix(dtype, rank, sum(widths), end, is_b))
-            size = rank * sum(widths) * dtype_named(dtype).itemsize
+        for number, (kind, group) in enumerate(self._groups):
+            widths = [kind.of(each).shape[0 if kind.is_b else 1] for each in group]
+            matrices.append(Matrix(kind.dtype, kind.rank, sum(widths), end, kind.is_b))
+            size = kind.rank * sum(widths) * dtype_named(kind.dtype).itemsize
             end += -(-size // ALIGNMENT) * ALIGNMENT
-            for factor, width in zip(group, widths, strict=True):
-                each = factor.bound
-                blocks.append(Block(each.layer.name, each.part, number, width, each.scaling if is_b else 1.0))
+            for each, width in zip(group, widths, strict=True):
+                blocks.append(Block(each.layer.name, each.part, number, width, each.scaling if kind.is_b else 1.0))
         self.layout = Layout(sorted(components), max(matrix.rank for matrix in matrices), matrices, blocks, end)
 
     @torch.inference_mode(False)
@@ -104,28 +106,20 @@ class LaidOut:
     def write(self, buffer: torch.Tensor) -> Bound | None:
         """Write the adapter into `layout.nbytes` bytes, and return the first factors that are not finite in a slot's dtype, if any."""
         wrong = None
-        for matrix, view, group in zip(self.layout.matrices, _views(self.layout, buffer), self._groups, strict=True):
+        for view, (kind, group) in zip(_views(self.layout, buffer), self._groups, strict=True):
             # Transposing all at once takes less time than each by itself.
-            if matrix.is_b:
-                view.copy_(torch.cat([factor.values for factor in group]).t())
+            if kind.is_b:
+                view.copy_(torch.cat([each.b for each in group]).t())
             else:
-                torch.cat([factor.values for factor in group], dim=1, out=view)
-            largest = max([1.0, *(abs(factor.bound.scaling) for factor in group if matrix.is_b)])
-            if wrong is None and not fits(view, largest, group[0].bound.layer.dtype):
-                wrong = next((factor.bound for factor in group if not _fits(factor, matrix.is_b)), None)
+                torch.cat([each.a for each in group], dim=1, out=view)
+            largest = max([1.0, *(abs(each.scaling) for each in group if kind.is_b)])
+            if wrong is None and not fits(view, largest, group[0].layer.dtype):
+                wrong = next((each for each in group if not _fits(each, kind)), None)
         return wrong
 
 
-def _factors(each: Bound) -> list[_Factor]:
-    rank, bank, order = each.a.shape[0], name_of(each.layer.dtype), (*order_of(each.layer), each.part)
-    return [
-        _Factor((bank, name_of(each.a.dtype), rank, False), order, each, each.a),
-        _Factor((bank, name_of(each.b.dtype), rank, True), order, each, each.b),
-    ]
-
-
-def _fits(factor: _Factor, is_b: bool) -> bool:
-    return fits(factor.values, factor.bound.scaling if is_b else 1.0, factor.bound.layer.dtype)
+def _fits(each: Bound, kind: _Kind) -> bool:
+    return fits(kind.of(each), each.scaling if kind.is_b else 1.0, each.layer.dtype)
 
 
 def _views(layout: Layout, buffer: torch.Tensor) -> list[torch.Tensor]:

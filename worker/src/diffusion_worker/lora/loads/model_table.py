@@ -4,6 +4,8 @@
 A rank reports it once, as plain data, so that an adapter can be checked and laid out for that rank without its model.
 """
 
+import functools
+
 import msgspec
 import torch
 
@@ -71,6 +73,7 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
+@functools.cache
 def name_of(dtype: torch.dtype) -> str:
     """Return the name of a dtype, such as `float16`."""
     return str(dtype).removeprefix("torch.")
