@@ -7,6 +7,7 @@ The digest is computed from the very bytes in memory that become tensors, becaus
 import hashlib
 import itertools
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -78,7 +79,7 @@ class OpenWeights:
         Raises:
             RequestError: InvalidAdapter for an alpha that is not finite.
         """
-        found = {name: torch.empty(place.shape, dtype=place.dtype, device="meta") for name, place in self._places.items()}
+        found = self._tensors(torch.empty(self.header.size_bytes - self.header.data_start, dtype=torch.uint8, device="meta"))
         self._alphas = {name: self._alpha(name, place) for name, place in self._places.items() if _is_alpha(name, place)}
         return found | self._alphas
 
@@ -98,13 +99,17 @@ class OpenWeights:
             hashed = hashing.submit(lambda: f"sha256:{digest.hexdigest()}")
         finally:
             hashing.shutdown(wait=False)
-        views = {dtype: _numbers(buffer, dtype) for dtype in {place.dtype for place in self._places.values()}}
-        tensors = {name: _view(buffer, views[place.dtype], place) for name, place in self._places.items()}
+        tensors = self._tensors(buffer)
         _check_finite(self._places, tensors, buffer, self._label)
         if any(not torch.equal(tensors[name], alpha) for name, alpha in self._alphas.items()):
             raise _invalid(f"{self._label}: the file changed while it was read")
-        tensors = {name: _at_most_single(name, tensor, self._label) for name, tensor in tensors.items()}
-        return AdapterFile(self.header, hashed, tensors)
+        double = [name for name, place in self._places.items() if place.dtype is torch.float64]
+        return AdapterFile(self.header, hashed, tensors | {name: _to_single(name, tensors[name], self._label) for name in double})
+
+    def _tensors(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors in a buffer of all bytes after the header."""
+        numbers = {dtype: _numbers(buffer, dtype) for dtype in {place.dtype for place in self._places.values()}}
+        return {name: _view(buffer, numbers[place.dtype], place) for name, place in self._places.items()}
 
     def _alpha(self, name: str, place: Place) -> torch.Tensor:
         try:
@@ -178,7 +183,7 @@ def _check_finite(places: Mapping[str, Place], tensors: dict[str, torch.Tensor],
     Adjacent tensors of one dtype are checked together, in one pass over memory. If that fails, or a run of them is not aligned to its
     dtype, all tensors are checked one by one.
     """
-    groups = [(dtype, list(group)) for dtype, group in itertools.groupby(places.values(), key=lambda place: place.dtype)]
+    groups = [(dtype, list(group)) for dtype, group in itertools.groupby(places.values(), key=operator.attrgetter("dtype"))]
     runs = [(dtype, group[0].begin, group[-1].end) for dtype, group in groups]
     aligned = all(begin % dtype.itemsize == 0 for dtype, begin, _ in runs)
     if aligned and all(_is_finite(buffer[begin:end].view(dtype)) for dtype, begin, end in runs):
@@ -188,10 +193,8 @@ def _check_finite(places: Mapping[str, Place], tensors: dict[str, torch.Tensor],
             raise _invalid(f"{label}: {name} has values that are not finite")
 
 
-def _at_most_single(name: str, tensor: torch.Tensor, label: str) -> torch.Tensor:
+def _to_single(name: str, tensor: torch.Tensor, label: str) -> torch.Tensor:
     """Convert double precision, in which no layer computes, to single; raise RequestError if a value is then infinite."""
-    if tensor.dtype is not torch.float64:
-        return tensor
     tensor = tensor.float()
     if not _is_finite(tensor):
         raise _invalid(f"{label}: {name} has values that are not finite in F32")

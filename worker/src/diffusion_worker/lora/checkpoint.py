@@ -118,7 +118,7 @@ def read_checkpoint(
         _require_digest(file, options, label)
         raise
     _require_digest(file, options, label)
-    if contradicts(checkpoint.identity, options.identity):
+    if options.identity is not None and contradicts(checkpoint.identity, options.identity):
         message = f"{label}: expected identity {options.identity}, found {checkpoint.identity}: its configuration was changed"
         raise RequestError(ErrorCode.IDENTITY_MISMATCH, message)
     return checkpoint
@@ -143,7 +143,7 @@ class _Reading:
     ) -> None:
         self.tensors = tensors
         self._header, self._config, self._options, self._model, self._label = header, config, options, model, label
-        self._written = modules_of(tensors, label)
+        self._written = modules_of(tensors, model, label)
         self._settings = _settings_of(header, config, self._written, model, label)
         with pattern_time.counted():
             self._scaling = {module: _scaling(module, names, self._settings, model, label) for module, names in self._written.items()}

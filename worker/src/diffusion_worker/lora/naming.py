@@ -62,8 +62,12 @@ class AdaptedModel(NamedTuple):
 
 
 class RawLoRAModule(NamedTuple):
-    """A module as the file has it: the names of its two factors, its rank, and its own alpha if it has one."""
+    """A module as the file has it: the names of its two factors, its rank, and its own alpha if it has one.
 
+    `own` is the model's name for it, as `component.path`, if the file uses names of peft or diffusers.
+    """
+
+    own: str
     a: str
     b: str
     rank: int
@@ -78,10 +82,8 @@ class Factors(NamedTuple):
     scaling: float
 
 
-def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, RawLoRAModule]:
-    """Find the two factors of each module of a file, and return their names, rank and alpha.
-
-    Keys are the modules' names in the file.
+def modules_of(tensors: Mapping[str, torch.Tensor], model: AdaptedModel, label: str) -> dict[str, RawLoRAModule]:
+    """Group the tensors of a file by module, under the file's own names.
 
     Raises:
         RequestError: InvalidAdapter with the first foreign tensors, or with a factor that is missing, given twice or of another rank.
@@ -99,7 +101,7 @@ def modules_of(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Raw
     refuse_other_kinds(unmatched, label)
     if unmatched or not parts:
         raise _invalid(f"{label}: expected LoRA tensors only, found {first_of(unmatched) or 'none at all'}")
-    return {module: _written(module, names, tensors, label) for module, names in parts.items()}
+    return {module: _written(module, names, tensors, model, label) for module, names in parts.items()}
 
 
 def bind(
@@ -117,8 +119,7 @@ def bind(
     Raises:
         RequestError: InvalidAdapter, or UnsupportedFormat for names that the model's pipeline cannot convert.
     """
-    own = {module: model.own_name(module_path(module, denoiser=model.denoiser)) for module in written}
-    if not any(model.has(module) for module in own.values()):
+    if not any(model.has(names.own) for names in written.values()):
         foreign = next(
             (
                 module
@@ -140,9 +141,9 @@ def bind(
                 raise
     pairs: dict[str, Factors] = {}
     for module, names in written.items():
-        if own[module] in pairs:
-            raise _invalid(f"{label}: {names.a}: its module {own[module]} has other factors too")
-        pairs[own[module]] = Factors(tensors[names.a], tensors[names.b], scaling(module))
+        if names.own in pairs:
+            raise _invalid(f"{label}: {names.a}: its module {names.own} has other factors too")
+        pairs[names.own] = Factors(tensors[names.a], tensors[names.b], scaling(module))
     return pairs, format_of(written, converted=False)
 
 
@@ -151,7 +152,7 @@ def first_of(names: list[str], count: int = 3) -> str:
     return ", ".join(shown(name) for name in names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
-def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch.Tensor], label: str) -> RawLoRAModule:
+def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch.Tensor], model: AdaptedModel, label: str) -> RawLoRAModule:
     if Part.A not in names or Part.B not in names:
         only = next(iter(names.values()))
         missing = "lora_A, lora_B" if names.keys() == {Part.ALPHA} else f"lora_{'B' if Part.A in names else 'A'}"
@@ -163,7 +164,8 @@ def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch
         if value.numel() != 1:
             raise _invalid(f"{label}: {names[Part.ALPHA]}: expected one number, found shape {list(value.shape)}")
         alpha = float(value)
-    return RawLoRAModule(names[Part.A], names[Part.B], rank, alpha)
+    own = model.own_name(module_path(module, denoiser=model.denoiser))
+    return RawLoRAModule(own, names[Part.A], names[Part.B], rank, alpha)
 
 
 def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
@@ -217,15 +219,14 @@ def _pairs(
     """Pair the converted tensors, each pair with the scaling of its module in the file; raises RequestError (InvalidAdapter)."""
     module_of = {name: module for module, names in written.items() for name in (names.a, names.b)}
     pairs: dict[str, Factors] = {}
-    for module, names in modules_of({name: converted.tensor for name, converted in found.items()}, label).items():
+    for module, names in modules_of({name: converted.tensor for name, converted in found.items()}, model, label).items():
         sources = (found[names.a].sources | found[names.b].sources) & module_of.keys()
         scalings = {scaling(module_of[source]) for source in sources}
-        own = model.own_name(module_path(module, denoiser=model.denoiser))
-        if len(scalings) != 1 or own in pairs:
+        if len(scalings) != 1 or names.own in pairs:
             raise _invalid(
                 f"{label}: {min(sources, default=module)}: expected modules that diffusers keeps apart, found some that it joins"
             )
-        pairs[own] = Factors(found[names.a].tensor, found[names.b].tensor, scalings.pop())
+        pairs[names.own] = Factors(found[names.a].tensor, found[names.b].tensor, scalings.pop())
     return pairs
 
 
