@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffusion_worker.config import VerifyMerging
+from diffusion_worker.config import Dtype, VerifyMerging
 from diffusion_worker.engine.startup import merge_verification
 from diffusion_worker.engine.startup.merge_verdicts import agreed
 from diffusion_worker.messages import MergeBasis, MergeVerdict, ModelInfo, ModelMerging
@@ -100,6 +100,9 @@ async def test_a_verdict_is_kept_over_a_restart_for_the_same_weights_precision_a
         async with edge_of(model, **places) as edge:
             assert (await settled(edge))["basis"] == "verified"
             assert steps(edge) == made
+    async with edge_of(component_dtypes={"vae": Dtype.BFLOAT16}, **places) as edge:
+        await settled(edge)
+        assert steps(edge) == 4
     (tmp_path / "model" / "model_index.json").write_text("{ }")
     async with edge_of(**places) as edge:
         await settled(edge)

@@ -92,7 +92,8 @@ class MergeVerification:
         assert self._model is not None
         # Without a digest nobody can say for which weights a verdict holds.
         folder = self._config.cache_dir if digest is not None else None
-        return KeptVerdicts(folder, digest or "", self._version(), self._model.platform, self._model.dtype)
+        dtypes = sorted(f"{name}={dtype}" for name, dtype in self._config.component_dtypes.items())
+        return KeptVerdicts(folder, digest or "", self._version(), self._model.platform, self._model.dtype, *dtypes)
 
     async def _verify(self, kept: KeptVerdicts) -> None:
         verdicts, why = await self._outcome()
