@@ -77,6 +77,14 @@ class StandInRanks:
         """Return the document of the only rank, which is this process."""
         return [RankDocument(0, os.getpid(), RankState.READY, 0.0, MemoryReport())]
 
+    standbys = 0
+
+    def keep_standbys(self) -> None:
+        """There are none to make."""
+
+    def end_standbys(self) -> None:
+        """There are none to end."""
+
     def load_progress(self) -> tuple[int, int]:
         """Done."""
         return 1, 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diffusion_worker.errors import RequestError
-from diffusion_worker.memory import device_memory, shared_memory
+from diffusion_worker.memory import host_memory, shared_memory
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import SleepLevel
 from diffusion_worker.runner import mirroring
@@ -68,14 +68,14 @@ def mirrors(rank: Rank, *, folder: str) -> dict[str, Any]:
             case("not registered")
         with pytest.MonkeyPatch.context() as patch:
             write_limit(Path(folder), free_bytes=WEIGHT_BYTES)
-            patch.setattr(device_memory, "CGROUP", Path(folder))
+            patch.setattr(host_memory, "CGROUP", Path(folder))
             patch.setattr(mirroring, "new_memory", must_not_be_made)
             patch.setattr("diffusion_worker.memory.weights.own_mirrors", must_not_be_made)
             case("no room")
         with pytest.MonkeyPatch.context() as patch:
             # There is room for one mirror and not for two.
             write_limit(Path(folder), free_bytes=2 * WEIGHT_BYTES)
-            patch.setattr(device_memory, "CGROUP", Path(folder))
+            patch.setattr(host_memory, "CGROUP", Path(folder))
             case("room for one")
             case("no room for two", alike=False)
         with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffusion_worker.memory import device_memory
+from diffusion_worker.memory import host_memory
 from diffusion_worker.memory.weights import ModelWeights
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner import model_runner
@@ -103,7 +103,7 @@ class Corrupting:
 
     def limit_memory(self, cgroup: str) -> None:
         """Have the rank read its memory limit and usage from files in the folder `cgroup`, not from the kernel's."""
-        device_memory.CGROUP = Path(cgroup)
+        host_memory.CGROUP = Path(cgroup)
 
 
 class Cramped:

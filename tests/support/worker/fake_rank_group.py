@@ -114,6 +114,9 @@ class FakeRankGroup(FakeRequests):
         self.restart_errors: list[Exception | None] = []
         self.generation = 1
         self.dropped_frames = (0, 0)
+        # Standbys that are ready, and for each time that they were wanted or ended, in order, True or False.
+        self.standbys = 0
+        self.standbys_kept: list[bool] = []
         self._count, self._config_error, self._step_s = ranks, config_error, step_s
         super().__init__()
 
@@ -137,6 +140,14 @@ class FakeRankGroup(FakeRequests):
         self._state = RankState.DEAD
         if not self._failure.done():
             self._failure.set_result(Loss(reason, fault))
+
+    def keep_standbys(self) -> None:
+        """Note the call."""
+        self.standbys_kept.append(True)
+
+    def end_standbys(self) -> None:
+        """Note the call."""
+        self.standbys_kept.append(False)
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
         """Wait for the test's gate, and return the model's facts; with `asleep` each rank then discards its weights. Raises a

@@ -18,7 +18,7 @@ from torch import nn
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.lora.slot_bank import ColumnRun, Segment, Widths
-from diffusion_worker.memory import device_memory
+from diffusion_worker.memory import host_memory
 from diffusion_worker.memory import weights as weights_module
 from diffusion_worker.memory.component_weights import fill_again
 from diffusion_worker.memory.device_memory import available_bytes
@@ -454,7 +454,7 @@ def test_a_wake_with_too_little_memory_is_refused_before_anything_is_filled(
     plain = image(rig)
     rig.runner.release()
     with monkeypatch.context() as patch:
-        patch.setattr(device_memory, "CGROUP", limited(tmp_path, limit=100 * MIB, used=99 * MIB))
+        patch.setattr(host_memory, "CGROUP", limited(tmp_path, limit=100 * MIB, used=99 * MIB))
         with pytest.raises(RequestError, match=rf"waking needs \d+ bytes of memory a rank, found {MIB} free on cpu") as caught:
             rig.runner.restore()
         assert (caught.value.code, caught.value.retryable) == (ErrorCode.INSUFFICIENT_MEMORY, True)

@@ -23,6 +23,7 @@ from diffusion_worker.engine.state.request_events import AppliedAdapter
 from diffusion_worker.messages import ErrorReport, Task
 from diffusion_worker.offline import engine as offline_engine
 from diffusion_worker.offline.inputs import image_fields
+from diffusion_worker.offline.options import worker_config
 from diffusion_worker.offline.progress import StepCounts
 from support.worker.fake_rank_group import FakeRankGroup, fake_digest, fake_identity
 from support.worker.process import DIGITS, DIGITS_MODEL
@@ -241,6 +242,11 @@ def test_a_refused_prompt_ends_the_whole_call_and_the_next_one_works(engine: Dif
     with pytest.raises(RequestError, match="prompt: expected at most"):
         engine.generate(["a red digit seven", "x" * 10_000])
     assert len(engine.generate("a red digit seven", steps=1)) == 1
+
+
+def test_a_script_has_no_standbys_unless_it_asks_for_them() -> None:
+    assert worker_config(DIGITS_MODEL, 2, {}, {"device": "cuda"}).standby_ranks == 0
+    assert worker_config(DIGITS_MODEL, 2, {}, {"device": "cuda", "standby_ranks": 2}).standby_ranks == 2
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ def test_allowed_origins_come_from_options_or_from_the_environment(monkeypatch: 
         (["--start-method=fork"], "'fork' is not one of 'auto', 'spawn', 'forkserver'"),
         (["--device=gpu"], "--device"),
         (["--start-method=fork"], "--start-method"),
+        (["--standby-ranks=65"], "--standby-ranks"),
+        (["--standby-ranks=1", "--start-method=forkserver"], "--standby-ranks: expected 0 with --start-method forkserver"),
         (["--load-format=peft"], "--load-format"),
         (["--load-format=custom-pipeline"], "--load-format custom-pipeline: expected --pipeline with an import path"),
         (["--pipeline=my.module:Pipeline"], "--pipeline 'my.module:Pipeline': expected a class of diffusers"),
@@ -244,13 +246,15 @@ def test_the_device_and_the_start_of_ranks_are_options_or_variables_and_the_opti
 ) -> None:
     model = f"--model={DIGITS_MODEL}"
     usual = config_of(monkeypatch, model)
-    assert (usual.device, usual.start_method) == (Device.AUTO, StartMethod.AUTO)
+    assert (usual.device, usual.start_method, usual.standby_ranks) == (Device.AUTO, StartMethod.AUTO, None)
     monkeypatch.setenv("DIFFUSION_WORKER_DEVICE", "cuda")
     monkeypatch.setenv("DIFFUSION_WORKER_START_METHOD", "forkserver")
     found = config_of(monkeypatch, model)
     assert (found.device, found.start_method) == (Device.CUDA, StartMethod.FORKSERVER)
+    monkeypatch.setenv("DIFFUSION_WORKER_STANDBY_RANKS", "3")
     given = config_of(monkeypatch, model, "--device=cpu", "--start-method=spawn")
-    assert (given.device, given.start_method) == (Device.CPU, StartMethod.SPAWN)
+    assert (given.device, given.start_method, given.standby_ranks) == (Device.CPU, StartMethod.SPAWN, 3)
+    assert config_of(monkeypatch, model, "--start-method=spawn", "--standby-ranks=0").standby_ranks == 0
     monkeypatch.setenv("DIFFUSION_WORKER_DEVICE", "gpu")
     said = refusal(monkeypatch, capsys, model)
     assert "DIFFUSION_WORKER_DEVICE" in said and "'gpu' is not one of 'auto', 'cuda', 'cpu'" in said

@@ -144,6 +144,13 @@ def cli() -> None:
     show_envvar=True,
     help="Start of rank processes; by default spawn where there is a GPU.",
 )
+@click.option(
+    "--standby-ranks",
+    type=click.IntRange(0, MAX_RANKS),
+    envvar="DIFFUSION_WORKER_STANDBY_RANKS",
+    show_envvar=True,
+    help="Spare processes past their imports, for lost spawned ranks; by default one for each rank on a GPU.",
+)
 @click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
 @click.option(
     "--load-format",
@@ -540,6 +547,10 @@ def _check_pipeline(config: WorkerConfig) -> None:
 
 def check_ranks(config: WorkerConfig) -> None:
     """Check the options of rank processes; raises ConfigError with the option's name."""
+    if config.standby_ranks and config.start_method is StartMethod.FORKSERVER:
+        raise ConfigError(
+            f"--standby-ranks: expected 0 with --start-method forkserver, whose ranks need no imports, found {config.standby_ranks}"
+        )
     if config.worker_extension is not None and not EXTENSION.fullmatch(config.worker_extension):
         raise ConfigError(f"--worker-extension: expected MODULE:CLASS, found {config.worker_extension!r}")
     if config.state_dir is not None:

@@ -147,6 +147,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     vae_tiling: bool = False
     device: Device = Device.AUTO
     start_method: StartMethod = StartMethod.AUTO
+    # Processes that are past their imports, for the next loss of spawned ranks. None: one a rank on an accelerator.
+    standby_ranks: int | None = None
     dtype: Dtype = Dtype.AUTO
     # Types of components in place of `dtype`, and of float32 where the record of a pipeline class wants that.
     component_dtypes: dict[str, Dtype] = {}

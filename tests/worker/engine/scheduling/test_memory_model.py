@@ -11,7 +11,8 @@ from diffusion_worker.engine.requests.admission import GenerationParams, check_m
 from diffusion_worker.engine.scheduling.memory_model import FORGET_S, MemoryModel
 from diffusion_worker.engine.scheduling.request_class import RequestClass
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.memory.device_memory import free_bytes, machine_bytes
+from diffusion_worker.memory.device_memory import free_bytes
+from diffusion_worker.memory.host_memory import machine_bytes
 from diffusion_worker.messages import ModelInfo
 
 MIB = 2**20

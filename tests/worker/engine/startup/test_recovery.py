@@ -379,3 +379,34 @@ async def test_an_adapter_waiting_for_its_turn_to_load_is_loaded_by_the_next_gro
     # The document agrees with the outcome of each put: nothing is left in between.
     told = ["Loaded" if put.exception() is None else "Failed" for put in puts]
     assert [adapter["state"] for adapter in document["adapters"]] == told
+
+
+# Standbys
+
+
+async def test_standbys_are_wanted_whenever_the_model_begins_to_serve_and_never_by_one_that_is_lost_asleep(edge: Edge) -> None:
+    assert edge.ranks.standbys_kept == [True]
+    edge.ranks.lose(KILLED)
+    await restarted(edge)
+    assert edge.ranks.standbys_kept == [True, True]
+    await edge.operate("sleep")
+    await edge.wait_state(state="asleep", operation=None)
+    edge.ranks.lose(KILLED)
+    await edge.wait_state(generation=3, state="asleep")
+    assert edge.ranks.standbys_kept == [True, True]
+    await edge.operate("wake")
+    await edge.wait_state(state="ready", operation=None)
+    assert edge.ranks.standbys_kept == [True, True, True]
+
+
+async def test_standbys_are_ended_before_the_requests_that_still_run_when_the_worker_ends(edge: Edge) -> None:
+    (task,) = await asked(edge)
+    await edge.operate("drain")
+    assert edge.ranks.standbys_kept == [True, False] and not task.done()
+    edge.ranks.stepping.set()
+    assert (await task).status_code == 200
+
+
+async def test_the_state_says_how_many_standbys_are_ready(edge: Edge) -> None:
+    edge.ranks.standbys = 2
+    assert (await edge.state())["standbyRanks"] == 2

@@ -14,7 +14,7 @@ import torch
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.memory import filling
-from diffusion_worker.memory.device_memory import machine_bytes
+from diffusion_worker.memory.host_memory import machine_bytes
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.messages import Tick
 from diffusion_worker.runner.diffusion_worker import DiffusionWorker, Rendezvous

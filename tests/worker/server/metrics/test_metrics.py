@@ -150,6 +150,11 @@ async def test_the_memory_of_every_rank_is_told_by_what_it_is(monkeypatch: pytes
     assert [[found[f"rank_{name}_bytes", rank] for name in names] for rank in "01"] == [[11, 12, 13, 17, 14, 15, 16]] * 2
 
 
+async def test_the_standbys_that_are_ready_are_counted(edge: Edge) -> None:
+    edge.ranks.standbys = 2
+    assert (await metrics(edge))["standby_ranks",] == 2
+
+
 async def test_frames_that_are_no_message_are_counted_by_the_end_that_dropped_them(edge: Edge) -> None:
     edge.ranks.dropped_frames = (2, 3)
     found = await metrics(edge)

@@ -27,7 +27,7 @@ from diffusion_worker.engine.startup.model_fetching import ModelFetch
 from diffusion_worker.engine.startup.preparation import Preparation
 from diffusion_worker.engine.startup.supervisor import Supervisor
 from diffusion_worker.engine.startup.wake_verification import Verification
-from diffusion_worker.engine.state.lifecycle import EngineLife
+from diffusion_worker.engine.state.lifecycle import ENDING, EngineLife
 from diffusion_worker.engine.state.operations import Operations
 from diffusion_worker.engine.state.rank_calls import RankCalls
 from diffusion_worker.engine.state.rank_protocol import RankGroup
@@ -47,7 +47,7 @@ class EngineParts:
     def __init__(self, config: WorkerConfig, ranks: RankGroup, fetcher: Fetcher) -> None:
         self.config = config
         self.signal = Signal()
-        self.life = EngineLife(on_change=self.signal.notify)
+        self.life = EngineLife(on_change=self._state_changed)
         self.rules = SleepRules(config.desired_path)
         self.ranks = ranks
         self.rank_calls = RankCalls(ranks)
@@ -117,6 +117,14 @@ class EngineParts:
         self.sleep_calls = SleepCalls(
             self.life, self.rules, self.operations, sleeper, idle_s=self._idle_s, held=lambda: self.requests.holding.current
         )
+
+    def _state_changed(self) -> None:
+        """Tell waiting clients, and have standby ranks while the model serves, until the worker ends."""
+        self.signal.notify()
+        if self.life.state is EngineState.READY:
+            self.ranks.keep_standbys()
+        elif self.life.state in ENDING:
+            self.ranks.end_standbys()
 
     def _describe(self, model: ModelInfo) -> None:
         """Hand the ranks' description of the model, awake or not, to requests and steps.

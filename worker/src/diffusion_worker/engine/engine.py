@@ -286,6 +286,7 @@ class Engine:
             failure=self.life.problem() or self._parts.model_fetch.problem,
             restarts=self.life.losses.restarts,
             last_loss=self.life.losses.document(time.monotonic()),
+            standby_ranks=self._parts.ranks.standbys,
             features=self._steps.features,
             state_age_seconds=self.life.state_age_seconds,
             policy=self.rules.policy,

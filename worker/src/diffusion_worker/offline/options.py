@@ -34,7 +34,8 @@ def worker_config(
     # A script waits for all its images, so its queue has no bounds.
     endless = QueueLimits(sys.maxsize, math.inf, sys.maxsize)
     # An evicted adapter is loaded again when it is used, because a script has no operator to do it.
-    own: dict[str, Any] = {"served_name": place.name, "lora_on_missing": OnMissing.LOAD, "queue": endless}
+    # Standbys are for losses in a life longer than a script's.
+    own: dict[str, Any] = {"served_name": place.name, "lora_on_missing": OnMissing.LOAD, "queue": endless, "standby_ranks": 0}
     if isinstance(slots := options.get("max_loras"), int):
         own |= lora_defaults(slots)
     fields: dict[str, Any] = {**own, **options, "model": place.folder, "model_source": place.source, "ranks": ranks}

@@ -16,6 +16,7 @@ from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import MemoryReport, ModelInfo, RpcReply, Tick
 from diffusion_worker.ranks.load_processes import LoadProcesses, PreparedAdapter
 from diffusion_worker.ranks.rank_generation import RankGeneration
+from diffusion_worker.ranks.standbys import Standbys
 
 # Methods after which a rank has another model.
 CHANGING_LAYERS = ("re_init_pipeline",)
@@ -31,6 +32,7 @@ class RankExecutor:
         self._dropped_before = (0, 0)
         self._stopped = False
         self._loads = LoadProcesses()
+        self._standbys = Standbys(config)
         # The adapter tables of the current generation's model, each with the ranks that returned it.
         self._tables: dict[bytes, list[int]] = {}
 
@@ -51,13 +53,26 @@ class RankExecutor:
         now = self._current.dropped_frames if self._current is not None else (0, 0)
         return self._dropped_before[0] + now[0], self._dropped_before[1] + now[1]
 
+    @property
+    def standbys(self) -> int:
+        """Processes that are past their imports, to become ranks when the group is lost."""
+        return self._standbys.ready
+
+    def keep_standbys(self) -> None:
+        """Make the missing standbys in the background; see `RankGroup.keep_standbys`."""
+        self._standbys.keep()
+
+    def end_standbys(self) -> None:
+        """Kill the standbys; see `RankGroup.end_standbys`."""
+        self._standbys.kill()
+
     async def start(self, *, asleep: bool = False) -> ModelInfo:
         """Start the processes and return the model's description once all have loaded; raise ConfigError, LoadTimeout or GroupFailed."""
         if self._stopped:
             raise GroupFailed("the ranks were ended")
         self._tables = {}
         self._current = RankGeneration(self._config, self._number, asleep=asleep)
-        return await self._current.start()
+        return await self._current.start(await self._standbys.take())
 
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
         """End what is left of the lost generation, then start the next one."""
@@ -129,6 +144,7 @@ class RankExecutor:
     async def stop(self) -> None:
         """Ask the ranks to leave, then end those that have not."""
         self._stopped = True
+        await self._standbys.end()
         if self._current is not None:
             self._dropped_before = self.dropped_frames
             ended, self._current = self._current, None

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start of rank processes, from the fork server or by spawn: their environment, their arguments, and where they meet."""
 
-import gc
 import logging
 import multiprocessing
 import os
-import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import spawn, util
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +18,90 @@ from diffusion_worker.config import StartMethod, WorkerConfig, read_model_index
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.main_thread import SeenMainThread
 from diffusion_worker.ranks.broadcast import ServerEnd
+from diffusion_worker.ranks.rank_main import give_orders, rank_main
 from diffusion_worker.ranks.rank_process import RankProcess
 from diffusion_worker.ranks.start_method import start_method_of
 
 NAME_PREFIX = "diffusion-worker-"
+# Imports of a standby take the time that no other process wants.
+STANDBY_POLICY = os.SCHED_IDLE
 _preparation_data = spawn.get_preparation_data
 
 
+class NewProcess:
+    """A process without orders. It imports what a rank needs, a standby at idle priority, and then waits for what makes it a rank."""
+
+    def __init__(self, method: StartMethod, name: str, *, standby: bool) -> None:
+        """Start it. The call blocks: the first start from the fork server waits some seconds for its imports."""
+        context = _context(method)
+        self.orders, theirs = context.Pipe()
+        self.process = context.Process(
+            target=rank_main, args=(theirs, STANDBY_POLICY if standby else None), name=without_main(name), daemon=True
+        )
+        with theirs:
+            try:
+                self.process.start()
+            except BaseException:
+                self.orders.close()
+                raise
+
+    def become(self, arguments: bytes, listener: socket.socket | None) -> bool:
+        """Give it its orders; return False if it has ended."""
+        assert self.process.pid is not None
+        try:
+            give_orders(self.orders, self.process.pid, arguments, listener)
+        except OSError:
+            return False
+        finally:
+            self.orders.close()
+        return True
+
+
 def start_processes(
-    config: WorkerConfig, generation: int, wire: ServerEnd, started: Callable[[RankProcess], bool], asleep: bool = False
+    config: WorkerConfig,
+    generation: int,
+    wire: ServerEnd,
+    started: Callable[[RankProcess], bool],
+    asleep: bool = False,
+    standbys: Sequence[NewProcess] = (),
 ) -> None:
     """Start every rank; `started` is called with each, and returns False to start no more.
 
-    The call blocks: the first start from the fork server waits some seconds for its imports; others take milliseconds. A spawned rank
-    imports for itself.
+    Standbys become ranks first. Those that are not needed are ended. The call blocks: the first start from the fork server waits some
+    seconds for its imports; others take milliseconds. A spawned rank imports for itself.
 
     Raises:
         ConfigError: the address where the ranks are to meet cannot be listened on.
     """
     method = start_method_of(config)
-    context = _context(method)
-    _set_environment(config)
-    # The port is bound here and handed to rank 0, so that no other process can take it in between.
-    listener = _listen(config.rendezvous_host, config.rendezvous_port, backlog=2 * config.ranks)
+    spare = list(standbys)
     try:
-        rendezvous = {"host": config.rendezvous_host, "port": listener.getsockname()[1], "generation": generation}
-        for number in range(config.ranks):
-            process = context.Process(
-                target=_worker_main,
-                args=(_arguments(config, number, wire, rendezvous, method, asleep), listener if number == 0 else None),
-                name=without_main(f"rank-{number}"),
-                daemon=True,
-            )
-            main_thread = SeenMainThread(wire.folder, number)
-            process.start()
-            if not started(RankProcess(number, process, main_thread)):
-                return
+        _set_environment(config)
+        # The port is bound here and handed to rank 0, so that no other process can take it in between.
+        listener = _listen(config.rendezvous_host, config.rendezvous_port, backlog=2 * config.ranks)
+        with listener:
+            rendezvous = {"host": config.rendezvous_host, "port": listener.getsockname()[1], "generation": generation}
+            for number in range(config.ranks):
+                main_thread = SeenMainThread(wire.folder, number)
+                arguments = _arguments(config, number, wire, rendezvous, method, asleep)
+                process = _start_one(spare, method, number, arguments, listener if number == 0 else None)
+                if not started(RankProcess(number, process, main_thread)):
+                    return
     finally:
-        listener.close()
+        for unused in spare:
+            unused.orders.close()
+
+
+def _start_one(spare: list[NewProcess], method: StartMethod, number: int, arguments: bytes, listener: socket.socket | None) -> BaseProcess:
+    """Return the process of a rank: a standby, which is taken from `spare`, or else a new one."""
+    while spare:
+        standby = spare.pop()
+        if standby.become(arguments, listener):
+            return standby.process
+    new = NewProcess(method, f"rank-{number}", standby=False)
+    # The death of a process that has just been started is seen like that of any rank.
+    new.become(arguments, listener)
+    return new.process
 
 
 def _context(method: StartMethod) -> SpawnContext | ForkServerContext:
@@ -94,19 +139,6 @@ def _listen(host: str, port: int, *, backlog: int) -> socket.socket:
         return socket.create_server((host, port), backlog=backlog)
     except OSError as error:
         raise ConfigError(f"--rendezvous-address {host}:{port}: cannot listen: {error.strerror or error}") from None
-
-
-def _worker_main(arguments: bytes, listener: socket.socket | None) -> None:
-    """Run a rank's process. It imports torch here, because the server imports this file and must not import torch."""
-    # A spawned rank imports for seconds now: Ctrl-C ends it at once and without a traceback, as it ends the fork server.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    gc.disable()  # for the reason given in `preload`
-    import diffusion_worker.ranks.quiet  # noqa: F401
-    from diffusion_worker.ranks.worker_proc import WorkerProc
-
-    gc.freeze()
-    gc.enable()
-    WorkerProc.worker_main(arguments, listener)
 
 
 def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dict[str, object], method: StartMethod, asleep: bool) -> bytes:

@@ -37,7 +37,7 @@ from diffusion_worker.messages import (
 )
 from diffusion_worker.ranks.broadcast import ServerEnd
 from diffusion_worker.ranks.calls_in_flight import CallInFlight, CallsInFlight
-from diffusion_worker.ranks.launch import start_processes
+from diffusion_worker.ranks.launch import NewProcess, start_processes
 from diffusion_worker.ranks.rank_process import RankProcess
 
 log = logging.getLogger(__name__)
@@ -81,13 +81,16 @@ class RankGeneration:
         """Frames that were no message, here and at the ranks."""
         return self.wire.dropped, sum(rank.dropped_frames for rank in self.ranks)
 
-    async def start(self) -> ModelInfo:
-        """Start the processes and return the model's description once all have loaded; raise ConfigError, LoadTimeout or GroupFailed."""
+    async def start(self, standbys: Sequence[NewProcess] = ()) -> ModelInfo:
+        """Start the processes and return the model's description once all have loaded; raise ConfigError, LoadTimeout or GroupFailed.
+
+        Standbys become the first ranks.
+        """
         self._tasks += [asyncio.create_task(self._read_answers()), asyncio.create_task(self._watch_for_stopped())]
         limit_s = self._config.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await asyncio.to_thread(start_processes, self._config, self.number, self.wire, self._add, self._asleep)
+                await asyncio.to_thread(start_processes, self._config, self.number, self.wire, self._add, self._asleep, standbys)
                 await self._or_loss(self.wire.wait_for_ranks(len(self.ranks)))
                 await self._or_loss(self._ready.wait())
         except TimeoutError:

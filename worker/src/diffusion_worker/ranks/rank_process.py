@@ -60,13 +60,7 @@ class RankProcess:
 
     def exit_text(self) -> str:
         """Return the end of a process in words, by its signal or exit code; only "died" if neither is known yet."""
-        self._process.join(timeout=0)
-        code = self._process.exitcode
-        if code is None:
-            return "died"
-        if code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"exited with code {code}"
+        return _exit_text(self._process)
 
     def document(self) -> RankDocument:
         """Return this rank's pid, state and memory for status reports, with the seconds since its last message."""
@@ -78,15 +72,38 @@ class RankProcess:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
-        # The fork server collects a rank a moment after its pidfd reports the end. Until then its descriptors stay open. A join in a thread
-        # would not work at the end of an interpreter, when no thread can be started.
-        collected = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._process.sentinel, collected.set)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(COLLECT_S):
-                await collected.wait()
-        loop.remove_reader(self._process.sentinel)
-        self._process.join(timeout=0)
-        with contextlib.suppress(ValueError):
-            self._process.close()
+        await collect(self._process)
+
+
+async def collect(process: BaseProcess) -> str:
+    """Wait until a process that ends is collected, give back its descriptors, and return its end in words."""
+    # The fork server collects a rank a moment after its pidfd reports the end. Until then its descriptors stay open. A join in a thread
+    # would not work at the end of an interpreter, when no thread can be started.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(COLLECT_S):
+            await readable(process.sentinel)
+    text = _exit_text(process)
+    with contextlib.suppress(ValueError):
+        process.close()
+    return text
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a descriptor has something to read, or its other end is closed."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _exit_text(process: BaseProcess) -> str:
+    process.join(timeout=0)
+    code = process.exitcode
+    if code is None:
+        return "died"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"exited with code {code}"

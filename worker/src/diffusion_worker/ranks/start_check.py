@@ -41,6 +41,15 @@ def require_usable_process(method: StartMethod, *, accelerator: bool, bad_fork: 
     )
 
 
+def require_untouched_device() -> None:
+    """Raise RuntimeError unless this process may still become any rank: not forked from one that asked for a GPU, and without CUDA."""
+    bad_fork, initialised = torch.cuda._is_in_bad_fork(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if bad_fork or initialised:
+        raise RuntimeError(
+            f"imports of a standby: expected a process that may start CUDA and has not, found bad_fork={bad_fork} initialised={initialised}"
+        )
+
+
 def _warn_of_unused(node: Path | None, wanted: Device, device: torch.device) -> None:
     """Warn where a rank computes on the CPU beside a GPU that torch cannot use."""
     if node is not None and wanted is Device.AUTO and device.type == "cpu":

@@ -23,5 +23,9 @@ def start_method_of(config: WorkerConfig, nodes: Sequence[Path] = ACCELERATOR_NO
     """Choose `SPAWN` or `FORKSERVER`: by the option if it is set, otherwise `SPAWN` where a GPU is asked for or seems to be there."""
     if config.start_method is not StartMethod.AUTO:
         return config.start_method
-    expected = config.device is Device.CUDA or (config.device is Device.AUTO and accelerator_node(nodes) is not None)
-    return StartMethod.SPAWN if expected else StartMethod.FORKSERVER
+    return StartMethod.SPAWN if accelerator_expected(config, nodes) else StartMethod.FORKSERVER
+
+
+def accelerator_expected(config: WorkerConfig, nodes: Sequence[Path] = ACCELERATOR_NODES) -> bool:
+    """Return whether a GPU is asked for or seems to be there."""
+    return config.device is Device.CUDA or (config.device is Device.AUTO and accelerator_node(nodes) is not None)

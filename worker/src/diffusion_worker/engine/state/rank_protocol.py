@@ -73,6 +73,16 @@ class RankGroup(Protocol):
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
         """Start the next generation in place of a lost one, whose processes are ended first; results and errors are those of `start`."""
 
+    @property
+    def standbys(self) -> int:
+        """Processes that are past their imports, to become ranks when the group is lost."""
+
+    def keep_standbys(self) -> None:
+        """Have the missing standbys made in the background; harmless when repeated."""
+
+    def end_standbys(self) -> None:
+        """End the standbys at once, and have no more made."""
+
     def lose(self, reason: str, fault: Fault) -> None:
         """End this generation as lost, as its results cannot be trusted; harmless if it is lost already."""
 

@@ -82,10 +82,12 @@ def look_at(document: StateDocument, *, last_request_at_s: float | None, batches
         last_loss=document.last_loss and msgspec.structs.replace(document.last_loss, age_seconds=0.0),
         state_age_seconds=0.0,
         held=type(document.held)(),
+        standby_ranks=0,
         revision="",
     )
     memory = [one.memory for one in document.ranks]
-    counters = (document.in_flight, document.queued, document.held.current, document.load.bytes_done, memory, last_request_at_s)
+    requests = (document.in_flight, document.queued, document.held.current, last_request_at_s)
+    counters = (*requests, document.load.bytes_done, memory, document.standby_ranks)
     drained = document.draining and not (document.in_flight or document.queued or document.held.current)
     # A replica serves the first batch itself, so only further ones count. A client may wait for the end of a drain.
     wishes = (min(1, document.held.current), max(1, batches), int(drained))

@@ -242,6 +242,8 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     failure: ProblemReport | None
     restarts: int = 0
     last_loss: LossDocument | None = None
+    # Processes that are past their imports, to become ranks when the group is lost.
+    standby_ranks: int = 0
     # Outcome of the options that speed up or shrink the model, by name; unused options are absent.
     features: dict[str, str] = {}
     state_age_seconds: float = 0.0

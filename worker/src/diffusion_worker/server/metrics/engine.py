@@ -56,7 +56,7 @@ class EngineCollector(Collector):
         yield from self._prompt_cache(self._engine.stats.prompt_cache or PromptCacheStats())
         yield from self._adapters(document)
         yield from self._operations()
-        yield from self._group(document.restarts)
+        yield from self._group(document)
 
     def _held(self, document: StateDocument) -> Iterator[Metric]:
         held = self._engine.held
@@ -120,11 +120,12 @@ class EngineCollector(Collector):
         yield counter("sleep_freed_bytes", "Memory freed by sleeps, all ranks.", done.freed_bytes)
         yield labelled("operation_failures", "Sleeps and wakes that failed.", "kind", failures)
 
-    def _group(self, restarts: int) -> Iterator[Metric]:
+    def _group(self, document: StateDocument) -> Iterator[Metric]:
         by_fault = self._engine.life.losses.by_fault
         losses = {fault.value: by_fault.get(fault, 0) for fault in GROUP_FAULTS}
         dropped = dict(zip(("server", "ranks"), self._engine.dropped_frames, strict=True))
-        yield counter("rank_group_restarts", "Times the rank group was started again.", restarts)
+        yield counter("rank_group_restarts", "Times the rank group was started again.", document.restarts)
+        yield gauge("standby_ranks", "Processes that are ready to become ranks when the group is lost.", document.standby_ranks)
         yield labelled("rank_group_losses", "Losses of the rank group by kind of fault.", "fault", losses)
         yield labelled(
             "frames_dropped", "Invalid messages between server process and ranks, by the receiver that dropped them.", "end", dropped

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Standby processes: they become ranks, die without a loss, wait at idle priority, and leave nothing.
+
+A spawned process imports torch for itself, some seconds each, so there are few of them here. Imports that a test waits for run under the
+policy for batches in place of the idle one. It is a policy that no other thread has, and it gets its share of a busy machine.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diffusion_worker.config import Device, StartMethod, WorkerConfig
+from diffusion_worker.memory import host_memory
+from diffusion_worker.ranks import launch, standbys
+from diffusion_worker.ranks.executor import RankExecutor
+from diffusion_worker.ranks.launch import NewProcess
+from diffusion_worker.ranks.standbys import STANDBY_BYTES, Standbys, wanted_standbys
+from support.worker.extensions import write_limit
+from support.worker.process import WorkerProcess, descendants, process_exists
+from support.worker.real_ranks import image, pids_of, ranks
+
+DEADLINE_S = 240.0
+# The kernel's rule and the way around it, in a process without rights. The numbers are those of the policies in <sched.h>.
+WITHOUT_RIGHTS = """
+import os, threading
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setresgid(65532, 65532, 65532)
+    os.setresuid(65532, 65532, 65532)
+def lower():
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    seen.append(os.sched_getscheduler(0))
+    try:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    except PermissionError:
+        seen.append("stays")
+seen = []
+thread = threading.Thread(target=lower)
+thread.start()
+thread.join()
+print(seen, os.sched_getscheduler(0))
+"""
+
+# The policy is one that no thread has by itself.
+LEAVES_A_THREAD = """
+import os, threading
+from diffusion_worker.ranks.rank_main import require_alone
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+require_alone(os.SCHED_BATCH)
+print("alone")
+stay = threading.Event()
+threading.Thread(target=stay.wait, daemon=True).start()
+require_alone(os.SCHED_BATCH)
+"""
+SOURCES = str(Path(launch.__file__).parents[2])
+
+
+def config(**settings: object) -> WorkerConfig:
+    return WorkerConfig(**{"model": "m", "served_name": "m", "start_method": StartMethod.SPAWN, "standby_ranks": 1} | settings)  # type: ignore[arg-type]
+
+
+def policies(pid: int) -> list[int]:
+    """Return the scheduling policy of the main thread, then those of the others."""
+    threads = sorted((int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()), key=lambda thread: thread != pid)
+    return [os.sched_getscheduler(thread) for thread in threads]
+
+
+def spare_pids() -> list[int]:
+    """Return the processes of this one that began as standbys."""
+    return [process.pid for process in multiprocessing.active_children() if process.name.endswith("standby") and process.pid]
+
+
+async def until(check: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not check():
+        assert time.monotonic() < deadline, f"not {what} within {DEADLINE_S:g} s"
+        await asyncio.sleep(0.02)
+
+
+async def one_ready(executor: RankExecutor) -> int:
+    await until(lambda: executor.standbys == 1, "a standby past its imports")
+    (pid,) = spare_pids()
+    return pid
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_standby_that_is_killed_is_made_again_and_becomes_the_rank_that_is_killed_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STANDBY_POLICY", os.SCHED_BATCH)
+    monkeypatch.setattr(standbys, "PAUSE_S", 0.01)
+    settings = {"start_method": StartMethod.SPAWN, "standby_ranks": 1, "ranks": 1}
+    async with ranks(limit_s=2 * DEADLINE_S, **settings) as executor:
+        before = await image(executor)
+        assert spare_pids() == []  # none is made before the group serves
+        executor.keep_standbys()
+        first = await one_ready(executor)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: executor.standbys == 0, "rid of the killed standby")
+        second = await one_ready(executor)
+        assert second != first and executor.loss is None and executor.generation == 1
+        (rank,) = pids_of(executor)
+        os.kill(rank, signal.SIGKILL)
+        await executor.failed()
+        await executor.restart()
+        assert (pids_of(executor), executor.standbys, executor.generation) == ([second], 0, 2)
+        assert await image(executor) == before
+        assert set(policies(second)) == {os.sched_getscheduler(0)}
+        executor.keep_standbys()
+        await until(lambda: len(spare_pids()) == 2, "a standby beside the former one")
+        (third,) = set(spare_pids()) - {second}
+        executor.end_standbys()
+        await until(lambda: not process_exists(third), "an end of a standby that imports")
+    assert spare_pids() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_standby_imports_in_a_thread_of_idle_priority_and_the_end_of_the_server_ends_it_then() -> None:
+    standby = await asyncio.to_thread(NewProcess, StartMethod.SPAWN, "standby", standby=True)
+    pid = standby.process.pid
+    assert pid is not None
+    await until(lambda: os.SCHED_IDLE in policies(pid), "a thread at idle priority")
+    assert policies(pid)[0] == os.sched_getscheduler(0)
+    standby.orders.close()
+    await asyncio.to_thread(standby.process.join, DEADLINE_S)
+    assert standby.process.exitcode == 0
+
+
+def test_a_process_without_rights_cannot_raise_a_thread_from_idle_priority_but_its_main_thread_never_leaves_its_own() -> None:
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_RIGHTS], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.strip() == f"[{os.SCHED_IDLE}, 'stays'] {os.sched_getscheduler(0)}", ran.stderr
+
+
+def test_a_thread_that_a_library_starts_at_low_priority_is_found() -> None:
+    ran = subprocess.run([sys.executable, "-c", LEAVES_A_THREAD], env={"PYTHONPATH": SOURCES}, capture_output=True, text=True, timeout=60)
+    assert ran.stdout.strip() == "alone"
+    assert ran.stderr.endswith("RuntimeError: imports of a standby: expected no thread of a library at its low priority, found 1\n")
+
+
+def test_standbys_are_as_many_as_ranks_on_an_accelerator_and_none_on_a_cpu_unless_asked_for() -> None:
+    assert wanted_standbys(config(device=Device.CUDA, ranks=3, standby_ranks=None)) == 3
+    assert wanted_standbys(config(device=Device.CPU, ranks=3, standby_ranks=None)) == 0
+    assert wanted_standbys(config(device=Device.CPU, ranks=3, standby_ranks=2)) == 2
+    assert wanted_standbys(config(device=Device.CUDA, ranks=3, standby_ranks=0)) == 0
+    assert wanted_standbys(config(device=Device.CPU, start_method=StartMethod.AUTO, standby_ranks=2)) == 0
+
+
+@pytest.mark.parametrize(("free_bytes", "made"), [(2 * STANDBY_BYTES, 2), (2 * STANDBY_BYTES - 1, 0)])
+async def test_standbys_that_do_not_all_fit_below_the_limit_of_memory_are_not_made(
+    free_bytes: int, made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_limit(tmp_path, free_bytes=free_bytes)
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    spares = Standbys(config(standby_ranks=2))
+    with caplog.at_level(logging.WARNING):
+        spares.keep()
+    await until(lambda: len(spare_pids()) == made, "as many standbys as fit")
+    assert ("no standby ranks: expected 1200 MB of free memory for 2, found 1199 MB" in caplog.text) is (made == 0)
+    pids = spare_pids()
+    await spares.end()
+    assert not any(map(process_exists, pids)) and spare_pids() == []
+    spares.keep()
+    assert spare_pids() == []  # it has ended
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_worker_that_ends_takes_its_standby_along_even_one_that_still_imports() -> None:
+    with WorkerProcess(options=("--start-method=spawn", "--standby-ranks=1")) as worker:
+        worker.wait_ready()
+
+        def spare() -> list[int]:
+            """Return the children that are no rank: multiprocessing's tracker has no `spawn_main`."""
+            pids = [pid for pid in descendants(worker.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+            return [pid for pid in pids if pid not in worker.rank_pids()]
+
+        worker.wait_for(spare, what="making a standby")
+        assert "standbyRanks" in worker.state()
+        assert "diffusion_worker_standby_ranks" in worker.get("/metrics").text
+        pids = descendants(worker.pid)
+        assert worker.terminate() == 0
+        worker.wait_until(lambda: not any(map(process_exists, pids)), what="gone", timeout_s=15)
+        assert "Traceback" not in worker.output

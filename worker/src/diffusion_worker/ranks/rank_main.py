@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first lines of a rank's process: it imports, receives its orders, and becomes the rank that they name.
+
+A standby's orders come when a rank is lost, if ever. It imports in a thread of idle priority, because a process without rights can lower
+the priority of a thread but not raise it again. The main thread, which becomes the rank, keeps its own. Threads inherit their priority,
+so libraries that start threads are imported by the main thread. No file here imports torch at its top: the server imports this one.
+"""
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import threading
+import traceback
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from unittest.mock import patch
+
+# The message of a process that is past its imports.
+IMPORTED = b"imported"
+# Modules whose native code starts threads when it is loaded.
+THREADED_MODULES = ("numpy", "scipy.linalg.blas")
+EXIT_IMPORTS = 71
+
+
+def rank_main(orders: Connection, policy: int | None) -> None:
+    """Import, wait for the orders, and run the rank. The end of the server ends a process that waits.
+
+    `policy` is the scheduling policy of a standby's imports; None: this is no standby, and its orders are here already.
+    """
+    if policy is not None:
+        # It ends with the server, which decides what Ctrl-C means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        importing = _start_imports(orders, policy)
+        arguments, listener = _receive(orders)
+        importing.join()
+    else:
+        # A spawned rank imports for seconds now: Ctrl-C ends it at once and without a traceback, as it ends the fork server.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        import diffusion_worker.ranks.imports  # noqa: F401
+
+        arguments, listener = _receive(orders)
+    from diffusion_worker.ranks.worker_proc import WorkerProc
+
+    WorkerProc.worker_main(arguments, listener)
+
+
+def give_orders(orders: Connection, pid: int, arguments: bytes, listener: socket.socket | None) -> None:
+    """Send a process what makes it a rank: its arguments, and for one of them the socket where the ranks meet.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    orders.send_bytes(arguments)
+    orders.send(listener is not None)
+    if listener is not None:
+        reduction.send_handle(orders, listener.fileno(), pid)
+
+
+def _receive(orders: Connection) -> tuple[bytes, socket.socket | None]:
+    try:
+        arguments = orders.recv_bytes()
+        listener = socket.socket(fileno=reduction.recv_handle(orders)) if orders.recv() else None
+    except (EOFError, OSError):
+        os._exit(0)  # the server has ended, or has no use for this process
+    orders.close()
+    return arguments, listener
+
+
+def _start_imports(orders: Connection, policy: int) -> threading.Thread:
+    for name in THREADED_MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    thread = threading.Thread(target=_import, args=(orders, policy), name="imports", daemon=True)
+    thread.start()
+    return thread
+
+
+def _import(orders: Connection, policy: int) -> None:
+    """Import under a scheduling policy, and say so; end the process where it could not become every rank afterwards."""
+    try:
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+        # Libraries ask whether there is a GPU. NVML answers without CUDA.
+        with patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+            import diffusion_worker.ranks.imports  # noqa: F401
+        from diffusion_worker.ranks.start_check import require_untouched_device
+
+        require_untouched_device()
+        require_alone(policy)
+        with contextlib.suppress(OSError):  # the server has ended, which the main thread sees too
+            orders.send_bytes(IMPORTED)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(EXIT_IMPORTS)
+
+
+def require_alone(policy: int) -> None:
+    """Raise RuntimeError if another thread has this one's policy: a library started it here, and it would compute for the rank so."""
+    found = 0
+    for thread in {int(path.name) for path in Path("/proc/self/task").iterdir()} - {threading.get_native_id()}:
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            found += os.sched_getscheduler(thread) == policy
+    if found:
+        raise RuntimeError(f"imports of a standby: expected no thread of a library at its low priority, found {found}")
