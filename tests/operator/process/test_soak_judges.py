@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from diffusion_operator.api import names
-from diffusion_operator.api.names import DEPLOYMENT, POD, SERVICE
+from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, POD, SERVICE
 from support.apiserver.rest_client import RestClient
 from support.operator.fake_kubelet import FakeKubelet
 from support.operator.rig import deployment
 from support.soak.node import met
 from support.soak.operator_lives import account_of
-from support.soak.operator_obstacles import Strangers
+from support.soak.operator_obstacles import MARK, THEIRS, Obstacles, Strangers
 from support.soak.operator_truth import is_changed, overclaimed
 from support.soak.writers import foreign_writes
 
@@ -87,6 +87,17 @@ async def test_a_stranger_that_was_touched_is_named(client: RestClient) -> None:
     await strangers.leave_all()
     assert [what.split(" of ")[0] for what in strangers.touched] == ["Service changed", "Service gone"]
     assert [one["metadata"]["name"] for one in await client.list(SERVICE, "touched")] == ["changed"]
+
+
+@pytest.mark.apiserver
+@pytest.mark.slow
+async def test_a_child_without_owner_and_without_our_mark_goes_with_the_obstacles(client: RestClient, kubelet: FakeKubelet) -> None:
+    await client.make_namespace("disowned")
+    for kind, name, mark in ((CONFIG_MAP, "d-desired", MARK), (SERVICE, "d", names.FIELD_MANAGER)):
+        await client.create(kind, "disowned", {**THEIRS[kind], "metadata": {"name": name, "labels": {names.LABEL_MANAGED_BY: mark}}})
+    assert await Obstacles(client, kubelet, None, "disowned").all_go() == []  # type: ignore[arg-type]
+    left = [one["metadata"]["name"] for kind in (CONFIG_MAP, SERVICE) for one in await client.list(kind, "disowned")]
+    assert left == ["d"]
 
 
 @pytest.mark.apiserver

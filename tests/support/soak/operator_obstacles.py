@@ -183,7 +183,17 @@ class Obstacles:
         await self._refusals.end(*MEANS)
         await self.reject_pods(rejecting=False)
         await self.strangers.leave_all()
+        await self._delete_disowned()
         return self.strangers.touched
+
+    async def _delete_disowned(self) -> None:
+        """Delete children that lost their owner and our mark, as a status asks a person to do: nothing says any more that they are ours."""
+        for kind in WATCHED_CHILDREN:
+            for one in await self._client.list(kind, self._namespace):
+                metadata = one["metadata"]
+                ours = metadata.get("labels", {}).get(names.LABEL_MANAGED_BY) == names.FIELD_MANAGER
+                if metadata["name"] == child_names("d")[kind] and not ours and not metadata.get("ownerReferences"):
+                    await self._client.delete(kind, self._namespace, metadata["name"], uid=metadata["uid"])
 
     async def namespace_is_gone(self) -> None:
         """Forget the obstacles that were deleted with the namespace, and remove the others."""
