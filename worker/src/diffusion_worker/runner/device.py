@@ -36,8 +36,8 @@ def open_device(device: torch.device, config: WorkerConfig) -> None:
     """Select a rank's GPU and compute a number on it, so that a GPU that cannot be used is named before the model is read.
 
     Raises:
-        ConfigError: the GPU cannot compute with a dtype of the options.
-        RankFault: the GPU refuses to work, for instance because it is full, lost, or kept by another process.
+        ConfigError: the options want bfloat16, which the GPU only emulates. RankFault: the GPU refuses to work, for instance because it is
+            full, lost, or kept by another process.
     """
     try:
         torch.cuda.set_device(device)
@@ -54,7 +54,10 @@ def open_device(device: torch.device, config: WorkerConfig) -> None:
 
 
 def why_no_accelerator() -> str:
-    """Return torch's reason for refusing an accelerator, for instance because its driver is missing or too old."""
+    """Return torch's reason for refusing an accelerator, for instance because its driver is missing or too old.
+
+    If torch refuses none, return its version and the number of GPUs that it counts.
+    """
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:

@@ -88,7 +88,10 @@ class DiffusionWorker:
         )
 
     def _store(self) -> Store:
-        """Connect to the rendezvous' store, with a prefix of the generation's own: addresses of an earlier generation are stale."""
+        """Return the store of the rendezvous, under a prefix of this generation; addresses of an earlier generation are stale.
+
+        With a `listener` this process serves the store on it, otherwise it connects to that of rank 0.
+        """
         place = self._rendezvous
         if self._listener is not None:
             store = TCPStore(
@@ -118,13 +121,20 @@ class DiffusionWorker:
         self.model_runner.init_lora_manager()
 
     def warm_up(self) -> WarmedUp:
-        """Run requests of few steps and drop all they leave; return the options' outcome and the ticks' times. Raises RequestError."""
+        """Run the warm-up's requests of few steps; return the outcome of the options and the measured times of each run.
+
+        Compiled code stays. All requests are dropped, and the prompt cache is emptied with its counts. Raises RequestError if a request
+        fails.
+        """
         made = self.model_runner.warm_up()
         self.free_memory()
         return made
 
     def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:
-        """Advance every active request by one step; `frames` are those that `tick.frames` counts."""
+        """Drop the requests in `tick.leave`, start those in `tick.join`, then advance those in `tick.advance` (None: all) by one step.
+
+        `frames` are the images of the requests that join; `tick.frames` counts them for each.
+        """
         return self.model_runner.execute_stepwise(tick, frames)
 
     def execute_model(self, request: RequestSpec, frames: Sequence[bytes] = ()) -> Pixels:
@@ -201,13 +211,17 @@ class DiffusionWorker:
         mirror_weights(self.model_runner.weights, self.parallel, self.device, alike=alike)
 
     def sleep(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> int:
-        """Give back the memory of weights, slots and caches; return the bytes. Raises RequestError."""
+        """Drop all requests, then free weights, adapter slots and caches; return the number of freed bytes, 0 if all slept already.
+
+        `level` decides what stays in host memory for a wake. Raises RequestError if the weights cannot sleep or their copies do not fit
+        there.
+        """
         before = self.resident_bytes()
         self.model_runner.release(level)
         return max(0, before - self.resident_bytes())
 
     def wake_up(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Restore the memory of these tags, of all if None. Raises RequestError, and then all of it sleeps as before."""
+        """Restore the memory of these tags, of all if None. Raises RequestError, and then all of these tags sleep as before."""
         self.model_runner.restore(tuple(MemoryTag) if tags is None else tags)
 
     def resident_bytes(self) -> int:
@@ -216,15 +230,21 @@ class DiffusionWorker:
         return memory.weights_resident_bytes + memory.adapter_slots_resident_bytes + memory.cache_bytes
 
     def handle_sleep_task(self, *, task: SleepTask) -> TaskAck:
-        """Do a task by `sleep` and acknowledge success or failure. A task that succeeded before is not done again."""
+        """Call `sleep` for a task, and return an acknowledgement of success or of the failure; raise RankFault if the rank cannot go on.
+
+        A task that succeeded before is not done again: its old acknowledgement is returned.
+        """
         return self._acks.acknowledge(task, lambda: self.sleep(task.level))
 
     def handle_wake_task(self, *, task: WakeTask) -> TaskAck:
-        """Do a task by `wake_up` and acknowledge success or failure. A task that succeeded before is not done again."""
+        """Call `wake_up` for a task, and return an acknowledgement of success or of the failure; raise RankFault if the rank cannot go on.
+
+        A task that succeeded before is not done again: its old acknowledgement is returned.
+        """
         return self._acks.acknowledge(task, lambda: self.wake_up(task.tags))
 
     def fingerprint(self, *, probe: bool) -> Fingerprint:
-        """Compute checksums of all weights and adapters and, with `probe`, of a small image from a fixed seed.
+        """Return a checksum of all weights, a line for each adapter and, with `probe`, digest and cells of a small image from a fixed seed.
 
         Call it on all ranks together.
 
@@ -244,11 +264,17 @@ class DiffusionWorker:
         return self.model_runner.verify_merging(more=more)
 
     def use_merging(self, *, verdicts: Sequence[MergeVerdict]) -> list[ModelMerging]:
-        """Follow verdicts, the same on all ranks; return for each method of each component if its calls are merged, and why."""
+        """Follow verdicts, the same on all ranks; return for each method of each component if its calls are merged, and why.
+
+        Verdicts about another class, signature or source are ignored.
+        """
         return self.model_runner.use_merging(verdicts)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all queued work. Results of that work are sent before the answer to this call."""
+        """Wait until the GPU has done all queued work; return at once on a CPU.
+
+        `WorkerProc` sends earlier results before the answer to this call.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -259,7 +285,8 @@ class DiffusionWorker:
         two pipelines.
 
         Raises:
-            RequestError: Asleep; InvalidRequest if the class is missing or does not load, and then the earlier pipeline serves on.
+            RequestError: Asleep; InvalidRequest if the class is missing, and then nothing was dropped. InvalidRequest too if it does not
+                load; then the earlier class is loaded again, without requests and adapters.
         """
         model = self.model_runner.re_init_pipeline(pipeline)
         freeze_gc()

@@ -55,7 +55,7 @@ class Probed(NamedTuple):
 
 
 def adapter_contents(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]], misapplied: Container[int]) -> dict[int, str]:
-    """Describe each adapter, by id: its identity, a checksum of its copy in host memory, and whether its slot differs from that."""
+    """Return a line for each adapter by id: its identity, a checksum of its tensors, and `misapplied` for an id in `misapplied`."""
     return {
         lora_int_id: f"{identity} {checksum(kept)}" + (" misapplied" if lora_int_id in misapplied else "")
         for lora_int_id, (identity, kept) in sorted(copies.items())
@@ -74,9 +74,9 @@ class Probe:
         self._stepper.serve(modules, None, compute=compute)
 
     def make(self, model: ModelInfo) -> Probed | None:
-        """Return the result of a small image; all ranks make it together, and those that split no weights each make their own.
+        """Return the digest and cells of a small image; all ranks make it together, and ranks that split no weights each compute all of it.
 
-        The result is None, on all ranks alike, for a model that serves no task of the worker's or refuses every request tried.
+        It is None, on all ranks alike and with a warning in the log, if the model serves no task or every request tried fails.
 
         Raises:
             RequestError: InsufficientMemory.
@@ -128,9 +128,9 @@ class Probe:
 
 
 def probe_requests(model: ModelInfo, tasks: TaskPipelines, probe: RequestSpec = PROBE, task: Task | None = None) -> Iterator[WarmUpRequest]:
-    """Yield the smallest request, then others for models that refuse it: one step more, and the model's own default size.
+    """Yield requests to try in turn: the smallest size with one step and with two, then the default size with one and two.
 
-    They are as `probe`, for a task of the model's, by default that of its warm-up.
+    Other fields are as in `probe`. They are for `task`, by default that of the warm-up; a model without any task gets no requests.
     """
     for (width, height, frames), steps in itertools.product([_smallest(model), (None, None, None)], STEPS):
         request = own_request(msgspec.structs.replace(probe, width=width, height=height, frames=frames, steps=steps), model, task)
@@ -141,16 +141,16 @@ def probe_requests(model: ModelInfo, tasks: TaskPipelines, probe: RequestSpec = 
 
 
 def _smallest(model: ModelInfo) -> tuple[int, int, int | None]:
-    """Return width, height and frames: the smallest square whose tokens can be split as the options want."""
+    """Return width, height and frames (None for images): the smallest square whose tokens can be split as the options want."""
     unit = math.lcm(model.size_multiple, model.token_pixels * model.tokens_multiple)
     side = max(1, -(-SMALLEST_SIDE // unit)) * unit
     return side, side, model.frame_multiple + 1 if model.kind == "video" else None
 
 
 def cells_of(image: Pixels) -> bytes:
-    """Return the mean levels of an image's cells, channel by channel; of a video those of its first frames. Pure.
+    """Return the mean levels of an image's cells as bytes, channel by channel; of a video those of its first `MOST_FRAMES` frames. Pure.
 
-    `image` is uint8 [height, width, channels], or with frames before that.
+    `image` is uint8 [height, width, channels], or with frames before that. There are at most `MOST_CELLS` cells along a side.
     """
     frames = image.reshape(-1, *image.shape[-3:])[:MOST_FRAMES].astype(np.float64)
     for axis in (1, 2):

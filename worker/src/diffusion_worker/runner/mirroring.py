@@ -38,7 +38,9 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def mirror_weights(weights: ModelWeights, parallel: Parallel, device: torch.device, *, alike: bool) -> None:
-    """Mirror the slabs that have no mirror yet; `alike` ranks with equal weights share one. Call it on all ranks together.
+    """Copy the slabs that have no mirror yet to host memory; `alike` ranks with equal weights share one copy.
+
+    Call it on all ranks together. Nothing happens on a CPU, or if no rank lacks a mirror.
 
     Raises:
         RequestError: InsufficientMemory, on all ranks. CallFailed: on all ranks, when an allocation or a copy failed on one.

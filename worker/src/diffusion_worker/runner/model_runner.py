@@ -73,7 +73,7 @@ class DuplicateRequest(ValueError):
 
 
 class DiffusionModelRunner:
-    """The model side of one rank. The constructor loads nothing."""
+    """The model side of one rank: a loaded pipeline, its weights and adapters, and running requests. The constructor loads nothing."""
 
     def __init__(self, config: WorkerConfig, device: torch.device, parallel: Parallel) -> None:
         self._config = config
@@ -117,7 +117,14 @@ class DiffusionModelRunner:
         unread: Placeholders = NOTHING_UNREAD,
         asleep: bool = False,
     ) -> ModelInfo:
-        """Serve a pipeline from host memory. Contents of its `unread` placeholders are read now, or by `restore` if `asleep`."""
+        """Place a pipeline's weights as the options want them, serve it from now on, and return its description.
+
+        The pipeline is in host memory, and replaces a former one with its adapters; no request may run. Contents of its `unread`
+        placeholders are read now, or by `restore` if `asleep`. `report` gets bytes placed and the total.
+
+        Raises:
+            ConfigError: the pipeline cannot be served, or an option does not fit it.
+        """
         self.pipeline = pipeline
         self.loras = None
         self.weights = ModelWeights(home_of(self._config.offload, self._device), asleep=asleep)
@@ -195,10 +202,12 @@ class DiffusionModelRunner:
         self._stepper.serve(modules, self.loras, cache=self._cache, compute=self._compute, may_merge=self._merging.allows)
 
     def warm_up(self) -> WarmedUp:
-        """Run requests of few steps and drop all they leave; return the outcome of the options, and what ticks took.
+        """Run the warm-up's requests of few steps; return the outcome of the options and the measured times of each run.
+
+        Compiled code stays. At the end, also after an error, all requests are dropped, and the prompt cache is emptied with its counts.
 
         Raises:
-            RequestError: a warm-up request failed; Asleep.
+            RequestError: a warm-up request failed; Asleep, and then nothing is dropped.
         """
         self._memory.require_awake("warm-up")
         assert self._model is not None and self.loras is not None
@@ -228,7 +237,7 @@ class DiffusionModelRunner:
             return self._offloading.execute(module, call)
 
     def _new_features(self) -> dict[str, str] | None:
-        """Return the outcome of the options if it has changed, otherwise None."""
+        """Return the outcome of the options if it has changed since the load or the last call, and keep it in `_model`; otherwise None."""
         assert self._model is not None
         features = self._model.features | self._compilation.features
         if features == self._model.features:
@@ -255,7 +264,10 @@ class DiffusionModelRunner:
 
     @torch.inference_mode()
     def fingerprint(self, *, probe: bool) -> Fingerprint:
-        """Return checksums of the weights, the adapters and their slots and, with `probe`, of a small image from a fixed seed.
+        """Return a checksum of all weights, a line for each adapter and, with `probe`, digest and cells of a small image from a fixed seed.
+
+        An adapter's line has its identity, the checksum of its copy in host memory, and `misapplied` if its slot differs from that copy. A
+        model that cannot make the image has no digest. With `probe`, all ranks call this together.
 
         Raises:
             RequestError: Busy while requests run; Asleep; InsufficientMemory.
@@ -298,7 +310,7 @@ class DiffusionModelRunner:
     def use_merging(self, verdicts: Sequence[MergeVerdict]) -> list[ModelMerging]:
         """Follow verdicts on merged calls from now on; return for each method of each component if its calls are merged, and why.
 
-        All ranks call this at the same point with the same verdicts.
+        Verdicts about another class, signature or source are ignored. All ranks call this at the same point with the same verdicts.
         """
         assert self._model is not None
         self._merging.adopt(verdicts)
@@ -319,8 +331,9 @@ class DiffusionModelRunner:
     def re_init_pipeline(self, pipeline: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
         """Replace the pipeline by another class for the same folder: a name in diffusers, or `module:Class`. Return the new description.
 
-        A class that does not exist is refused while the old pipeline still serves. Then that one is freed, with all requests and adapters,
-        and only after that the new one is loaded. A failure loads the old class again.
+        A class that does not exist is refused while the old pipeline still serves. Otherwise the old one is freed first, with all requests
+        and adapters. If the new one then fails to load, the old class is loaded again, without these. `report` gets bytes loaded and the
+        total.
 
         Raises:
             RequestError: Asleep; InvalidRequest with the reason why the new class cannot serve, or an import path with dummy weights.
@@ -359,14 +372,14 @@ class DiffusionModelRunner:
         give_back_heap(self._device)
 
     def execute_stepwise(self, tick: Tick, frames: Sequence[bytes] = ()) -> StepOutput:
-        """Advance every active request by one step.
+        """Drop the requests in `tick.leave`, start those in `tick.join`, then advance those in `tick.advance` (None: all) by one step.
 
-        `frames` are those of the requests that join. Requests to leave are dropped, requests to join are brought up to their
-        first step and take it. An error of one request ends that request only.
+        `frames` are the images of the requests that join. These run up to their first step and take it. A request waits while its adapters
+        are not in their slots, or while another has the model for itself. An error of one request ends that request only.
 
         Raises:
-            DuplicateRequest: a request joins that runs already; then nothing was changed. After any other
-                exception the requests that join are gone, and the others are as they were.
+            DuplicateRequest: a request joins that runs already; then nothing was changed. After any other exception the requests that join
+                are gone, and the others are as they were.
         """
         with self._without_gradients():
             return self._advance(tick, frames)
@@ -412,7 +425,7 @@ class DiffusionModelRunner:
         return [state for state in chosen if loras.is_ready(state.spec.loras)]
 
     def _admit(self, tick: Tick, frames: Sequence[bytes], output: StepOutput) -> None:
-        """Add the requests that join, except those that any rank refuses."""
+        """Add the requests that join, each with its share of `frames`, except those that any rank refuses: their errors go to `output`."""
         if not tick.join:
             return
         assert self._tasks is not None
@@ -455,9 +468,9 @@ class DiffusionModelRunner:
         raise RequestError(ErrorCode.REQUEST_FAILED, f"{found}, expected an image of uint8")
 
     def supports_step_mode(self) -> bool:
-        """Return whether requests advance by scheduler steps; False while nothing is loaded.
+        """Return whether some component of the pipeline has a `step`, so that requests advance by it; False while nothing is loaded.
 
-        Other pipelines run whole, by one model call a tick.
+        Requests of other pipelines advance by one denoiser call a tick.
         """
         return self.pipeline is not None and any(hasattr(part, "step") for part in self.pipeline.components.values())
 
@@ -504,13 +517,13 @@ class DiffusionModelRunner:
             raise
 
     def drop_all(self) -> None:
-        """Forget every request, and a verification that runs."""
+        """End every request without a result, and a verification of merged calls if one runs. Adapters and caches stay."""
         self._end_verification()
         for request_id in list(self._states):
             self._drop(request_id)
 
     def clear_prompt_embed_cache(self) -> None:
-        """Forget the results of text encoders; do nothing where the cache is off."""
+        """Forget the results of text encoders, and keep the cache's counts; do nothing where the cache is off."""
         if self._prompts is not None:
             self._prompts.clear()
 
@@ -519,24 +532,25 @@ class DiffusionModelRunner:
         return None if self._prompts is None else msgspec.structs.asdict(self._prompts.stats())
 
     def memory(self) -> MemoryReport:
-        """Return where the weights are, and the memory of adapters and caches beside them."""
+        """Report the bytes of weights, adapters and the prompt cache on this rank by place, and the tags that are asleep."""
         return self._memory.report()
 
     def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
         """Drop all requests, then free weights, adapter slots and caches. `level` decides what stays in host memory for a wake.
 
         Raises:
-            RequestError: InvalidRequest if weights are outside of slabs, as with --shard; then all requests run on.
+            RequestError: InvalidRequest if weights are outside of slabs, as with --shard; then all requests run on. InsufficientMemory if
+                the copies in host memory do not fit; then the requests are gone, and all memory is kept.
         """
         self.weights.require_sleep()
         self.drop_all()
         self._memory.release(level)
 
     def restore(self, tags: Sequence[MemoryTag] = tuple(MemoryTag)) -> None:
-        """Restore the memory of these tags. No step is taken before all memory is back.
+        """Restore the memory of these tags; tags that are awake stay as they are. No step is taken before all memory is back.
 
         Raises:
-            RequestError: InsufficientMemory; EngineFailed, a weights file has changed. Everything sleeps as before then.
+            RequestError: InsufficientMemory; EngineFailed, a weights file has changed. All of these tags sleep as before then.
         """
         self._memory.restore(tags)
         self._measure_weights()

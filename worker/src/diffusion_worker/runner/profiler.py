@@ -35,7 +35,10 @@ class RankProfiler:
         return True
 
     def stop(self) -> str | None:
-        """Finish the running trace, write it to `<prefix>-rank<rank>-<time>.json`, and return that path; None if nothing was running."""
+        """End the running trace, write it to `<prefix>-rank<rank>-<time>.json` in the folder, and return its path.
+
+        The folder is made if missing. If no trace was running, the result is None, and nothing is written.
+        """
         running, self._running = self._running, None
         if running is None or self._folder is None:
             return None

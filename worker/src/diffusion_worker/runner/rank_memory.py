@@ -55,7 +55,9 @@ class RankMemory:
             )
 
     def release(self, level: SleepLevel) -> None:
-        """Give everything back, except what sleeps at this level or deeper already. No request may run.
+        """Give back the memory of weights, adapter slots and caches; return at once if all of it sleeps at this level or deeper.
+
+        No request may run. `Discard` also drops what `HostMemory` keeps for a wake. Weights that sleep at `Discard` stay at that level.
 
         Raises:
             RequestError: InvalidRequest, some weights cannot sleep; InsufficientMemory. Nothing was given back then.
@@ -74,10 +76,10 @@ class RankMemory:
         give_back_heap(self._device)
 
     def restore(self, tags: Sequence[MemoryTag]) -> None:
-        """Restore the memory of these tags, as far as it was given back.
+        """Restore the memory of these tags; tags that are awake stay as they are.
 
         Raises:
-            RequestError: InsufficientMemory; EngineFailed, a weights file has changed. Everything sleeps as before then.
+            RequestError: InsufficientMemory; EngineFailed, a weights file has changed. All of these tags sleep as before then.
         """
         wanted = [tag for tag in self.asleep if tag in tags]
         needed = sum(map(self._missing_bytes, wanted))
@@ -99,7 +101,7 @@ class RankMemory:
             self.level = None
 
     def report(self) -> MemoryReport:
-        """Report the current memory by place."""
+        """Report the bytes of weights, adapters and the prompt cache by place, and the tags that are asleep with their level."""
         found, loras = self._weights.report(), self._loras
         return msgspec.structs.replace(
             found,

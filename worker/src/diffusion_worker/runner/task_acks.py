@@ -15,7 +15,7 @@ MOST_REMEMBERED = 64
 
 
 class TaskAcks:
-    """Answers of one rank to its tasks, newest last, so that a task that succeeded is not done twice.
+    """The answers of one rank to its tasks. The last `MOST_REMEMBERED` successes are kept, so that these tasks are not done twice.
 
     `resident_bytes` returns the memory that the rank holds. A failure calls `free_memory`.
     """
@@ -27,7 +27,9 @@ class TaskAcks:
         self._done: dict[tuple[type, str], TaskAck] = {}
 
     def acknowledge(self, task: SleepTask | WakeTask, work: Callable[[], object]) -> TaskAck:
-        """Do a task's work and return its answer; return the old one if the task succeeded before. A failed task is tried again.
+        """Run `work` for a task, and return its answer: SUCCESS with the freed bytes, or ERROR with the failure's code and message.
+
+        If a task of this kind and id succeeded before, return its old answer and run nothing. A failed task is tried again.
 
         Raises:
             RankFault: the rank cannot go on.

@@ -32,7 +32,7 @@ class Variant(msgspec.Struct, frozen=True):
 
 
 class WarmUpRequest(msgspec.Struct, frozen=True):
-    """A request with its frames."""
+    """A request, and the pixels of its images as bytes: first the image, then the mask; no frames for a request from text."""
 
     spec: RequestSpec
     frames: list[bytes]
@@ -42,7 +42,10 @@ PLAIN = (Variant(),)
 
 
 def plain_variants(pipeline: Any, task: Task) -> list[Variant]:
-    """Return the plain variant alone. From an image its strength is 1, because a part of a single step is no step."""
+    """Return a list with the plain variant alone.
+
+    If the task starts from an image and the class takes a strength, it is 1: a part of a single step is no step.
+    """
     return [Variant(changes={"strength": 1.0} if task is not Task.GENERATE and "strength" in inputs_of(pipeline) else {})]
 
 
@@ -65,7 +68,7 @@ def compiled_variants(pipeline: Any, task: Task, *, most_images: int, ranks: int
 
 
 def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variants: Sequence[Variant] = PLAIN) -> list[WarmTick]:
-    """Make a request, in each variant, for every configured size; return a measurement of each run.
+    """Run a request, in each variant, for every configured size; return a measurement of each run, none for a model without tasks.
 
     `execute` makes a tick. A request of a single step that fails is repeated with two, because some pipelines need them.
 
@@ -88,7 +91,10 @@ def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variant
 
 
 def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpRequest]:
-    """Yield a request for each size: from text, or from a grey image if the model needs one."""
+    """Yield a request for each configured size, or one for the default size; from text, or from a grey image if the model needs one.
+
+    A model without tasks gets none, and a warning in the log.
+    """
     sizes: list[tuple[int | None, int | None]] = [*config.warmup_sizes] or [(None, None)]
     for number, (width, height) in enumerate(sizes):
         spec = RequestSpec(
@@ -126,7 +132,7 @@ def _from_image(spec: RequestSpec, task: Task, model: ModelInfo) -> WarmUpReques
 
 
 def _make(execute: Execute, request: WarmUpRequest, variant: Variant) -> ErrorReport | WarmTick:
-    """Make all images of a variant; return the first error, or the times where none fails."""
+    """Run all images of a variant together to their end; return the times, or the first error after dropping the others."""
     name, frames = request.spec.request_id, request.frames
     specs = [msgspec.structs.replace(request.spec, request_id=f"{name}-{number}", **variant.changes) for number in range(variant.images)]
     left, joining = {spec.request_id for spec in specs}, specs
