@@ -27,7 +27,10 @@ POLICY_SAYS, WEBHOOK_SAYS, QUOTA_SAYS = "the policy wants none of these", "the w
 
 @asynccontextmanager
 async def refusing_policy(client: RestClient) -> AsyncIterator[None]:
-    """Install an admission policy for the whole server. It refuses a kind in each namespace whose label `refuse` names that kind."""
+    """Install an admission policy on the server while the block runs, and delete it afterwards.
+
+    In each namespace it refuses new objects of the kind that the namespace's label `refuse` names. Only kinds in RESOURCES are covered.
+    """
     free = f"!('{LABEL}' in namespaceObject.metadata.labels) || namespaceObject.metadata.labels['{LABEL}'] != request.kind.kind"
     validations = [{"expression": free, "message": POLICY_SAYS}]
     policy = {"failurePolicy": "Fail", "matchConstraints": {"resourceRules": RULES}, "validations": validations}
@@ -43,14 +46,20 @@ async def refusing_policy(client: RestClient) -> AsyncIterator[None]:
 
 
 async def refuse_by_policy(client: RestClient, namespace: str, kind: Kind | None) -> None:
-    """Have the policy refuse objects of a kind in a namespace; None: end the refusal."""
+    """Label a namespace so that the policy of `refusing_policy` refuses new objects of a kind there, and of no other kind.
+
+    None removes the label, so that the policy refuses nothing there.
+    """
     change = {"metadata": {"labels": {LABEL: kind.kind if kind is not None else None}}}
     status, found = await client.send("PATCH", f"/api/v1/namespaces/{namespace}", change, content_type=MERGE)
     assert status == 200, found
 
 
 async def refuse_by_quota(client: RestClient, namespace: str, kind: Kind | None) -> None:
-    """Forbid objects of a kind by a quota of zero; None: delete the quota. The status is written too, since nothing computes it here."""
+    """Forbid new objects of a kind in a namespace by a quota of zero called `none`, which must not exist yet.
+
+    Its status is written too, since no controller computes it here. None as `kind` deletes the quota.
+    """
     if kind is None:
         await client.delete(QUOTA, namespace, "none")
         return
@@ -62,7 +71,10 @@ async def refuse_by_quota(client: RestClient, namespace: str, kind: Kind | None)
 
 
 class Webhook:
-    """An admission webhook that refuses objects of a kind in a namespace that has its label; an async context manager."""
+    """An admission webhook that refuses new objects of the kind that `refused` has for their namespace; an async context manager.
+
+    It is registered while the block runs, and only for namespaces with the label `webhook: yes`.
+    """
 
     def __init__(self, client: RestClient, folder: Path) -> None:
         self._client = client

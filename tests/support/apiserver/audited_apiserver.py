@@ -48,7 +48,10 @@ class AuditedApiserver:
         return self._chart.documents(overrides=overrides)
 
     def give_rights(self, documents: Sequence[Document]) -> None:
-        """Apply the chart's documents about accounts, and wait until the server grants the rights: its authorizer learns of roles later."""
+        """Apply those documents that are accounts, roles or bindings, and wait until the server grants the rights.
+
+        The last rule of each bound role is tried, for its first account. AssertionError if a rule is not granted within 30 s.
+        """
         self.apply(*(document for document in documents if document["kind"] in RIGHTS))
         roles = {_key(document): document for document in documents if document["kind"].endswith("Role")}
         for binding in (document for document in documents if document["kind"].endswith("Binding")):
@@ -74,7 +77,10 @@ class AuditedApiserver:
 
     @contextmanager
     def operator(self, documents: Sequence[Document], keys: Sequence[str]) -> Iterator[OperatorProcess]:
-        """Run the operator's program as the chart starts it, with these keys."""
+        """Run the operator's program while the block lasts, with the account and arguments of the Deployment among `documents`.
+
+        `keys` are the lines of its key file. The block begins when it is ready.
+        """
         spec = the_only(list(documents), "Deployment")["spec"]["template"]["spec"]
         arguments, kubeconfig = (
             [one.replace(IDENTITY, "demo-0_uid-of-demo-0") for one in spec["containers"][0]["args"][1:]],
@@ -93,7 +99,10 @@ class AuditedApiserver:
         self.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
 
     def may(self, user: str, verb: str, resource: str, *, namespace: str, group: str = GROUP, name: str = "") -> bool:
-        """Return whether an account may do this, asked as `kubectl auth can-i --as` asks."""
+        """Return whether `user` may do `verb` on a resource, asked as `kubectl auth can-i --as` asks.
+
+        `resource` is a plural, and may have a subresource after a slash.
+        """
         resource, _, subresource = resource.partition("/")
         about = {"group": group, "resource": resource, "name": name, "subresource": subresource, "verb": verb, "namespace": namespace}
         review = {"spec": {"user": user, "resourceAttributes": about}}
@@ -101,7 +110,7 @@ class AuditedApiserver:
             return bool(client.AuthorizationV1Api(connection).create_subject_access_review(review).status.allowed)
 
     def usage(self, account: str) -> Usage:
-        """Return the requests of an account until now."""
+        """Return the rights that an account has used until now, with their counts, and its refusals, as the audit log shows them."""
         return usage(map(json.loads, (self.kubeconfig.parent / "audit.log").read_text().splitlines()), account)
 
 

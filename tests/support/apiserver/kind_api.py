@@ -34,7 +34,7 @@ def _document(kind: Kind, name: str, spec: Document) -> Document:
 
 
 class Api:
-    """A client that creates, changes and deletes documents; a dry run by default."""
+    """A client of custom objects. `create` is a dry run by default, `patch` is always one, and `delete` never."""
 
     def __init__(self, connection: client.ApiClient) -> None:
         self._objects = client.CustomObjectsApi(connection)
@@ -57,13 +57,16 @@ class Api:
 
 
 def check_creation(api: Api, accepted: Document, refused: Document, message: str) -> None:
-    """Check that the server accepts one document, and refuses another with this message."""
+    """Check by dry runs that the server accepts one document, and refuses another with an error that contains `message`."""
     api.create(accepted)
     assert message in api.refusal(lambda: api.create(refused))
 
 
 def check_transition(api: Api, before: Document, accepted: Document, refused: Document, message: str) -> None:
-    """Check that the server accepts one change of a document's spec, and refuses another with this message."""
+    """Create the document `before` as `transition`, try two changes of its spec by dry runs, and delete it.
+
+    The server must accept `accepted`, and refuse `refused` with an error that contains `message`.
+    """
     document = copy.deepcopy(before)
     document["metadata"]["name"] = "transition"
     api.create(document, dry_run=False)
@@ -75,7 +78,7 @@ def check_transition(api: Api, before: Document, accepted: Document, refused: Do
 
 
 def rules_without_a_row(plural: str, rows: Iterable[tuple[Any, ...]]) -> list[str]:
-    """List the messages of rules for which no row ends with a part of the message."""
+    """List the messages of a kind's validation rules that no row covers. A row covers each message that contains the row's last item."""
     parts = [row[-1] for row in rows]
     return [message for message in rule_messages(plural) if not any(part in message for part in parts)]
 
@@ -115,7 +118,7 @@ def nested(path: tuple[str, ...], value: Any) -> Document:
 
 
 def merged(one: Document, other: Document) -> Document:
-    """Return two documents merged; the other's value wins, except where both are objects."""
+    """Return two documents merged. Where both have an object, these two are merged in turn; otherwise the value of `other` wins."""
     both = one.keys() & other.keys()
     deeper = {name: merged(one[name], other[name]) for name in both if isinstance(one[name], dict) and isinstance(other[name], dict)}
     return one | other | deeper

@@ -19,7 +19,10 @@ TIMEOUT = aiohttp.ClientTimeout(total=30)
 
 
 class RestClient:
-    """A client whose answers are (status, document); an async context manager."""
+    """A client of the API server in a kubeconfig, with its user's rights; an async context manager.
+
+    Most answers are (status, document), and a refusal raises nothing.
+    """
 
     def __init__(self, kubeconfig: Path) -> None:
         self._kubeconfig = kubeconfig
@@ -37,7 +40,10 @@ class RestClient:
         await self._session.close()
 
     async def send(self, method: str, path: str, body: object = None, *, content_type: str = "application/json") -> tuple[int, Any]:
-        """Send any request and return status and document; a body of bytes is sent as it is."""
+        """Send any request, and return status and document of the answer, also of an error.
+
+        A body of bytes is sent as it is, any other as JSON.
+        """
         assert self._session is not None
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {"Content-Type": content_type} if data is not None else {}
@@ -45,23 +51,28 @@ class RestClient:
             return answer.status, await answer.json()
 
     async def create(self, kind: Kind, namespace: str, document: Any, *, strict: bool = False) -> tuple[int, Any]:
-        """Create an object; `strict` refuses unknown fields, as `kubectl` does."""
+        """Create an object in `namespace`, and return status and document of the answer.
+
+        `strict` refuses unknown fields, as `kubectl` does.
+        """
         placed = document | {"metadata": document["metadata"] | {"namespace": namespace}}
         return await self.send("POST", path_of(kind, namespace) + ("?fieldValidation=Strict" if strict else ""), placed)
 
     async def list(self, kind: Kind, namespace: str) -> list[Any]:
-        """Return all objects of a kind."""
+        """Return all objects of a kind in a namespace, each with its `kind`; AssertionError if the server answers with an error."""
         status, found = await self.send("GET", path_of(kind, namespace))
         assert status == 200, found
         return [one | {"kind": kind.kind} for one in found["items"]]
 
     async def patch(self, kind: Kind, namespace: str, name: str, changes: dict[str, Any], *, subresource: str = "") -> tuple[int, Any]:
-        """Send a merge patch."""
+        """Send a merge patch, and return status and document of the answer; `subresource` ends the path, such as `/status`."""
         return await self.send("PATCH", f"{path_of(kind, namespace)}/{name}{subresource}", changes, content_type=MERGE)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, at_once: bool = False, uid: str = "") -> int:
-        """Delete an object. `at_once` sets no grace period, as a kubelet does that has ended the pod; `uid` deletes only the object that
-        has it."""
+        """Delete an object, and return the status of the answer, also that of an error.
+
+        `at_once` sets no grace period, as a kubelet does that has ended the pod; `uid` deletes only the object that has it.
+        """
         options = ({"gracePeriodSeconds": 0} if at_once else {}) | ({"preconditions": {"uid": uid}} if uid else {})
         return (await self.send("DELETE", f"{path_of(kind, namespace)}/{name}", options))[0]
 
@@ -70,7 +81,7 @@ class RestClient:
         await self.make("/api/v1/namespaces", {"metadata": {"name": name}})
 
     async def make(self, path: str, document: object) -> None:
-        """Create any object at the path of its collection, and check that it is accepted."""
+        """Create any object at the path of its collection; AssertionError if the server does not answer with 201."""
         status, found = await self.send("POST", path, document)
         assert status == 201, found
 

@@ -70,7 +70,10 @@ class StallingProxy(socketserver.ThreadingTCPServer):
                 flowing.set()
 
     def kubeconfig(self, folder: Path) -> Path:
-        """Write a kubeconfig that connects through the proxy; the server's certificate is valid for every port of its address."""
+        """Write a kubeconfig that connects through the proxy into `folder`, and return its path.
+
+        The server's certificate is valid for every port of its address.
+        """
         self._document["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{self.server_address[1]}"
         made = folder / "kubeconfig-through-proxy"
         made.write_text(json.dumps(self._document))

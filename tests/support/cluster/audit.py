@@ -50,8 +50,10 @@ class Usage(NamedTuple):
 
 
 def usage(entries: Iterable[Document], account: str = RELEASE) -> Usage:
-    """Count the rights that an account of this name used, and list its refusals, over all namespaces. A watch has two entries. The chart
-    names the account after the release."""
+    """Count the rights that an account of this name used, and list its refusals, over all namespaces.
+
+    A request counts once, although a watch has two entries. Refusals are left out in a namespace that ends or has lost the role binding.
+    """
     found, taken = Usage(Counter(), []), set[str]()
     each = {entry["auditID"]: entry for entry in entries if "objectRef" in entry}
     for entry in sorted(each.values(), key=lambda entry: str(entry["requestReceivedTimestamp"])):
@@ -101,7 +103,11 @@ def read_log(log: Path, since: datetime) -> Iterator[Document]:
 
 
 def check_rights(kubectl: Kubectl, *, since: datetime, whole: bool) -> None:
-    """Check that nothing was refused, and after the `whole` suite that no granted right is unused. The table is in bench-output."""
+    """Check that the operator was refused nothing since a time, and write the table of its rights to bench-output.
+
+    With `whole` also check that all granted rights were used, and that docs/security.md lists the same ones.
+    Without nodes on this machine, whose audit log it reads, it does nothing.
+    """
     try:
         log = cluster.provider().own_nodes().audit_log
     except NotOfThisMachine:

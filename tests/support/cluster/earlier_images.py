@@ -41,7 +41,10 @@ class EarlierImages:
 
 
 def build_earlier(earlier: EarlierVersion, folder: Path) -> EarlierImages:
-    """Build the container images, and bring them to the cluster."""
+    """Build images of the earlier version's operator and worker, and of its server over fake ranks, and load them into the cluster.
+
+    `folder` gets the build contexts.
+    """
     operator = _build(folder / "operator", "earlier-operator", images.build("operator"), INSTALLED, {"earlier": earlier.root / "operator"})
     worker = _build(folder / "worker", "earlier-worker", images.build("worker"), INSTALLED, {"earlier": earlier.root / "worker"})
     servers = _build(folder / "servers", "earlier-servers", worker, SERVERS % earlier.worker_program, {"support": earlier.support})

@@ -20,7 +20,10 @@ CONTROL_PORT = 8001
 
 
 def service_address(kubectl: Kubectl, name: str) -> str:
-    """Return the address of a Service, which is reachable from here without the API server, unlike `kubectl port-forward`."""
+    """Return the URL of a Service's cluster IP and first port, which is reachable from here without the API server.
+
+    NotOfThisMachine if the nodes run elsewhere.
+    """
     cluster.provider().own_nodes()
     spec = kubectl.get(f"service/{name}")["spec"]
     return f"http://{spec['clusterIP']}:{spec['ports'][0]['port']}"
@@ -63,7 +66,10 @@ def kill_operator(kubectl: Kubectl) -> None:
 
 @contextmanager
 def operator_stopped(pod: Document) -> Iterator[None]:
-    """Stop an operator while the block runs, with its connections open. The kubelet may end it meanwhile, as its probe fails."""
+    """Halt the operator's processes in a pod with SIGSTOP while the block runs; their connections stay open.
+
+    The kubelet may end the pod meanwhile, as its probe fails.
+    """
     stopped = signal_operator(pod, signal.SIGSTOP)
     try:
         yield
@@ -82,7 +88,7 @@ def signal_operator(pod: Document, number: signal.Signals) -> list[int]:
 
 
 def leader(kubectl: Kubectl) -> Document:
-    """Return the operator's pod that the Lease of the release names."""
+    """Return the operator's pod that the Lease of the release names; AssertionError if there is no such pod."""
     holder = str(kubectl.get(f"lease/{RELEASE}")["spec"].get("holderIdentity") or "").partition("_")[0]
     found = [pod for pod in operator_pods(kubectl) if pod["metadata"]["name"] == holder]
     assert found, f"the Lease names {holder or 'nobody'}, and no such pod of the operator is there"
@@ -90,7 +96,7 @@ def leader(kubectl: Kubectl) -> Document:
 
 
 def kill_server_in(pod: Document) -> None:
-    """Send SIGKILL to the first process of the worker's container.
+    """Send SIGKILL to the first process of the worker's container; AssertionError if no server runs in it just now.
 
     A process inside cannot: the kernel protects the first process of a pid namespace from signals of the same namespace.
     """
@@ -115,7 +121,10 @@ def operator_pods(kubectl: Kubectl) -> list[Document]:
 
 
 def processes_of(pod: Document) -> list[int]:
-    """Return the pids of all processes in a pod's containers, in this machine's pid namespace; the sandbox's process is among them."""
+    """Return the pids of all processes in a pod's containers, in this machine's pid namespace; the sandbox's process is among them.
+
+    AssertionError if there is none.
+    """
     uid = str(pod["metadata"]["uid"])
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -56,7 +56,10 @@ class Prometheus:
 
 @contextmanager
 def prometheus(rig: ClusterRig, folder: Path) -> Iterator[Prometheus]:
-    """Run a Prometheus while the block lasts; its data are in the folder."""
+    """Run a Prometheus while the block lasts; its data are in `folder`.
+
+    It reads the pods of the rig's namespace that the chart's PodMonitors select.
+    """
     targets, began, url = folder / "targets.json", time.time(), f"http://127.0.0.1:{unused_port()}"
     scraped = {"job_name": "pods", "file_sd_configs": [{"files": [str(targets)]}]}
     every = {"scrape_interval": f"{EVERY_S}s", "scrape_timeout": f"{EVERY_S}s"}
@@ -112,7 +115,7 @@ def _targets_kept(monitors: list[Document], server: str, namespace: str, file: P
 
 
 def selector(monitor: Document) -> str:
-    """Return a PodMonitor's selector in the form of a query."""
+    """Return a PodMonitor's selector as the API's text for label selectors, such as `a=b,c`; expressions other than `Exists` fail."""
     wanted = monitor["spec"]["selector"]
     rules = wanted.get("matchExpressions", [])
     assert all(rule["operator"] == "Exists" for rule in rules), rules
@@ -120,7 +123,10 @@ def selector(monitor: Document) -> str:
 
 
 def targets_in(pod: Document, monitor: Document, server: str) -> Iterator[Document]:
-    """Yield the targets of a PodMonitor in a pod, read through a server, with the labels that the monitor asks for."""
+    """Yield a Prometheus target for each endpoint of a PodMonitor whose port the pod has, with the labels that the monitor asks for.
+
+    The target's address is `server`, a proxy of the API, and a label has the path to the pod's metrics there.
+    """
     about, spec = pod["metadata"], monitor["spec"]
     labels = {"namespace": about["namespace"], "pod": about["name"]}
     labels |= {re.sub(r"\W", "_", label): about["labels"].get(label, "") for label in spec.get("podTargetLabels", [])}

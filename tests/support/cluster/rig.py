@@ -138,7 +138,7 @@ class ClusterRig:
             return ask_and_be_refused(client, Request(PROMPT, 1, model or deployment, steps=8))
 
     def eventually(self, what: str, look: Callable[[], T], *, deadline_s: float = 60.0) -> T:
-        """Wait until `look` returns something true, and return it."""
+        """Call `look` until it returns something true, and return that; AssertionError with `what` after `deadline_s` seconds."""
         end = time.monotonic() + deadline_s
         while not (found := look()):
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
@@ -247,7 +247,10 @@ class HelmRig:
         return run_helm(*self._program, *words, "--namespace", self.namespace, deadline_s=HELM_S)
 
     def upgrade(self, chart: Path = CHART, **settings: str) -> str:
-        """Run `helm upgrade --install`, and wait for the operator's pod; `engine_image` is the value `engine.image`."""
+        """Run `helm upgrade --install`, wait for the operator's pod, and return helm's output.
+
+        In the names of settings `_` stands for a dot: `engine_image` is the value `engine.image`.
+        """
         own = {name.replace("_", "."): value for name, value in settings.items()}
         return helm_install(*self._program, namespace=self.namespace, images=self.images, deadline_s=HELM_S, settings=own, chart=chart)
 
@@ -256,7 +259,10 @@ class HelmRig:
 
 
 def older_chart(folder: Path) -> Path:
-    """Write a copy of our chart that looks older: a field of the spec is missing, and a description in the CRD differs."""
+    """Write a copy of our chart that looks older into `folder`, and return its path.
+
+    Its versions are 0.0.9, a field of the spec is missing, and a description in the CRD differs.
+    """
     chart = folder / "older"
     shutil.copytree(CHART, chart)  # symbolic links become files
     about = yaml.safe_load((chart / "Chart.yaml").read_text())

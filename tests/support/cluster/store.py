@@ -41,7 +41,11 @@ def secret(name: str, **data: bytes) -> Document:
 
 
 def start_store(rig: ClusterRig, folder: Path, *, served: str, claim: str, first: str) -> None:
-    """Serve a folder of the worker's container image after a command that has the claim at /claim; return when the server answers."""
+    """Start a pod that answers as a bucket and a hub by TLS, with a Service, and wait until it is ready.
+
+    It serves the folder `served` of the worker's image, after the shell command `first`, which has the volume claim `claim` at /claim.
+    `folder` gets the certificates.
+    """
     authority = Authority(folder)
     authority.issue("server", user=STORE, group="tests", addresses=(f"DNS:{host_of(rig)}",))
     trusted, certificate, key = (authority.file(name).read_bytes() for name in ("ca.crt", "server.crt", "server.key"))

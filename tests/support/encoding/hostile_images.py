@@ -24,7 +24,7 @@ class HostileImage(NamedTuple):
 
 
 def image_file(format_: str, rng: Random, *, mode: str = "RGB", size: tuple[int, int] = (32, 32), **saved: Any) -> bytes:
-    """Return an image file of random colours."""
+    """Return an image file with two random colours, one in each half; `saved` are options of Pillow's `save`."""
     out = io.BytesIO()
     image = Image.new(mode, size, tuple(rng.randrange(256) for _ in mode))
     image.paste(tuple(rng.randrange(256) for _ in mode), (0, 0, size[0] // 2, size[1]))
@@ -33,13 +33,13 @@ def image_file(format_: str, rng: Random, *, mode: str = "RGB", size: tuple[int,
 
 
 def many_scans(content: bytes, scans: int) -> bytes:
-    """Repeat the last scan of a progressive JPEG until there are so many."""
+    """Return a progressive JPEG with its last scan repeated until it has `scans`; with as many already it stays as it is."""
     last = content.rfind(b"\xff\xda")
     return content[:-2] + content[last:-2] * max(0, scans - scans_of(content)) + content[-2:]
 
 
 def png_of(width: int, height: int, rows: bytes) -> bytes:
-    """Return a PNG file that claims a size and contains these rows."""
+    """Return an RGB PNG file that claims a size, with `rows` as its compressed data, even if they do not fit."""
     chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", rows), (b"IEND", b""))
     body = b"".join(struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
     return b"\x89PNG\r\n\x1a\n" + body

@@ -32,7 +32,10 @@ MOST_RATIO = 1.5
 
 
 def run_images(_: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Send so many files, or as many as there is time for."""
+    """Send about `count` hostile files to a real worker, or as many as `limit_s` seconds allow, and return the outcome.
+
+    Ordinary files come before, for at most a quarter of that time more. The first argument is not used.
+    """
     others = {"p99_ordinary_s": 0.0, "p99_hostile_s": 0.0, "p99_ratio": 0.0, "slowest_s": 0.0, "slowest": ""}
     outcome = Outcome(seed, counts="made images", tallies="refused kinds", **others)
     with WorkerProcess() as worker:
@@ -99,7 +102,7 @@ def _judge(outcome: Outcome, file: HostileImage, answer: httpx2.Response, second
 
 @contextmanager
 def _beside(worker: WorkerProcess, outcome: Outcome) -> Iterator[list[float]]:
-    """Ask for images while the block lasts, and yield the list of their seconds."""
+    """Ask for images while the block lasts, and yield the list of their seconds, which grows; faults go to `outcome.wrong`."""
     over, seconds = Event(), list[float]()
 
     def ask() -> None:

@@ -19,7 +19,7 @@ def good(run: Run) -> None:
 
 
 def sharing(run: Run) -> None:
-    """Find what `good` kept."""
+    """Require that `good` ran before in this process, by the pid that it kept."""
     run.require(run.kept.get("pid") == os.getpid(), "what the item before kept in this process")
 
 
@@ -30,7 +30,7 @@ def failing(run: Run) -> None:
 
 
 def absent(run: Run) -> None:
-    """Say that the item does not apply."""
+    """Raise Skip, since the item does not apply."""
     raise Skip("torchao is not there")
 
 
@@ -53,7 +53,7 @@ def slow(run: Run) -> None:
 
 
 def answered(run: Run) -> None:
-    """Report a figure, and end only once somebody who saw it wrote a file."""
+    """Report a figure, and end only once the file that FAKE_ITEMS_ANSWER names exists; fail after 30 s without it."""
     run.figure("asked", 1.0)
     until = time.monotonic() + 30
     while not Path(os.environ["FAKE_ITEMS_ANSWER"]).exists():

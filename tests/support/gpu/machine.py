@@ -16,7 +16,10 @@ from tools.gpu.wheels import CARRIED, THERE
 
 
 def needed_by(names: set[str], *, but_for: set[str] = frozenset(), python: str | None = None) -> set[str]:  # type: ignore[assignment]
-    """Return distributions with all that they need, by the metadata of those installed here; `python` is another version, such as 3.12."""
+    """Return the names of distributions and of all that they need in turn, by the metadata of those installed here.
+
+    Distributions in `but_for` are left out, and so are their needs. `python` is another version, such as 3.12.
+    """
     environment = {"extra": ""} | ({"python_version": python, "python_full_version": f"{python}.3"} if python else {})
     found: set[str] = set()
     left: set[str] = {canonicalize_name(name) for name in names}

@@ -44,7 +44,7 @@ class RawFile:
         return length.to_bytes(8, "little") + header + bytes(self.data)
 
     def set_tensor(self, entry: Entry, dtype: str, shape: list[int], data: bytes) -> None:
-        """Replace a tensor; the ranges after it move."""
+        """Replace a tensor's dtype, shape and bytes, and move the ranges of the tensors after it to fit."""
         begin, end = entry["data_offsets"]
         for _, other in self.entries:
             if other["data_offsets"][0] >= end and other is not entry:
@@ -155,7 +155,7 @@ class Mutator:
         self.file.entries[index] = (self.file.entries[index][0], self.rng.choice(wrong))
 
     def _tensor(self, *, dimensions: int = 2) -> tuple[int, Entry]:
-        """Choose a tensor of so many dimensions or more; return its index and entry."""
+        """Choose a tensor of so many dimensions or more at random, and add its name to `names`; return its index and entry."""
         index = self.rng.choice([index for index, (_, entry) in enumerate(self.file.entries) if len(entry["shape"]) >= dimensions])
         name, entry = self.file.entries[index]
         self.names.add(name)
@@ -246,7 +246,7 @@ class Mutator:
         self.file = self.other
 
     def config(self) -> None:
-        """Change a field of the configuration, or replace the configuration by bytes that are none."""
+        """Change a field of the configuration, or replace the configuration by bytes that are none or lack most fields."""
         config = self.file.config or b"{}"
         if self.rng.random() < 0.2:
             broken = (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 99999, b'{"peft_type": "LORA"}', config[: len(config) // 2])

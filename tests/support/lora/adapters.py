@@ -142,7 +142,10 @@ def make_bad_adapters(folder: Path, *, like: Path) -> dict[str, Path]:
 
 
 def changed_adapter(folder: Path, like: Path, *, config: dict[str, Any] | None = None, tensors: Callable[[Any], Any] = dict) -> Path:
-    """Write a copy of a peft folder with changed settings, and with its tensors changed by `tensors`."""
+    """Write settings and weights of the peft folder `like` with changes into `folder`, which must exist, and return `folder`.
+
+    `config` overrides settings, and `tensors` makes the tensors to write from those of the file.
+    """
     settings = json.loads((like / CONFIG_FILE).read_text()) | (config or {})
     (folder / CONFIG_FILE).write_text(json.dumps(settings))
     _write(folder, like, tensors)

@@ -62,7 +62,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return family and naming, by which pytest's output identifies the case."""
+        """Family and naming, by which pytest's output identifies the case."""
         return f"{self.family}, {self.naming}"
 
 
@@ -89,7 +89,10 @@ class MadeFile:
 
 
 def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = False, rank: int = 2) -> MadeFile:
-    """Write random factors for every module of the naming's table; alphas differ between modules unless `one_alpha` is set."""
+    """Write `adapter.safetensors` with random factors for every module of the naming's table, and return it with the updates.
+
+    If the naming has alphas, they differ between modules unless `one_alpha` is set.
+    """
     generator = torch.Generator().manual_seed(1)
     made = MadeFile(folder / "adapter.safetensors", {})
     for number, (written, targets) in enumerate(case.table(pipeline).items()):
@@ -111,7 +114,7 @@ def make_file(case: Case, pipeline: Any, folder: Path, *, one_alpha: bool = Fals
 
 
 def model_of(pipeline: Any) -> AdaptedModel:
-    """Return the model as a runner describes it to the reader of an adapter."""
+    """Return the model as a runner describes it to the reader of an adapter: all modules of the pipeline but its VAE."""
     components = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module) and name != "vae"}
     return AdaptedModel(components, "unet" if "unet" in components else "transformer", converter_of(pipeline))
 
@@ -138,7 +141,10 @@ def tiny_clip(*, projection: bool = False) -> Any:
 
 
 def with_clips(pipeline: Any, *projections: bool) -> Any:
-    """Register a `tiny_clip` as `text_encoder`, and with two `projections` another as `text_encoder_2`; return the pipeline."""
+    """Register a `tiny_clip` as `text_encoder`, and with two `projections` another as `text_encoder_2`; return the pipeline.
+
+    Each projection is True for the class with an output projection.
+    """
     names = zip(("text_encoder", "text_encoder_2"), projections, strict=False)
     pipeline.register_modules(**{name: tiny_clip(projection=each) for name, each in names})
     return pipeline

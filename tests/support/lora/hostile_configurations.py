@@ -64,7 +64,10 @@ BASE = json.loads((STRIPES / "adapter_config.json").read_text())
 
 
 def draw(rng: random.Random, folder: Path) -> Hostile:
-    """Write the next configuration beside the weights, in a folder of its own."""
+    """Make `folder` with the weights of `stripes` and a random configuration, and return it as a source with the allowed results.
+
+    Its load must succeed if `loads` is True, and fail if it is False; None allows either.
+    """
     kind = rng.choice(list(KINDS))
     folder.mkdir()
     (folder / "adapter_model.safetensors").hardlink_to(STRIPES / "adapter_model.safetensors")
@@ -114,7 +117,7 @@ KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 
 
 def fits(config: dict[str, Any]) -> bool | None:
-    """Return whether peft finds in time that the configuration fits the file; None where the time is close to the limit."""
+    """Return whether peft finds in time that the configuration fits the file; None if it fits, but peft needs long to find that."""
     began = time.process_time()
     try:
         found = _in_time(lambda: all(_fits(config, module) for module in MODULES))
@@ -131,7 +134,7 @@ def _fits(config: dict[str, Any], module: str) -> bool:
 
 
 def _in_time(work: Callable[[], bool]) -> bool:
-    """Run `work` in the main thread, where a signal ends a pattern that takes too long."""
+    """Run `work` in the main thread and return its result; a signal raises TimeoutError in it after SURELY_SLOW_S of CPU time."""
 
     def over(*_: object) -> None:
         raise TimeoutError

@@ -33,13 +33,16 @@ def blocks(count: int = 3, width: int = 8) -> nn.Module:
 
 
 def manager_of(model: nn.Module, *, part_of: Any = lambda name: None, **options: Any) -> DiffusionLoRAManager:
-    """Return the manager of adapters on one rank."""
+    """Return a rank's manager of adapters for a model as `transformer`: on the CPU, with 2 slots, 4 cached and a rank up to 8.
+
+    `part_of` and `options` go to the manager, and may override these.
+    """
     settings: dict[str, Any] = {"slots": 2, "cached": 4, "max_rank": 8, "device": torch.device("cpu"), "part_of": part_of} | options
     return DiffusionLoRAManager({"transformer": model}, denoiser="transformer", **settings)
 
 
 def write_file(folder: Path, model: nn.Module, *, rank: int = 2, metadata: dict[str, str] | None = None, seed: int = 1) -> Path:
-    """Write an adapter for all layers of a model, and return its folder."""
+    """Write an adapter for all layers of a model in diffusers' layout into `folder`, made if it is missing, and return `folder`."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, layer in model.named_modules():
@@ -59,7 +62,10 @@ def request(path: Path, number: int = 1) -> LoRARequest:
 
 @contextmanager
 def order_for(path: Path, *managers: DiffusionLoRAManager, **options: Any) -> Iterator[LoadOrder]:
-    """Provide the order to load an adapter, into memory of this process, for ranks that all differ in kind."""
+    """Provide the order to load the adapter at `path` on ranks, one for each manager; it is not carried out here.
+
+    The memories for the ranks belong to this process, and are closed after the block.
+    """
     memories = [os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for _ in managers]
     try:
         yield LoadOrder(

@@ -40,7 +40,7 @@ def flat(component: str, prefix: str, *, picks: Callable[[str], bool] = bool, dr
 
 
 def both(*tables: Callable[[Any], Table]) -> Callable[[Any], Table]:
-    """Return the naming of a file with several components."""
+    """Return a naming with the entries of all these namings, such as one for each component."""
     return lambda pipeline: {written: targets for table in tables for written, targets in table(pipeline).items()}
 
 
@@ -58,6 +58,7 @@ def original(prefix: str, blocks: dict[str, list[str]], others: Iterable[str] = 
     """Return the naming of an original model's transformer, from `theirs=ours` pairs. A prefix that ends with an underscore replaces dots.
 
     The keys of `blocks` are such pairs of lists of blocks, and the values are pairs of modules in each block.
+    Pairs whose modules the transformer lacks are left out.
     """
     separator = "_" if prefix.endswith("_") else "."
 
@@ -154,7 +155,7 @@ WAN_OTHERS = [
 
 
 def sgm(pipeline: Any) -> Table:
-    """Return the naming of SDXL's U-Net in the original model, which numbers its blocks consecutively."""
+    """Return Kohya's table for SDXL's U-Net: the original model's names, which number the blocks consecutively, after `lora_unet_`."""
     unet = pipeline.unet
     each = unet.config.layers_per_block + 1
     parts = {

@@ -28,7 +28,10 @@ class RenderError(Exception):
 
 
 class Chart:
-    """The chart under one helm binary; every call is one `helm template` without a cluster."""
+    """The chart under one helm binary. `text` and `documents` are each one `helm template`, without a cluster.
+
+    RenderError if helm fails.
+    """
 
     def __init__(self, helm: Path) -> None:
         self._helm = helm

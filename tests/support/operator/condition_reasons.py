@@ -46,7 +46,7 @@ class _Source:
         return ((function, node) for function, node in inside if isinstance(node, ast.Call) and ast.unparse(node.func) == "verdict")
 
     def texts(self, node: ast.expr, function: ast.FunctionDef) -> set[str]:
-        """Return the possible values of an expression."""
+        """Return the possible values of an expression; AssertionError with its place if it cannot be followed."""
         text = ast.unparse(node)
         if text in self._known:
             return set(self._known[text])

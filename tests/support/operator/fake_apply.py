@@ -28,7 +28,10 @@ def entry(manifest: Manifest, operation: str, *, manager: str = FIELD_MANAGER) -
 
 
 def applied(live: Manifest, manifest: Manifest) -> Manifest:
-    """Return the object after a forced apply."""
+    """Return the object after a forced apply of `manifest`; the given object stays as it is.
+
+    ClusterConflict if `manifest` has another uid or resourceVersion, and ClusterRefused for two ports of one name.
+    """
     _check_bound(live, manifest["metadata"])
     result, fresh = copy.deepcopy(live), entry(manifest, "Apply")
     entries = result["metadata"].get("managedFields", [])
@@ -43,7 +46,10 @@ def applied(live: Manifest, manifest: Manifest) -> Manifest:
 
 
 def patched(live: Manifest, operations: Sequence[Mapping[str, Any]]) -> Manifest:
-    """Return the object after a JSON patch."""
+    """Return the object after a JSON patch of `test`, `add` and `replace`; the given object stays as it is.
+
+    ClusterRefused for a failed test, a missing parent or two ports of one name; ClusterConflict for another uid or resourceVersion.
+    """
     result = copy.deepcopy(live)
     for one in operations:
         *parents, last = [part.replace("~1", "/").replace("~0", "~") for part in one["path"].split("/")[1:]]

@@ -131,13 +131,13 @@ class FakeCluster:
         return existing
 
     def change(self, kind: Kind, name: str, changed: Callable[[Manifest], object]) -> None:
-        """Change an object's spec in place."""
+        """Change the spec of an object in `default` by `changed`, which gets a copy to change in place; KeyError if there is none."""
         manifest = copy.deepcopy(self._objects[kind.kind, "default", name])
         changed(manifest["spec"])
         self.put(manifest)
 
     def remove(self, kind: Kind, name: str, *, namespace: str = "default") -> None:
-        """Delete an object and, as the garbage collector does, everything that it owns."""
+        """Delete an object and, in turn, each one that names it as an owner, even beside other owners; KeyError if there is none."""
         manifest = self._objects.pop((kind.kind, namespace, name))
         self.on_change("DELETED", manifest)
         for (child, its_namespace, its_name), found in list(self._objects.items()):
@@ -145,7 +145,7 @@ class FakeCluster:
                 self.remove(KINDS[child], its_name, namespace=its_namespace)
 
     def remove_alone(self, kind: Kind, name: str) -> None:
-        """Delete an object as with `--cascade=orphan`: what it owned stays, without an owner."""
+        """Delete an object in `default` as with `--cascade=orphan`: objects that it owned stay, without this owner."""
         manifest = self._objects.pop((kind.kind, "default", name))
         self.on_change("DELETED", manifest)
         for found in list(self._objects.values()):

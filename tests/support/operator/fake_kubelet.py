@@ -90,7 +90,10 @@ class Container:
 
 
 class FakeKubelet:
-    """A kubelet that runs pods while the block lasts; an async context manager."""
+    """A scheduler, a kubelet and two controllers that look after all pods while the block lasts; an async context manager.
+
+    Each pod gets a scripted worker, which answers over HTTP.
+    """
 
     def __init__(self, client: RestClient, rng: random.Random) -> None:
         self._client = client
@@ -157,7 +160,10 @@ class FakeKubelet:
         await asyncio.gather(*(self._tend(pod) for pod in pods))
 
     def _watch_for_twins(self, living: list[Any]) -> None:
-        """Record as wrong any replica with two pods at once, terminating ones included; without surge there must be none."""
+        """Record as wrong any replica with two of these pods at once; without surge there must be none.
+
+        `living` are the pods that are not terminating. Pods with a drained worker and those without an owner do not count.
+        """
         drain = {uid for uid, container in self.containers.items() if container.worker.drains}
         owned = [one for one in living if "ownerReferences" in one and one["uid"] not in drain]  # an orphan has no owner
         replicas = Counter((one["ownerReferences"][0]["uid"], one["name"].split("-")[1]) for one in owned)
@@ -199,7 +205,7 @@ class FakeKubelet:
         return self._workers.add(ip, ScriptedWorker(boot_id=f"boot-{next(self._numbers)}", clock=lambda: datetime.now(UTC), model=model))
 
     async def crash(self, pod: Any) -> None:
-        """End a container and restart it in place."""
+        """End a pod's container and restart it in place, with a new worker; do nothing if the pod has none."""
         container = self.containers.get(pod["metadata"]["uid"])
         if container is not None:
             container.worker, container.restarts = self._worker(container.ip), container.restarts + 1

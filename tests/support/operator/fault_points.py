@@ -32,7 +32,7 @@ class FaultPoints:
         return Wrapped(port, self._act, unwrapped=LOOKS)
 
     def reach(self, place: str) -> None:
-        """Pass a place: die here if its turn has come, and stay dead."""
+        """Record a place as passed, and call `die` if it is the one to die at. Every later call raises OperatorDied."""
         if self._at is not None and len(self.passed) >= self._at:
             raise OperatorDied(self.passed[-1])
         self.passed.append(place)
@@ -48,7 +48,10 @@ class FaultPoints:
 
 
 class Wrapped:
-    """A port whose actions go through `act`, which gets the name, the action and its arguments."""
+    """A port whose actions go through `act`, which gets the name, the action and its arguments.
+
+    Names in `unwrapped`, private names and plain attributes are the port's own.
+    """
 
     def __init__(self, port: Any, act: Action, *, unwrapped: Collection[str] = ()) -> None:
         self._port = port

@@ -28,7 +28,7 @@ ODD: tuple[Any, ...] = (
 
 
 class Case(NamedTuple):
-    """A manifest without a name, and the fields in it that violate the schema."""
+    """A manifest without a name, and the fields in it that were changed after it was drawn; most of these violate the schema."""
 
     kind: Kind
     document: Any
@@ -141,7 +141,7 @@ def _rule(schema: Any, form: str) -> str | None:
 
 @st.composite
 def _put_outside(draw: st.DrawFn, document: Any, schema: Any) -> list[str]:
-    """Make one place of the document invalid, and return the fields concerned, from the outermost on."""
+    """Change one place of the document, mostly to something invalid, and return the fields concerned, from the outermost on."""
     nodes = list(_nodes(document, "spec", schema, ("spec",)))
     path, holder, place, schema = nodes[draw(st.integers(0, len(nodes) - 1))]
     value, kind = holder[place], draw(st.integers(0, 5))
@@ -180,7 +180,7 @@ def _over(schema: Any, value: Any) -> list[Any]:
 
 
 def _nodes(holder: Any, key: Any, schema: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any, Any]]:
-    """Yield all places at and under one: the fields concerned, the container, the key in it, and the schema."""
+    """Yield a place in a document and all places under it: the fields concerned, the container, the key in it, and the schema."""
     yield path, holder, key, schema
     value = holder[key]
     if isinstance(value, dict):

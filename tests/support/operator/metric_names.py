@@ -70,8 +70,10 @@ KNOWN = of_workers() | of_the_operator()
 
 
 def wrong_names(expression: str) -> list[str]:
-    """Return what an alert or panel reads in vain: unknown metrics, labels that a selector's metric lacks, and labels in `by` that none
-    has."""
+    """Return the names that an alert or panel reads in vain; AssertionError if it reads no metric.
+
+    These are unknown metrics, labels that a selector's metric lacks, and labels in `by` that none of its metrics has.
+    """
     looked_at = selectors(expression)
     assert looked_at, expression
     unknown = [one.metric for one in looked_at if one.metric not in KNOWN]

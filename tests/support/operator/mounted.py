@@ -17,7 +17,10 @@ Find = Callable[[str], Mapping[str, Any] | None]
 
 
 def mounted_files(find: Find, deployment: str) -> dict[str, bytes]:
-    """Return the files of the folder by name."""
+    """Return the files by name that a deployment's pods have mounted: the main one and the shards.
+
+    Files whose ConfigMap is missing, or lacks their content, are left out.
+    """
     # It may be another owner's object, without that file.
     main = (find(desired_config_name(deployment)) or {}).get("data", {}).get(DESIRED_KEY)
     files = {DESIRED_KEY: main.encode()} if main is not None else {}
@@ -28,7 +31,10 @@ def mounted_files(find: Find, deployment: str) -> dict[str, bytes]:
 
 
 def mounted_desired(find: Find, deployment: str) -> dict[str, Any]:
-    """Return the main file as a worker reads it, with the adapters of the shards that it names."""
+    """Return the main file as a worker reads it, with the adapters of the shards that it names, sorted by name.
+
+    Without a main file there are no adapters.
+    """
     files = mounted_files(find, deployment)
     desired: dict[str, Any] = json.loads(files.get(DESIRED_KEY, b'{"adapters": []}'))
     named = {one["name"]: one for one in desired["adapters"]}

@@ -56,7 +56,10 @@ class Server:
 
 
 class ProcessKubelet(FakeKubelet):
-    """A kubelet that runs pods while the block lasts; an async context manager."""
+    """A kubelet that runs each pod's container as a process while the block lasts; an async context manager.
+
+    `images` has the program of each image. At the end all processes are killed.
+    """
 
     def __init__(self, client: RestClient, folder: Path, images: Mapping[str, Image]) -> None:
         super().__init__(client, random.Random())
@@ -144,7 +147,7 @@ class ProcessKubelet(FakeKubelet):
         return {key: base64.b64decode(value) for key, value in encoded.items()} | {key: value.encode() for key, value in plain.items()}
 
     async def _look_at(self, pod: Any, server: Server) -> None:
-        """Probe a server, and report a change of its readiness."""
+        """Probe a server, and report a change of its readiness; a server that has ended is recorded as wrong."""
         if server.process.poll() is not None:
             self.wrong.append(f"{pod['metadata']['name']} ended with {server.process.returncode}: {server.output[-2000:]}")
             return

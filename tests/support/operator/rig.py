@@ -128,7 +128,10 @@ class Rig:
     # a kubelet and workers --------------------------------------------------------------------------------------------
 
     def start(self, pod: str, **script: Any) -> ScriptedWorker:
-        """Run a pod and its worker, which has tried the mounted adapters."""
+        """Mark a pod as running and ready at a new address, and return its worker there, which has tried the mounted adapters.
+
+        `script` sets fields of the worker.
+        """
         number = next(self._boots)
         return self._begin(pod, f"10.0.0.{number}", number, script)
 
@@ -197,7 +200,7 @@ async def serving(replicas: int = 1, **spec: Any) -> Rig:
 
 
 async def with_adapter(replicas: int = 1, **spec: Any) -> Rig:
-    """Return a rig with an awake deployment and an adapter that was pushed to all replicas."""
+    """Return a rig with an awake deployment and an adapter, from `spec`, that was pushed to all replicas."""
     rig = await serving(replicas)
     rig.cluster.put(adapter(**spec))
     await rig.run()

@@ -185,7 +185,10 @@ class ScriptedWorker:
             raise ControlUnreachable(f"{kind}: no answer within 10 s")
 
     def finish(self) -> None:
-        """End the operation in progress."""
+        """End the operation in progress: with `operation_error` while `failing_operations` are left, and else successfully.
+
+        After a successful wake, or a failed sleep, no request is held any more.
+        """
         assert self.operation is not None
         kind, error = self.operation.kind, self.operation_error if self.failing_operations else None
         self.failing_operations -= error is not None
@@ -209,7 +212,11 @@ class ScriptedWorker:
                 self._load(name, self._asked.pop(name, AdapterLoad(source=one.source, scale=one.scale, digest=one.digest)))
 
     def load_adapter(self, name: str, load: AdapterLoad) -> None:
-        """Put an adapter: keep the bytes that are already in memory, else load it, beside another version of the name."""
+        """Take a put of an adapter: keep the bytes that are in memory already, or load it; an asleep worker defers it to the wake.
+
+        A new on-demand adapter gets only into the cache. ControlRefused with the load's error.
+        ControlUnreachable for a source in `held`, whose load stays in progress.
+        """
         self.calls.append(f"put {name}")
         present = self.adapters.get(name)
         if self.phase is WorkerPhase.ASLEEP:
@@ -340,7 +347,10 @@ class ScriptedWorkers:
         return self._by_ip[ip]
 
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
-        """Answer as a worker without revisions: a client that waits for a change polls instead."""
+        """Return a worker's state at once; a client that waits for a change has to poll, since there are no revisions.
+
+        ControlUnreachable if no worker answers there, and ControlRefused for a wrong token.
+        """
         self.tokens.add(token)
         return self._reached(ip, token).state()
 

@@ -77,12 +77,12 @@ class Namespaces:
         self._names = names
 
     async def make(self) -> None:
-        """Create the namespaces, which must not exist yet, and their deployments."""
+        """Create the namespaces, which must not exist yet."""
         for name in self._names:
             await self._client.make_namespace(name)
 
     async def untrue(self) -> dict[str, list[str]]:
-        """Return the false claims by namespace."""
+        """Return the contradictions to specs and statuses by namespace, such as orphans; a namespace without any is left out."""
         found = {name: await untrue(self._client, self._kubelet, name) for name in self._names}
         return {name: wrong for name, wrong in found.items() if wrong}
 
@@ -92,7 +92,7 @@ class Namespaces:
         await eventually_nothing(self.untrue, within_s)
 
     async def pods(self) -> list[str]:
-        """Return all pods of all the namespaces."""
+        """Return all pods of all the namespaces as `NAMESPACE/NAME`, sorted."""
         return sorted([f"{name}/{pod['metadata']['name']}" for name in self._names for pod in await self._client.list(POD, name)])
 
 

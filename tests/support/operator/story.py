@@ -54,8 +54,10 @@ class Told:
 
 
 class Teller:
-    """A run of the story. `deaths`: the n-th operator dies at this place, counted over its own life. `second`: another operator runs
-    beside."""
+    """A run of the story. The n-th operator dies at the place with the n-th number in `deaths`, counted over its own life.
+
+    Operators after these do not die. With `second` another operator runs beside, by its random numbers.
+    """
 
     def __init__(self, *deaths: int, second: random.Random | None = None) -> None:
         self._deaths = list(deaths)

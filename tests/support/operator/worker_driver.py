@@ -74,7 +74,7 @@ class Driver:
         return await self.until(lambda state: state.state is phase and state.operation is None)
 
     async def until(self, holds: Callable[[WorkerState], object]) -> WorkerState:
-        """Wait for a state document for which `holds` is true, and return it."""
+        """Poll the worker until `holds` is true for a state document, and return that; TimeoutError after 20 s."""
         async with asyncio.timeout(DEADLINE_S):
             while True:
                 if holds(state := await self.state()):
@@ -82,7 +82,7 @@ class Driver:
                 await asyncio.sleep(POLL_S)
 
     async def clear(self) -> None:
-        """Wake the worker and remove its adapters, whatever its state."""
+        """Wake the worker unless it is ready and always awake, wait until it is ready, and ask it to remove each adapter."""
         state = await self.state()
         if state.state is not WorkerPhase.READY or state.policy is not SleepPolicy.ALWAYS_AWAKE:
             await self.wake()
@@ -96,7 +96,7 @@ class Driver:
 
 
 async def refusal(call: Awaitable[object]) -> ControlRefused:
-    """Return the worker's refusal of a call."""
+    """Await a call that the worker must refuse, and return the refusal; the test fails if there is none."""
     with pytest.raises(ControlRefused) as info:
         await call
     return info.value

@@ -50,7 +50,7 @@ def _with_drawn_tokens(view: Any, arguments: Arguments) -> Any:
 
 
 def drawing_family() -> Family:
-    """Return the family whose requests have their tokens drawn."""
+    """Return a GLM-Image family in whose requests the language model draws the image's tokens; in the plain family they are given."""
     given = next(family for family in FAMILIES if family.name == "GlmImagePipeline")
     build = build_seeded(partial(glm_image, "GlmImagePipeline", vision_language_encoder=language_model, processor=OneText))
     return replace(given, name="GlmImagePipeline (drawn tokens)", build=build, call=_with_drawn_tokens)

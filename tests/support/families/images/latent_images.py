@@ -96,14 +96,14 @@ guided_hunyuan_image = partial(on_hunyuan_image(guidance_embeds=False), guider=m
 
 
 def hidream(kind: str) -> Any:
-    """Build a HiDream pipeline with a `default_sample_size` of 16, so that all requests are resized to that many latents squared."""
+    """Build a HiDream pipeline with a `default_sample_size` of 16, so that every request is resized to an area of 16 x 16 latents."""
     pipeline = on_hidream(kind)
     pipeline.default_sample_size = 16
     return pipeline
 
 
 def nucleus(kind: str) -> Any:
-    """Build a pipeline whose experts have values, since torch.empty made them."""
+    """Build a NucleusMoE pipeline, and give its experts random weights, since diffusers leaves them uninitialised."""
     pipeline = on_nucleus(kind)
     for name, parameter in pipeline.transformer.named_parameters():
         if "experts" in name:

@@ -55,7 +55,7 @@ sprint = on_sana(scheduler=part("SCMScheduler"), guidance_embeds=True, qk_norm="
 
 
 def lumina(kind: str) -> Any:
-    """Build a pipeline whose padding token has a value, since torch.empty made it."""
+    """Build a Lumina pipeline, and set its padding token to zeros, since diffusers leaves it uninitialised."""
     pipeline = on_lumina(kind)
     torch.nn.init.zeros_(pipeline.transformer.pad_token)
     return pipeline

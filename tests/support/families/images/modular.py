@@ -39,7 +39,10 @@ def only_denoising(kind: str, **parts: Callable[[], Any]) -> Any:
 
 
 def call_modular(view: Any, arguments: Arguments) -> Any:
-    """Run a modular pipeline up to its latents; `guidance` goes to its guiders."""
+    """Run a copy of a modular pipeline and return its latents; the argument `guidance` goes to the copy's guiders.
+
+    An `output_type` that the pipeline does not take is dropped.
+    """
     view, given = copy.copy(view), dict(arguments)
     if "guidance" in given:
         assert guide(view, given.pop("guidance"))

@@ -35,7 +35,7 @@ def tiny_unet(channels: int = 4, **config: Any) -> UNet2DConditionModel:
 
 
 def unet_with_ip_adapter() -> UNet2DConditionModel:
-    """Give a tiny U-Net an IP-Adapter.
+    """Build a tiny U-Net with an IP-Adapter.
 
     A projection makes two tokens of an embedding of width 16, which all cross-attention adds at a scale of 0.7.
     """

@@ -68,9 +68,9 @@ def with_leaf(value: Any, path: Path, leaf: Any) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """Perturb a leaf of a call's arguments within its valid range: flip a mask's last entries or a boolean, move other tensors and numbers.
+    """Return a leaf of a call's arguments perturbed within its valid range; None if it is no tensor, boolean or number.
 
-    None for a leaf of any other type.
+    A boolean and the last entries of a mask are flipped, other tensors and numbers are moved. Empty and complex tensors stay as they are.
     """
     if isinstance(value, torch.Tensor):
         return _changed_tensor(value)

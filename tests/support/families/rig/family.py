@@ -56,7 +56,7 @@ class Family:
 
 
 def randomise_zeros(*modules: torch.nn.Module) -> None:
-    """Give every parameter that is zero throughout small random values, and switch to eval mode."""
+    """Give every parameter that is zero throughout small random values; switch the modules to eval mode and gradients off."""
     for module in modules:
         module.eval().requires_grad_(False)
         for parameter in module.parameters():
@@ -82,7 +82,7 @@ def build_seeded(make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def with_config(family: Family, **changes: Any) -> Family:
-    """Derive a family that differs in its transformer's configuration: it is built from `changes`, with weights of its own.
+    """Return a family like this one, but with a transformer of its own weights, whose configuration has these changes.
 
     All other components stay.
     """
@@ -146,7 +146,7 @@ def in_float64(value: Any) -> Any:
 
 
 def as_tensor(output: Any) -> torch.Tensor:
-    """Flatten a pipeline's output into a tensor: tensors, arrays or images, also in lists and dicts."""
+    """Flatten a pipeline's output into one dimension: a tensor, an array or an image, or lists and dicts of these."""
     if isinstance(output, torch.Tensor):
         return output.detach().reshape(-1)
     if isinstance(output, np.ndarray):

@@ -62,7 +62,7 @@ class FamilyRig:
 
     @cached_property
     def plain(self) -> Any:
-        """Build the pipeline to compare with, at first use; it has the same weights as the served one and never meets the engine."""
+        """The pipeline to compare with, built at first use; it has the same weights as the served one and never meets the engine."""
         return self._build()
 
     def alone(self, asked: Asked) -> torch.Tensor:
@@ -104,7 +104,10 @@ class FamilyRig:
         return found
 
     def finish(self, requests: Sequence[Asked], joining: Sequence[int]) -> tuple[dict[str, torch.Tensor], dict[str, ErrorReport]]:
-        """Run requests as `outcome` does, but without the check of the modules, which some of the parallel kinds change."""
+        """Serve requests as `outcome` does, but without its checks of the modules and of repeated requests.
+
+        Each joins at its tick in `joining`, and once more as `whole` if the runner asks for that. AssertionError after 200 ticks.
+        """
         self.replays.clear()
         results: dict[str, torch.Tensor] = {}
         errors: dict[str, ErrorReport] = {}
@@ -174,7 +177,10 @@ def _with_scheduler(pipeline: Any, scheduler: Any) -> Any:
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest difference, in standard deviations of the second tensor, or absolute where these are below one."""
+    """Return the largest difference, in standard deviations of the second tensor, or absolute where these are below one.
+
+    AssertionError if the shapes differ, or the second tensor is constant or not finite.
+    """
     assert one.shape == other.shape, f"{tuple(one.shape)} and {tuple(other.shape)}"
     assert other.isfinite().all(), "the result alone is not finite"
     deviation = float(other.double().std())

@@ -47,13 +47,15 @@ def film(frames: int, side: int = 32) -> OfSeed:
 
 
 def painted(side: int = 32) -> OfSeed:
-    """Return a maker of masks of a square image."""
+    """Return a function of the seed that draws a mask to inpaint a square image by, as `mask` does."""
     return lambda seed: mask(seed, side, side)
 
 
 def texts(apart: int = 100, step: int = 200, **shapes: tuple[int, ...]) -> dict[str, OfSeed]:
-    """Return makers of embeddings and negative embeddings by name. The seeds of negative ones are `apart` further, those of the next name a
-    `step`."""
+    """Return functions of the seed that draw embeddings: for each name, and under `negative_NAME` for the negative prompt.
+
+    Each next name has seeds `step` further than the one before, and its negative embedding has seeds `apart` further than its own.
+    """
     found = {}
     for number, (name, shape) in enumerate(shapes.items()):
         found[name] = noise(*shape, at=number * step)
@@ -74,12 +76,19 @@ def masks(dtype: torch.dtype = torch.int64, **lengths: int) -> dict[str, OfSeed]
 
 
 def halfway(request: Request, **given: Any) -> Request:
-    """Return the same request starting from something given. Half the schedule is run, so twice the steps are requested."""
+    """Return the same request with more arguments, such as an image to start from.
+
+    Its `strength` is 0.5, so half the schedule is run; it asks for twice the steps to make up for that.
+    """
     return more(request, times=2, strength=0.5, **given)
 
 
 def asking(side: int | None = None, *, scale: str | None = "guidance_scale", **given: Any) -> Request:
-    """Return a request for an image of `side` pixels; values that are functions, also inside a list, are called with the seed."""
+    """Return a request: a function that makes a pipeline's arguments from seed, steps and guidance.
+
+    `side` becomes height and width, and `scale` is the name of the argument for guidance; None leaves them out.
+    Values in `given` that are functions, also inside a list, are called with the seed.
+    """
     size = {} if side is None else {"height": side, "width": side}
 
     def ask(seed: int, steps: int, guidance: float) -> Arguments:
@@ -90,7 +99,10 @@ def asking(side: int | None = None, *, scale: str | None = "guidance_scale", **g
 
 
 def more(request: Request, *, times: int = 1, without: tuple[str, ...] = (), **given: Any) -> Request:
-    """Return the same request with more arguments, or others. `times` multiplies the steps, for a strength that runs only part of them."""
+    """Return the same request with the arguments `given` added or replaced, and those named in `without` left out.
+
+    Values that are functions are called with the seed. `times` multiplies the steps, for a strength that runs only part of them.
+    """
 
     def ask(seed: int, steps: int, guidance: float) -> Arguments:
         arguments = request(seed, times * steps, guidance) | {name: _of_seed(value, seed) for name, value in given.items()}
@@ -140,10 +152,10 @@ def on(model: str, *, vae: Callable[[], Any] = shifted_vae, scheduler: Callable[
 
 
 def of_two_prompts(request: Request, *, images: bool = False) -> Arguments:
-    """Repeat every embedding and mask of a request; with `images` also images and videos, where the pipeline takes one for each prompt.
+    """Return a request's tensors with their rows twice, as arguments that ask for two results in one call.
 
-    The result asks for two results in one call. It is for pipelines that take these only as two prompts, and repeat no embeddings
-    themselves.
+    With `images` its images and videos are there twice too; other arguments are left out.
+    It is for pipelines that take two results only as two prompts, and repeat no embeddings themselves.
     """
     arguments = request(1, 2, 1.0)
     twice = {name: value.repeat(2, *(1,) * (value.dim() - 1)) for name, value in arguments.items() if isinstance(value, torch.Tensor)}

@@ -78,7 +78,7 @@ on_mochi = on(
 
 
 def mochi(kind: str) -> Any:
-    """Build a pipeline that suppresses torch's warning about autocast to float32 on a CPU; the positions are in float32 anyway."""
+    """Build a Mochi pipeline without torch's warning about autocast to float32 on a CPU; its positions are in float32 anyway."""
     built = on_mochi(kind)
     forward = built.transformer.rope.forward
 
