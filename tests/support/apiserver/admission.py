@@ -58,7 +58,7 @@ async def refuse_by_policy(client: RestClient, namespace: str, kind: Kind | None
 async def refuse_by_quota(client: RestClient, namespace: str, kind: Kind | None) -> None:
     """Forbid new objects of a kind in a namespace by a quota of zero called `none`, which must not exist yet.
 
-    Its status is written too, since no controller computes it here. None as `kind` deletes the quota.
+    The status of the quota is written too, since no controller computes it here. None as `kind` deletes the quota.
     """
     if kind is None:
         await client.delete(QUOTA, namespace, "none")

@@ -118,7 +118,7 @@ def nested(path: tuple[str, ...], value: Any) -> Document:
 
 
 def merged(one: Document, other: Document) -> Document:
-    """Return two documents merged. Where both have an object, these two are merged in turn; otherwise the value of `other` wins."""
+    """Return two documents merged. Two objects of one name are merged in turn; otherwise the value of `other` wins."""
     both = one.keys() & other.keys()
     deeper = {name: merged(one[name], other[name]) for name in both if isinstance(one[name], dict) and isinstance(other[name], dict)}
     return one | other | deeper

@@ -261,7 +261,7 @@ class HelmRig:
 def older_chart(folder: Path) -> Path:
     """Write a copy of our chart that looks older into `folder`, and return its path.
 
-    Its versions are 0.0.9, a field of the spec is missing, and a description in the CRD differs.
+    The copy has version 0.0.9, a field of the spec is missing, and a description in the CRD differs.
     """
     chart = folder / "older"
     shutil.copytree(CHART, chart)  # symbolic links become files

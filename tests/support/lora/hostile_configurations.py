@@ -66,7 +66,7 @@ BASE = json.loads((STRIPES / "adapter_config.json").read_text())
 def draw(rng: random.Random, folder: Path) -> Hostile:
     """Make `folder` with the weights of `stripes` and a random configuration, and return it as a source with the allowed results.
 
-    Its load must succeed if `loads` is True, and fail if it is False; None allows either.
+    The load must succeed if `loads` is True, and fail if it is False; None allows either.
     """
     kind = rng.choice(list(KINDS))
     folder.mkdir()

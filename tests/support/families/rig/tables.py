@@ -78,7 +78,7 @@ def masks(dtype: torch.dtype = torch.int64, **lengths: int) -> dict[str, OfSeed]
 def halfway(request: Request, **given: Any) -> Request:
     """Return the same request with more arguments, such as an image to start from.
 
-    Its `strength` is 0.5, so half the schedule is run; it asks for twice the steps to make up for that.
+    The added `strength` is 0.5, so half the schedule is run; it asks for twice the steps to make up for that.
     """
     return more(request, times=2, strength=0.5, **given)
 
