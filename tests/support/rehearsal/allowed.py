@@ -94,18 +94,20 @@ ALLOWED: dict[str, str] = {function: reason for reason, functions in _REASONS.it
 
 
 def unexpected(trial: Trial, allowed: Mapping[str, str] = ALLOWED) -> list[str]:
-    """Return a family's waits that no entry allows."""
+    """Return, in words, each cause of a family's waits whose function is no key of `allowed`; empty if all are allowed."""
     return [str(cause) for cause in trial.waits if cause.function not in allowed]
 
 
 def stale(trials: Iterable[Trial], allowed: Mapping[str, str] = ALLOWED) -> list[str]:
-    """Return the entries of which no family had a wait; all families have to be there."""
+    """Return the sorted functions in `allowed` by which no trial had a wait. `trials` must be those of all families, else too many are
+    listed."""
     found = {cause.function for trial in trials for cause in trial.waits}
     return sorted(allowed.keys() - found)
 
 
 def faults_of(trial: Trial, allowed: Mapping[str, str] = ALLOWED) -> list[str]:
-    """Return all that is wrong with a family's trial, in words."""
+    """Return a line for each fault of a trial: another result than the CPU's, each race, and each wait that is not allowed. Empty
+    without faults."""
     apart = [] if trial.is_equal else [f"{trial.apart:.1e} standard deviations from the CPU's result"]
     faults = [*apart, *trial.races, *(f"not allowed: {cause}" for cause in unexpected(trial, allowed))]
     return [f"{trial.family}: {fault}" for fault in faults]

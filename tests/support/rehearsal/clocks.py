@@ -23,7 +23,7 @@ class Clock(dict[int, int]):
     """The pieces of work that are known to be done, by stream."""
 
     def learn(self, other: "Clock") -> None:
-        """Know all that another clock knows."""
+        """Add the pieces of work that `other` knows to be done. Nothing is forgotten, and `other` stays as it is."""
         for stream, count in other.items():
             self[stream] = max(self.get(stream, 0), count)
 
@@ -55,29 +55,31 @@ class Clocks:
         return Moment(stream, clock[stream])
 
     def finish(self, stream: int | None = None) -> None:
-        """Have the host wait for a stream, by default the current one."""
+        """Note that the host has waited for a stream, by default the current one; nothing waits here."""
         self.host.learn(self.streams[self.current if stream is None else stream])
 
     def finish_all(self) -> None:
-        """Have the host wait for all streams."""
+        """Note that the host has waited for all streams; nothing waits here."""
         for clock in self.streams.values():
             self.host.learn(clock)
 
     def device_reads(self, tensor: torch.Tensor) -> None:
-        """Check that the work queued last may read a tensor, which is one of the device or pinned."""
+        """Note that the current stream reads a tensor, which is of the device or pinned. Record a race if its last write may not be done
+        by then."""
         self._check(tensor, self.streams[self.current], f"stream {self.current} reads")
         tensor.untyped_storage().read_at = self._now()
 
     def device_writes(self, tensor: torch.Tensor) -> None:
-        """Note that the work queued last writes a tensor."""
+        """Note that the work queued last on the current stream writes a tensor. Nothing is checked."""
         tensor.untyped_storage().written_at = self._now()
 
     def host_reads(self, tensor: torch.Tensor) -> None:
-        """Check that the host may read a pinned tensor: no copy into it is under way."""
+        """Record a race if the host reads a pinned tensor into which a copy may still be under way."""
         self._check(tensor, self.host, "the host reads")
 
     def host_writes(self, tensor: torch.Tensor) -> None:
-        """Check that the host may write to a pinned tensor: no copy of it is under way."""
+        """Record a race if the host writes to a pinned tensor into or from which a copy may still be under way. The write itself is not
+        noted."""
         self._check(tensor, self.host, "the host writes to")
         read = getattr(tensor.untyped_storage(), "read_at", None)
         if read is not None and not self.host.knows(read):
@@ -93,7 +95,7 @@ class Clocks:
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """Have a tensor of the host count as pinned; views of it are pinned too."""
+    """Mark the storage of a tensor of the host as pinned, so views of it count as pinned too; return the same tensor."""
     tensor.untyped_storage().is_pinned_here = True
     return tensor
 

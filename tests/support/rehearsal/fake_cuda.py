@@ -138,7 +138,7 @@ def _sending(build: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `torch.empty` or the like with pinned memory, in threads without the rehearsal's mode too."""
+    """Wrap `torch.empty` or the like: with `pin_memory=True` its tensor counts as pinned, in threads without the rehearsal's mode too."""
 
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         tensor = make(*args, **kwargs)
@@ -152,7 +152,7 @@ _TO = torch.Tensor.to
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Do as `Tensor.to`, with a number for a CUDA device that is named without: C++ would ask the driver for it."""
+    """Do `Tensor.to`, but give a CUDA device without a number the number 0: C++ would ask the driver for it."""
     return _TO(tensor, *map(_numbered, args), **{name: _numbered(value) for name, value in kwargs.items()})
 
 
@@ -178,7 +178,10 @@ def _replaced(target: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rehearse() -> Iterator[Rehearsal]:
-    """Have a CUDA device made of the CPU in this context."""
+    """Let the CPU stand for a CUDA device until the block ends, and provide the rehearsal with its records.
+
+    Parts of torch and the worker's slabs are replaced meanwhile.
+    """
     from diffusion_worker.memory import slabs, weights
 
     found = Rehearsal()

@@ -125,7 +125,8 @@ class FakeCudaTensor(torch.Tensor):
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Make a tensor, fake or not, another view of `value`, and keep the object and its kind."""
+    """Let the object `tensor`, fake or not, show the memory of `value` in place. It stays a Parameter if it was, and keeps its other
+    attributes."""
     with torch.inference_mode(tensor.is_inference()):
         made = FakeCudaTensor(value.inner) if isinstance(value, FakeCudaTensor) else value.detach()
         if isinstance(tensor, torch.nn.Parameter):

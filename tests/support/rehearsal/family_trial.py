@@ -49,12 +49,12 @@ class Trial:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether the result is the CPU's."""
+        """Return whether the result is at most `TOLERANCE` standard deviations from the CPU's."""
         return self.apart <= TOLERANCE
 
     @property
     def is_quiet(self) -> bool:
-        """Return whether nothing but the meter at the end of a tick waits."""
+        """Return whether every recorded wait is that of the meter at the end of a tick; true without any wait."""
         return all(cause.function == METER for cause in self.waits)
 
     def line(self) -> str:
@@ -64,7 +64,7 @@ class Trial:
         return f"{self.family:60} {self.apart:.0e}  {waits:5.1f} waits  {copies:5.1f} copies a step"
 
     def causes(self) -> list[str]:
-        """Return a line for each cause, the most frequent first."""
+        """Return a line for each cause with its number per step: first the waits, then the copies, each with the most frequent first."""
         each = max(1, self.ticks)
         kinds = (("wait", self.waits), ("copy", self.copies))
         return [f"  {kind} {count / each:.1f}  {cause}" for kind, found in kinds for cause, count in found.most_common()]
@@ -108,7 +108,9 @@ def _moved(value: Any) -> Any:
 
 
 def try_family(family: Family) -> Trial:
-    """Run a family on the CPU and on the rehearsal's device.
+    """Run a family on the CPU and on the rehearsal's device, and return the comparison.
+
+    Waits and copies are those of the steady steps, races those of all steps.
 
     Raises:
         AssertionError: a request failed, or weights are on the wrong device.

@@ -41,7 +41,7 @@ class Rehearsal(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Refuse: nothing is compiled here, and the import of the compiler takes seconds."""
+        """Return False, so that torch does not import its compiler, which takes seconds; nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +100,11 @@ class Rehearsal(TorchDispatchMode):
         return pin(wrapped) if pinned else wrapped
 
     def _queue(self, func: Any, args: Any, kwargs: dict[str, Any], there: list[FakeCudaTensor]) -> Any:
-        """Compute on the CPU, as a piece of work of the current stream."""
+        """Compute on the CPU, as a piece of work of the current stream, and return the CPU's result.
+
+        Raises:
+            NotImplementedError: the operation changed the shape of a tensor in place.
+        """
         moment = self.clocks.queue()
         for tensor in there:
             self.clocks.device_reads(tensor)
@@ -153,7 +157,7 @@ class Rehearsal(TorchDispatchMode):
         self.charge(cost_of_indices(given, value))
 
     def charge(self, cost: Cost) -> None:
-        """Record waits and copies."""
+        """Record the waits and copies of `cost`. With a wait, the host knows all work of the current stream to be done."""
         for operation in cost.copies:
             self.records.copy(operation)
         for operation in cost.waits:
@@ -167,7 +171,7 @@ class Rehearsal(TorchDispatchMode):
     def copied(self, source: torch.Tensor, target: torch.Tensor | None, *, non_blocking: bool, pinned: bool = False) -> None:
         """Record a copy between host and device, and its wait unless it is asynchronous.
 
-        Memory that is not pinned is staged. A copy of it to the device then goes on beside the host, a copy to it does not.
+        Only a `non_blocking` copy is asynchronous, and only to the device or to pinned memory. Memory that is not pinned is staged.
         """
         to_device = not isinstance(source, FakeCudaTensor)
         here = source if to_device else target
@@ -208,7 +212,8 @@ class Rehearsal(TorchDispatchMode):
 
 
 def _wrap(made: Any, there: list[FakeCudaTensor], on_device: bool) -> Any:
-    """Return results as tensors of the device; operations in place give back what they were given."""
+    """Return results as fake tensors if `on_device`, otherwise unchanged; for an operation in place, return the fake tensor that was
+    given."""
     given = {id(tensor.inner): tensor for tensor in there}
 
     def wrap(item: Any) -> Any:
@@ -222,5 +227,5 @@ def _wrap(made: Any, there: list[FakeCudaTensor], on_device: bool) -> Any:
 
 
 def _numbered(value: Any) -> Any:
-    """Give a device its number: torch would ask the driver for the current one."""
+    """Return `cuda:0` for any CUDA device, because torch would ask the driver for the current one; return other values unchanged."""
     return CUDA if isinstance(value, torch.device) and value.type == "cuda" else value

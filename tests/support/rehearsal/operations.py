@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 
 def waits(name: str, kwargs: dict[str, Any], overload: str) -> bool:
-    """Return whether an operation on tensors of the device waits for it."""
+    """Return whether the host waits for the device in an operation on its tensors. `overload` is the name of the operation's overload."""
     if name == "aten::repeat_interleave":
         return overload.startswith("Tensor") and kwargs.get("output_size") is None
     return name in WAITING
@@ -55,11 +55,10 @@ def takes_number(func: Any) -> bool:
 
 
 def cost_of_indices(indices: Iterable[tuple[torch.Tensor, bool]], value: tuple[torch.Tensor, bool] | None = None) -> Cost:
-    """Return the cost of indexing a tensor of the device; each tensor comes with whether it is on the device.
+    """Return the waits and copies of indexing a tensor of the device. Each tensor comes with True if it is on the device.
 
-    A mask of the device is counted first, and its count is waited for. A number of the host goes to places that a mask marks without that:
-    it is filled. A mask of the host is turned into places there, which go over asynchronously. Other indices of the host are copied, and
-    waited for. So is a number of the host that goes to places which are no mask.
+    A mask of the device costs a wait. An index of the host costs a copy, and a wait too unless it is a mask. A single number of the host as
+    `value` costs a copy and a wait. Where all indices are masks of the device, neither such a number nor the masks cost anything.
     """
     found = list(indices)
     number = value is not None and not value[1] and value[0].dim() == 0

@@ -48,11 +48,11 @@ class Records:
         self.copies[_cause(operation)] += 1
 
     def race(self, what: str) -> None:
-        """Note a use of a value that may not be there yet."""
+        """Add `what`, a use of a value that may not be there yet, to the races, with the line of code that asks now."""
         self.races.append(f"{what} by {asking()[1]}")
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all waits, copies and races, and set the number of operations to 0."""
         self.waits.clear()
         self.copies.clear()
         self.races.clear()
@@ -64,7 +64,8 @@ def _cause(operation: str) -> Cause:
 
 
 def asking() -> tuple[str, str]:
-    """Return the function and the line that ask now: the innermost frame outside of torch and of the rehearsal."""
+    """Return the function and the line that ask now: the innermost frame outside of torch and of the rehearsal. Both are `?` if there is
+    none."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

@@ -9,10 +9,11 @@ from support.soak.frame import Outcome
 
 
 def run_rehearsal(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Try so many families in a seeded order, or all of them for a count of 0, and print a line for each.
+    """Try `count` families in a seeded order, or all for 0, and print a line for each and its causes.
 
-    Faults are another result than the CPU's, waits that are not allowed, and uses of values that were not ordered. If all families were
-    tried, an allowed wait that no longer occurs is a fault too.
+    After `limit_s` no other family begins. Nothing is written to `folder`. Faults are another result than the CPU's, waits that are not
+    allowed, uses of values that were not ordered, and any exception. If all families were tried, an allowed wait that no longer occurs is a
+    fault too.
     """
     # The families import torch, and the other parts need none.
     from support.families.rig.all import FAMILIES

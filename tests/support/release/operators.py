@@ -19,7 +19,7 @@ ELECTION = ("--lease-namespace=default", "--lease-name=diffusion-operator", "--i
 
 
 def define(kubeconfig: Path, crds: Sequence[Path] = CRDS) -> None:
-    """Install the kinds, or update them as `helm upgrade` does."""
+    """Apply the kinds' CRDs, over other owners' fields too, and wait up to 30 s until all of the cluster are established."""
     for path in crds:
         kubectl(kubeconfig, "apply", "--server-side", "--force-conflicts", "-f", str(path))
     kubectl(kubeconfig, "wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
@@ -42,7 +42,7 @@ def operator(
 
 
 def actions(process: OperatorProcess) -> dict[str, int]:
-    """Return the number of actions that an operator began, by the action and the kind of object."""
+    """Return the number of actions that an operator began, by the action and the kind of object; those on Leases are left out."""
     return {
         name.partition('what="')[2].partition('"')[0]: int(value)
         for name, value in process.metrics().items()

@@ -17,7 +17,8 @@ START_S = 20.0
 
 @contextmanager
 def registry(folder: Path) -> Iterator[str]:
-    """Run a registry while the block lasts, and provide its address."""
+    """Run a container registry that keeps its images in `folder`, and provide its `host:port` once it answers. It is stopped after the
+    block."""
     address, log = f"127.0.0.1:{unused_port()}", folder / "registry.log"
     settings = {"version": 0.1, "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}}, "http": {"addr": address}}
     (folder / "registry.json").write_text(json.dumps(settings))

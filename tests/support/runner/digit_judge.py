@@ -28,7 +28,7 @@ HELD_OUT_EVERY = 5
 
 
 class Judgement(NamedTuple):
-    """The content of an image; `digit` and `colour` are None without ink, or without a colour that has a name here."""
+    """The content of an image: both fields are None without ink. `colour` alone is None if the ink's hue is close to no named colour."""
 
     digit: int | None
     colour: str | None
@@ -107,7 +107,8 @@ def normalise(ink: Grey) -> Grey | None:
 
 @cache
 def classifier() -> "SVC":
-    """Return the classifier, trained on four drawings of each digit in four fifths of the data set; `held_out_accuracy` uses the rest."""
+    """Return the classifier, trained once on four drawings of each scan in four fifths of the data set. `held_out_accuracy` uses the
+    other scans."""
     # On the machine of `make gpu` there is no scikit-learn, and a classifier that was trained before takes this one's place.
     from sklearn.svm import SVC
 
@@ -115,7 +116,7 @@ def classifier() -> "SVC":
 
 
 def held_out_accuracy() -> float:
-    """Return the classifier's accuracy on the handwriting that it was not trained on."""
+    """Return the share, 0 to 1, of right answers of the classifier on drawings of the scans that it was not trained on."""
     return float(classifier().score(*_drawings(held_out=True, repeats=2, seed=1)))
 
 
@@ -129,7 +130,7 @@ def _drawings(*, held_out: bool, repeats: int, seed: int) -> tuple[Grey, NDArray
 
 
 def _draw(scan: Grey, random: np.random.Generator) -> Grey:
-    """Draw an 8x8 scan in large, slightly rotated, with strokes of random boldness."""
+    """Draw an 8x8 scan as a 40x40 image of 0 to 1, rotated by up to 10 degrees, with strokes of random boldness."""
     padded = Image.fromarray(np.pad(scan, 1).astype(np.float32))
     large = padded.resize((40, 40), Image.Resampling.BICUBIC).rotate(random.uniform(-10, 10), Image.Resampling.BILINEAR)
     threshold = random.uniform(0.3, 0.5)

@@ -38,7 +38,7 @@ class Toy(torch.nn.Module):
 
 
 class Drawing(Toy):
-    """A model that draws what it adds, a number for each place of all its rows."""
+    """A model that adds a random number of torch's default generator to each element of its input. It does not call `before`."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states + torch.randn(hidden_states.shape)
@@ -62,7 +62,8 @@ def body(model: torch.nn.Module, first: float = 0.0, *, rows: int = 1, width: in
 
 
 def serve(parallel: Any, bodies: dict[str, Body], *, stepper: Stepper | None = None, **seeds: int) -> StepOutput:
-    """Run requests together to their end."""
+    """Step the pipelines `bodies` together, each as a request with its name, until all have ended. Return the output with images and
+    errors; `seeds` has the seeds of requests by name, 1 by default."""
     states = {name: DiffusionRequestState(request(name, seed=seeds.get(name, 1)), run) for name, run in bodies.items()}
     stepper = stepper or Stepper({}, parallel, None)
     stepper._states.update(states)
@@ -74,7 +75,7 @@ def serve(parallel: Any, bodies: dict[str, Body], *, stepper: Stepper | None = N
 
 
 def failing_over(rows: int, error: Exception) -> Callable[[torch.Tensor], None]:
-    """Return a check that raises where a call has more rows."""
+    """Return a check, for a `Toy`, that raises `error` if its input has more than `rows` rows."""
 
     def check(states: torch.Tensor) -> None:
         if len(states) > rows:
@@ -123,7 +124,8 @@ def draws(rank: Rank) -> dict[str, Any]:
 
 
 def counted(parallel: Parallel) -> list[int]:
-    """Return a list that grows with each call that a rank tries: the number of requests in it."""
+    """Replace `parallel.run` by one that also counts, and return the list that it fills. Each merged call, also one that fails, adds its
+    number of requests."""
     made: list[int] = []
     run = parallel.run
 

@@ -99,7 +99,8 @@ def run(family: Family, parallel: Any, requests: tuple[Asked, ...] = REQUESTS, d
 
 
 def finish(rig: FamilyRig, requests: tuple[Asked, ...]) -> list[torch.Tensor]:
-    """Run requests together to their end, and return each result in float64."""
+    """Run requests together to their end, and return each result in float64, in the order of `requests`. A failed or repeated request
+    fails it."""
     results, errors = rig.finish(requests, range(len(requests)))
     assert not errors, errors
     assert not rig.replays, rig.replays
@@ -117,7 +118,7 @@ def difference(rank: Rank, family: Family, requests: tuple[Asked, ...] = REQUEST
 
 
 def compare(run: Run, expected: Run) -> Difference:
-    """Measure a run against the expected run."""
+    """Return the largest difference from the expected run, and this run's shares of the expected tokens and bytes of weights."""
     most = max(apart(one, other) for one, other in zip(run.results, expected.results, strict=True))
     return Difference(most, run.tokens / max(1, expected.tokens), run.weights_bytes / expected.weights_bytes)
 
@@ -129,7 +130,7 @@ def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def two(rank: Rank) -> dict[str, Any]:
-    """Run every family under every kind over two ranks."""
+    """Run the families listed for each parallel kind over two ranks, and more checks of such ranks. Return the results by case."""
     found: dict[str, Any] = {
         f"{name} sequence": difference(rank, BY_NAME[name], sequence=2) for name in (*SEQUENCE_FAMILIES, *MORE_SEQUENCE_FAMILIES)
     }
@@ -144,7 +145,8 @@ def two(rank: Rank) -> dict[str, Any]:
 
 
 def four(rank: Rank) -> dict[str, Any]:
-    """Run kinds with rows spread as well, and two kinds at once, over all four ranks."""
+    """Run families with rows spread as well, or with two kinds at once, over four ranks. Return the differences by case, and the
+    `places`."""
     found: dict[str, Any] = {f"{name} sequence 2 x rows 2": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
     for name in TENSOR_FAMILIES:
         found[f"{name} tensor 2 x rows 2"] = difference(rank, BY_NAME[name], tensor=2)

@@ -132,7 +132,10 @@ def one_rank_refuses(rank: Rank) -> dict[str, Any]:
 
 
 def one_rank_cannot_load(rank: Rank) -> list[dict[str, Any]]:
-    """Load adapters into a full memory: one that is missing on rank 1, one whose bytes differ there, and a good one."""
+    """Load four adapters in turn with room for one. The second is missing on rank 1, and the third has other bytes there.
+
+    Return for each the error's message and code, empty without an error, the evicted ids, and the ids that are loaded afterwards.
+    """
     torch.manual_seed(0)
     linear = torch.nn.Linear(6, 4)
     loras = DiffusionLoRAManager(
@@ -205,7 +208,8 @@ def _vae(kind: str) -> Any:
 
 
 def tiles(rank: Rank) -> dict[str, Any]:
-    """Decode latents of many tiles and of one, of one frame and of two; all must equal the result of one rank bit for bit."""
+    """Decode latents of many tiles and of one, and of one frame and two, on all ranks. Return by case how the images compare with one
+    rank's; the case `a tile fails` has the messages of `_failing_tile`."""
     found: dict[str, Any] = {}
     with rank.group() as parallel:
         for kind in ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"):
@@ -221,7 +225,10 @@ def tiles(rank: Rank) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: bool = False) -> dict[str, Any]:
-    """Compare an image with that of one rank, and count the runs of the decoder's first layer here and there."""
+    """Decode random latents on one rank and in tiles on all ranks. Return whether the images are `equal`, and `close` to 1e-5.
+
+    `ran` and `alone` count the runs of the decoder's first layer on this rank and without other ranks. With `copied`, both are in float64.
+    """
     z = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     one, many = _vae(kind), _vae(kind)
     one.enable_tiling()
@@ -237,7 +244,8 @@ def _decoded(parallel: Parallel, kind: str, shape: tuple[int, ...], *, copied: b
 
 @torch.inference_mode()
 def _failing_tile(parallel: Parallel) -> list[str]:
-    """Run out of memory in a tile on the last rank; the next image must work."""
+    """Decode an image twice, and run out of memory in the first one's first tile on the last rank. Return the error's message and the
+    second shape."""
     vae = _vae("AutoencoderKL")
 
     def fail_once(module: torch.nn.Module, inputs: Any) -> None:

@@ -72,7 +72,8 @@ class Target:
         return found
 
     def changed(self, when: str) -> list[str]:
-        """Report a fault if the layer's results differ from those at the beginning."""
+        """Return one fault, which begins with `when`, if the layer's results differ from those at the beginning; otherwise an empty
+        list."""
         return [] if torch.equal(self.outputs(), self.output) else [f"{when}: a layer gives other values than before"]
 
     def write(self, mutated: Mutation, name: str) -> Path:
@@ -115,7 +116,8 @@ class Target:
 
 
 def run_files(folder: Path, count: int, *, seed: int, limit_s: float, picked: tuple[str, ...] = PICKED) -> Outcome:
-    """Try so many files, each from its own seed, or as many as there is time for."""
+    """Try `count` mutated files of the cases in `picked`, or as many as there is time for. Faults are wrong refusals and errors, changed
+    results of the sound adapter, and memory that grew too much."""
     torch.set_num_threads(1)
     outcome = Outcome(seed, counts="bound slowest_s grown_bytes", tallies="refused kinds", slowest="")
     targets = [Target(case, folder) for name in picked for case in CASES if case.name == name]

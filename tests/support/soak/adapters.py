@@ -47,12 +47,13 @@ class Spell:
 
 
 def held_while_asked(spells: list[Spell], asked: Asked) -> set[Any]:
-    """Return the contents of all spells that overlap a request."""
+    """Return the contents of all spells that overlap the time from a request to its answer; None is among them if there was nothing."""
     return {spell.content for spell in spells if spell.ends >= asked.begun and spell.begins <= asked.ended}
 
 
 def write_contents(folder: Path, count: int, seed: int) -> list[Path]:
-    """Write so many adapters of the digits model, each with a different effect; return their folders."""
+    """Write `count` adapters of the digits model to the new folders `content-0` and on, each with a different effect; return their
+    folders."""
     # Imported late: it takes seconds, and the tests of the judgement do not need it.
     from diffusers import SD3Transformer2DModel
 
@@ -82,7 +83,8 @@ class References:
         self.alone: dict[tuple[int, tuple[int, ...]], Any] = {}
 
     def make_references(self) -> None:
-        """Make the images of each adapter alone, and of none."""
+        """Make the images of each adapter alone, and of none, on the idle worker. The adapter `reference` that is used for it is deleted
+        afterwards."""
         for content, path in enumerate(self.contents):
             self.require(self.worker.put_adapter("reference", path))
             self.make_alone((content,), ["reference"])
@@ -96,18 +98,19 @@ class References:
             self.alone[number, contents] = pixels(self.require(answer).json())
 
     def require(self, answer: httpx2.Response) -> httpx2.Response:
-        """Check that an answer has status 200, and return it."""
+        """Return an answer that has status 200; raise AssertionError with its text for another status."""
         assert answer.status_code == 200, answer.text
         return answer
 
     def put_all(self, names: list[str] | tuple[str, ...]) -> None:
-        """Put the content with its number under each name."""
+        """Put content number i under the i-th name, and begin the spells of the names with it. AssertionError if the worker refuses."""
         for number, name in enumerate(names):
             self.require(self.worker.put_adapter(name, self.contents[number]))
             self.spells[name] = [Spell(number, time.monotonic())]
 
     def change(self, name: str, content: int | None, *, drain_s: float = 10, **put: Any) -> httpx2.Response:
-        """Put another content, or remove the adapter. Until that is done, and where it is refused, the name may stand for either."""
+        """Put another content, or remove the adapter if `content` is None, and return the answer. Until that is done, and where it is
+        refused, the name may stand for either."""
         self.spells[name].append(Spell(content, time.monotonic()))
         if content is None:
             answer = self.worker.delete_adapter(name, drainSeconds=drain_s)
@@ -123,11 +126,12 @@ class References:
             spell.ends = min(spell.ends, time.monotonic())
 
     def could_be(self, asked: Asked) -> list[set[int | None]]:
-        """Return the contents that each name of a request may have stood for until the answer."""
+        """Return, for each name of a request, the contents that it may have stood for until the answer; None stands for no adapter."""
         return [held_while_asked(self.spells[name], asked) for name in asked.names]
 
     def why_wrong(self, asked: Asked) -> str | None:
-        """Return why an answer's image cannot be that of the requested names; None where it is right."""
+        """Return why an answer's image, or its list of adapters, cannot be that of the requested names; None where it is right. The
+        largest difference of an image is kept in the outcome."""
         used = asked.document["data"][0]["provenance"]["adapters"]
         contents, could_be = [self.digests.get(adapter["digest"], -1) for adapter in used], self.could_be(asked)
         right = [adapter["name"] for adapter in used] == asked.names
@@ -157,7 +161,8 @@ class AdapterSoak(References):
         self._asking = Asking(lambda: worker.url)
 
     def prepare(self) -> None:
-        """Put all names, and make in advance every image that a request may ask for."""
+        """Put all names, and make in advance every image that a request may ask for. References of one body that are hardly different
+        are a fault."""
         self.make_references()
         self.put_all(self._names)
         for pair in PAIRS:
@@ -168,12 +173,13 @@ class AdapterSoak(References):
             self.outcome.wrong.append(f"two references differ by {self.outcome.nearest} levels only")
 
     def run(self, count: int, *, limit_s: float) -> None:
-        """Send the requests from a dozen clients, and change adapters, until all are answered or the time is over."""
+        """Send `count` random requests from a dozen clients, and change adapters, until all are answered or the time is over. Judge each
+        answer."""
         for asked in self._asking.ask_all([self._choice() for _ in range(count)], self.outcome, limit_s=limit_s, beside=self._change):
             self.judge(asked)
 
     def _choice(self) -> Asked:
-        """Draw a body and adapters to ask for: 40 % as the model, 40 % in a list, 15 % a pair, 5 % none."""
+        """Draw a request: 40 % name an adapter as the model, 40 % list one, 15 % list a pair, and 5 % use none."""
         body, kind = self._rng.randrange(len(BODIES)), self._rng.choices(["model", "lora", "pair", "base"], [40, 40, 15, 5])[0]
         one = self._rng.choice(self._names[:HOT] if self._rng.random() < 0.5 else self._names)
         # In random order, which must not matter.
@@ -194,7 +200,7 @@ class AdapterSoak(References):
             self.outcome.images["model" if "model" in asked.sent else ("base", "lora", "pair")[len(asked.names)]] += 1
 
     def _change(self, over: threading.Event) -> None:
-        """Add, replace and remove adapters until the requests are over."""
+        """Add, replace and remove adapters, never the first `STATIC`, until the event `over`. A refused change is a fault."""
         churn = self.outcome.churn
         while not over.wait(self._rng.uniform(0.02, 0.25)):
             gone = [name for name in self._names[STATIC:] if self.spells[name][-1].content is None]
@@ -210,8 +216,8 @@ class AdapterSoak(References):
 
 
 def run_adapters(folder: Path, count: int, *, seed: int, limit_s: float, names: int = NAMES) -> Outcome:
-    """Change adapters under `count` requests, and compare memory after the first tenth with that at the end. Adapters and the worker's
-    temporary files go to `folder`."""
+    """Change adapters on a new worker under `count` requests, and compare its memory after the first tenth with that at the end.
+    Adapters and the worker's temporary files go to `folder`."""
     contents = write_contents(folder, names + SPARE_CONTENTS, seed)
     options = (f"--max-loras={SLOTS}", f"--max-cached-loras={CACHED}", "--lora-on-missing=load", "--max-batch-size=8")
     with WorkerProcess(options=options, env={"TMPDIR": str(folder)}) as worker:

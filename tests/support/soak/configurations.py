@@ -12,7 +12,7 @@ from support.worker.process import WorkerProcess
 
 
 def run_configurations(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Put so many configurations, or as many as there is time for."""
+    """Put `count` adapters with hostile peft configurations to a new worker, or as many as there is time for. Wrong answers are faults."""
     outcome, rng, numbers = outcome_of_puts(seed), random.Random(seed), itertools.count()
     with WorkerProcess(options=("--max-cached-loras=64",)) as worker:
         worker.wait_ready()

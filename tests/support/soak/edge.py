@@ -76,7 +76,7 @@ class EdgeSoak:
             worker.wake()
 
     def run_drain(self) -> None:
-        """Test the drain call last, since a drained worker accepts no other request."""
+        """Fuzz the drain call. It must come last, since a drained worker accepts no other request."""
         self.outcome.control_requests += self._control(self.outcome.seed, f"--include-path={DRAIN}")
 
     def _control(self, seed: int, *options: str) -> int:
@@ -84,7 +84,8 @@ class EdgeSoak:
         return self._schemathesis(self._worker.control_url, seed, self._examples // 4, token, *options)
 
     def _schemathesis(self, url: str, seed: int, examples: int, *options: str) -> int:
-        """Run schemathesis on one port; record its findings and return the number of requests."""
+        """Run schemathesis on one port; record its findings as faults, and return the number of generated requests. It is 0 without a
+        report."""
         path = self._folder / f"report-{seed}-{url.rpartition(':')[2]}.json"
         command = [sys.executable, "-m", "schemathesis.cli", "--config-file=schemathesis.toml", "run", f"{url}/openapi.json"]
         command += [f"--seed={seed}", f"--max-examples={examples}", "--checks=all", "--no-shrink", f"--report-json-path={path}"]
@@ -105,7 +106,8 @@ class EdgeSoak:
 
 
 def run_edge(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Run rounds against a real worker of two ranks; the first round also warms it up."""
+    """Run `count` rounds, or as many as there is time for, against a new worker of two ranks, and then fuzz its drain call. The first
+    round also warms it up; what is left over, and a traceback in the log, are faults."""
     with WorkerProcess(ranks=2, loras=LORAS, options=OPTIONS, env={"TMPDIR": str(folder), **NO_HUB}) as worker:
         worker.wait_ready()
         soak, before = EdgeSoak(worker, folder, seed=seed), {}

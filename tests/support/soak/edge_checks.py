@@ -20,7 +20,7 @@ SHORT_S = 60.0
 
 
 def _file(kind: str, mode: str = "RGB", size: tuple[int, int] = (32, 32)) -> bytes:
-    """Return an image file, transparent on its left where the mode allows."""
+    """Return an image file of format `kind`; with mode RGBA its left half is transparent."""
     image, out = Image.linear_gradient("L").resize(size).convert(mode), io.BytesIO()
     if mode == "RGBA":
         image.putalpha(Image.linear_gradient("L").rotate(90).resize(size).point([0] * 128 + [255] * 128))
@@ -46,7 +46,7 @@ schemathesis.openapi.format("binary", strategies.sampled_from(IMAGES * 3 + NO_IM
 
 
 def _problem(response: Any, case: Any) -> tuple[Any, set[str]]:
-    """Return the error of an answer, and the fields that it must have on its port."""
+    """Return the error in an answer, and the names of all fields that errors have on its port."""
     fields = {"code", "message", "retryable", "details"}
     if case.path.startswith(DATA_ROUTES):
         return response.json()["error"], fields | {"type", "param", "retry_after_seconds"}
@@ -66,7 +66,8 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
 
 @schemathesis.check
 def a_server_error_is_a_documented_one(ctx: Any, response: Any, case: Any) -> None:
-    """Check each server error: a 502 is about an adapter's source, a 503 can be tried again, a 504 follows a short deadline."""
+    """Check an answer of 502, 503 or 504; others pass. A 502 is about an adapter's source, a 503 can be tried again, a 504 follows a
+    short deadline."""
     if response.status_code in (502, 503, 504):
         problem, _ = _problem(response, case)
         documented = {
@@ -79,7 +80,7 @@ def a_server_error_is_a_documented_one(ctx: Any, response: Any, case: Any) -> No
 
 @schemathesis.check
 def an_error_names_what_was_wrong(ctx: Any, response: Any, case: Any) -> None:
-    """Check that all errors have the same form, with a message."""
+    """Check that an answer of status 400 or more has exactly the error fields of its port, and a message. Others pass."""
     if response.status_code >= 400:
         problem, fields = _problem(response, case)
         assert set(problem) == fields and problem["message"], problem
@@ -87,7 +88,8 @@ def an_error_names_what_was_wrong(ctx: Any, response: Any, case: Any) -> None:
 
 @schemathesis.check
 def images_are_images(ctx: Any, response: Any, case: Any) -> None:
-    """Check that every image of an answer can be opened and has the size that the answer claims."""
+    """Check that the images in an answer of 200 can be opened, and in JSON have the size that it claims. A stream must end with
+    `.completed`; its images are not opened."""
     if response.status_code != 200 or "/v1/images/" not in case.path:
         return
     kind = response.headers["content-type"][0].partition(";")[0]

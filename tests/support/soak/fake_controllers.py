@@ -13,19 +13,20 @@ from support.apiserver.rest_client import RestClient, path_of
 
 
 class FakeControllers:
-    """Both controllers, which run a step at a time."""
+    """The garbage collector and the namespace controller, which act only when `step` is called."""
 
     def __init__(self, client: RestClient) -> None:
         self._client = client
 
     async def step(self) -> None:
-        """Collect orphans and empty namespaces. Owners are listed last, so that no owner is newer than the list."""
+        """Collect orphans once, and empty terminating namespaces. Owners are listed last, so that no owner is newer than the list."""
         owned = [one for kind in KINDS.values() if kind not in (DEPLOYMENT, ADAPTER, EVENT) for one in await self._all(kind)]
         await self._collect(owned, {one["metadata"]["uid"] for one in await self._all(DEPLOYMENT)})
         await self._empty_namespaces()
 
     async def delete_alone(self, namespace: str, name: str) -> None:
-        """Delete a deployment as `kubectl delete --cascade=orphan` and the garbage collector do together: what it owned stays."""
+        """Delete a deployment as `kubectl delete --cascade=orphan` and the garbage collector do together: its children stay. All objects
+        of the namespace lose their owners, except adapters and Events."""
         path = f"{path_of(DEPLOYMENT, namespace)}/{name}"
         await self._client.send("DELETE", path, {"propagationPolicy": "Orphan"})
         for kind in (one for one in KINDS.values() if one not in (DEPLOYMENT, ADAPTER, EVENT)):
@@ -35,7 +36,7 @@ class FakeControllers:
         await self._client.patch(DEPLOYMENT, namespace, name, {"metadata": {"finalizers": None}})
 
     async def _collect(self, owned: list[Any], living: set[str]) -> None:
-        """Delete objects whose owners are gone."""
+        """Delete the objects of `owned` that name owners, none of which is in `living`. Objects without owners stay."""
         for one in owned:
             uids = {owner["uid"] for owner in one["metadata"].get("ownerReferences", ())}
             if uids and not uids & living:
@@ -43,7 +44,7 @@ class FakeControllers:
                 await self._client.delete(KINDS[one["kind"]], metadata["namespace"], metadata["name"], uid=metadata["uid"])
 
     async def _empty_namespaces(self) -> None:
-        """Delete everything in terminating namespaces, children first, and then finalize them."""
+        """Delete all objects in terminating namespaces, children first; finalize a namespace in which nothing but Events was found."""
         for namespace in (await self._client.send("GET", "/api/v1/namespaces"))[1]["items"]:
             if namespace["status"]["phase"] == "Terminating":
                 await self._empty(namespace)

@@ -40,7 +40,8 @@ IDLE_S = 20.0
 
 
 async def run_many(folder: Path, kubeconfig: Path, *, seed: int, count: int, limit_s: float) -> Outcome:
-    """Run all steps with so many adapters, each within the limit."""
+    """Make `count` adapters and a deployment, change and remove an adapter, and kill the worker; measure each step. A step over
+    `limit_s` raises AssertionError. What the operator complains about in its log is a fault."""
     outcome = Outcome(seed, counts="made_s ready_s changed_s removed_s restarted_s idle_passes idle_cpu_s largest_shard_bytes resident_mib")
     port = unused_port()
     with running(folder, kubeconfig, control_port=port) as operator:
@@ -93,7 +94,7 @@ class _Many:
         outcome.wrong += [] if self._records()["x-1"]["priority"] == 7 else ["the restarted worker does not know the change"]
 
     async def _timed(self, what: str, look: Callable[[], Awaitable[bool]]) -> float:
-        """Wait until `look` is true, and return the seconds."""
+        """Wait until `look` is true, and return the seconds; mounted files reach the worker meanwhile. AssertionError after the limit."""
         begun = time.monotonic()
         while not await self._looked(look):
             if time.monotonic() - begun > self._limit_s:
@@ -209,7 +210,7 @@ class _Many:
         await self._client.patch(ADAPTER, NAMESPACE, name, {"spec": spec})
 
     async def _idle(self) -> None:
-        """Measure the operator's passes and CPU time while nothing happens."""
+        """Record the operator's passes and CPU seconds in IDLE_S seconds in which nothing happens."""
         passes, cpu_s = self._operator.passes(), _cpu_s(self._operator.pid)
         await asyncio.sleep(IDLE_S)
         self._outcome.idle_passes = self._operator.passes() - passes

@@ -38,13 +38,14 @@ OUTPUT = Path("bench-output")
 
 
 def met(when: Sequence[float], windows: Sequence[tuple[float, float]]) -> bool:
-    """Return whether a request overlapped one of the windows. The kernel may route to a dead pod's address for AFTERMATH_S."""
+    """Return whether a request, from its begin to its end, overlapped one of the windows. Each window counts AFTERMATH_S longer, as the
+    kernel may still route to a dead pod's address."""
     began, ended = when
     return any(began <= last + AFTERMATH_S and first <= ended for first, last in windows)
 
 
 def operators_ready(kubectl: Kubectl) -> bool:
-    """Return whether all of the operator's pods are ready, and one of them leads."""
+    """Return whether OPERATORS of the operator's pods are ready, and one of them leads; False without a Lease."""
     ready = [pod for pod in operator_pods(kubectl) if (found := condition(pod, "Ready")) and found["status"] == "True"]
     try:
         return len(ready) == OPERATORS and leader(kubectl) in ready
@@ -223,14 +224,14 @@ class NodeSoak:
 
 
 def run_node(_: Path, *, seed: int, limit_s: float) -> Outcome:
-    """Run the soak in a namespace of its own on the development cluster."""
+    """Run the soak in a namespace of its own on the development cluster. Write the full outcome to bench-output, and return it in short."""
     with stage(NAMESPACE) as set_up:
         outcome = NodeSoak(ClusterRig(set_up.kubectl, set_up.images.worker), seed).run(limit_s)
     return reported(outcome, "node")
 
 
 def reported(outcome: Outcome, name: str) -> Outcome:
-    """Write the full outcome to bench-output, and return it in short."""
+    """Write the full outcome to bench-output as `NAME-soak.json`, then shorten its memory and its lost requests in place, and return it."""
     OUTPUT.mkdir(exist_ok=True)
     (OUTPUT / f"{name}-soak.json").write_text(json.dumps(outcome.document(), indent=1))
     memory = [mib for _, mib in outcome.operator_mib]

@@ -46,7 +46,8 @@ class OneOperator:
         self.processes[0].start()
 
     async def disturb(self, outcome: Outcome, rng: Random) -> None:
-        """End this life, and start the next one for a moment; it may also end by itself at a place."""
+        """Kill the operator, start it again, and let it run for a moment. In most lives it dies by itself at a random place, if it gets
+        there. `outcome.killed` counts the lives that did not."""
         (operator,) = self.processes
         operator.kill()
         operator.start(die_at=rng.randint(1, DIE_WITHIN) if rng.random() < 0.7 else None)
@@ -56,7 +57,7 @@ class OneOperator:
         outcome.killed += operator.is_alive()
 
     async def calm(self) -> None:
-        """Start the last life."""
+        """Kill the operator, start its last life, and wait until it is ready."""
         (operator,) = self.processes
         operator.kill()
         operator.start()
@@ -83,7 +84,8 @@ class TwoOperators:
         await self.calm()
 
     async def disturb(self, outcome: Outcome, rng: Random) -> None:
-        """Kill the leader, stop it for longer than its Lease lasts, or end it; or kill the follower."""
+        """Kill the leader, stop it for longer than its Lease lasts, or end it; or kill the follower. A killed or ended process starts
+        again, and a stopped one goes on."""
         leader = await self._leader()
         what = rng.choice(("leader killed", "leader stopped", "leader ended", "follower killed"))
         outcome.steps[what] += 1
@@ -106,13 +108,14 @@ class TwoOperators:
         return leading[0]
 
     async def calm(self) -> None:
-        """Do nothing: both operators go on as they are."""
+        """Wait until both are ready and one leads. Neither is started or ended."""
         for operator in self.processes:
             await asyncio.to_thread(operator.wait_ready)
         await self._leader()
 
     def judge(self, outcome: Outcome) -> None:
-        """Check by the audit log since the last time that one of them wrote at a time."""
+        """Read the audit log since the last call; count the changes of leader and the writes. A write by a process that did not lead is
+        a fault."""
         since, self._judged = self._judged, datetime.now(UTC)
         changes, writes, foreign = foreign_writes(read_log(self._log, since), account_of)
         outcome.lead_changes += changes - 1
@@ -129,7 +132,7 @@ def leads(operator: OperatorProcess) -> bool:
 
 
 def made(folder: Path, kubeconfig: Path, **options: Any) -> OperatorProcess:
-    """Return an operator's process, under the account of its folder's name."""
+    """Make the new folder, and return an operator's process that is not started yet, under the account of the folder's name."""
     folder.mkdir(parents=True)
     return OperatorProcess(folder, kubeconfig, arguments=(*arguments(folder.name), *PODS), **options)
 
@@ -145,6 +148,6 @@ def stopped(operator: OperatorProcess) -> Iterator[None]:
 
 
 def account_of(entry: Entry) -> str | None:
-    """Return the account of an entry if it is that of an operator."""
+    """Return the account of an entry if it is one of the two operators'; otherwise None."""
     name = str(entry["user"].get("username", "")).removeprefix(f"system:serviceaccount:{LEASE[0]}:")
     return name if name in ACCOUNTS else None

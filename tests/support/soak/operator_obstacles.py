@@ -65,8 +65,8 @@ class Strangers:
     """Descriptions of the objects that were changed or missing when they were to be deleted."""
 
     async def make(self, kind: Kind, name: str, *, with_our_labels: str = "") -> bool:
-        """Create an object, and return whether the name was free. `with_our_labels` names the deployment whose labels the object gets, as
-        in a copied manifest."""
+        """Create another owner's object; return False if the API server refuses it, as it does a name that is taken. `with_our_labels`
+        names the deployment whose labels the object gets, as in a copied manifest."""
         labels = {names.LABEL_MANAGED_BY: names.FIELD_MANAGER, names.LABEL_DEPLOYMENT: with_our_labels} if with_our_labels else {}
         status, found = await self.client.create(kind, self.namespace, {**THEIRS[kind], "metadata": {"name": name, "labels": labels}})
         if status == 201:
@@ -99,7 +99,8 @@ class Refusals:
         """The means that refuse something now."""
 
     async def begin(self, means: str, kind: Kind) -> None:
-        """Refuse new objects of the kind; a broken webhook refuses objects of every kind."""
+        """Refuse new objects of the kind; a broken webhook refuses objects of every kind. Do nothing if these means refuse something
+        already."""
         if means not in self.there:
             self.there.add(means)
             await self._set(means, kind)
@@ -133,7 +134,8 @@ class Obstacles:
         return bool(self.strangers.made or self._refusals.there or self._namespace in self._kubelet.rejecting)
 
     async def put_stranger(self, rng: Random) -> None:
-        """Take the name of a child that is free, or delete a watched child of the operator and take its name."""
+        """Take the name of a random child if it is free. Otherwise, delete a watched child of the operator and take its name, unless
+        this was done too often already."""
         shard = (CONFIG_MAP, names.shard_config_name("d", rng.randrange(names.SHARDS)))
         kind, name = rng.choice([*child_names("d").items(), shard])
         # The operator cannot read Secrets, so it takes a Secret with our labels and no owner for its own.
@@ -143,7 +145,7 @@ class Obstacles:
             await self.strangers.make(kind, name)
 
     async def put_strange_pod(self, rng: Random) -> None:
-        """Take a name that the next pod may have."""
+        """Take a name that the next pod may have, at random. Do nothing if it is taken."""
         await self.strangers.make(POD, names.pod_name("d", rng.randint(0, 2), rng.randint(0, 6)))
 
     async def take_stranger(self, rng: Random) -> None:
@@ -152,11 +154,11 @@ class Obstacles:
             await self.strangers.leave(*rng.choice(there))
 
     async def refuse(self, rng: Random) -> None:
-        """Begin to refuse new objects of a random kind by random means."""
+        """Begin to refuse new objects of a random kind by random means. Do nothing if these means refuse something already."""
         await self._refusals.begin(rng.choice(MEANS), rng.choice([*child_names("d"), POD, POD]))
 
     async def admit(self, rng: Random) -> None:
-        """End a random one of the refusals."""
+        """End a random one of the refusals; do nothing if there is none."""
         if there := sorted(self._refusals.there):
             await self._refusals.end(rng.choice(there))
 
@@ -174,7 +176,8 @@ class Obstacles:
             await self._client.patch(kind, self._namespace, child_names("d")[kind], rng.choice(DRIFTS[kind]))
 
     def may_meddle(self, kind: Kind) -> bool:
-        """Count a change of a child, and return whether the operator would still repair it at once."""
+        """Count a change of a child of this kind, and return whether it is among the first MOST_DRIFTS, which the operator repairs at
+        once."""
         self._drifts[kind] = self._drifts.get(kind, 0) + 1
         return self._drifts[kind] <= MOST_DRIFTS
 

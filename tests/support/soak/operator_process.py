@@ -58,7 +58,10 @@ class OperatorProcess:
         self._under_test = {"controlPort": control_port, "settings": settings, "strangersS": strangers_s}
 
     def start(self, *, die_at: int | None = None, died_at: Path | None = None) -> None:
-        """Start the process without waiting. With `died_at`, a file, it dies at each kind of place not in the file, and restarts."""
+        """Start the process without waiting. With `die_at` it dies at the place of that number, counted from its start.
+
+        With `died_at`, a file, it dies at each kind of place not in the file, and restarts.
+        """
         metrics_port, liveness_port = unused_port(), unused_port()
         self._metrics_url, self._liveness_url = f"http://127.0.0.1:{metrics_port}/metrics", f"http://127.0.0.1:{liveness_port}/healthz"
         command = [*self._command, f"--metrics-port={metrics_port}", f"--liveness-port={liveness_port}"]
@@ -82,7 +85,8 @@ class OperatorProcess:
         self.eventually(lambda: self.health() == 200, within_s=90.0)
 
     def eventually(self, look: Callable[[], Any], *, within_s: float = 40.0) -> Any:
-        """Return the first true result of `look`, which may fail to connect before; fail at once when the program ends."""
+        """Return the first true result of `look`, which may fail to connect before. AssertionError with the log after `within_s`, or at
+        once when the program ends."""
         ends = time.monotonic() + within_s
         while True:
             with contextlib.suppress(httpx2.TransportError):

@@ -78,7 +78,7 @@ async def run_sequences(
     lives: type[OneOperator | TwoOperators] = OneOperator,
     **options: Any,
 ) -> Outcome:
-    """Run rounds of `at_once` sequences until there were so many, or the time is over. `options` are the operators'.
+    """Run rounds of `at_once` sequences until `count` are done, or the time is over. `options` are the operators'.
 
     Real: the API server and the operators' processes. Not real: the kubelet, its workers and the controllers, all `FakeKubelet`.
     """
@@ -168,7 +168,7 @@ class Sequence:
             await OBSTACLES[name][1](self.obstacles, self._rng)
 
     async def obstructed(self) -> list[str]:
-        """List the false claims that remain while the obstacles are there."""
+        """Wait until statuses claim nothing false while the obstacles are there, and list the claims that stay false for too long."""
         strangers = self.obstacles.strangers.made if self.obstacles is not None else {}
         look = partial(overclaimed, self._client, self._kubelet, self._namespace, strangers)
         return self._told(await still_found(look, within_s=TRUE_WITHIN_S, every_s=0.5))
@@ -230,7 +230,7 @@ class Sequence:
         await self._deploy()
 
     async def delete_child(self, kind: Kind, name: str) -> None:
-        """Delete a child, unless it belongs to another owner."""
+        """Delete the child of this name if it has an owner. An object without owners, such as a stranger's, stays."""
         for one in await self._client.list(kind, self._namespace):
             if one["metadata"]["name"] == name and owners(one):
                 await self._client.delete(kind, self._namespace, name, uid=one["metadata"]["uid"])

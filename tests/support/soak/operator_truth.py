@@ -26,7 +26,8 @@ Found = dict[Kind, list[Any]]
 
 
 async def untrue(client: RestClient, kubelet: FakeKubelet, namespace: str) -> list[str]:
-    """List everything that is not as the specs or the statuses say, once nothing changes any more."""
+    """List the finalizers, the orphans, and all that contradicts the specs or the statuses now. It is empty only when nothing is under
+    way."""
     found = {kind: await client.list(kind, namespace) for kind in (DEPLOYMENT, ADAPTER, *CHILDREN)}
     wrong = [f"a finalizer on {_name(one)}" for objects in found.values() for one in objects if one["metadata"].get("finalizers")]
     living = {one["metadata"]["uid"] for one in found[DEPLOYMENT]}
@@ -94,7 +95,8 @@ def _of_adapter(one: Any, deployments: list[Any]) -> list[str]:
 
 
 async def overclaimed(client: RestClient, kubelet: FakeKubelet, namespace: str, strangers: Collection[tuple[Kind, str]]) -> list[str]:
-    """List the false claims of statuses, and the faults that they omit, whatever the obstacles."""
+    """List the false claims of the deployments' statuses, and the missing or strange children that they do not name. Obstacles excuse
+    neither."""
     found: Found = {kind: await client.list(kind, namespace) for kind in (DEPLOYMENT, POD, *WATCHED_CHILDREN)}
     return [wrong for one in found[DEPLOYMENT] for wrong in _overclaimed(one, found, kubelet, strangers)]
 
@@ -136,7 +138,8 @@ def told_children(one: Any, found: Found, strangers: Collection[tuple[Kind, str]
 
 
 async def unsound(client: RestClient, namespace: str) -> list[str]:
-    """List the children that are missing or keep changes of another client. It applies only without obstacles."""
+    """List the watched children that are missing, and the children and pods that keep changes of another client. ChildrenReady must be
+    True too, so it applies only without obstacles."""
     found: Found = {kind: await client.list(kind, namespace) for kind in (DEPLOYMENT, POD, *WATCHED_CHILDREN)}
     wrong = []
     for one in found[DEPLOYMENT]:
@@ -158,7 +161,7 @@ def is_changed(child: Any) -> bool:
 
 
 async def still_found(look: Callable[[], Awaitable[Any]], *, within_s: float, every_s: float) -> Any:
-    """Call `look` until it finds nothing; return its result if the time is over first."""
+    """Call `look` until it finds nothing, and return that empty result; return its last findings if the time is over first."""
     deadline = time.monotonic() + within_s
     while found := await look():
         if time.monotonic() > deadline:
@@ -168,7 +171,7 @@ async def still_found(look: Callable[[], Awaitable[Any]], *, within_s: float, ev
 
 
 def condition(status: Any, type_: str) -> Any:
-    """Return a condition of a status, an empty one where there is none."""
+    """Return the condition of this type in a status; without one, a condition whose status, reason and message are empty."""
     empty = {"status": "", "reason": "", "message": ""}
     return next((one for one in status.get("conditions", ()) if one["type"] == type_), empty)
 

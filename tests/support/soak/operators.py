@@ -83,7 +83,8 @@ class OperatorsSoak(NodeSoak):
         self.rig.kubectl.text("delete", "pod", str(pod["name"]), deadline_s=60)
 
     def _drain(self) -> None:
-        """Drain a node; on the first node only of workers, since the other pods have no other place."""
+        """Drain a random node, wait until all serve, and uncordon it. On the first node only workers are drained, since the other pods
+        have no other place."""
         node = self.rng.choice(self._nodes)
         which = [] if node != self._nodes[0] else ["--pod-selector", WORKERS]
         options = ["--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={DRAIN_S:g}s", *which]

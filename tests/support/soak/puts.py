@@ -30,14 +30,15 @@ Beside = Callable[[Event], None]
 
 
 def outcome_of_puts(seed: int) -> Outcome:
-    """Return the outcome that `put_all` fills."""
+    """Return a new outcome with the fields that `put_all` fills."""
     return Outcome(seed, counts="loaded images", tallies="refused kinds", slowest_image_s=0.0, slowest_s=0.0)
 
 
 def put_all(
     worker: WorkerProcess, outcome: Outcome, count: int, limit_s: float, *, draw: Callable[[], Hostile], beside: Beside | None = None
 ) -> None:
-    """Put so many drawn adapters, or as many as there is time for, while images are made and `beside` runs until its event."""
+    """Put `count` drawn adapters, or as many as there is time for, while images are made and `beside` runs until its event. Wrong
+    answers, leaks and errors of `beside` are faults in the outcome."""
     worker.request_images(prompt="digit seven", num_inference_steps=1)
     before, threads = footprint(worker), psutil.Process(worker.pid).num_threads()
     with _beside(worker, outcome, beside), ThreadPoolExecutor(CALLERS) as callers:
@@ -51,7 +52,7 @@ def put_all(
 
 
 def _put(worker: WorkerProcess, caller: int, hostile: Hostile) -> tuple[Hostile, httpx2.Response, float]:
-    """Put an adapter under its caller's name, and delete it if it was loaded; return the answer and the seconds."""
+    """Put an adapter under its caller's name, and then delete that name, loaded or not. Return the put's answer and its seconds."""
     name, began = f"style-{caller}", time.monotonic()
     body = {"source": hostile.source, "operationId": f"{caller}-{began}", "bootId": worker.boot_id, "deadlineSeconds": hostile.deadline_s}
     headers = {"Authorization": f"Bearer {worker.token}"}
@@ -84,7 +85,7 @@ def _judge(outcome: Outcome, hostile: Hostile, answer: httpx2.Response, seconds:
 
 @contextmanager
 def _beside(worker: WorkerProcess, outcome: Outcome, more: Beside | None) -> Iterator[None]:
-    """Make images, and run `more`, until the end of the block."""
+    """Make images, and run `more`, until the end of the block. An exception in either is a fault in the outcome."""
     over = Event()
     with ThreadPoolExecutor(2) as threads:
         running = [threads.submit(_make_images, worker, outcome, over)] + ([threads.submit(more, over)] if more else [])

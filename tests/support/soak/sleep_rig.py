@@ -91,7 +91,8 @@ class SleepRig(References):
             self._wrong(f"{type(error).__name__}: {error}"[:3000])
 
     def _look(self) -> None:
-        """Check the invariants."""
+        """Read the state document, and record faults: contradictions in it, resident weights of sleeping ranks, and a worker that woke
+        by itself."""
         document = self.worker.state()
         state, last, resting = document["state"], document["lastOperation"], document["operation"] is None
         self.outcome.states[state] += 1
@@ -115,7 +116,7 @@ class SleepRig(References):
     leave = ask
 
     def ask_wrongly(self, bad: tuple[dict[str, Any], int]) -> None:
-        """Send a wrong request, which must be refused with that status."""
+        """Send a wrong request without waiting. `bad` is its body and the status with which it must be refused."""
         self._asking.send(Asked(None, [], time.monotonic(), *bad))
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> bool:
@@ -149,7 +150,7 @@ class SleepRig(References):
         self.sleep(**self._last_sleep)
 
     def wake(self, **body: Any) -> None:
-        """Ask for a wake."""
+        """Ask for a wake, and do not wait for its end."""
         self._stays_asleep = False
         if self.call("/v1/wake", body):
             self._policy_is(body.get("policy"))

@@ -14,7 +14,8 @@ from support.worker.process import WorkerProcess
 
 
 def run_sources(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Put so many sources, or as many as there is time for."""
+    """Put `count` adapters from hostile sources to a new worker, or as many as there is time for. Wrong answers are faults, and so is a
+    fetch that connected to any address but 127.0.0.1."""
     outcome, rng = outcome_of_puts(seed), random.Random(seed)
     with SourceServer().running() as server:
         lair = Lair(folder, server)

@@ -59,7 +59,10 @@ socket.getaddrinfo, socket.socket.connect = getaddrinfo, connect
 
 
 class Hostile(NamedTuple):
-    """The `source` of a put, its deadline, and its allowed results."""
+    """The `source` of a put, its deadline, and its allowed results: a refusal with one of `codes`, or a load.
+
+    `loads` is True if it must load, False if it must not, and None if both are right.
+    """
 
     kind: str
     source: dict[str, Any]
@@ -85,13 +88,13 @@ class Lair:
         return rng.choice(KINDS)(rng, self)
 
     def serve(self, served: Served) -> str:
-        """Serve a file at a new address, and return its path."""
+        """Let the server answer with `served` at a new path, and return that path."""
         path = f"/{self._number}/{len(self.server.files)}.safetensors"
         self.server.files[path] = served
         return path
 
     def place(self, name: str) -> Path:
-        """Return a new path for a file."""
+        """Return a path in `files` that has the current source's number and `name`; nothing is made there."""
         return self.files / f"{self._number}-{name}"
 
     def connections(self) -> set[str]:
@@ -215,7 +218,10 @@ def on_a_hub(rng: random.Random, lair: Lair) -> Hostile:
 
 
 def local(rng: random.Random, lair: Lair) -> Hostile:
-    """Return a path to something that is no regular file, or to something missing."""
+    """Return a source at a path that holds no usable file: a pipe, socket, loop, device, folder, or huge sparse file.
+
+    Other paths are too long or have a NUL character, and nothing is there.
+    """
     place = lair.place(rng.choice(("pipe", "socket", "loop", "device", "folder", "long", "nul", "sparse")) + ".safetensors")
     kind = place.name.partition("-")[2].partition(".")[0]
     written = str(place)
@@ -237,7 +243,7 @@ def local(rng: random.Random, lair: Lair) -> Hostile:
 
 
 def _bind(place: Path) -> None:
-    """Create a socket, whose path may be longer than an address has room for."""
+    """Create a socket file at `place`, whose path may be longer than an address has room for. Nobody listens there."""
     folder = os.open(place.parent, os.O_PATH)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"/proc/self/fd/{folder}/{place.name}")
@@ -273,7 +279,7 @@ KINDS: list[Draw] = [
 
 
 def swap(lair: Lair, rng: random.Random) -> None:
-    """Replace the file of each swapped source."""
+    """Replace the file of each swapped source once: by a good adapter, by other bytes, by a pipe, or by a link to /dev/zero."""
     for place in lair.files.glob("*-swapped.safetensors"):
         draft = place.with_suffix(".draft")
         with suppress(FileNotFoundError):

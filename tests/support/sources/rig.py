@@ -51,13 +51,13 @@ class SourceRig:
         self._report = lambda done, total: self.progress.append((done, total))
 
     def secret(self, name: str, **keys: str) -> None:
-        """Mount a Secret."""
+        """Write each key of a Secret to a file in the folder of secrets, with a line feed at its end. Keys that are there already stay."""
         (self.secrets / name).mkdir(exist_ok=True)
         for key, value in keys.items():
             (self.secrets / name / key).write_text(f"{value}\n")
 
     async def adapter(self, source: Source, *, digest: str | None = None, deadline_s: float = DEADLINE_S) -> Fetched:
-        """Fetch an adapter."""
+        """Fetch an adapter with this rig's fetcher, and add its progress to `progress`. A refusal raises RequestError."""
         return await self.fetcher.fetch_adapter(source, digest=digest, deadline_s=deadline_s, report=self._report, name="papercut")
 
     async def model(self, source: Source, **pin: str | None) -> Fetched:
@@ -81,7 +81,7 @@ def http_source(url: str, served: Served, path: str = "/a.safetensors") -> Sourc
 
 
 async def until(condition: Callable[[], object], *, deadline_s: float = 60.0) -> None:
-    """Wait until `condition` is true."""
+    """Wait until `condition` is true, and raise TimeoutError after `deadline_s`. It is called every 10 ms."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -105,7 +105,7 @@ class S3Server(NamedTuple):
     url: str
 
     def put(self, bucket: str, files: dict[str, bytes], *, versioned: bool = False) -> None:
-        """Make a bucket with these objects."""
+        """Make a public bucket with these objects, with versions of objects if `versioned`. AssertionError if the server refuses a call."""
         self._send("PUT", f"/{bucket}")
         if versioned:
             self._send("PUT", f"/{bucket}?versioning", VERSIONING)
@@ -123,7 +123,7 @@ class S3Server(NamedTuple):
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """Start an empty server, and stop it at the end of the block."""
+    """Start an empty S3 server in a thread, provide its address, and stop it at the end of the block."""
     from moto.server import ThreadedMotoServer  # takes seconds, which most users of this file save
 
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)

@@ -128,7 +128,10 @@ class SourceServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def answer(self, target: str, authorization: str | None) -> Served:
-        """Count a request, and return its answer."""
+        """Count a request by its path, and return its answer: 401 without the `token` that is set, 404 for an unknown path.
+
+        The n-th request of a path gets the n-th answer of its chain of `then`, and later ones get the last.
+        """
         path = urlsplit(target).path
         self.asked[path] += 1
         self.authorizations.append(authorization)
@@ -141,7 +144,7 @@ class SourceServer(ThreadingHTTPServer):
 
     @contextmanager
     def running(self) -> Iterator["SourceServer"]:
-        """Serve until the end of the block."""
+        """Serve in a thread until the end of the block; then open the gates of all `files` and close."""
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield self

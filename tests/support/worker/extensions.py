@@ -158,9 +158,9 @@ class Poisoned:
 class Gated:
     """An extension that stops real ranks in the middle of a sleep, a wake or an adapter's load, until a test lets them go on.
 
-    A gate is a file in the folder of `GATES`. While `wake` exists, every rank but the first waits before it wakes; the first has done its
-    part by then. With one rank, that one waits. With `spoil` the next wake restores weights with one wrong bit. With `spoil-adapters` it
-    negates a tensor of each adapter's copy in host memory.
+    A gate is a file in the folder of `GATES`: `sleep`, `wake` or `adapter`. While it exists, every rank but the first waits before that
+    action; the first has done its part by then. With one rank, that one waits. With `spoil` the next wake restores weights with one wrong
+    bit. With `spoil-adapters` it negates a tensor of each adapter's copy in host memory.
     """
 
     def handle_sleep_task(self, **arguments: Any) -> Any:
@@ -214,7 +214,7 @@ class Gates(NamedTuple):
 
 
 def write_limit(cgroup: Path, *, free_bytes: int) -> None:
-    """Write the files of a folder for `limit_memory`, with so much memory left."""
+    """Write the files of a folder for `limit_memory`, so that `free_bytes` of memory are left."""
     used = 1 << 30
     (cgroup / "memory.max").write_text(f"{used + free_bytes}\n")
     (cgroup / "memory.current").write_text(f"{used}\n")

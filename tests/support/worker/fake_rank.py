@@ -61,7 +61,7 @@ class FakeRank:
         return before - self.resident
 
     def act(self, task: Any, error: ErrorReport | None) -> TaskAck:
-        """Do a task of sleep or of waking, or fail with the error."""
+        """Do a task of sleep or of waking, and acknowledge it. With `error` do nothing, and acknowledge with that error."""
         if error is not None:
             return TaskAck(task.task_id, TaskStatus.ERROR, self.number, 0, self.resident, error.code, error.message)
         freed = 0
@@ -99,7 +99,7 @@ class FakeRequests:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget everything of the earlier generation."""
+        """Forget the requests, adapters and prompts of the earlier generation; the list `joined` stays."""
         self._frames: dict[str, list[bytes | memoryview]] = {}
         # Requests that the ranks know, by their ids, with the steps that are left.
         self.active: dict[str, tuple[RequestSpec, int]] = {}
@@ -163,7 +163,7 @@ def fake_digest(path: str) -> str:
 
 
 def fake_identity(path: str) -> messages.AdapterIdentity:
-    """Return the identity of that adapter, as of a folder without a configuration that may change."""
+    """Return the identity of the adapter in the folder `path`, a hash of the path alone."""
     return messages.AdapterIdentity("v1:" + hashlib.sha256(path.encode()).hexdigest())
 
 
@@ -176,7 +176,7 @@ def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequ
 
 
 def fake_preview(spec: RequestSpec, number: int) -> bytes:
-    """Return the pixels of a preview: all previews and the image of a request differ."""
+    """Return the pixels of a preview. They depend on its number and the request's seed and size, and differ from the image's."""
     return _filled(spec, f"{number} {spec.seed}")
 
 

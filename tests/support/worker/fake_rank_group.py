@@ -61,7 +61,7 @@ class NothingPrepared:
 
 
 def merging_by(item: ModelMerging, verdicts: Sequence[MergeVerdict]) -> ModelMerging:
-    """Return the merging of a component after verdicts, as the runner does."""
+    """Return a component's merging with the basis and the reason of its verdict, as the runner does; unchanged if it has no verdict."""
     for verdict in verdicts:
         if (verdict.component, verdict.method) == (item.component, item.method):
             basis = MergeBasis.ALONE if verdict.problem else MergeBasis.VERIFIED
@@ -142,11 +142,11 @@ class FakeRankGroup(FakeRequests):
             self._failure.set_result(Loss(reason, fault))
 
     def keep_standbys(self) -> None:
-        """Note the call."""
+        """Add True to `standbys_kept`; no standby is made."""
         self.standbys_kept.append(True)
 
     def end_standbys(self) -> None:
-        """Note the call."""
+        """Add False to `standbys_kept`; nothing is ended."""
         self.standbys_kept.append(False)
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
@@ -162,7 +162,7 @@ class FakeRankGroup(FakeRequests):
         return self.model
 
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
-        """Start the next generation, unless `restart_errors` has an error for it; wait for `loading`."""
+        """Start the next generation, and wait for `loading`. If the next of `restart_errors` is an error, lose the group and raise it."""
         self._forget()
         self.generation += 1
         error = self.restart_errors.pop(0) if self.restart_errors else None
@@ -176,7 +176,8 @@ class FakeRankGroup(FakeRequests):
         self._ticks.put_nowait((tick, list(frames)))
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
-        """Run the next queued tick, after waiting for `stepping`."""
+        """Run the next queued tick, after waiting for `stepping` and for a tick. After `timeout_s` the group is lost, which raises
+        GroupFailed."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait(self.stepping)
@@ -193,7 +194,10 @@ class FakeRankGroup(FakeRequests):
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
     ) -> list[RpcReply]:
-        """Run a method of the worker on every rank, after waiting for `calling`, except for `synchronize`."""
+        """Run a method of the worker on every rank, and return a reply of each. Wait for `calling` first, except for `synchronize`.
+
+        After `timeout_s` a RequestError (Timeout) is raised, and GroupFailed if the group is lost.
+        """
         self._check()
         if method in self.counts:
             self.counts[method] += 1

@@ -27,7 +27,8 @@ def footprint(worker: WorkerProcess) -> Footprint:
 
 
 def left_over(worker: WorkerProcess, before: Footprint) -> list[str]:
-    """List the leaks since `before`, once the worker is idle."""
+    """Wait until the worker is ready and idle, and list the leaks since `before`: waiting requests, references to adapters, processes,
+    memory and descriptors."""
     worker.wait_for(lambda: worker.state()["state"] == "ready" and worker.state()["inFlight"] == 0, what="idle")
     state, after = worker.state(), footprint(worker)
     counts = {"queued": state["queued"], **{adapter["name"]: adapter["refs"] for adapter in state["adapters"]}}

@@ -91,7 +91,7 @@ class WorkerProcess(contextlib.ExitStack):
         return self
 
     def write_token(self, token: str) -> None:
-        """Replace the token, as a rotation does."""
+        """Replace the worker's token file, as a rotation does. The attribute `token`, which calls from here send, stays as it is."""
         replacement = self.folder / "token.new"
         replacement.write_text(token + "\n")
         replacement.rename(self._token_path)
@@ -118,7 +118,7 @@ class WorkerProcess(contextlib.ExitStack):
         return self._process.pid
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until `/readyz` answers 200."""
+        """Wait until `/readyz` answers 200. AssertionError after `timeout_s`, or when the worker ends."""
 
         def is_ready() -> bool:
             with contextlib.suppress(httpx2.TransportError):  # the worker ended: `wait_for` reports how

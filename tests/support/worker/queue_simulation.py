@@ -31,7 +31,8 @@ class Client(msgspec.Struct):
 
 
 class Counts(msgspec.Struct):
-    """The outcome: clients that came back at their time, those of them that were admitted, and the device's work."""
+    """The outcome: all clients, those that came back after their first refusal, those of them that were admitted then, and the device's
+    work."""
 
     came: int = 0
     came_back: int = 0
@@ -46,7 +47,7 @@ class Counts(msgspec.Struct):
 
     @property
     def kept(self) -> float:
-        """Return the share of promises that were kept."""
+        """Return the share of clients that were admitted when they first came back; 1.0 if none came back."""
         return self.admitted_then / self.came_back if self.came_back else 1.0
 
 
@@ -76,7 +77,7 @@ class QueueSimulation:
         self._now_s = 0.0
 
     def run(self, clients: Sequence[Client]) -> Counts:
-        """Run until all clients have gone."""
+        """Run until all clients have gone, and return the counts."""
         for client in clients:
             self._expect(client, client.at_s)
         self.counts.came = len(clients)

@@ -20,7 +20,7 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 
 
 def make_big_model(folder: Path) -> Path:
-    """Write the model (0.6 GB on disk, in float16) and return its folder."""
+    """Write a wide variant of the digits model with random weights (0.6 GB on disk, in float16), and return its folder."""
     # Imported late: a test session that makes no big model need not import torch.
     import torch
     from diffusers import SD3Transformer2DModel

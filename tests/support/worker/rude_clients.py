@@ -36,7 +36,8 @@ RUDE: tuple[tuple[bytes, int], ...] = (
 
 
 async def be_rude(port: int, *, seed: int, count: int, at_once: int = 4) -> None:
-    """Let `count` clients come and go. Their answers do not matter, only what they leave behind."""
+    """Let `count` clients come and go, `at_once` at a time. Their answers do not matter. TimeoutError if one takes longer than
+    DEADLINE_S."""
     rng = random.Random(seed)
     waiting = iter([rng.choice(RUDE) for _ in range(count)])
 

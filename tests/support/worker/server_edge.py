@@ -51,7 +51,7 @@ class Edge(SleepRig):
         return dict(answer.json())
 
     async def wait_state(self, **wanted: Any) -> dict[str, Any]:
-        """Wait until these fields of the state document have these values, and return it."""
+        """Wait until these fields of the state document have these values, and return it. TimeoutError after DEADLINE_S."""
         async with asyncio.timeout(DEADLINE_S):
             while not wanted.items() <= (document := await self.state()).items():  # noqa: ASYNC110
                 await asyncio.sleep(0)

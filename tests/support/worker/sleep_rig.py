@@ -100,7 +100,7 @@ class SleepRig:
 
     @asynccontextmanager
     async def serving(self, deadline_s: float) -> AsyncIterator[None]:
-        """Start the engine, and end it afterwards within the deadline."""
+        """Start the engine. After the block, open all gates of the ranks and end the engine within the deadline."""
         await self.engine.start()
         try:
             yield
