@@ -76,7 +76,7 @@ print(main["adapters"], right)
 
 
 def test_the_kubelet_brings_the_file_with_an_adapter_that_is_younger_than_its_pod(rig_with_digits: ClusterRig) -> None:
-    """The pod was made before any shard: the kubelet adds an optional one to the folder later."""
+    """Wait until the kubelet has added an optional shard to the folder of a pod that was made before any shard."""
     rig = rig_with_digits
 
     def read() -> bool:
@@ -220,7 +220,7 @@ def test_every_expression_of_the_dashboard_has_data(rig_with_digits: ClusterRig,
 
 
 def test_alerts_fire_at_real_faults(rig_with_digits: ClusterRig, metrics: Prometheus) -> None:
-    """The rules are tried without their `for`, which promtool tests."""
+    """Cause the faults, and check that the rules of four alerts match. They are tried without their `for`, which promtool tests."""
     rig, lossy = rig_with_digits, "lossy"
     rules = {rule["alert"]: rule["expr"] for group in yaml.safe_load(ALERTS.read_text()) for rule in group["rules"]}
     alerts = ("DiffusionRanksLost", "DiffusionRequestsFailing", "DiffusionAdaptersFailing", "DiffusionDeploymentsNotReady")

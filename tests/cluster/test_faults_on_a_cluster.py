@@ -45,7 +45,7 @@ def steady(rig: ClusterRig) -> Iterator[ClusterRig]:
 
 @pytest.fixture(scope="module")
 def right(steady: ClusterRig) -> DemoImage:
-    """Return the image that every request must get."""
+    """Return the image that every later request of this module must get."""
     return steady.image(NAME)
 
 
@@ -168,7 +168,8 @@ def optional_children(rig: ClusterRig) -> set[str]:
 
 
 def test_a_deleted_token_hurts_no_running_replica_and_is_there_for_the_next(steady: ClusterRig, right: DemoImage) -> None:
-    """The operator never reads the Secret, so it notices the loss when a pod waits for the Secret, or after ten minutes."""
+    """Delete the Secret with the control token. The operator never reads it, so it notices the loss when a pod waits for the Secret, or
+    after ten minutes."""
     rig = steady
     rig.kubectl.text("delete", f"secret/{NAME}-control", deadline_s=10)
     assert rig.image(NAME).png == right.png

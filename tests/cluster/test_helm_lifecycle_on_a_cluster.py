@@ -57,7 +57,7 @@ def replicas_schema(rig: ClusterRig) -> Document:
 
 
 def delete_at_once(rig: ClusterRig, *resources: str) -> None:
-    """Delete objects, and check that they are gone when `kubectl delete` returns: no finalizer holds them."""
+    """Delete objects with kubectl within ten seconds, and check that they are gone when it returns: no finalizer holds them."""
     rig.kubectl.text("delete", *resources, deadline_s=10)
     assert not any(rig.exists(resource) for resource in resources)
 
@@ -102,7 +102,7 @@ def test_an_upgrade_with_a_changed_crd_and_another_default_image_restarts_nothin
 
 
 def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmRig]) -> None:
-    """The effect equals that of `kubectl rollout restart` on a Deployment. Leave other pods."""
+    """Set the annotation, which works like `kubectl rollout restart` on a Deployment. Later tests find other pods than before."""
     rig, _ = release
     before = lives(rig)
     rig.kubectl.text("annotate", DD, "diffusion-operator.dev/restartedAt=2026-01-01T00:00:00Z")
@@ -115,7 +115,7 @@ def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmR
 
 
 def test_after_the_uninstall_pods_serve_on_and_what_is_deleted_is_gone(release: tuple[ClusterRig, HelmRig]) -> None:
-    """Leave no operator, but the deployment and its pod."""
+    """Uninstall the release. Leave no operator and no adapter for later tests, but the deployment and its pod."""
     rig, helm = release
     before, image = lives(rig), rig.image(NAME, STYLE)
     helm.uninstall()
@@ -127,7 +127,7 @@ def test_after_the_uninstall_pods_serve_on_and_what_is_deleted_is_gone(release: 
 
 
 def test_a_later_install_takes_over_without_a_restart(release: tuple[ClusterRig, HelmRig]) -> None:
-    """Adapters that were deleted meanwhile are removed from the worker. Leave the operator installed."""
+    """Install the operator again, and leave it installed. The adapter that was deleted meanwhile is removed from the worker."""
     rig, helm = release
     before = lives(rig)
     helm.upgrade()
@@ -139,7 +139,8 @@ def test_a_later_install_takes_over_without_a_restart(release: tuple[ClusterRig,
 
 
 def test_a_released_chart_brings_its_images_by_digest(release: tuple[ClusterRig, HelmRig], tmp_path: Path) -> None:
-    """The images come from a registry, by the chart's own digests, and no value names them. Leave the operator of that chart."""
+    """Upgrade to a published chart whose images come from a registry by its own digests; no value names them. Leave the operator of that
+    chart."""
     rig, helm = release
     before = lives(rig)
     operator, worker = (
@@ -158,7 +159,8 @@ def test_a_released_chart_brings_its_images_by_digest(release: tuple[ClusterRig,
 
 @pytest.mark.parametrize("operator", ["up", "down", "uninstalled"])
 def test_a_deletion_never_waits_for_the_operator(release: tuple[ClusterRig, HelmRig], operator: str) -> None:
-    """The operator runs, is scaled to zero, or is uninstalled. Objects are gone at once, and the garbage collector deletes the rest."""
+    """Delete the objects while the operator runs, is scaled to zero, or is uninstalled. They are gone at once, and the garbage collector
+    deletes the rest."""
     rig, helm = release
     begin(rig)
     if operator == "down":
@@ -176,7 +178,7 @@ def test_a_deletion_never_waits_for_the_operator(release: tuple[ClusterRig, Helm
 
 
 def test_a_namespace_is_gone_with_all_that_was_in_it(release: tuple[ClusterRig, HelmRig]) -> None:
-    """The namespace is deleted while the operator works on its deployment and its adapter."""
+    """Delete the namespace while the operator works on its deployment and its adapter, and wait until it is gone."""
     rig, helm = release
     helm.upgrade()
     # While pods are left, Kubernetes looks at the namespace again after half of their longest grace period: 158 s by default.

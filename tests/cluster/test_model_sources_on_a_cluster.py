@@ -76,7 +76,7 @@ def test_the_commit_is_pinned_and_the_second_replica_has_it_though_the_branch_mo
 
 
 def test_a_pod_is_made_anew_from_the_shared_cache_though_the_repository_is_gone(fetched: ClusterRig) -> None:
-    """Another client deletes the pod."""
+    """Delete the pod as another client, after the hub lost the model; another pod must serve the model from the cache."""
     rig = fetched
     rig.kubectl.patch(DD, {"spec": {"replicas": 1}})
     rig.eventually("one is left", lambda: len(rig.pods(NAME)) == 1)

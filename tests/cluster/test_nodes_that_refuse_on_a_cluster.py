@@ -58,6 +58,6 @@ def bind(rig: ClusterRig, pod: Document, node: str) -> None:
 
 
 def avoided_nodes(rig: ClusterRig, faults: int) -> list[Document]:
-    """Return the status's avoided nodes once one of them has so many faults; an empty list until then."""
+    """Return the status's avoided nodes once any of them has exactly `faults` faults; an empty list until then."""
     found: list[Document] = rig.kubectl.get(f"dd/{NAME}")["status"].get("avoidedNodes", [])
     return found if any(one["faults"] == faults for one in found) else []

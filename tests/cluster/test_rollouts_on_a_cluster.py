@@ -27,8 +27,10 @@ TOO_LITTLE, ENOUGH = "24Mi", "2Gi"
 
 @pytest.fixture(scope="module", autouse=True)
 def tight(rig: ClusterRig) -> Iterator[None]:
-    """Deploy a worker that is killed at every start. It starts before the tests that need it, because the kubelet's pauses add up to a
-    minute and a half."""
+    """Deploy a worker with so little memory that it is killed at every start, and delete it after the module.
+
+    It starts before the tests that need it, because the kubelet's pauses add up to a minute and a half.
+    """
     requests = {"cpu": "50m", "memory": TOO_LITTLE}
     resources = {"gpuResourceName": "none", "requests": requests, "limits": {"memory": TOO_LITTLE}, "sharedMemory": "8Mi"}
     rig.deploy(TIGHT, resources=resources, replicaRecovery={"backoffSeconds": 1, "failureThreshold": 4})
@@ -46,7 +48,7 @@ def rolled(rig: ClusterRig) -> Iterator[ClusterRig]:
 
 @pytest.fixture(scope="module")
 def right(rolled: ClusterRig) -> DemoImage:
-    """Return the image that every request must get."""
+    """Return the image that every later request of this module must get."""
     return rolled.image(NAME)
 
 

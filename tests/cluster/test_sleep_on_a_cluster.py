@@ -77,7 +77,7 @@ def send_to_sleep(rig: ClusterRig) -> Document:
 
 
 def set_sleep(rig: ClusterRig, **fields: object) -> None:
-    """Change fields of spec.sleep."""
+    """Change these fields of spec.sleep, and keep its others; nothing waits for the effect."""
     rig.kubectl.patch(DD, {"spec": {"sleep": fields}})
 
 
@@ -113,7 +113,7 @@ def test_a_model_that_nobody_uses_falls_asleep_and_gives_its_memory_back(rig_on_
 
 
 def test_a_request_at_the_service_wakes_it_and_is_served(rig_on_idle: ClusterRig, awake_memory: list[RankMemory]) -> None:
-    """Leave it awake."""
+    """Send a request to the sleeping worker's Service, and leave the worker awake."""
     rig = rig_on_idle
     assert_right(rig.image(NAME))
     operation = rig.state(NAME)["lastOperation"]
@@ -154,7 +154,7 @@ def test_a_rank_that_is_killed_asleep_comes_back_asleep(rig_on_idle: ClusterRig,
 def test_a_server_that_is_killed_asleep_comes_back_asleep_and_wakes_on_a_request(
     rig_on_idle: ClusterRig, awake_memory: list[RankMemory]
 ) -> None:
-    """Leave it awake, after a restart of its container."""
+    """Kill the server process of a sleeping worker. Leave the worker awake, after a restart of its container."""
     rig = rig_on_idle
     before, pod = rig.state(NAME), rig.pod(NAME)
     kill_server_in(rig.pods(NAME)[0])
@@ -166,7 +166,10 @@ def test_a_server_that_is_killed_asleep_comes_back_asleep_and_wakes_on_a_request
 
 
 def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None:
-    """Return the worker's state document once it is asleep after a restart of its container, which may not answer meanwhile."""
+    """Return the worker's state document once it is asleep after a restart of its ranks or its container; None until then.
+
+    AssertionError if it is awake in between.
+    """
     found = rig.state_if_any(NAME)
     if found is None or (found["bootId"], found["generation"]) == (before["bootId"], before["generation"]):
         return None
@@ -175,7 +178,7 @@ def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None
 
 
 def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_the_same_image(rig_on_idle: ClusterRig) -> None:
-    """Leave it asleep; a request may wake it."""
+    """Send the worker to a deep sleep, and compare the images before and after. Leave it asleep under OnIdle."""
     rig = rig_on_idle
     before = rig.image(NAME)
     set_sleep(rig, policy="Asleep", level="Discard")
@@ -191,7 +194,7 @@ def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_
 
 
 def test_replicas_come_and_go_while_others_sleep_and_one_stays_awake_where_one_shall(rig_on_idle: ClusterRig) -> None:
-    """Leave one replica, asleep."""
+    """Scale to two replicas of which one must stay awake, and back to one. Leave that replica asleep."""
     rig = rig_on_idle
     set_sleep(rig, minAwake=1, idleSeconds=IDLE_S)
     rig.kubectl.text("scale", DD, "--replicas=2")

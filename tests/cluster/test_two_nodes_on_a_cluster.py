@@ -33,7 +33,7 @@ SCHEDULING = {
 
 @pytest.fixture(scope="module")
 def second(rig: ClusterRig) -> Iterator[str]:
-    """Start a second node and provide its name."""
+    """Start a second node and provide its name. Afterwards delete the deployment, wait for its pods to go, and end the node."""
     with cluster.provider().own_nodes().second_node() as name:
         yield name
         rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
@@ -41,7 +41,7 @@ def second(rig: ClusterRig) -> Iterator[str]:
 
 
 def on_node(rig: ClusterRig, node: str) -> Document:
-    """Return the replica's pod on a node."""
+    """Return the only pod of the deployment on a node; ValueError if there is none or more than one."""
     (pod,) = [pod for pod in rig.pods(NAME) if pod["spec"].get("nodeName") == node]
     return pod
 

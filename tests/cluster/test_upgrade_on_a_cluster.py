@@ -91,7 +91,8 @@ def _untrue(one: Document, states: str) -> list[str]:
 
 
 class Visitors:
-    """A thread that asks all servers in turn while the block lasts. Each request must get an image at the first try."""
+    """A thread that asks all servers in turn, once each, while the block lasts. Answers without an image and errors of the connection
+    are in `lost`; nothing is raised."""
 
     def __init__(self, addresses: dict[str, str]) -> None:
         self._addresses = addresses
@@ -137,7 +138,7 @@ def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def release(rig: ClusterRig, earlier: EarlierVersion, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
-    """Install the version before, with 20 deployments that serve."""
+    """Install the version before with 20 deployments that serve, and provide both releases. Afterwards upgrade to this version."""
     built: EarlierImages = build_earlier(earlier, tmp_path_factory.mktemp("images"))
     with stage(NAMESPACE) as set_up:
         own = ClusterRig(set_up.kubectl, built.release.worker)
@@ -152,7 +153,7 @@ def release(rig: ClusterRig, earlier: EarlierVersion, tmp_path_factory: pytest.T
 
 
 def begin(release: Release, servers: str) -> dict[str, Any]:
-    """Create everything, wait until it serves, and return the state that must last."""
+    """Create the deployments and the adapter, wait until all statuses are true, and return the state that must last."""
     own, small = release.rig, {"gpuResourceName": "none", "requests": {"cpu": "10m", "memory": "96Mi"}}
     for name in DIGITS:
         own.deploy(name)
@@ -171,7 +172,7 @@ def begin(release: Release, servers: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def right(release: Release) -> dict[str, DemoImage]:
-    """Return the image of each model."""
+    """Return an image of each digits model by the deployment's name, as every later request must get it."""
     found = {}
     for name in DIGITS:
         with client_for(service_address(release.rig.kubectl, name)) as client:
@@ -180,7 +181,10 @@ def right(release: Release) -> dict[str, DemoImage]:
 
 
 def watched(release: Release, right: dict[str, DemoImage], states: str, change: Any) -> None:
-    """Change the release under requests, and watch it for a while: nothing is replaced or lost, and every status becomes true."""
+    """Call `change` under requests, watch the release for a while, and check that nothing is replaced or lost.
+
+    Every status must become true; `states` is the name of its field with the list of replicas.
+    """
     addresses = {name: service_address(release.rig.kubectl, name) for name in (*DIGITS, *SERVERS)}
     with ExitStack() as stack:
         asking = [stack.enter_context(Clients(lambda at=addresses[n]: at, right[n], Request(PROMPT, 1, n, steps=STEPS))) for n in DIGITS]
@@ -198,11 +202,11 @@ def watched(release: Release, right: dict[str, DemoImage], states: str, change: 
 
 
 def test_an_upgrade_under_requests_replaces_nothing_and_loses_nothing(release: Release, right: dict[str, DemoImage]) -> None:
-    """Leave this version over workers of the version before."""
+    """Upgrade under requests, and leave this version over workers of the version before."""
     watched(release, right, WORDS, release.this.upgrade)
 
 
 def test_the_way_back_replaces_nothing_and_loses_nothing(release: Release, right: dict[str, DemoImage]) -> None:
-    """Leave the version before."""
+    """Roll back under requests, and leave the version before."""
     back = ("rollback", RELEASE, "1", "--wait", "--timeout", f"{HELM_S}s")
     watched(release, right, EARLIER_WORDS, lambda: release.this(*back))

@@ -63,7 +63,7 @@ class Pods:
         return self._stack.enter_context(worker)
 
     async def adopt(self, name: str, worker: WorkerProcess, **facts: Any) -> None:
-        """Wait until a worker is ready, and let the operator reach it as this pod."""
+        """Wait until a worker is ready, report the pod `name` as ready at that worker, and let the operator reconcile for a while."""
         worker.wait_ready()
         client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=10, port=int(worker.control_url.rpartition(":")[2]))
         self._clients[ip := f"10.0.0.{len(self._clients)}"] = client

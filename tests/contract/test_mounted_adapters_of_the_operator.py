@@ -37,7 +37,7 @@ def deployment() -> DiffusionDeployment:
 
 
 def wanted(count: int) -> list[DesiredAdapter]:
-    """Return so many adapters with all fields, whose sources take turns among all kinds."""
+    """Return `count` adapters with all fields set, whose sources take turns among all kinds."""
     fields: dict[str, Any] = {"components": ("transformer", "text_encoder"), "format": "peft", "expected_rank": 8}
     return [
         DesiredAdapter(
@@ -63,7 +63,10 @@ def planned(adapters: list[DesiredAdapter]) -> Shards:
 
 
 def mounted(folder: Path, adapters: list[DesiredAdapter], listed: list[DesiredAdapter]) -> dict[str, WorkersAdapter]:
-    """Return the adapters by name that a worker reads from the mounted folder of the operator's ConfigMaps."""
+    """Write the operator's ConfigMaps to `folder`, and return the adapters that a worker reads there, by name.
+
+    The shards have `adapters`, and the main file lists `listed`.
+    """
     shards = planned(adapters).shards
     main = desired_config(deployment(), listed, None, [reference_to(shard) for shard in shards])
     maps = {one["metadata"]["name"]: one for one in (main, *(shard_config(deployment(), shard.number, shard.content) for shard in shards))}

@@ -38,7 +38,7 @@ def lora(folder: Path, name: str) -> str:
 
 @asynccontextmanager
 async def asking(told: Story, body: dict[str, Any] = IMAGE) -> AsyncIterator["asyncio.Task[httpx2.Response]"]:
-    """Keep a request running while the block runs."""
+    """Send a request and provide its task, which may end by itself; at the end of the block it is cancelled if it still runs."""
     async with httpx2.AsyncClient(base_url=told.worker.url, timeout=60) as web:
         request = asyncio.create_task(web.post("/v1/images/generations", json=body))
         try:
@@ -60,7 +60,7 @@ def state(told: Story) -> str:
 
 
 async def until_state(told: Story, wanted: str) -> None:
-    """Wait until the worker, and then the operator's status, report a state."""
+    """Wait until the worker reports a state; if it is `asleep` or `ready`, wait until the operator's status shows it too."""
     await told.wait(lambda: state(told) == wanted, told.worker.state)
     shown = {"asleep": "Asleep", "ready": "Awake"}.get(wanted)
     if shown is not None:
@@ -119,7 +119,7 @@ async def test_a_replica_that_is_to_stay_awake_stays_awake() -> None:
 
 
 async def test_every_change_of_the_policy_reaches_a_sleeping_worker() -> None:
-    """A change that the operator finds at its start reaches the worker as well."""
+    """Change the policy of a sleeping worker three times; the second change is found by an operator at its start."""
     async with story(sleep=IDLE) as told:
         await until_state(told, "asleep")
         told.change(sleep={"policy": "Asleep"})
@@ -280,7 +280,7 @@ async def test_an_operator_restarted_while_memory_goes_or_comes_waits_for_its_en
 
 
 async def test_a_policy_taken_back_while_the_worker_drains_ends_awake() -> None:
-    """The wake cancels the sleep, with and without a restart of the operator."""
+    """Take the policy back while the worker drains, with a restart of the operator in between. The wake cancels the sleep."""
     async with story(env=SLOW_STEPS) as told, asking(told, LONG) as request:
         await told.wait(lambda: told.worker.state()["inFlight"], told.worker.state)
         told.change(sleep={"policy": "Asleep"})

@@ -119,7 +119,7 @@ async def test_under_another_policy_a_request_is_refused_and_nothing_wakes(
 
 
 async def test_a_policy_changes_while_the_worker_sleeps(driver: Driver, web: httpx2.AsyncClient) -> None:
-    """A sleep call to a sleeping worker sets the new policy and does nothing else."""
+    """Send sleep calls to a sleeping worker. Each sets the new policy and does nothing else."""
     await driver.sleep(policy=SleepPolicy.ON_IDLE)
     before = last(await driver.wait_for(WorkerPhase.ASLEEP))
     await driver.sleep(policy=SleepPolicy.ASLEEP)
@@ -174,7 +174,7 @@ async def test_a_wake_cancels_a_sleep_that_waits_for_its_requests(driver: Driver
 
 
 async def test_a_request_of_a_draining_worker_is_served_under_on_idle(driver: Driver, web: httpx2.AsyncClient) -> None:
-    """The request cancels the sleep, so no request is refused because the model was idle."""
+    """Send a request to a draining worker. It cancels the sleep, so no request is refused because the model was idle."""
     running = await begun(driver, web)
     await driver.sleep(policy=SleepPolicy.ON_IDLE)
     late = await ask(web)
@@ -190,7 +190,7 @@ async def test_an_aborted_request_gets_a_code_that_may_be_tried_again(driver: Dr
 
 
 async def test_another_sleep_during_a_sleep_is_the_same_and_a_repeated_call_too(driver: Driver, web: httpx2.AsyncClient) -> None:
-    """An operator that restarts in the middle makes the same call, or one with the next attempt's id."""
+    """Repeat a sleep call during the sleep, with the same id and another, as an operator that restarts in the middle does."""
     request = await begun(driver, web)
     await driver.sleep(operation_id="sleep-3-1")
     await driver.sleep(operation_id="sleep-3-1")

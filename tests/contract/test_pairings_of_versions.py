@@ -60,7 +60,7 @@ class Pairing:
         return self.kubelet.client
 
     async def until(self, kind: Kind, name: str, ready: str, reason: str, **counts: int) -> None:
-        """Wait until the status is about the present spec, with this condition Ready and these counts."""
+        """Wait until the status is about the present spec, and has the condition Ready with this status and reason, and these counts."""
 
         async def wrong() -> Any:
             found = await self.object(kind, name)

@@ -24,7 +24,8 @@ def sources() -> list[Path]:
 
 
 def test_no_source_has_what_a_later_python_warns_of() -> None:
-    """3.12 warns of an unknown escape in a text as `SyntaxWarning`, which 3.11 knows as `DeprecationWarning`."""
+    """Compile all sources with warnings as errors. An unknown escape in a text is a `SyntaxWarning` in 3.12, and a `DeprecationWarning`
+    in 3.11."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for path in sources():
@@ -37,7 +38,7 @@ def test_no_source_imports_a_module_that_a_later_python_removed() -> None:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Return the first part of each module that is imported."""
+    """Return the first part of each module that is imported; relative imports are left out."""
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level}
     return {name.partition(".")[0] for name in names}

@@ -50,7 +50,10 @@ def polled(rig: Rig) -> Any:
 
 
 async def rotate(told: Story, key: bytes, *, token_after_s: float) -> None:
-    """Restart the operator with a new key while an adapter changes; the worker gets its new token during the calls."""
+    """Restart the operator with a new key while an adapter changes, and write the worker's new token after `token_after_s`.
+
+    Return once the worker has the adapter's change. No poll may fail meanwhile.
+    """
     rig = told.rig
     rig.keys = (key, rig.keys[0])
     rig.restart_operator()
@@ -93,7 +96,7 @@ async def test_keys_rotated_in_a_loop_fail_no_call_and_move_no_condition(tmp_pat
 
 
 async def test_a_key_that_was_replaced_and_not_kept_shuts_the_operator_out_until_the_token_arrives() -> None:
-    """The second key in the file exists for this case."""
+    """Replace the key in the file without keeping the old one second; the second key in the file exists for this case."""
     async with asyncio.timeout(60), story() as told:
         rig = told.rig
         await told.until_deployment("Ready", "True", "Serving")

@@ -42,7 +42,7 @@ def config_of(spec: Spec) -> WorkerConfig:
 
 
 def check(found: WorkerConfig, tmp_path: Path) -> None:
-    """Run the checks that the worker makes before its start, except those of paths in a pod."""
+    """Run the checks that the worker makes before its start, except those of paths in a pod. The first that fails raises."""
     cli.check(msgspec.structs.replace(found, cache_dir=str(tmp_path), state_dir=None, desired_path=None, control_token_path=None))
 
 
@@ -184,7 +184,8 @@ def test_what_has_its_default_is_no_argument_because_the_worker_has_the_same() -
 
 
 def bounds(schema: Spec, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the minimum and the maximum of each whole number in a schema, with its path."""
+    """Yield the minimum and the maximum of each integer in a schema, each with its path. Lists are not searched; an integer without
+    bounds raises KeyError."""
     for name, inner in schema.get("properties", {}).items():
         yield from bounds(inner, (*path, name))
     if schema.get("type") == "integer":

@@ -58,7 +58,7 @@ def cost_of_indices(indices: Iterable[tuple[torch.Tensor, bool]], value: tuple[t
     """Return the waits and copies of indexing a tensor of the device. Each tensor comes with True if it is on the device.
 
     A mask of the device costs a wait. An index of the host costs a copy, and a wait too unless it is a mask. A single number of the host as
-    `value` costs a copy and a wait. Where all indices are masks of the device, neither such a number nor the masks cost anything.
+    `value` costs a copy and a wait. If all indices are masks of the device, neither such a number nor the masks cost anything.
     """
     found = list(indices)
     number = value is not None and not value[1] and value[0].dim() == 0

@@ -41,7 +41,7 @@ IDLE_S = 20.0
 
 async def run_many(folder: Path, kubeconfig: Path, *, seed: int, count: int, limit_s: float) -> Outcome:
     """Make `count` adapters and a deployment, change and remove an adapter, and kill the worker; measure each step. A step over
-    `limit_s` raises AssertionError. What the operator complains about in its log is a fault."""
+    `limit_s` raises AssertionError. Complaints in the operator's log are faults."""
     outcome = Outcome(seed, counts="made_s ready_s changed_s removed_s restarted_s idle_passes idle_cpu_s largest_shard_bytes resident_mib")
     port = unused_port()
     with running(folder, kubeconfig, control_port=port) as operator:
