@@ -40,7 +40,7 @@ class TokenCount(enum.Enum):
 class TokenSplit(msgspec.Struct, frozen=True):
     """A tensor whose tokens are split over ranks: an argument of a module, by name, or a part of its output, by position.
 
-    `module` is empty for the model itself. `dim` is the dimension of the tokens, among `dims`.
+    `module` is the path in the model, empty for the model itself. `dim` is the dimension with the tokens, `dims` the number of dimensions.
     """
 
     module: str
@@ -91,7 +91,7 @@ class Positions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRecord(msgspec.Struct, frozen=True):
-    """The knowledge of a model class: of its calls, and of the ways to split and to save them."""
+    """The knowledge of a model class: of its calls, of its split over ranks, of its step caches, and of its positions."""
 
     name: str
     """The name of the class. A record holds for subclasses without one of their own."""

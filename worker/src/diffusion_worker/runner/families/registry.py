@@ -17,7 +17,7 @@ _found: dict[tuple[Any, Any], Any] = {}
 
 
 def register(*records: Record) -> None:
-    """Add records. A package of yours calls it when it is imported, before its pipeline is made.
+    """Add records. A package of yours calls it when it is imported, before its pipeline is made; equal records may come again.
 
     Raises:
         ValueError: there is another record for a class of this name.
@@ -29,7 +29,7 @@ def register(*records: Record) -> None:
 
 
 def register_families(package: Any) -> None:
-    """Add the `RECORDS` of every module in a package."""
+    """Import every module in a package, and add the records in its `RECORDS`, if it has any."""
     for module in pkgutil.iter_modules(package.__path__):
         register(*getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "RECORDS", ()))
 
@@ -50,7 +50,7 @@ def cache_record(kind: Any) -> CacheRecord | None:
 
 
 def looks_up_times(scheduler_class: Any) -> bool:
-    """Return whether the steps of this very class of diffusers look up their tables by the time."""
+    """Return whether this very class is on record as a scheduler of diffusers whose steps look up their tables by the time."""
     return scheduler_class.__module__.startswith("diffusers.") and isinstance(_by_name.get(scheduler_class.__name__), SchedulerRecord)
 
 

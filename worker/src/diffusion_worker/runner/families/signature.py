@@ -11,7 +11,10 @@ CODER_METHODS = ("encode", "decode")
 
 @functools.cache
 def signature_of(model_class: Any, method: str) -> str | None:
-    """Return the parameters of a class's method without `self` and without annotations; None where there is no such method."""
+    """Return the parameters of a class's method as text, such as `x, return_dict=True`, without `self` and annotations.
+
+    The result is None if there is no such method.
+    """
     function = getattr(model_class, method, None)
     if function is None:
         return None
@@ -22,6 +25,6 @@ def signature_of(model_class: Any, method: str) -> str | None:
 
 
 def merged_methods(model_class: Any) -> tuple[str, ...]:
-    """Return the methods of a class whose calls are merged where that is right."""
+    """Return the methods of a class whose calls could be merged: `encode` and `decode` as far as it has them, otherwise `forward`."""
     coder = tuple(method for method in CODER_METHODS if hasattr(model_class, method))
     return coder or ("forward",)

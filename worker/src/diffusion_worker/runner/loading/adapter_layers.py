@@ -40,10 +40,10 @@ def create_lora_manager(
     converter: ConverterTable | None = None,
     asleep: bool = False,
 ) -> DiffusionLoRAManager:
-    """Make the manager of a pipeline's adapters; if `asleep`, its slots take no memory yet.
+    """Make the manager of a pipeline's adapters, without any adapter yet; if `asleep`, its slots take no memory.
 
     Raises:
-        ConfigError: the options do not go together.
+        ConfigError: --max-cached-loras is below --max-loras, or a target of --lora-target-modules fits no layer.
     """
     if config.max_cached_loras < config.max_loras:
         found = f"{config.max_cached_loras}, and --max-loras is {config.max_loras}"
@@ -66,10 +66,10 @@ def create_lora_manager(
 
 
 def add_on_all_ranks(loras: DiffusionLoRAManager, parallel: Parallel, request: LoRARequest, options: LoadOptions) -> LoadedLoRA:
-    """Register an adapter on every rank or on none: they agree before any of them evicts another adapter for it.
+    """Read an adapter's files and register it, on every rank or on none: they agree before any of them evicts another adapter for it.
 
     Raises:
-        RequestError: on all ranks, the error that a rank met.
+        RequestError: on all ranks, the error that one met; RankFailed if they read different files.
     """
     candidate: Candidate | None = None
     refused: dict[str, ErrorReport] = {}

@@ -31,7 +31,11 @@ REASON_CHARS = 200
 
 
 class Compilation:
-    """The compiled regions of one pipeline; with `Compile.NONE` there are none."""
+    """The compiled regions of a pipeline's denoisers; with `Compile.NONE` there are none, and nothing is changed.
+
+    The constructor only replaces the regions' calls, and sets limits for the whole process. Torch compiles a region when it is first
+    called.
+    """
 
     def __init__(self, kind: Compile, modules: Mapping[str, nn.Module]) -> None:
         self.regions: list[nn.Module] = []
@@ -47,7 +51,7 @@ class Compilation:
 
     @property
     def features(self) -> dict[str, str]:
-        """The outcome of the option, under the option's name."""
+        """The outcome under the name `compile`: mode and regions, or the reason why all runs uncompiled; empty for `Compile.NONE`."""
         if self._kind is Compile.NONE:
             return {}
         if self._reason is not None:
@@ -99,7 +103,10 @@ class Compilation:
 
 
 def regions_of(module: nn.Module) -> list[nn.Module]:
-    """Return the parts to compile: the blocks that diffusers names, those that its lists repeat, or else the whole model."""
+    """Return the parts of a denoiser to compile: the blocks that its class names for this in diffusers, if it has any.
+
+    Otherwise they are the entries of its module lists whose class occurs more than once, or else the denoiser itself.
+    """
     named = set(getattr(module, "_repeated_blocks", None) or ())
     if found := [part for part in module.modules() if type(part).__name__ in named]:
         return found

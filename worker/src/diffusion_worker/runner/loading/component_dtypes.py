@@ -34,14 +34,16 @@ class ComponentDtypes:
         return self._own.get(component, self._usual)
 
     def for_diffusers(self) -> dict[str, torch.dtype]:
-        """Return the argument `dtype` of a pipeline's `from_pretrained`."""
+        """Return the argument `dtype` of a pipeline's `from_pretrained`: the model's dtype as `default`, exceptions by component."""
         return {"default": self._usual, **self._own}
 
     def outcome(self, components: Collection[str]) -> dict[str, str]:
-        """Return the components of a loaded pipeline that differ from the model's dtype, in the form of the option `dtype`.
+        """Return the components whose dtype differs from the model's, such as `{"dtype": "vae=float32"}`; an empty dict if none does.
+
+        `components` are those of the loaded pipeline that have weights.
 
         Raises:
-            ConfigError: the options name a component that is not among them, those of the pipeline that have weights.
+            ConfigError: the options name a component that is not among `components`.
         """
         if strangers := sorted(self._asked.keys() - set(components)):
             known = ", ".join(sorted(components))

@@ -44,17 +44,20 @@ class Offloading:
 
     @property
     def features(self) -> dict[str, str]:
-        """The offloading in use, under the option's name."""
+        """The offloading in use, under the name `offload`; empty without offloading."""
         return {} if self._kind is Offload.NONE else {"offload": str(self._kind)}
 
     def manage(self, modules: Mapping[str, nn.Module]) -> None:
-        """Set up offloading by layers for modules whose weights are in host memory. For components, `execute` does all."""
+        """Set up diffusers' offloading for these modules if the kind is `group`; for other kinds do nothing, because `execute` does all."""
         for name, module in modules.items():
             if self._kind is Offload.GROUP and any(True for _ in module.parameters()):
                 _group(module, self._device, denoises=name in DENOISERS)
 
     def execute(self, module: nn.Module, call: ModelCall) -> Any:
-        """Call a module with its weights and its arguments on the device."""
+        """Call a module; with offloading, first move its arguments to the device, and its weights if the kind is `model`.
+
+        These weights stay there until another module is called or `send_home`.
+        """
         if self._kind is Offload.NONE:
             return execute(module, call)
         if self._kind is Offload.MODEL:
@@ -62,7 +65,7 @@ class Offloading:
         return execute(module, msgspec.structs.replace(call, arguments=_moved(call.arguments, self._device)))
 
     def send_home(self) -> None:
-        """Leave no component's weights on the device until the next call."""
+        """Let the component that `execute` brought to the device use its weights in host memory again; do nothing if there is none."""
         if self._here is not None:
             self._here.leave()
             self._here = None

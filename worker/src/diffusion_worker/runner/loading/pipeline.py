@@ -58,7 +58,10 @@ def load_pipeline(config: WorkerConfig, dtype: torch.dtype, *, unread: Placehold
 
 
 def check_pipeline_class(config: WorkerConfig) -> None:
-    """Raise ConfigError if the pipeline class does not exist, before the loaded pipeline is given up for it."""
+    """Raise ConfigError if the configured pipeline class does not exist, is no pipeline, or lacks a library; load no weights.
+
+    Callers ask this before they give up a loaded pipeline.
+    """
     _pipeline_class(config, read_model_index(config.model))
 
 

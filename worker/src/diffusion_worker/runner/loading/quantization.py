@@ -16,10 +16,10 @@ from diffusion_worker.runner.model_call.components import DENOISERS
 
 
 def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the quantization arguments of a component's `from_pretrained`; none if it is not quantized.
+    """Return the quantization arguments of a component's `from_pretrained`; an empty dict without --quantization, or if it is no denoiser.
 
     Raises:
-        ConfigError: this machine cannot compute with such weights.
+        ConfigError: nf4 is asked for without a GPU.
     """
     kind = config.quantization
     if kind is Quantization.NONE or component not in DENOISERS:

@@ -47,7 +47,7 @@ def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeight
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read tensors into host memory one by one, with their names, from a file or from every `*.safetensors` in a folder.
+    """Yield tensors with their names, one by one in host memory, from a file or from every `*.safetensors` in a folder.
 
     Raises:
         RequestError: InvalidRequest, a file cannot be read as safetensors, or the folder has none. It may come after some tensors.

@@ -22,7 +22,7 @@ KINDS: dict[Kind, Callable[[], CacheKind]] = {Kind.FIRST_BLOCK: FirstBlock, Kind
 
 
 def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Module], parallel: Parallel) -> PipelineStepCache | None:
-    """Build the step cache that the worker is configured to use; return None where none is.
+    """Build the configured step cache and hook it onto the pipeline's denoisers; return None, and change nothing, for the kind NONE.
 
     Raises:
         ConfigError: the pipeline cannot have it; the message names the class, the reason and the classes that can.

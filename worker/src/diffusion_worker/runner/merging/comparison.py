@@ -26,7 +26,10 @@ UNFINISHED = "the verification ended before all of its calls were compared"
 
 
 class Comparison(msgspec.Struct):
-    """The outcome: `wrong` if calls as one differ from calls alone, `unknown` if nothing could be shown; both empty if they agree."""
+    """The outcome: `wrong` if calls as one differ from calls alone, `unknown` if nothing could be shown; both empty if they agree.
+
+    `apart` is the largest relative difference that was found, `allowed` the largest that rounding explains.
+    """
 
     wrong: str = ""
     unknown: str = ""
@@ -88,6 +91,6 @@ def apart(found: Any, expected: Any) -> float:
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the difference by the norm of what is expected; infinite where one is no number."""
+    """Return the norm of the difference, divided by that of `expected` unless it is 0; infinite if the difference is not finite."""
     difference, size = float((found - expected).norm()), float(expected.norm())
     return math.inf if math.isnan(difference) or math.isinf(difference) else difference / size if size else difference

@@ -63,7 +63,11 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _changed(value: torch.Tensor, number: int) -> torch.Tensor:
-    """Return other values in the range of an argument: masks differ in their last entries, times are halved, numbers of tokens move."""
+    """Return other values in the range of an argument, of the same shape and dtype; an empty or complex tensor is returned unchanged.
+
+    Masks of two or more dimensions are flipped in their last entries. With fewer dimensions, positive values are halved and others grow by
+    1. Otherwise integers move by 1, and floats get noise from a fixed seed.
+    """
     if value.numel() == 0 or value.is_complex():
         return value
     if value.dim() > 1 and bool(((value == 0) | (value == 1)).all()):

@@ -38,7 +38,7 @@ class Subject(msgspec.Struct, frozen=True):
         return signature_of(self.model_class, self.method) or ""
 
     def verdict(self, **fields: Any) -> MergeVerdict:
-        """Return a verdict about this method with some fields set."""
+        """Return a verdict about this method as it is now; `fields` are the verdict's further fields."""
         name, source = self.model_class.__name__, source_of(self.model_class)
         return MergeVerdict(component=self.component, model=name, method=self.method, signature=self.signature, source=source, **fields)
 
@@ -69,11 +69,14 @@ class Merging:
         return [subject for subject in self._subjects() if self._is_open(subject)]
 
     def has_record(self, subject: Subject) -> bool:
-        """Return whether a method is merged because of a valid record of its class."""
+        """Return whether a method's class has a valid record for it; a verdict may still keep its calls apart."""
         return self._trusted(subject.model_class, subject.method).ok
 
     def adopt(self, verdicts: Sequence[MergeVerdict]) -> None:
-        """Follow verdicts from now on; those about another class, signature or source are ignored."""
+        """Follow verdicts from now on.
+
+        Verdicts about another class, signature or source are ignored, and those about methods that `verify` leaves to their records.
+        """
         for subject in self._subjects():
             for verdict in verdicts:
                 if self._verifies(subject) and subject.fits(verdict):

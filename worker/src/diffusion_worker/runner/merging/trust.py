@@ -21,7 +21,10 @@ class Trust(msgspec.Struct, frozen=True):
 
 
 def trust_in(model_class: Any, method: str) -> Trust:
-    """Judge a method of a class by the record of the class."""
+    """Judge by the record of a class if calls of its `method` may be merged; without a record they may not.
+
+    The record has to be for the class's library, the signature has to equal that on record, and a subclass may not override the method.
+    """
     record = model_record(model_class)
     if not record.name:
         return Trust(False, f"{model_class.__name__} has no record")

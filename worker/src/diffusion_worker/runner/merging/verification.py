@@ -67,10 +67,10 @@ class MergeVerification:
         self._steps = self._verify()
 
     def step(self, *, more: bool) -> list[MergeVerdict] | None:
-        """Take a step: a small request's, or a call of a module. Return None while there is more to do, and `more` is wanted.
+        """Take a step, which runs a small request or a call of a module; return None if `more` is True and more remains to do.
 
-        At the end return what is known about every method to verify. A class with a valid record is not doubted where nothing could be
-        shown, so there is no verdict about it then.
+        Otherwise take the verification as ended, and return verdicts on the methods to verify. A method with a valid record gets none if
+        nothing could be shown about it.
         """
         if more and next(self._steps, self) is None:
             return None
@@ -102,7 +102,10 @@ class MergeVerification:
         return [{}, {"guidance_scale": 1.0}] if isinstance(guidance, int | float) and guidance > 1 else [{}]
 
     def _calls_of(self, spec: RequestSpec, task: Task) -> Generator[None, None, Calls]:
-        """Run the smallest request that the model accepts, and return the first of its calls of each kind; none if it accepts none."""
+        """Run the smallest request that the model accepts; return copies of its first call of each kind that is still to be compared.
+
+        The result is empty if every request fails, or if the request would have to run again by itself.
+        """
         for request in probe_requests(self._model, self._tasks, spec, task):
             self._calls = {}
             output = yield from self._request(request)
@@ -145,7 +148,11 @@ class MergeVerification:
 
 
 def _verdict(subject: Subject, found: dict[str, Comparison], trusted: bool) -> MergeVerdict | None:
-    """Return the verdict by the comparisons of a method's calls, by the kinds of their arguments."""
+    """Return the verdict by the comparisons of a method's calls, which are keyed by kinds of arguments: a wrong one decides.
+
+    If none is wrong, the verdict names the kinds that agree. If nothing was shown, a `trusted` method gets None, any other a verdict with
+    the problem.
+    """
     agreed = {kinds: outcome for kinds, outcome in found.items() if not outcome.wrong and not outcome.unknown}
     if wrong := next((outcome for outcome in found.values() if outcome.wrong), None):
         return subject.verdict(problem=wrong.wrong, apart=wrong.apart, allowed=wrong.allowed)

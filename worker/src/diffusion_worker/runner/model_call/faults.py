@@ -48,7 +48,10 @@ class RankFault(BaseException):
 
 
 def classify(error: BaseException) -> Fault:
-    """Return the fault that an exception stands for: by its class and its words, then by those of its cause."""
+    """Return the fault that an exception stands for: by its class and its words, or else by those of its causes.
+
+    `Fault.REQUEST` means that none of them is known for another fault. A RankFault has its own.
+    """
     if isinstance(error, RankFault):
         return error.fault
     names = {kind.__name__ for kind in type(error).__mro__}

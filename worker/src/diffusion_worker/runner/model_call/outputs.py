@@ -93,7 +93,7 @@ def unstacked(output: Any) -> Any:
 
 
 def is_plain(output: Any) -> bool:
-    """Return whether an output consists of tensors only, so that copying them copies it."""
+    """Return whether an output consists only of tensors and None, in dicts, lists and tuples, so that copying the tensors copies it."""
     if isinstance(output, dict):
         return all(map(is_plain, output.values()))
     if isinstance(output, list | tuple):

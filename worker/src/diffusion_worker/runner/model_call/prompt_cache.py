@@ -41,9 +41,9 @@ class PromptCache:
         self._told: PromptCacheStats | None = None
 
     def key(self, call: ModelCall, adapter: str | None = None) -> Hashable | None:
-        """Return the key of a call; None for a call of something else than a text encoder, or one that cannot be compared.
+        """Return the key of a call of a text encoder, by its arguments' contents and `adapter`, the active adapter's digest.
 
-        `adapter` is the identity of the active adapter, its digest.
+        The result is None for other calls, and for one that cannot be compared or samples text. The latter two are counted as bypassed.
         """
         if call.denoises or not _is_text(call):
             return None
@@ -54,7 +54,10 @@ class PromptCache:
         return call.component, id(call.module), call.method, call.autocast, adapter, parts
 
     def get(self, key: Hashable, *, alone: bool) -> Any | None:
-        """Return a copy of a result, which the caller may change; None without one. With `alone`, results of shared calls do not count."""
+        """Return a copy of a result, which the caller may change, and count a hit; return None, and count nothing, if there is none.
+
+        With `alone`, results of calls that several requests shared do not count as there.
+        """
         kept = self._kept.get(key)
         if kept is None or (alone and not kept.alone):
             return None
@@ -63,7 +66,7 @@ class PromptCache:
         return _copy(kept.output)
 
     def put(self, key: Hashable, output: Any, *, alone: bool) -> None:
-        """Store clones of the tensors in `output`, and evict old entries until both limits hold.
+        """Store clones of the tensors in `output`, count a miss, and evict old entries until both limits hold.
 
         With `alone` the encoder ran for this request only. An output over `max_bytes`, or with something else than tensors in it, is not
         stored and counts as bypassed.
@@ -84,11 +87,11 @@ class PromptCache:
         return sum(kept.size for kept in self._kept.values())
 
     def clear(self) -> None:
-        """Forget everything; the counts go on."""
+        """Forget all results; the counts go on."""
         self._kept.clear()
 
     def reset(self) -> None:
-        """Forget everything, and the counts too."""
+        """Forget all results, and set the counts to 0."""
         self.clear()
         self._hits = self._misses = self._bypassed = 0
 
@@ -97,7 +100,7 @@ class PromptCache:
         return PromptCacheStats(len(self._kept), self._entries, self._hits, self._misses, self._bypassed)
 
     def news(self) -> PromptCacheStats | None:
-        """Return the counts, or None if they are those that this returned last."""
+        """Return the current counts, or None if they equal those that the last call with a result returned."""
         now = self.stats()
         if now == self._told:
             return None
