@@ -22,7 +22,10 @@ OUTPUT = Path("bench-output")
 
 
 def report(goal: str, measured: Measured, *, tiny: bool = False, device: str = "cpu") -> dict[str, object]:
-    """Return the last line of a goal, and write its samples to a file; samples of tiny runs have a folder of their own."""
+    """Return the last line of a goal, and write its samples to a file, over those of an earlier run.
+
+    Samples of tiny runs have a folder of their own. The line has the machine's cores and load beside the figures.
+    """
     folder = OUTPUT / "tiny" if tiny else OUTPUT
     folder.mkdir(parents=True, exist_ok=True)
     samples = folder / f"{goal}.json"
@@ -42,7 +45,10 @@ def report(goal: str, measured: Measured, *, tiny: bool = False, device: str = "
 
 
 def main(arguments: list[str]) -> int:
-    """Run the goals named, or all."""
+    """Run the goals named, or all that run on the device, and print a line of JSON for each.
+
+    Returns 0, or 1 for an unknown goal or at the first measurement that fails; goals after it are not run.
+    """
     options = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures; each goal ends with one line of JSON.")
     options.add_argument("goals", nargs="*", metavar="GOAL", help=f"all by default; there are {', '.join(GOALS)}")
     options.add_argument("--tiny", action="store_true", help="seconds for each, to see that it runs; the figures mean nothing")

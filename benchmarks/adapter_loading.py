@@ -54,7 +54,7 @@ TARGETS_OF = {
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Blocks of each of FLUX's two kinds, switches, and the pairs."""
+    """The size of a run: blocks of each of FLUX's two kinds, switches of slots, and plans for the pairs of loads and of copies."""
 
     layers: int = 19
     single_layers: int = 38
@@ -68,7 +68,10 @@ TINY = Size(layers=1, single_layers=1, switches=3, plan=TINY_PLAN, copies=TINY_P
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Median ratios of adjacent pairs; microseconds are the median, too."""
+    """Measure loads of an adapter, its activation, switches of slots, and stalls of steps.
+
+    Figures are medians: ratios over adjacent pairs, and microseconds over all switches. Sets one torch thread for the process.
+    """
     size = TINY if tiny else Size()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +100,7 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def _small(size: Size) -> Any:
-    """FLUX's blocks, all of them, with small layers."""
+    """Build FLUX's blocks, as many as `size` says, with small random layers that are always the same; in evaluation mode."""
     sizes = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 64, "pooled_projection_dim": 64}
     blocks = {"num_layers": size.layers, "num_single_layers": size.single_layers}
     torch.manual_seed(0)
@@ -109,7 +112,7 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _write(file: Path, size: Size) -> int:
-    """Write an adapter as diffusers saves it; return its number of modules."""
+    """Write an adapter of random factors, the same each time, as diffusers saves it; return its number of modules."""
     adapter = random_adapter(_linears(_small(size)), seed=1)
     tensors = {}
     for name, factors in adapter.modules.items():
@@ -132,7 +135,10 @@ def _activate(layers: AdapterLayers, slot: int, adapter: HostAdapter) -> None:
 
 
 def _first_loads(file: Path, size: Size) -> Pairs:
-    """Ours between two loads into models that have no adapter yet. Ours once into layers that had one, and once into such that had none."""
+    """Time our load of the file between two of diffusers' `load_lora_adapter`, into a model without any adapter each.
+
+    Ours is timed twice: into layers that had an adapter before, which is the figure `s`, and into layers that had none, `unwrapped_s`.
+    """
     served = _layers(_small(size))
     _load(served, file)
 
@@ -149,7 +155,10 @@ def _first_loads(file: Path, size: Size) -> Pairs:
 
 
 def _hotswaps(file: Path, size: Size) -> Pairs:
-    """Ours between two hotswaps. Each is the fastest of three in a row, as both are faster when asked for again."""
+    """Time our load of the file between two hotswaps of diffusers, all into models that have the adapter already.
+
+    Each is the fastest of three in a row, because both are faster when repeated.
+    """
     served, model = _layers(_small(size)), _small(size)
     _load(served, file)
     model.load_lora_adapter(str(file), adapter_name="adapter")
@@ -186,7 +195,10 @@ def _of_size(shell: nn.Module) -> LoRACheckpoint:
 
 
 def _switches(size: Size) -> list[dict[str, float]]:
-    """From the adapters of one call to others that no call had before."""
+    """Time how long it takes to enter the rows of a call whose slots and scales differ from those of the call before.
+
+    Each sample is one switch of eight rows over four slots, in microseconds.
+    """
     model = _small(size)
     layers, adapter = _layers(model, slots=4), random_adapter(_linears(model), seed=3)
     for slot in range(4):

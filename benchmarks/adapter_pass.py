@@ -42,7 +42,10 @@ BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Worker:
-    """A WorkerClient over one worker in memory, which takes every call, and its watch."""
+    """A stand-in for the operator's worker client and watch: one worker in memory with all adapters loaded.
+
+    It takes a put of an adapter and changes its scale. Reading its state, removing, sleeping, waking and draining are not implemented.
+    """
 
     def __init__(self, adapters: int) -> None:
         records = [_record(name) for name in _names(adapters)]
@@ -62,10 +65,10 @@ class Worker:
         raise NotImplementedError
 
     def forget_pod(self, ip: str, pod_uid: str) -> None:
-        """There is one worker, which stays."""
+        """Do nothing: the only worker stays."""
 
     def expect_proof(self, ip: str, pod_uid: str) -> None:
-        """There is one worker."""
+        """Do nothing: the only worker proves nothing."""
 
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
         raise NotImplementedError
@@ -90,7 +93,10 @@ class Worker:
 
 
 class Bed:
-    """A deployment of one replica, which has loaded all of so many adapters."""
+    """A deployment of one replica whose worker has loaded `adapters` adapters, and the operator's runtime over objects in memory.
+
+    `begin` creates the objects; `settle` has to follow before passes are measured.
+    """
 
     def __init__(self, adapters: int) -> None:
         self.now = BEGIN
@@ -126,7 +132,11 @@ class Bed:
         self.objects.change(POD, NAMESPACE, f"{NAME}-0-0", spec={"nodeName": "node", "containers": [container]}, status=status)
 
     async def settle(self) -> None:
-        """Until a pass writes nothing and wakes nobody."""
+        """Run passes until one writes nothing, sends nothing to the worker and wakes nobody.
+
+        Raises:
+            RuntimeError: 20 passes were not enough.
+        """
         for _ in range(20):
             before = self.objects.writes + self.worker.puts + self.woken
             await self.one_pass()
@@ -135,7 +145,10 @@ class Bed:
         raise RuntimeError("expected passes that find nothing new, found writes after 20 of them")
 
     async def one_pass(self) -> float:
-        """Seconds; it begins long after the one before."""
+        """Run one pass over the deployment, 20 s later by the test's clock, and return its seconds.
+
+        The calls to the worker that it began are awaited, but not counted.
+        """
         self.now += timedelta(seconds=20)
         begun = time.perf_counter()
         await reconcile(self.runtime, deployment_key(NAMESPACE, NAME))
@@ -144,7 +157,11 @@ class Bed:
         return seconds
 
     async def after_a_change(self) -> float:
-        """Return the seconds of a pass that finds another scale of one adapter and sends it to the worker."""
+        """Change one adapter's scale, and return the seconds of the pass that sends it to the worker.
+
+        Raises:
+            RuntimeError: the pass made another number of calls than one.
+        """
         name, puts = _names(1)[0], self.worker.puts
         scale = "0.5" if puts % 2 == 0 else "1.0"
         spec = {"deploymentRef": {"name": NAME}, "source": {"path": f"/loras/{name}"}, "defaultScale": scale}
@@ -155,7 +172,7 @@ class Bed:
         return seconds
 
     async def write_statuses(self, adapters: int) -> float:
-        """Seconds that all adapters' own passes take."""
+        """Run the own pass of each adapter, one after another, and return the seconds that all take together."""
         begun = time.perf_counter()
         for name in _names(adapters):
             await reconcile(self.runtime, adapter_key(NAMESPACE, name))
@@ -163,7 +180,13 @@ class Bed:
 
 
 async def _sampled(adapters: int, passes: int) -> dict[str, list[float]]:
-    """Milliseconds."""
+    """Return the milliseconds of each kind of pass over a deployment with so many adapters.
+
+    Kinds: the first, the longest turn in it, passes that find nothing new, passes after one change, and the adapters' own, twice.
+
+    Raises:
+        RuntimeError: something was written where nothing had changed, or the passes do not settle.
+    """
     bed = Bed(adapters)
     await bed.begin(adapters)
     first_s, turn_s = await _watched(bed.one_pass)
@@ -185,7 +208,7 @@ async def _sampled(adapters: int, passes: int) -> dict[str, list[float]]:
 
 
 async def _watched(work: Callable[[], Awaitable[float]]) -> tuple[float, float]:
-    """Seconds of the work, and of its longest turn."""
+    """Run some work and return two times in seconds: what the work returned, and the longest for which it kept other tasks waiting."""
     done, longest = False, 0.0
 
     async def others() -> None:
@@ -206,7 +229,10 @@ async def _watched(work: Callable[[], Awaitable[float]]) -> tuple[float, float]:
 
 
 def samples(*, tiny: bool = False) -> dict[str, list[float]]:
-    """Every sample in milliseconds, by figure."""
+    """Measure passes over few adapters and over many; return every sample in milliseconds, by the figure's name.
+
+    Names are those of 500 and 20,000 adapters, also in a tiny run, which has fewer.
+    """
     few, many, passes = (5, 60, 2) if tiny else (PER_PASS, MANY, PASSES)
     found = {f"{name}_500_ms": times for name, times in asyncio.run(_sampled(few, passes)).items()}
     return found | {f"{name}_20000_ms": times for name, times in asyncio.run(_sampled(many, passes)).items()}

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class StallSize(msgspec.Struct, frozen=True):
-    """Samples of each kind, adapters whose memory is counted, and ranks."""
+    """The size of a run: samples of each kind, the number of adapters whose memory is counted, and the numbers of ranks to measure with."""
 
     samples: int = 5
     adapters: int = 100
@@ -48,7 +48,10 @@ TINY = StallSize(samples=1, adapters=2, ranks=(1,))
 
 
 def figures(*, tiny: bool = False) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Medians in milliseconds and the ratio of memory, and every sample."""
+    """Measure with real ranks; return the medians and the ratio of memory, and beside them every sample.
+
+    Each stall is in milliseconds. `step_stall_ms` is the largest median; `host_bytes_ratio` is memory over the bytes of the files.
+    """
     return asyncio.run(_figures(TINY if tiny else StallSize()))
 
 
@@ -72,7 +75,10 @@ async def _figures(size: StallSize) -> tuple[dict[str, float], list[dict[str, fl
 
 
 def _write(folder: Path, times: int) -> Path:
-    """Write the digits' stripes adapter with its rank multiplied: its factors are repeated side by side."""
+    """Make a folder with the digits' stripes adapter at `times` its rank, and return the folder.
+
+    The factors are repeated side by side, so the adapter's effect is the same.
+    """
     folder.mkdir()
     tensors = {
         name: (tensor.repeat(times, 1) if "lora_A" in name else tensor.repeat(1, times) / times).contiguous()
@@ -83,7 +89,10 @@ def _write(folder: Path, times: int) -> Path:
 
 
 class _Worker:
-    """Ranks that make one long image, and what is asked of them beside it."""
+    """Real ranks that make one long image, and the loads and short images that run beside it.
+
+    `longest_s` is the longest step since it was last set to 0.
+    """
 
     def __init__(self, ranks: RankExecutor) -> None:
         self._ranks = ranks
@@ -91,7 +100,11 @@ class _Worker:
         self.longest_s = 0.0
 
     async def tick(self, *join: RequestSpec) -> set[str]:
-        """Take a step of all; returns the images that are done."""
+        """Take one step of all images after these requests joined, and return the ids of those that finished in it.
+
+        Raises:
+            RuntimeError: an image failed.
+        """
         begun = time.perf_counter()
         self._ranks.broadcast_tick(Tick(next(self._number), list(join)))
         report = await self._ranks.next_report(DEADLINE_S)
@@ -101,14 +114,18 @@ class _Worker:
         return {done.request_id for done in report.done.finished}
 
     async def while_stepping(self, work: Awaitable[T]) -> T:
-        """Take steps until something else is done."""
+        """Take steps until `work` is done, and return its result."""
         task = asyncio.ensure_future(work)
         while not task.done():
             await self.tick()
         return await task
 
     async def load(self, path: Path, number: int) -> None:
-        """Load an adapter as the engine does."""
+        """Prepare an adapter and load it into the ranks, as the engine does.
+
+        Raises:
+            RuntimeError: a rank could not load it.
+        """
         request: dict[str, object] = {"lora_name": path.name, "lora_int_id": number, "lora_path": str(path), "lora_root": None}
         prepared = await self._ranks.prepare_adapter(request, {}, timeout_s=DEADLINE_S)
         try:
@@ -119,14 +136,17 @@ class _Worker:
             raise RuntimeError(f"expected an adapter, found {failed}")
 
     async def image(self, number: int) -> None:
-        """Make an image with an adapter, beside the long one."""
+        """Make a short image with the loaded adapter `number`, beside the long one, and return when it is finished."""
         name = f"styled-{next(self._number)}"
         done = await self.tick(_request(name, STEPS, [LoRAUse(number, 1.0)]))
         while name not in done:
             done = await self.tick()
 
     async def stall(self, path: Path, number: int) -> float:
-        """Milliseconds that a put and the first use stop a step longer than a use does."""
+        """Load an adapter and use it at once; return by how many milliseconds the longest step then exceeds that of a mere use.
+
+        The use alone is measured right afterwards, for as long; the result may be negative.
+        """
         begun, self.longest_s = time.perf_counter(), 0.0
         await self.while_stepping(self.load(path, number))
         await self.image(number)
@@ -158,7 +178,10 @@ def _request(name: str, steps: int, loras: list[LoRAUse]) -> RequestSpec:
 
 
 async def _host_bytes(path: Path, adapters: int) -> float:
-    """Memory of all processes for many adapters of other bytes, over the bytes of their files."""
+    """Return the memory that `adapters` loaded adapters take in all processes, over the bytes of their files.
+
+    The file in `path` is changed before each load, so no two adapters are equal. Two loads before are not counted.
+    """
     async with _worker(1, max_cached_loras=adapters + 3) as worker:
         for number in range(1, adapters + 3):
             if number == 3:
@@ -173,7 +196,7 @@ def _file(folder: Path) -> Path:
 
 
 def _change(folder: Path, number: int) -> None:
-    """Have other bytes in an adapter."""
+    """Add a small constant that depends on `number` to one tensor of the adapter's file, so that its content differs."""
     tensors = load_file(_file(folder))
     first = min(tensors)
     tensors[first] = tensors[first] + torch.tensor(number / 4096)
@@ -181,7 +204,10 @@ def _change(folder: Path, number: int) -> None:
 
 
 def _held_bytes() -> int:
-    """Memory that this process and its descendants hold by themselves, and what of adapters they share: that counts once."""
+    """Return the private memory of this process and its descendants, plus that of shared adapters, counted once.
+
+    A process that has ended meanwhile counts nothing.
+    """
     pids = _family()
     shared = {}
     own = 0

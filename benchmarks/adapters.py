@@ -45,7 +45,7 @@ SMALL = Shape(heads=2, head_dim=32, layers=2, single_layers=4, tokens=16, text_t
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Both models, and the pairs that are judged; for the record a few are enough."""
+    """The size of a run: both models, the plan for pairs that are judged, and the plan for those that are only recorded."""
 
     wide: Shape
     small: Shape = SMALL
@@ -58,7 +58,10 @@ TINY = Size(wide=SMALL, plan=TINY_PLAN, record=TINY_PLAN)
 
 @torch.inference_mode()
 def measure(*, tiny: bool = False, device: str = "cpu") -> Measured:
-    """Throughputs as median ratios of adjacent pairs."""
+    """Measure a batch with an adapter for each row against the same batch without, and against a call for each row.
+
+    Each figure is a median ratio of adjacent pairs, as throughput: 1 means as fast. Sets one torch thread for the process.
+    """
     torch.set_num_threads(1)
     return _measure(torch.device(device), tiny=tiny)
 
@@ -193,7 +196,10 @@ def _call(layers: AdapterLayers, model: nn.Module, given: dict[str, Any], uses: 
 
 
 def _pairs(ways: Ways, baseline: str, ours: str, *, device: torch.device, plan: Plan) -> Pairs:
-    """Take a way between two calls of another; both ran before. On a CPU in CPU time."""
+    """Measure the way named `ours` between two calls of the way named `baseline`; each ran once before.
+
+    They are judged by CPU time on a CPU, and by the clock on a GPU.
+    """
     for way in (baseline, ours):
         ways[way]()
     by = "cpu_s" if device.type == "cpu" else "s"

@@ -40,7 +40,7 @@ RankProgram = Callable[[int, Endpoints, Connection], None]
 
 
 class BenchmarkRanks(StandInRanks):
-    """A rank group on the real wire, whose processes somebody else started; counts the messages it sends."""
+    """The server's end of a rank group on the real wire, whose processes are started elsewhere. It counts the ticks that it sends."""
 
     def __init__(self, wire: ServerEnd) -> None:
         super().__init__()
@@ -53,7 +53,11 @@ class BenchmarkRanks(StandInRanks):
         self._wire.send(tick, frames)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
-        """Rank 0's answer."""
+        """Wait for rank 0's answer to the oldest tick without one, and return it.
+
+        Raises:
+            TimeoutError: it did not come within `timeout_s`, or within the benchmark's deadline.
+        """
         async with asyncio.timeout(min(timeout_s, DEADLINE_S)):
             message, frames = await self._wire.receive()
         assert isinstance(message, TickDone)
@@ -108,7 +112,10 @@ def _run(what: str, work: Coroutine[Any, Any, T]) -> T:
 
 
 class _RankProcesses:
-    """Rank processes of a benchmark; leaving the block collects them, and kills them where it is left by an error."""
+    """Rank processes of a benchmark, started when the block begins. When it ends, they are awaited, and killed after the deadline.
+
+    They are killed at once if the block ends by an error.
+    """
 
     def __init__(self, program: RankProgram, endpoints: Endpoints) -> None:
         context = multiprocessing.get_context("spawn")
@@ -119,7 +126,11 @@ class _RankProcesses:
         ]
 
     def results(self) -> list[Any]:
-        """Return the results that the ranks sent at their end; raises RuntimeError where one is not there in time."""
+        """Wait for the one result that each rank sends at its end, and return them in the order of ranks.
+
+        Raises:
+            RuntimeError: a result has not come within the deadline.
+        """
         ends = time.monotonic() + DEADLINE_S
         for rank, result in enumerate(self._results):
             if not result.poll(max(0.0, ends - time.monotonic())):
@@ -138,7 +149,10 @@ class _RankProcesses:
 
 
 async def _stalls(*, steps: int) -> tuple[list[list[float]], float]:
-    """For each rank the seconds that it waited before each tick; and messages a tick."""
+    """Return the seconds that each rank waited before each tick, and the number of messages sent for each tick received.
+
+    The first and last ticks are left out of the waits.
+    """
     wire = ServerEnd()
     try:
         with _RankProcesses(_ticking_rank, wire.endpoints) as ranks:
@@ -153,7 +167,11 @@ async def _stalls(*, steps: int) -> tuple[list[list[float]], float]:
 
 
 async def _make_images(group: RankGroup, *, steps: int) -> None:
-    """Run requests of so many steps through the step loop to their end; raise RuntimeError if the loop breaks."""
+    """Make `REQUESTS` images of so many steps through the step loop, and return when all are made.
+
+    Raises:
+        RuntimeError: the loop broke.
+    """
     broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     loop = StepLoop(group, max_batch_size=REQUESTS, tick_timeout_s=DEADLINE_S, broken=broken.set_result)
     specs = [RequestSpec(request_id=str(name), prompt="a red digit seven", seed=name, steps=steps) for name in range(REQUESTS)]
@@ -172,14 +190,17 @@ async def _make_images(group: RankGroup, *, steps: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this rank if its benchmark was killed."""
+    """Exit this rank's process with status 1 if the benchmark that started it is dead; else do nothing."""
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         sys.exit(1)
 
 
 def _ticking_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
-    """Take 20 ms for each tick, end requests after their steps, and report the wait before each tick."""
+    """Be a rank until a message comes that is no tick; then send the waits before each tick into `result`, in seconds.
+
+    Each tick takes 20 ms of sleep. A request ends after its steps. Rank 0 answers each tick and hands out three bytes for an image.
+    """
     waits: list[float] = []
     left: dict[str, int] = {}
     with RankEnd(endpoints) as wire:
@@ -204,7 +225,10 @@ def _ticking_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
 
 
 async def _round_trips(count: int) -> list[float]:
-    """Seconds from a tick's sending to the answers of all ranks, by our wire."""
+    """Return the seconds of each round trip by our wire: from the sending of a tick until all ranks have answered.
+
+    The first `WARM_UP` of them are left out.
+    """
     wire = ServerEnd()
     try:
         with _RankProcesses(_echoing_rank, wire.endpoints):
@@ -223,7 +247,7 @@ async def _round_trips(count: int) -> list[float]:
 
 
 def _tick(number: int) -> Tick:
-    """About 500 bytes: one request joins, eight advance."""
+    """Make a tick of about 500 bytes when encoded: one request joins, eight advance."""
     spec = RequestSpec(request_id="f" * 32, prompt="a red digit seven " * 6, seed=number, height=1024, width=1024, steps=28)
     return Tick(number, [spec], [], [f"{name}" * 32 for name in range(8)])
 
@@ -236,7 +260,10 @@ def _echoing_rank(rank: int, endpoints: Endpoints, result: Connection) -> None:
 
 
 async def _pickled_round_trips(count: int) -> list[float]:
-    """Time the same round trips with PUB/SUB and pickle, as a plain loop would make them."""
+    """Return the seconds of the same round trips with ZeroMQ's PUB/SUB and pickle in place of our wire.
+
+    The first `WARM_UP` of them are left out.
+    """
     context = _bounded_context()
     with tempfile.TemporaryDirectory() as folder:
         endpoints = Endpoints(f"ipc://{folder}/broadcast", f"ipc://{folder}/answers")
@@ -261,7 +288,7 @@ async def _pickled_round_trips(count: int) -> list[float]:
 
 
 def _bounded_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Make a context whose sockets raise when they wait past the deadline, so that their process ends."""
+    """Make a ZeroMQ context whose sockets raise `zmq.Again` when a send or receive waits past the deadline."""
     context = zmq.Context()
     context.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
     context.setsockopt(zmq.SNDTIMEO, int(DEADLINE_S * 1000))

@@ -28,10 +28,10 @@ BODY = {"prompt": "a red digit seven", "size": "64x64", "seed": 1, "num_inferenc
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Medians of the rounds, and the worst of them.
+    """Measure on the development cluster; figures are medians of the rounds, and the worst time beyond the wake.
 
     Raises:
-        RuntimeError: there is no cluster, or a request was not served.
+        RuntimeError: there is no cluster, the deployment does not get ready, or a request was not served.
     """
     try:
         with stage(NAMESPACE) as set_up:
@@ -41,11 +41,11 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def measure_on(kubectl: Kubectl, *, rounds: int) -> Measured:
-    """Measure in a namespace that has an operator, and leave the deployment there.
+    """Apply the deployment in a namespace that has an operator, measure there, and leave it there.
 
     Raises:
-        DemoFailed: the deployment does not get ready in time.
-        RuntimeError: for the reasons that `measure` raises it for.
+        DemoFailed: the deployment does not get ready or asleep in time.
+        RuntimeError: a request was not served, or did not wake the model.
     """
     kubectl.apply(MANIFEST)
     wait_for(kubectl, DEPLOYMENT, Wanted("Ready", "True", ["Serving"]), deadline_s=START_S)
@@ -66,7 +66,11 @@ def measure_on(kubectl: Kubectl, *, rounds: int) -> Measured:
 
 
 def _round(kubectl: Kubectl) -> dict[str, float]:
-    """Send a request to the sleeping deployment, and another after it, awake."""
+    """Put the deployment to sleep, send it a request, and then another while it is awake; return milliseconds of both.
+
+    Raises:
+        RuntimeError: the first request did not wake the model.
+    """
     pod = _asleep(kubectl)
     before = read_state(kubectl, pod)["lastOperation"]
     cold = _ask(kubectl, pod)
@@ -84,7 +88,11 @@ def _round(kubectl: Kubectl) -> dict[str, float]:
 
 
 def _asleep(kubectl: Kubectl) -> str:
-    """Put the model to sleep by the spec, wait until a request would wake it, and return the pod's name."""
+    """Put the model to sleep by the spec, then set the policy by which a request wakes it; return the only pod's name.
+
+    Raises:
+        RuntimeError: the worker reports another policy, or is not asleep.
+    """
     for policy, wanted in (("Asleep", Wanted("Awake", "False", ["AllAsleep"])), ("OnIdle", Wanted("Ready", "True", ["AsleepWakeable"]))):
         kubectl.patch(DEPLOYMENT, {"spec": {"sleep": {"policy": policy}}})
         wait_for(kubectl, DEPLOYMENT, wanted, deadline_s=SLEEP_S)
@@ -105,7 +113,7 @@ def _ask(kubectl: Kubectl, pod: str) -> dict[str, float]:
 
 
 def _cold_start_s(kubectl: Kubectl) -> float:
-    """From the pod's creation to its being ready, in whole seconds as Kubernetes counts."""
+    """Return the seconds from the pod's creation until it was last found ready; Kubernetes counts whole ones."""
     (pod,) = _pods(kubectl)
     ready = next(one for one in pod["status"]["conditions"] if one["type"] == "Ready")
     return (

@@ -33,7 +33,7 @@ TARGETS = {"vs_static_batch": ">= 0.95", "vs_serial_saturated": ">= 0.98", "vs_s
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Requests of a run and of a saturated one, and the pairs of each comparison."""
+    """The size of a run: requests of the joining run, requests of the saturated run, and the plan for the pairs of each comparison."""
 
     requests: int = 160
     large_requests: int = 8
@@ -44,7 +44,10 @@ TINY = Size(requests=32, large_requests=2, plan=TINY_PLAN)
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Measure our steps per second against the best static batch, and against one request after another."""
+    """Measure our time per row of a step against the best static batch, and against one request after another.
+
+    Ratios are throughputs: above 1 ours is faster.
+    """
     size = TINY if tiny else Size()
     with TinyDevice() as device:
         for side, batch in itertools.product((SMALL_SIDE, LARGE_SIDE), (1, 2)):
@@ -73,7 +76,7 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def _joined(what: str, device: TinyDevice, learned: StepScheduler, best: int, size: Size) -> Pairs:
-    """Ours, with other lengths each time, between two rounds of the best static batch."""
+    """Compare our scheduler, on waiting requests in another order each time, with a static batch of `best` requests before and after."""
     seeds = itertools.count(1)
     return take_pairs(
         what,
@@ -96,7 +99,10 @@ def _saturated(device: TinyDevice, size: Size) -> Pairs:
 
 
 def _static(device: TinyDevice, batch: int, size: Size) -> Times:
-    """Seconds per row of a step, of full batches that start and end together, from about as many requests as ours has."""
+    """Return the seconds per row of a step when groups of `batch` equal requests start and end together.
+
+    It makes about half as many requests as `size` has for ours, and one group at least.
+    """
     groups = max(1, size.requests // 2 // batch)
     seconds = 0.0
     for group in range(groups):
@@ -106,7 +112,10 @@ def _static(device: TinyDevice, batch: int, size: Size) -> Times:
 
 
 def _joining(count: int, seed: int) -> list[Arrival]:
-    """Make waiting requests of different lengths, so that each joins while others are in the middle of their steps."""
+    """Make `count` requests of different lengths that all wait from the start, shuffled by `seed`.
+
+    Each can join while others are in the middle of their steps.
+    """
     rng = random.Random(seed)
     lengths = [LENGTHS[n % len(LENGTHS)] for n in range(count)]
     rng.shuffle(lengths)
@@ -114,7 +123,13 @@ def _joining(count: int, seed: int) -> list[Arrival]:
 
 
 def _run(policy: Policy, arrivals: list[Arrival], device: TinyDevice, *, full_batch: bool = False) -> Times:
-    """Seconds per row of a step; with `full_batch` while anybody waits: how a batch runs empty at the end belongs to no steady state."""
+    """Replay the arrivals and return the seconds per row of a step.
+
+    With `full_batch`, ticks from the last join on are left out: a batch that runs empty is no steady state.
+
+    Raises:
+        RuntimeError: a request was not answered.
+    """
     outcome = replay(policy, arrivals, device)
     if len(outcome.latency_s) != len(arrivals):
         raise RuntimeError(f"{len(arrivals) - len(outcome.latency_s)} requests were not answered")

@@ -6,10 +6,12 @@ import subprocess
 
 
 def next_line(process: subprocess.Popen[str], *, within_s: float) -> str:
-    """Return the next line that a process prints, without the line's end. The process prints one line for each question.
+    """Wait for the next line that a process prints, and return it without the line's end.
+
+    The process has to print exactly one line for each question: further lines that were read with it are not noticed.
 
     Raises:
-        RuntimeError: it ended, or said nothing in time.
+        RuntimeError: the process ended, or printed nothing within `within_s`.
     """
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], within_s)[0]:
@@ -20,7 +22,7 @@ def next_line(process: subprocess.Popen[str], *, within_s: float) -> str:
 
 
 def end(process: subprocess.Popen[str], *, within_s: float) -> None:
-    """Close its input, wait for its end, and kill what does not."""
+    """Close the process's input and wait for its end; kill it if it has not ended after `within_s`."""
     if process.stdin is not None:
         process.stdin.close()
     try:

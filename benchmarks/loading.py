@@ -50,7 +50,7 @@ TARGETS = {"load_vs_raw_read": ">= 0.9", "speedup_vs_from_pretrained": ">= 2", "
 
 
 class Size(msgspec.Struct, frozen=True):
-    """The transformer, the pairs, and how often each way is run that is for the record."""
+    """The size of a run: settings of the larger transformer, the plan for the pairs, and runs of each way that is only recorded."""
 
     larger: Mapping[str, int] = msgspec.field(default_factory=lambda: LARGER)
     # A disk and every core are asked for seconds: on a shared machine the halves are seldom nearer. The median of several pairs is.
@@ -62,7 +62,10 @@ TINY = Size(larger={"num_layers": 1}, plan=TINY_PLAN, record=1)
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Ratios of adjacent pairs; every pair is a sample."""
+    """Write a model, and measure our load of it against a plain read and against `from_pretrained`.
+
+    Ratios are speeds: above 1 ours is faster. Sets the number of torch threads for the process.
+    """
     size = TINY if tiny else Size()
     torch.set_num_threads(usable_cores())
     with tempfile.TemporaryDirectory() as place:
@@ -87,7 +90,7 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 class _Files:
-    """The model's folder and the files of its weights; `size` is their bytes."""
+    """The model's folder, the files of its weights, and `size`, the bytes of all these files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,7 +98,7 @@ class _Files:
         self.size = sum(file.stat().st_size for file in self.all)
 
     def time(self, prepare: Callable[[list[Path]], None], run: Callable[[], Any], sizes: int) -> Times:
-        """Time a load that needs so many times the files' bytes; `prepare` makes the files cold or warm."""
+        """Time `run` after two preparations: `prepare` makes the files cold or warm, and memory of `sizes` times their bytes is touched."""
         prepare(self.all)
         _touch_memory(sizes * self.size)
         times = timed(run)
@@ -104,7 +107,7 @@ class _Files:
 
 
 def _record(files: _Files, rounds: int) -> dict[str, float]:
-    """Seconds of ways that nothing is held against."""
+    """Return the seconds of loads that no target is set for, by name; each is the fastest of `rounds` runs."""
     folder = files.folder
     ways: dict[str, tuple[Callable[[list[Path]], None], Callable[[], Any], int]] = {
         "cold_from_pretrained": (drop_pages, lambda: _from_pretrained(folder, torch.float32), 2),
@@ -131,7 +134,10 @@ def _figures(cold: Pairs, warm: Pairs, record: dict[str, float], size: int) -> d
 
 
 def make_model(folder: Path, larger: Mapping[str, int] = LARGER) -> Path:
-    """Write the digits model with a larger transformer in shards, and all weights in float16."""
+    """Write the digits model to a new folder and return it; its transformer is larger, random, in float16 and in shards.
+
+    All other components are copied as they are. Returns when the files are on the disk.
+    """
     shutil.copytree(DIGITS, folder, ignore=lambda path, names: [name for name in names if Path(path).name == "transformer"])
     config = json.loads((DIGITS / "transformer" / "config.json").read_text()) | larger
     (folder / "transformer" / "config.json").write_text(json.dumps(config))
@@ -155,7 +161,10 @@ def make_model(folder: Path, larger: Mapping[str, int] = LARGER) -> Path:
 
 
 def drop_pages(files: list[Path]) -> None:
-    """Let the system forget what it has read of files."""
+    """Ask the system to drop the pages of these files from its cache, so that the next reading is cold.
+
+    Pages that are not yet written to the disk stay.
+    """
     for file in files:
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -173,7 +182,11 @@ def _touch_memory(size: int) -> None:
 
 
 def plain_read(files: list[Path], size: int) -> HostSlab:
-    """Read files into a fresh mapping, by a few threads."""
+    """Read files, of `size` bytes together, one after the other into a fresh mapping, by four threads; return the mapping.
+
+    Raises:
+        RuntimeError: fewer or more bytes were read.
+    """
     slab = HostSlab(size)
     content: Any = slab.bytes.numpy()
     target, start, jobs = memoryview(content), 0, []
@@ -210,7 +223,7 @@ def _from_pretrained(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _placed(pipeline: Any, folder: Path) -> ModelWeights:
-    """Build a rank's state from the pipeline of `from_pretrained`: weights in slabs, and their mirror in the files."""
+    """Place the weights of a loaded pipeline as a rank holds them: in slabs, with their mirror in the folder's files."""
     weights = ModelWeights(torch.device("cpu"))
     for name, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module):
@@ -219,7 +232,7 @@ def _placed(pipeline: Any, folder: Path) -> ModelWeights:
 
 
 def _touched(pipeline: Any) -> Any:
-    """Read everything that was only mapped, as a first step would."""
+    """Read a byte of each page of all weights, so that mapped files are really read; return the pipeline."""
     for part in pipeline.components.values():
         for parameter in part.parameters() if isinstance(part, torch.nn.Module) else ():
             parameter.view(-1).view(torch.uint8)[:: os.sysconf("SC_PAGE_SIZE")].sum()
@@ -227,7 +240,7 @@ def _touched(pipeline: Any) -> Any:
 
 
 def _peak_of(run: Callable[[], Any]) -> int:
-    """Bytes by which the resident memory of this process was at most larger than before."""
+    """Run something, and return by how many bytes the resident memory of this process grew at most. The call's result is dropped."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _status_bytes("VmRSS")
     made = run()

@@ -32,7 +32,7 @@ TARGETS = {"small_p99_gain": ">= 10", "large_p99_ratio": ">= 0.8", "throughput_r
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Arrivals of a run on real steps and of one on measured costs, and the pairs."""
+    """The size of a run: arrivals on real steps, arrivals on measured costs, requests made alone, and the plan for the pairs."""
 
     arrivals: int = 320
     virtual: int = 5000
@@ -46,7 +46,10 @@ TINY = Size(arrivals=24, virtual=48, alone=1, plan=TINY_PLAN)
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Tail latencies of both classes and the time the device worked, as ratios to first come, first served."""
+    """Measure our scheduler against first come, first served: tail latencies of both classes, and the time the device worked.
+
+    In each ratio more than 1 means that ours is better.
+    """
     size = TINY if tiny else Size()
     with TinyDevice() as device:
         for side, steps in (SMALL, LARGE):
@@ -67,7 +70,7 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def _service_s(device: TinyDevice, side: int, steps: int, *, rounds: int) -> float:
-    """Return the seconds of a request alone."""
+    """Return the seconds of a request that has the device to itself: the fastest of `rounds` runs."""
     return min(sum(done.seconds for done in device.run_together([request("alone", side=side, steps=steps)])) for _ in range(rounds))
 
 
@@ -109,7 +112,7 @@ def _p99(outcome: Outcome, kind: str) -> float:
 
 
 def _costs(device: TinyDevice) -> dict[tuple[int, int], float]:
-    """Seconds of a step by side and batch."""
+    """Measure the median seconds of a step, by pixels of a side and number of requests in the batch."""
     costs = {}
     for side, _ in (SMALL, LARGE):
         for batch in range(1, BATCH + 1):

@@ -29,7 +29,7 @@ PROMPT = "a red digit seven"
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Steps of an image, pixels of a side for each model, and the pairs."""
+    """The size of a run: steps of an image, pixels of a side for each of the two models, and the plan for the pairs."""
 
     steps: int = 10
     digits: int = 32
@@ -41,7 +41,10 @@ TINY = Size(steps=2, larger=32, plan=TINY_PLAN)
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Measure the overhead ratio of both models, and return the larger ratio beside them."""
+    """Measure the engine's time over diffusers' own for both models; `overhead_ratio` is the larger of the two ratios.
+
+    Sets one torch thread for the process.
+    """
     size = TINY if tiny else Size()
     torch.set_num_threads(1)
     parallel = _one_rank()
@@ -86,7 +89,7 @@ def _pairs(name: str, parallel: Parallel, size: Size) -> Pairs:
 
 
 def _larger(small: Any) -> SD3Transformer2DModel:
-    """Ten times the parameters, for the same prompts and latents."""
+    """Build a transformer with ten times the parameters of `small`, random, for the same prompts and latents; in evaluation mode."""
     torch.manual_seed(0)
     config = dict(small.config) | {"num_layers": 6, "num_attention_heads": 8, "attention_head_dim": 48, "caption_projection_dim": 384}
     made: SD3Transformer2DModel = SD3Transformer2DModel.from_config(config)

@@ -21,7 +21,8 @@ Run = Callable[[], Times]
 class Plan(msgspec.Struct, frozen=True):
     """The number of pairs that is wanted, and the bounds of trying.
 
-    `least` of them have to be left. `noise` is how far apart the halves of a baseline may be, as a share of the smaller one.
+    With fewer than `least` good ones the result is an error. At most `at_most` are taken, within about `within_s` seconds.
+    `noise` is how far apart the halves of a baseline may be, as a share of the smaller one.
     """
 
     wanted: int = 9
@@ -56,7 +57,7 @@ class Pair(msgspec.Struct, frozen=True):
         return high / low - 1 if low > 0 else math.inf
 
     def ratio(self, name: str, of: str | None = None) -> float:
-        """Ours over the baseline; `of` is the baseline's name where it has another."""
+        """Return our figure over the baseline's mean; `of` names the baseline's figure if it is another one than `name`."""
         return self.ours[name] / self.baseline(of or name)
 
 
@@ -69,7 +70,7 @@ class Pairs(msgspec.Struct, frozen=True):
     dropped: list[Pair]
 
     def ratio(self, name: str | None = None, of: str | None = None) -> float:
-        """Return the result of the comparison: ours over baseline in each pair that counts, and the median of that.
+        """Return the median, over the pairs that count, of our figure divided by the baseline's.
 
         `name` is by default `by`. `of` names the figure on the baseline's side if it is another one. For times, less than 1 means that ours
         is faster.
@@ -90,12 +91,15 @@ class Pairs(msgspec.Struct, frozen=True):
         return statistics.median(pair.baseline(name) for pair in self.used)
 
     def samples(self) -> list[dict[str, float]]:
-        """Every pair as flat figures; `used` says whether it counted."""
+        """Return every pair as flat figures, those that count first; `used` is 1 for them and 0 for a dropped pair."""
         return [_flat(pair, used=1.0) for pair in self.used] + [_flat(pair, used=0.0) for pair in self.dropped]
 
 
 class Taking:
-    """Decides, pair by pair, what counts and when it is enough. Pure but for the clock, in seconds."""
+    """Decides, pair by pair, if a pair counts and if another is to be taken. The caller runs the work and hands in the times.
+
+    It reads nothing but the clock, which is in seconds and starts when it is made.
+    """
 
     def __init__(self, what: str, *, by: str = "s", plan: Plan | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
@@ -108,19 +112,22 @@ class Taking:
 
     @property
     def number(self) -> int:
-        """The next pair's; the first has 0."""
+        """The number of the next pair, counted from 0 over used and dropped ones."""
         return len(self._used) + len(self._dropped)
 
     @property
     def wants_more(self) -> bool:
-        """Say if another pair is to be taken. Time ends it early only once the least are there."""
+        """Say if another pair is to be taken: false with enough pairs that count, after the most tries, or when the time is up.
+
+        With fewer than the least that count, twice the time is given.
+        """
         if len(self._used) >= self._plan.wanted or self.number >= self._plan.at_most:
             return False
         late_s = self._clock() - self._ends_s
         return late_s < 0 or (len(self._used) < self._plan.least and late_s < self._plan.within_s)
 
     def add(self, before: Times, ours: Times, after: Times) -> None:
-        """Keep a pair, or drop it for its baseline's sake."""
+        """Count a pair, or drop it if the halves of its baseline differ by more than the plan allows."""
         pair = Pair(self.number, before, ours, after)
         (self._used if pair.apart(self._by) <= self._plan.noise else self._dropped).append(pair)
 
@@ -141,7 +148,11 @@ class Taking:
 
 
 def take_pairs(what: str, baseline: Run, ours: Run, *, by: str = "s", plan: Plan | None = None) -> Pairs:
-    """Take pairs until the plan has enough of them; raises as `Taking.done` does."""
+    """Run baseline, ours and baseline again, until the plan has enough pairs, and return them.
+
+    Raises:
+        RuntimeError: too few pairs have a steady baseline: the machine is too busy.
+    """
     taking = Taking(what, by=by, plan=plan)
     while taking.wants_more:
         taking.add(baseline(), ours(), baseline())
@@ -149,7 +160,10 @@ def take_pairs(what: str, baseline: Run, ours: Run, *, by: str = "s", plan: Plan
 
 
 def timed(work: Callable[[], object]) -> Times:
-    """Seconds of some work: `s` by the wall's clock, `cpu_s` of this process, `thread_s` of this thread."""
+    """Run some work and return its seconds: `s` by the wall's clock, `cpu_s` of this process, `thread_s` of this thread.
+
+    The work's result is dropped, after the clocks are read.
+    """
     wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
     made = work()
     times = {"thread_s": time.thread_time() - thread, "cpu_s": time.process_time() - cpu, "s": time.perf_counter() - wall}

@@ -18,7 +18,7 @@ class Needs(StrEnum):
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """A goal, and the module of `benchmarks` that measures it; `minutes` is the time of a full run on two cores.
+    """A goal: the module of `benchmarks` that measures it, the minutes of a full run on two cores, and the things it needs.
 
     The module has a function `measure(*, tiny: bool) -> Measured`. With `takes_device` that function takes `device` too, and a GPU may be
     used.

@@ -20,37 +20,40 @@ TICK_S = 1e-4
 
 
 class Policy(Protocol):
-    """The interface shared by `StepScheduler` and its rivals."""
+    """The interface of a scheduler in a replay, shared by `StepScheduler` and those it is compared with."""
 
     def add(self, spec: RequestSpec, now_s: float) -> None:
         """Queue a request."""
 
     def next_tick(self, now_s: float) -> Tick | None:
-        """Decide the tick to send at this virtual time. None while no request has a step to make, or all wait for company."""
+        """Return the tick to send at this virtual time. None while no request has a step to make, or all wait for company."""
 
     def observe(self, done: TickDone, now_s: float) -> object:
-        """Take the report of the oldest tick that was sent."""
+        """Take the report of the oldest tick that was sent and not yet reported."""
 
     def held_until_s(self) -> float | None:
-        """When somebody stops to wait for company."""
+        """Return the virtual time at which a request stops waiting for others to share its step; None if none waits so."""
 
 
 class Device(Protocol):
-    """The executor of ticks, in order, which reports the time of each."""
+    """The executor of ticks, which takes them in order and reports the seconds of each."""
 
     def execute(self, tick: Tick) -> TickDone:
-        """Run one tick."""
+        """Run one tick and return its report."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A request and when it comes."""
+    """A request, and the virtual time in seconds at which it comes."""
 
     at_s: float
     spec: RequestSpec
 
 
 class Outcome(msgspec.Struct):
-    """The outcome of the arrivals: seconds from arrival to image by request, the ticks, and the time the device worked."""
+    """The outcome of a replay: seconds from arrival to image by request, the ticks with their reports, and the time the device worked.
+
+    A request that failed has no latency. `largest_step` is the most requests denoised in one tick.
+    """
 
     latency_s: dict[str, float] = {}
     ticks: list[Tick] = []
@@ -60,7 +63,10 @@ class Outcome(msgspec.Struct):
 
 
 class VirtualDevice:
-    """Executes ticks in order; a request of n steps takes n + 1 of them, as on the ranks."""
+    """A device that computes nothing: the time of a tick comes from a cost function.
+
+    A request of n steps takes n + 1 ticks, as on the ranks; 50 steps if it names none.
+    """
 
     def __init__(self, cost: Cost, *, fits: Callable[[list[RequestSpec]], bool] = lambda _: True) -> None:
         self._cost = cost
@@ -68,7 +74,7 @@ class VirtualDevice:
         self.left: dict[str, tuple[RequestSpec, int]] = {}
 
     def execute(self, tick: Tick) -> TickDone:
-        """Run a tick; what does not fit in memory is run request by request, and what does not alone fails."""
+        """Run a tick. If its requests do not fit in memory together, each is run alone; one that does not fit alone fails."""
         for name in tick.leave:
             self.left.pop(name, None)
         for spec in tick.join:
@@ -97,7 +103,11 @@ class VirtualDevice:
 
 
 def replay(policy: Policy, arrivals: Sequence[Arrival], device: Device) -> Outcome:
-    """Run until everything is done."""
+    """Replay arrivals against a scheduler and a device, until none is to come, none runs and the scheduler holds none; return the outcome.
+
+    Raises:
+        RuntimeError: a request finished twice.
+    """
     outcome = Outcome()
     coming = sorted(arrivals, key=lambda arrival: arrival.at_s)
     came = {arrival.spec.request_id: arrival.at_s for arrival in coming}
@@ -136,6 +146,6 @@ def replay(policy: Policy, arrivals: Sequence[Arrival], device: Device) -> Outco
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that a share of the values does not exceed."""
+    """Return the value at position `share` of the sorted values: about that share of them is smaller. There has to be a value."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

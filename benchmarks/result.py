@@ -9,9 +9,9 @@ from benchmarks.pairs import Pairs
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Figures of a goal, the targets that some of them are held against, and every sample behind them.
+    """The figures of a goal by name, the targets that some of them are held against, and every sample behind them.
 
-    `pairs` are those that the ratios were judged by, where a benchmark compares. Raises RuntimeError where a target has no figure.
+    `pairs` are those that the ratios were judged by; none where nothing is compared. Raises RuntimeError if a target has no figure.
     """
 
     figures: dict[str, float]
@@ -35,7 +35,7 @@ class Measured(msgspec.Struct, frozen=True):
 
     @property
     def rounds(self) -> dict[str, float]:
-        """The number of pairs used and dropped in all, and the largest spread of their ratios; empty where nothing was compared."""
+        """The number of pairs used and dropped in all, and the largest spread of a comparison's ratios; empty if nothing was compared."""
         if not self.pairs:
             return {}
         used, dropped = sum(len(pairs.used) for pairs in self.pairs), sum(len(pairs.dropped) for pairs in self.pairs)

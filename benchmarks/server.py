@@ -42,7 +42,10 @@ TARGETS = {
 
 
 class Size(msgspec.Struct, frozen=True):
-    """The side of images in pixels, seconds of an idle half, how often the worker is started, and images before its memory is read."""
+    """The size of a run: pixels of an image's side, seconds of each idle half, and starts of the worker.
+
+    `images` are made before its memory is read. `encoding` and `loop` are the plans for the pairs of the two comparisons.
+    """
 
     side: int = 1024
     idle_s: float = 0.4
@@ -57,7 +60,10 @@ TINY = Size(side=64, idle_s=0.05, starts=1, images=1, encoding=TINY_PLAN, loop=T
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """All of it; the samples tell by their names what they are of."""
+    """Measure the PNG encoder, the event loop under a burst of images, and the start and memory of the server process.
+
+    Samples of all these are in one list.
+    """
     size = TINY if tiny else Size()
     images = {name: natural_image(exponent, seed, size.side) for seed, (name, exponent) in enumerate(ROUGHNESS.items())}
     encoded = {name: encoding_pairs(name, image, size.side, size.encoding) for name, image in images.items()}
@@ -82,7 +88,10 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def _loop_figures(loop: Pairs, asked: list[dict[str, float]]) -> dict[str, float]:
-    """Take every question of the used pairs together: the tail of a hundred answers alone would be one of them."""
+    """Return percentiles of the answers' milliseconds, idle and busy, and the ratio of the tails.
+
+    They are over all questions of the pairs that count together, because a hundred answers alone have too short a tail.
+    """
     used = {pair.number for pair in loop.used}
     idle, busy = ([one["ms"] for one in asked if one["pair"] in used and one["busy"] == wanted] for wanted in (0.0, 1.0))
     return {
@@ -98,7 +107,7 @@ def _loop_figures(loop: Pairs, asked: list[dict[str, float]]) -> dict[str, float
 
 
 def _loop(images: list[bytes], size: Size) -> tuple[Pairs, list[dict[str, float]], float]:
-    """Return the pairs, the times of every request, and the server's largest resident memory in MB."""
+    """Run the stand-in server and its clients. Return pairs, the time of every question, and the server's largest resident memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
         for number, pixels in enumerate(images):
             (Path(folder) / image_name(number, size.side)).write_bytes(pixels)
@@ -116,7 +125,10 @@ def _loop(images: list[bytes], size: Size) -> tuple[Pairs, list[dict[str, float]
 def _questions(
     process: subprocess.Popen[bytes], port: int, clients: subprocess.Popen[str], size: Size
 ) -> tuple[Pairs, list[dict[str, float]]]:
-    """Pairs of idle, busy, idle, judged by the median; and every question's milliseconds."""
+    """Take pairs of a burst between two idle times, judged by the median answer; return them and the milliseconds of every question.
+
+    A first burst is not counted.
+    """
     asked: list[dict[str, float]] = []
     taking = Taking("the idle server", by="p50_ms", plan=size.loop)
     with connect(port) as connection:
@@ -139,7 +151,11 @@ def _noted(asked: list[dict[str, float]], pair: int, busy: float, taken_ms: Iter
 
 
 def _burst(process: subprocess.Popen[bytes], clients: subprocess.Popen[str], connection: socket.socket) -> list[float]:
-    """Milliseconds of each question from the moment that twenty images are handed out until all of them are read."""
+    """Have twenty clients ask for images, and return the milliseconds of each `/healthz` asked while the images are handed out and read.
+
+    Raises:
+        RuntimeError: the clients do not report in time that they wait or are done.
+    """
     process.send_signal(signal.SIGUSR1)  # hold the images back
     print("burst", file=clients.stdin, flush=True)
     _expect(clients, "waiting")
@@ -156,7 +172,7 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def _ask_until(connection: socket.socket, over: Callable[[], bool]) -> Iterator[float]:
-    """At least once."""
+    """Ask `/healthz` again and again, once at least, until `over` returns true; yield the milliseconds of each answer."""
     while True:
         started = time.perf_counter()
         ask(connection, HEALTH)
@@ -180,7 +196,10 @@ def _expect(clients: subprocess.Popen[str], word: str) -> None:
 
 
 def _starts(size: Size) -> tuple[list[dict[str, float]], float]:
-    """Return the seconds of each start to its first answer, and the last one's resident memory in MB after some images."""
+    """Start the real worker several times; return the seconds and CPU seconds of each start until its first answer to `/healthz`.
+
+    Beside them stands the last server's resident memory in MB, after it is ready and has made some images.
+    """
     options = ("serve", f"--model={DIGITS}", "--host=127.0.0.1", "--port=0", "--control-port=0")
     command = [sys.executable, "-m", "diffusion_worker.cli", *options]
     starts, resident_mb = [], 0.0

@@ -18,7 +18,13 @@ LISTENING = re.compile(rb"listening data=\S+:(\d+)")
 
 @contextlib.contextmanager
 def server(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run a server during the block, and yield its process and data port when it has printed where it listens."""
+    """Run a server during the block, and yield its process and data port once it has printed where it listens.
+
+    At the block's end it is terminated, and killed if that takes over 30 seconds.
+
+    Raises:
+        RuntimeError: it does not listen in time. This error and one of the block get the end of its log.
+    """
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
         try:
@@ -59,7 +65,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def make_image(port: int) -> None:
-    """Ask for an image of two steps and read it to its end."""
+    """Ask for an image of two steps and read the answer to its end; raise urllib's HTTPError if it is refused."""
     body = json.dumps({"prompt": "a red digit seven", "num_inference_steps": 2}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/images/generations", data=body, headers={"Content-Type": "application/json"}
@@ -81,6 +87,6 @@ def status_mb(pid: int, field: str) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of the process alone."""
+    """Return the user and system time of a live process, without that of its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -29,7 +29,13 @@ SPARE_BYTES = 2_000_000_000
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Largest time and smallest freed part over sizes and rounds. Waking is timed beside it, for the record."""
+    """Measure sleep for each size of weights: the largest time, and the smallest part of the memory that was given back.
+
+    The time of waking is beside them, for the record.
+
+    Raises:
+        RuntimeError: there is too little free memory, or the process with the weights fails or is late.
+    """
     sizes_gb, rounds = (TINY_SIZES_GB, TINY_ROUNDS) if tiny else (SIZES_GB, ROUNDS)
     samples = [sample for size_gb in sizes_gb for sample in _samples(size_gb, rounds)]
     return Measured(
@@ -80,7 +86,7 @@ def _round(sleeper: subprocess.Popen[str], weights_bytes: int) -> dict[str, floa
 
 
 def _ask(sleeper: subprocess.Popen[str], word: str) -> tuple[float, float]:
-    """Seconds that it took, and that it computed."""
+    """Have the process sleep or wake, as `word` says; return the seconds that it took and its seconds of processor time."""
     print(word, file=sleeper.stdin, flush=True)
     seconds, computed = next_line(sleeper, within_s=ANSWER_S).split()
     return float(seconds), float(computed)
@@ -92,7 +98,13 @@ def _rss(pid: int) -> int:
 
 
 def _sleep_and_wake_when_told(folder: Path) -> None:
-    """Hold the weights of a folder in a rank's memory, and sleep and wake by lines of the input, until it ends."""
+    """Hold the weights of a folder as a rank does, and print their bytes. Then sleep at each input line `sleep`, and wake at any other.
+
+    After each it prints its seconds and CPU seconds. Returns at the end of the input.
+
+    Raises:
+        RuntimeError: the weights changed over sleep and wake.
+    """
     module, weights = place_stack(folder)
     memory = RankMemory(CPU, ranks=1, prompts=None)
     loras = DiffusionLoRAManager({"transformer": module}, denoiser="transformer", slots=1, cached=1, max_rank=16, device=CPU)

@@ -43,7 +43,10 @@ TARGETS = {"wake_vs_copy": ">= 0.9", "first_step_ratio": "<= 1.02", "level2_vs_r
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Bytes of weights that are in the page cache and of such that are not, the model that steps, and the pairs."""
+    """The size of a run: bytes of weights in the page cache, bytes of cold ones, the model that steps, and the plan.
+
+    `spare` is the memory in bytes that has to be free beside them.
+    """
 
     warm: int = 6_000_000_000
     cold: int = 2_000_000_000
@@ -83,7 +86,11 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def _wakes(size: Size) -> tuple[Pairs, float]:
-    """Wakes between two copies, and how many GB each is."""
+    """Time wakes from the page cache, each between two copies of the same bytes; return the pairs and the GB of the weights.
+
+    Raises:
+        RuntimeError: there is too little memory, or the weights changed.
+    """
     require_memory(2 * size.warm + size.spare)  # the weights or the copy, and the pages of the file
     with tempfile.TemporaryDirectory() as folder:
         path = write_stack(Path(folder), size.warm)
@@ -107,7 +114,7 @@ def _copy(pages: torch.Tensor) -> Times:
 
 
 def _wake(weights: ModelWeights) -> Times:
-    """Restore weights that are away, and send them away again."""
+    """Restore weights that are released, take their checksum, and release them again. `verified_s` is restoring and checksum together."""
     times = timed(weights.restore)
     verified = timed(lambda: checksum(weights.tensors()))
     weights.release()
@@ -124,7 +131,7 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _cold_wakes(size: Size) -> tuple[Pairs, float]:
-    """Wakes from a cold file between two plain reads of it, and how many GB each is."""
+    """Time wakes from a file without cached pages, each between two plain reads; return the pairs and the GB of the weights."""
     require_memory(2 * size.cold + size.spare)
     with tempfile.TemporaryDirectory() as folder:
         path = write_stack(Path(folder), size.cold)

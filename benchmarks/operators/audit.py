@@ -16,10 +16,10 @@ WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 
 
 class Account:
-    """A service account that may do everything, and whose requests stand in the audit log."""
+    """A new service account with the rights of an administrator, whose requests are counted in the API server's audit log."""
 
     def __init__(self, kubeconfig: Path, namespace: str, name: str) -> None:
-        """`kubeconfig` is the administrator's, beside the log."""
+        """Create the account in the namespace. `kubeconfig` is the administrator's, and lies beside the audit log."""
         self._log = kubeconfig.with_name("audit.log")
         self._user = f"system:serviceaccount:{namespace}:{name}"
         kubectl(kubeconfig, "create", "serviceaccount", name, "--namespace", namespace)
@@ -29,11 +29,11 @@ class Account:
         self._kubeconfig = json.dumps(content)
 
     def write_kubeconfig(self, target: Path) -> None:
-        """Write one for a program that is to have this account."""
+        """Write a kubeconfig for a program that is to act as this account."""
         target.write_text(self._kubeconfig)
 
     def writes(self) -> Counter[str]:
-        """Count the write requests so far, by verb and resource."""
+        """Count this account's write requests since its creation, by verb and resource, such as `create pods`. Leases are left out."""
         counted: Counter[str] = Counter()
         for file in sorted(self._log.parent.glob("audit*.log")):
             with file.open() as lines:
@@ -45,7 +45,12 @@ class Account:
 
 
 def kubectl(kubeconfig: Path, *arguments: str) -> str:
-    """Return what it says; raises RuntimeError where it fails."""
+    """Run kubectl as the kubeconfig says, and return its standard output.
+
+    Raises:
+        RuntimeError: it failed; with its error output.
+        TimeoutExpired: it did not end within a minute.
+    """
     command: list[str | Path] = [programs.kube() / "kubectl", "--kubeconfig", kubeconfig, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode != 0:

@@ -28,14 +28,17 @@ CHILD_KINDS: tuple[Kind, ...] = (SECRET, CONFIG_MAP, SERVICE, NETWORK_POLICY, DI
 
 
 def deployment(name: str, namespace: str) -> dict[str, Any]:
-    """Build a deployment of a single replica without a GPU."""
+    """Build the manifest of a deployment of a single replica without a GPU."""
     metadata = {"name": name, "namespace": namespace}
     spec = {"model": {"source": {"path": "/models/digits"}}, "resources": {"gpuResourceName": "none"}, "replicas": 1}
     return {"apiVersion": DEPLOYMENT.api_version, "kind": DEPLOYMENT.kind, "metadata": metadata, "spec": spec}
 
 
 def children(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the children of a deployment as read from the API server, in the operator's order."""
+    """Return the manifests of the six children that the operator makes for a deployment, in its order: the pod is the last.
+
+    The deployment's manifest is as an API server returns it, with a UID.
+    """
     owner = parse(manifest, DiffusionDeployment)
     template = template_of(owner, default_image=IMAGE)
     own = [control_secret(owner, key=KEY), desired_config(owner, ()), service(owner)]
@@ -44,13 +47,13 @@ def children(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def with_identity(manifest: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a manifest as an API server would, for a deployment that it never saw."""
+    """Return a copy of a manifest with the UID, creation time and generation that an API server would give it; the UID is from `number`."""
     identity = {"uid": f"00000000-0000-0000-0000-{number:012}", "creationTimestamp": "2026-01-01T00:00:00Z", "generation": 1}
     return manifest | {"metadata": manifest["metadata"] | identity}
 
 
 def first_status(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the status that the operator writes after creating the pod, which nobody schedules."""
+    """Return the status that the operator writes for a deployment after it has created the pod, while no node has it."""
     owner = parse(manifest, DiffusionDeployment)
     made = with_identity(children(manifest)[-1], 1)
     observed = Observed(deployment=owner, default_image=IMAGE, pods=(read_pod(made, index=0, incarnation=0),))

@@ -45,7 +45,10 @@ class _Event(msgspec.Struct):
 
 
 class KubeChanges:
-    """Counts changes of our kinds in one namespace, by kind and type; an async context manager."""
+    """Counts changes to objects of our kinds and their children in one namespace, by kind and type, while its block runs.
+
+    Leases are left out, and changes that the API server made itself.
+    """
 
     def __init__(self, kubeconfig: Path, namespace: str) -> None:
         self._kubeconfig = kubeconfig
@@ -68,15 +71,19 @@ class KubeChanges:
         await self._session.close()
 
     def added(self, kind: Kind) -> int:
-        """Objects of a kind that were made."""
+        """Return the number of objects of a kind that were created since the block began."""
         return self.counts[kind.kind, "ADDED"]
 
     def changed(self, kind: Kind) -> int:
-        """Return the number of changes to objects of a kind after their creation."""
+        """Return the number of changes to objects of a kind since the block began, creations and deletions left out."""
         return self.counts[kind.kind, "MODIFIED"]
 
     async def until(self, done: Callable[[Self], bool], *, stalled_s: float) -> None:
-        """Wait until `done` returns true; raise RuntimeError if nothing changes for `stalled_s`."""
+        """Wait until `done` returns true for this counter.
+
+        Raises:
+            RuntimeError: nothing changed for `stalled_s`, or a watch ended.
+        """
         self.last_at = time.monotonic()
         while not done(self):
             for task in self._tasks:

@@ -24,7 +24,7 @@ START_S = 60.0
 
 
 class WorkerHosts:
-    """Processes with many workers each; an async context manager."""
+    """Processes that run many workers each, started when the block begins and killed at its end."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -48,7 +48,12 @@ class WorkerHosts:
             await process.wait()
 
     async def begin(self, uid: str, token: str, *, busy: bool) -> str:
-        """Begin a worker, and return its address when it listens."""
+        """Begin a worker in one of the processes, by turns, and return its own loopback address when it listens there.
+
+        Raises:
+            RuntimeError: the process reported something else, or ended.
+            TimeoutError: it does not listen within a minute.
+        """
         number, self._begun = self._begun, self._begun + 1
         ip = f"127.{NET}.{number // 250}.{number % 250 + 1}"
         process, lock = self._processes[number % self._count], self._locks[number % self._count]
@@ -63,10 +68,13 @@ class WorkerHosts:
 
 
 class Pods:
-    """The pods of one namespace, run as they come; an async context manager."""
+    """The stand-in for scheduler and kubelet of one namespace: `run` binds each pod and begins its worker.
+
+    It also patches objects as users do. To be used as an async context manager.
+    """
 
     def __init__(self, kubeconfig: Path, namespace: str, hosts: WorkerHosts, *, busy: Callable[[str], bool]) -> None:
-        """`busy` says which deployments' workers are."""
+        """Take `busy`, which says by a deployment's name if its workers make images all the time."""
         self._kubeconfig = kubeconfig
         self._path = f"/api/v1/namespaces/{namespace}/{POD.plural}"
         self._namespace = namespace
@@ -84,7 +92,11 @@ class Pods:
         await self._session.close()
 
     async def run(self, count: int, *, within_s: float) -> None:
-        """Return when so many pods run."""
+        """Begin a worker for each pod that appears and report it as running, until `count` pods have run in all.
+
+        Raises:
+            TimeoutError: there are fewer after `within_s`.
+        """
         async with asyncio.timeout(within_s):
             while len(self._seen) < count:
                 async with self._session.get(self._path) as answer:
@@ -114,11 +126,11 @@ class Pods:
         self._seen.add(metadata["uid"])
 
     async def patch(self, plural: str, name: str, changes: dict[str, Any]) -> None:
-        """Merge a patch into an object of one of our kinds, as a user does."""
+        """Merge changes into an object of one of our kinds, as a user does. Raises RuntimeError if the API server refuses it."""
         await self._send("PATCH", f"/apis/diffusion-operator.dev/v1alpha1/namespaces/{self._namespace}/{plural}/{name}", changes)
 
     async def label(self, pod: str, value: str) -> None:
-        """Give a pod a label of somebody's."""
+        """Set the label `example.com/touched` of a pod, which the operator does not read, to a value."""
         await self._send("PATCH", f"{self._path}/{pod}", {"metadata": {"labels": {"example.com/touched": value}}})
 
     async def _send(self, method: str, path: str, body: dict[str, Any]) -> None:
@@ -130,7 +142,7 @@ class Pods:
 
 @contextlib.asynccontextmanager
 async def pods(kubeconfig: Path, namespace: str, *, hosts: int, busy: Callable[[str], bool]) -> AsyncIterator[Pods]:
-    """Hosts, and the pods that run in them."""
+    """Start so many processes for workers, and yield the `Pods` of the namespace that run in them; end them with the block."""
     async with WorkerHosts(hosts) as running, Pods(kubeconfig, namespace, running, busy=busy) as made:
         yield made
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """An API server, and a client of it, for one turn."""
+    """An API server with our CRDs for one turn of a measurement, a client of it, and a folder for programs."""
 
     cluster: KubernetesCluster
     kubeconfig: Path
@@ -40,7 +40,7 @@ class Place:
     """The deployments as they were answered, by namespace and name."""
 
     def changes(self, namespace: str = NAMESPACE) -> KubeChanges:
-        """From now on."""
+        """Return a counter of the changes in a namespace, which counts from when its block is entered."""
         return KubeChanges(self.kubeconfig, namespace)
 
     async def make(self, manifests: Iterable[dict[str, Any]]) -> None:
@@ -50,7 +50,10 @@ class Place:
                 raise RuntimeError(f"{manifest['kind']} {manifest['metadata']['name']} was there before")
 
     async def apply_all(self, changes: KubeChanges, numbers: Iterable[int]) -> float:
-        """Seconds until somebody has given each of these deployments its children and a status."""
+        """Create deployments of these numbers, some at once, and return the seconds until the operator has served all.
+
+        Each has a child of each kind then. The status is counted as a change: so many changes to deployments there are as deployments.
+        """
         manifests = [deployment(f"d{number}", NAMESPACE) for number in numbers]
         wanted = changes.added(DEPLOYMENT) + len(manifests)
         statuses = changes.changed(DEPLOYMENT) + len(manifests)
@@ -63,7 +66,7 @@ class Place:
         return time.monotonic() - begun
 
     async def least(self, changes: KubeChanges, numbers: Iterable[int]) -> float:
-        """Seconds for the least that any operator writes, by a bare client: each object, its children, and a status as ours has it."""
+        """Write by a bare client the least that any operator writes: each deployment, its children and one status; return the seconds."""
         manifests = [deployment(f"d{number}", BARE) for number in numbers]
         status = first_status(with_identity(deployment("d", BARE), 0))
         statuses = changes.changed(DEPLOYMENT) + len(manifests)
@@ -83,7 +86,10 @@ class Place:
 
 
 def take(turn: Callable[[Place], Awaitable[T]], *, quiet_s: float) -> T:
-    """Take a turn on an API server of its own: one that keeps much is slower for everybody."""
+    """Start an API server with our CRDs, run one turn on it, and return the turn's result; the server ends afterwards.
+
+    Each turn has a server of its own, because one that keeps much is slower. It waits twice `quiet_s` before the turn.
+    """
     with apiserver(audited=True) as kubeconfig, tempfile.TemporaryDirectory() as folder, _as_ours(kubeconfig):
         kubectl(kubeconfig, "apply", "--server-side", *(f"--filename={path}" for path in sorted((ROOT / "crds").glob("*.yaml"))))
         kubectl(kubeconfig, "wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
@@ -97,7 +103,7 @@ def take(turn: Callable[[Place], Awaitable[T]], *, quiet_s: float) -> T:
 
 @contextlib.contextmanager
 def _as_ours(kubeconfig: Path) -> Iterator[None]:
-    """Have this process and the programs that it starts connect there."""
+    """Set KUBECONFIG for this process and the programs that it starts, and put it back at the end of the block."""
     before = os.environ.get("KUBECONFIG")
     os.environ["KUBECONFIG"] = str(kubeconfig)
     try:

@@ -31,7 +31,10 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class OperatorRun:
-    """The process, and what it says of itself."""
+    """A running process of the operator, with its memory and processor time by the kernel and its own metrics.
+
+    It is made of a process that is started already, and does not end it.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self._process = process
@@ -52,7 +55,7 @@ class OperatorRun:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Suspend the process by SIGSTOP during the block."""
+        """Suspend the process by SIGSTOP during the block, and let it go on afterwards."""
         self._process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -65,17 +68,23 @@ class OperatorRun:
         self._process.wait()
 
     def stop(self) -> None:
-        """Have it stand still until it is killed."""
+        """Suspend the process by SIGSTOP, and return at once; nothing here lets it go on, so it has to be killed later."""
         self._process.send_signal(signal.SIGSTOP)
 
     async def leads(self) -> bool:
-        """Return whether it is the leader; False, too, where it does not answer."""
+        """Return true if its metrics say that it is the leader; false also if it does not answer."""
         with contextlib.suppress(OSError):
             return LEADS.search(await asyncio.to_thread(_get, f"http://127.0.0.1:{self._port}/metrics")) is not None
         return False
 
     async def passes(self, objects: int) -> None:
-        """Until so many passes over deployments were done; after a start each is of another object."""
+        """Wait until it has listed its objects and done at least so many passes over deployments.
+
+        After a start each of them is over another deployment.
+
+        Raises:
+            RuntimeError: it ended, or has not done so many within two minutes.
+        """
         ends = time.monotonic() + START_DEADLINE_S
         while time.monotonic() < ends:
             if self._process.poll() is not None:
@@ -91,7 +100,7 @@ class OperatorRun:
 
 @contextlib.asynccontextmanager
 async def operator(folder: Path, namespace: str, *, identity: str | None = None) -> AsyncIterator[OperatorRun]:
-    """Ours, of one namespace of an API server, with a place's folder, empty or as it was left before.
+    """Run the operator's program during the block, for one namespace of the API server; its kubeconfig, key and log are in `folder`.
 
     With an `identity` it takes part in an election, by a Lease in that namespace.
     """
@@ -120,7 +129,10 @@ async def operator(folder: Path, namespace: str, *, identity: str | None = None)
 
 @contextlib.asynccontextmanager
 async def running(argv: list[str], log: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """Run a program during the block, with the kubeconfig beside its log. A RuntimeError of the block gets the end of the log."""
+    """Run a program during the block, with the kubeconfig beside its log, and yield its process; output is added to the log.
+
+    At the end it gets SIGTERM, and SIGKILL after 20 seconds. A RuntimeError of the block gets the end of the log.
+    """
     environment = os.environ | MALLOC | {"PYTHONPATH": ".", "KUBECONFIG": str(log.with_name(KUBECONFIG))}
     with log.open("ab") as output, subprocess.Popen(argv, stdout=output, stderr=output, cwd=ROOT, env=environment) as process:  # noqa: ASYNC220
         try:

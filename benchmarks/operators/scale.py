@@ -42,7 +42,10 @@ TARGETS = {
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Objects of a pair, the pairs, how many objects there are in the end, and how long things take."""
+    """The size of a run: objects of a pair, the plan for the pairs, objects in the end, and seconds of each wait.
+
+    `twin` is the number of objects that the kopf operator serves.
+    """
 
     per_pair: int = 200
     plan: Plan = Plan(wanted=5, at_most=10, noise=0.20, within_s=100)
@@ -61,7 +64,7 @@ Sample = dict[str, float]
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """All figures, one turn after another."""
+    """Measure time, writes, restart and memory of the operator, and then the kopf operator on another API server."""
     return _measured(TINY if tiny else Size())
 
 
@@ -107,7 +110,7 @@ async def _ours(place: Place, *, size: Size) -> tuple[Pairs, Sample]:
 
 
 async def _pairs(place: Place, changes: KubeChanges, ours: OperatorRun, size: Size) -> Pairs:
-    """Ours between two halves of the least, as seconds an object."""
+    """Take pairs in seconds an object: the operator between two halves of a bare client, which runs while the operator is suspended."""
     taking = Taking("the bare client", plan=size.plan)
     half = size.per_pair // 2
     async with place.changes(BARE) as bare:
@@ -135,7 +138,7 @@ async def _idle(place: Place, ours: OperatorRun, idle_s: float) -> Sample:
 
 
 async def _restarted(place: Place, changes: KubeChanges, *, objects: int, size: Size) -> Sample:
-    """Time a new operator process on the existing objects, and then with many more of them."""
+    """Time a new operator process until it has looked at all objects, and count its writes; then measure its memory with more objects."""
     sample: Sample = {}
     begun = time.monotonic()
     for kind in (DEPLOYMENT, *CHILD_KINDS):
@@ -155,7 +158,10 @@ async def _restarted(place: Place, changes: KubeChanges, *, objects: int, size: 
 
 
 async def _make_many(place: Place, changes: KubeChanges, size: Size) -> float:
-    """Seconds until there are so many, or its time is over: memory is counted per object that there is."""
+    """Create deployments until there are `size.many`, or until the time for it is over; return the seconds.
+
+    Too few are no error: memory is counted per object that there is.
+    """
     begun = time.monotonic()
     while (there := changes.added(DEPLOYMENT)) < size.many and time.monotonic() - begun < size.many_within_s:
         await place.apply_all(changes, range(there, min(there + STEP, size.many)))
@@ -163,7 +169,7 @@ async def _make_many(place: Place, changes: KubeChanges, size: Size) -> float:
 
 
 async def _twin(place: Place, *, size: Size) -> Sample:
-    """Seconds and writes an object of the kopf operator."""
+    """Run the kopf operator, and return its seconds and writes per object, and its resident memory in MB."""
     twin = str(ROOT / "benchmarks" / "stand_ins" / "kopf_twin.py")
     argv = [sys.executable, "-m", "kopf", "run", "--standalone", "--quiet", f"--namespace={NAMESPACE}", twin]
     async with place.changes() as changes, running(argv, place.folder / "twin.log") as process:
@@ -179,7 +185,7 @@ def _say(what: str) -> None:
 
 
 def main() -> None:
-    """Run P12 with other sizes."""
+    """Run P12 with the sizes of the command line, and print figures and samples as JSON."""
     options = argparse.ArgumentParser(description="P12 with other sizes; `python -m benchmarks P12` is the real one.")
     options.add_argument("--per-pair", type=int, default=Size().per_pair)
     options.add_argument("--many", type=int, default=Size().many)

@@ -29,7 +29,7 @@ DEADLINE_S = 60.0
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Deployments that there are, and how often the leader is lost."""
+    """The size of a run: deployments that there are, and how often the leader is lost."""
 
     deployments: int = 1000
     faults: int = 6
@@ -39,7 +39,7 @@ TINY = Size(deployments=3, faults=1)
 
 
 def take_over(*, tiny: bool = False) -> dict[str, float]:
-    """Return the figures `takeover_s`, the longest, and `takeover_median_s`."""
+    """Lose the leader several times; return the seconds until its successor made a pod, the longest and the median."""
     size = TINY if tiny else Size()
     seconds = take(functools.partial(_turn, size=size), quiet_s=0.2 if tiny else 5.0)
     _say(json.dumps([round(one, 2) for one in seconds]))
@@ -57,7 +57,7 @@ async def _turn(place: Place, *, size: Size) -> list[float]:
 
 
 class Crew:
-    """The operator's processes, of which one leads; an async context manager."""
+    """The operator's processes, at most one of which leads; all end with the block. It begins with none: `join` starts each."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -72,7 +72,7 @@ class Crew:
         await self._stack.aclose()
 
     async def join(self) -> None:
-        """Start one more, and return when it knows every object."""
+        """Start one more process of the operator, and return when it has listed every object."""
         number = next(self._numbers)
         folder = self._place.folder / f"member-{number}"
         folder.mkdir()
@@ -82,9 +82,10 @@ class Crew:
         self.members.append(member)
 
     async def leader(self) -> OperatorRun:
-        """Wait until one of the operators leads, and return it.
+        """Wait until one of the processes says that it leads, and return it.
 
-        Raises TimeoutError if none does within the deadline.
+        Raises:
+            TimeoutError: none does within a minute.
         """
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -95,9 +96,9 @@ class Crew:
 
 
 async def lose_leader(place: Place, changes: KubeChanges, crew: Crew, *, stopped: bool) -> float:
-    """Kill or stop the leader, and return the seconds until the pod of an object is made that is applied at that moment.
+    """Kill the leader, or suspend it with `stopped`, and create a deployment at once; return the seconds until its pod is there.
 
-    Afterwards there are as many processes as before.
+    Afterwards the old leader is killed and another process has joined, so there are as many as before.
     """
     leader, pods = await crew.leader(), changes.added(POD)
     begun = time.monotonic()

@@ -55,7 +55,7 @@ LORA = ROOT / "examples" / "digits" / "loras" / "stripes"
 
 
 class Size(msgspec.Struct, frozen=True):
-    """Numbers of things, and how long they take."""
+    """The size of a run: numbers of deployments, of busy, cut-off and changed ones, of adapters and passes, and seconds of each part."""
 
     deployments: int = 1000
     busy: int = 100
@@ -76,7 +76,7 @@ Sample = dict[str, float]
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """All figures, one turn after another."""
+    """Measure idle load and reactions, then passes over many adapters, then the take-over, each on an API server of its own."""
     size = TINY if tiny else Size()
     sample, reactions = take(functools.partial(_watched, size=size), quiet_s=min(5.0, size.quiet_s))
     passed = take(functools.partial(_passes, size=size), quiet_s=min(5.0, size.quiet_s))
@@ -119,7 +119,7 @@ async def _watched(place: Place, *, size: Size) -> tuple[Sample, list[Sample]]:
 
 
 async def _make(place: Place, names: list[str]) -> None:
-    """Apply all, a few at a time."""
+    """Create deployments that fall asleep when idle, eight at a time."""
     gate = asyncio.Semaphore(8)
 
     async def one(name: str) -> None:
@@ -132,7 +132,11 @@ async def _make(place: Place, names: list[str]) -> None:
 
 
 async def _fall_asleep(place: Place, size: Size) -> None:
-    """Wait until every deployment that is not busy sleeps."""
+    """Wait until the statuses count every deployment as asleep that is not busy, and all others as awake.
+
+    Raises:
+        RuntimeError: it is not so within `size.settle_s`.
+    """
     wanted = {"asleep": size.deployments - size.busy, "awake": size.busy}
     ends, found = time.monotonic() + size.settle_s, dict.fromkeys(wanted, 0)
     while found != wanted:
@@ -182,7 +186,7 @@ async def _reactions(place: Place, ran: Pods, names: list[str], size: Size) -> l
 
 @contextlib.asynccontextmanager
 async def _seen_changes(kubeconfig: Path) -> AsyncIterator[dict[str, float]]:
-    """When the Service of each deployment was first seen with the change, by name."""
+    """Watch the Services during the block. Yields a mapping that fills: a deployment's name, and when its change was first seen."""
     seen: dict[str, float] = {}
     async with await session_of(kubeconfig) as session:
         path = f"/api/v1/namespaces/{NAMESPACE}/{SERVICE.plural}"
@@ -206,7 +210,7 @@ async def _seen_changes(kubeconfig: Path) -> AsyncIterator[dict[str, float]]:
 
 @contextlib.contextmanager
 def _cut_off(addresses: list[str]) -> Iterator[None]:
-    """Packets from and to these addresses are dropped without a word."""
+    """Drop packets from and to these addresses during the block, by a rule of nftables; raise RuntimeError without the right to do so."""
     table, addressed = "p17", ", ".join(addresses)
     rules = f"""
         table inet {table} {{
@@ -231,7 +235,13 @@ def _nft(*arguments: str, stdin: str | None = None) -> None:
 
 
 async def _passes(place: Place, *, size: Size) -> Sample:
-    """Milliseconds of a pass over a deployment with so many adapters, none of which changed."""
+    """Return the mean milliseconds of a pass over a deployment with many loaded adapters, and the number of passes.
+
+    Each pass follows from a label of the pod that changes nothing for the operator.
+
+    Raises:
+        RuntimeError: there were fewer passes than half the touches, or the adapters do not load.
+    """
     for number in range(size.adapters):
         folder = place.folder / "loras" / f"a{number}"
         folder.mkdir(parents=True)

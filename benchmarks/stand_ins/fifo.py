@@ -23,7 +23,7 @@ class FifoScheduler:
         self._waiting.append(spec)
 
     def next_tick(self, now_s: float) -> Tick | None:
-        """Return the next step of the running request, or the first step of the next request."""
+        """Return the next step of the running request, or the first step of the oldest waiting one; None if there is neither."""
         join: list[RequestSpec] = []
         if self._left == 0:
             if not self._waiting:

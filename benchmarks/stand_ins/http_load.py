@@ -44,7 +44,7 @@ def ask(connection: socket.socket, request: bytes) -> bytes:
 
 
 class Answer:
-    """The part of one answer that has arrived."""
+    """The part of one HTTP answer that has arrived: its body so far, empty where the reader keeps none."""
 
     def __init__(self) -> None:
         self.body = bytearray()
@@ -54,11 +54,15 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Return true once the head was read and as many bytes of the body as its `content-length` announced."""
+        """True once the head was read and as many bytes of the body as its `content-length` announced."""
         return self._read == self._length
 
     def read(self, connection: socket.socket, *, keep: bool = True) -> None:
-        """Take what is there."""
+        """Receive once from the connection, which waits if nothing is there. With `keep` false the body's bytes are counted and dropped.
+
+        Raises:
+            RuntimeError: the server closed the connection, or the answer is no 200 with a length.
+        """
         data = connection.recv(1 << 18)
         if not data:
             raise RuntimeError("the server closed a connection")
@@ -112,7 +116,7 @@ def _wait_for_requests(control: socket.socket, wanted: int) -> None:
 
 
 def main(port: int, size: int) -> None:
-    """Send bursts on command."""
+    """Open all connections, and ask for twenty images at once for every line of standard input, until it ends."""
     os.nice(NICENESS)
     body = json.dumps({"prompt": "an image", "size": f"{size}x{size}"}).encode()
     fields = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"

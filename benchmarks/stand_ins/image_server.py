@@ -22,12 +22,12 @@ DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "model"
 
 
 def image_name(number: int, size: int) -> str:
-    """Name the file of image `number` with `size` pixels a side, such as `3-512.rgb`; the server reads the size from the name."""
+    """Return the file name of image `number` with `size` pixels a side, such as `3-512.rgb`; the server reads the size from the name."""
     return f"{number}-{size}.rgb"
 
 
 class ImagesForNothing(StandInRanks):
-    """A rank group without ranks; its images are those of the folder, by turns."""
+    """A rank group without ranks: each request is finished in its first tick, with an image of its height from the folder, by turns."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class ImagesForNothing(StandInRanks):
         self._released.set()
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
-        """At once. From now on SIGUSR1 holds all images back, and the next one hands them out."""
+        """Be ready at once. From now on each SIGUSR1 changes between holding all images back and handing them out."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._turn)
         return await super().start(asleep=asleep)
 
@@ -48,11 +48,14 @@ class ImagesForNothing(StandInRanks):
         (self._released.clear if self._released.is_set() else self._released.set)()
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue it."""
+        """Queue the tick for `next_report`; frames are ignored."""
         self._ticks.put_nowait(tick)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
-        """All that joined are finished. `image_server` holds them back for as long as it likes: its clients have the deadline."""
+        """Report the oldest tick: all requests that joined in it are finished, each with an image.
+
+        It waits for a tick, and while images are held back, however long: `timeout_s` is not kept, because the clients have a deadline.
+        """
         tick = await self._ticks.get()
         await self._released.wait()
         frames: list[bytes | memoryview] = []
@@ -66,7 +69,7 @@ class ImagesForNothing(StandInRanks):
 
 
 def main(folder: Path, size: int) -> int:
-    """Serve until SIGTERM; returns the exit code."""
+    """Serve images of at most `size` pixels a side until SIGTERM, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     limits = RequestLimits(max_pixels=size * size)
     config = WorkerConfig(model=str(DIGITS), served_name="digits", max_batch_size=CLIENTS, warmup_steps=0, limits=limits)

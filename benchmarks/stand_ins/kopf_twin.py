@@ -18,14 +18,14 @@ from diffusion_operator.cluster import KubernetesCluster, connect
 
 @kopf.on.startup()  # type: ignore[untyped-decorator]
 async def start(memo: kopf.Memo, **_: Any) -> None:
-    """Connect to the API server, with a single client that the handlers share. At most `AT_ONCE` of them create children at a time."""
+    """Connect to the API server, with a single client that all handlers share, and bound how many of them create children at a time."""
     memo.cluster = await connect()
     memo.gate = asyncio.Semaphore(AT_ONCE)
 
 
 @kopf.on.create(GROUP, VERSION, DEPLOYMENT.plural)  # type: ignore[untyped-decorator]
 async def create(memo: kopf.Memo, body: kopf.Body, patch: kopf.Patch, **_: Any) -> None:
-    """Once for each object."""
+    """Create the children of a new deployment, one after the other, and set `replicas` in its status."""
     cluster: KubernetesCluster = memo.cluster
     async with memo.gate:
         for manifest in children(dict(body)):

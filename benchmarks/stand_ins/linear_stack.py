@@ -18,7 +18,10 @@ CPU = torch.device("cpu")
 
 
 def write_stack(folder: Path, size: int) -> Path:
-    """Write weights of about `size` bytes to a file and return its path."""
+    """Write `model.safetensors` with weights of about `size` bytes to a folder, made if missing, and return the file's path.
+
+    Every layer has the same random values.
+    """
     count = size // LAYER_BYTES
     header = {
         f"{number}.weight": {

@@ -11,7 +11,10 @@ from diffusion_worker.server.encoding.images import OutputFormat, encode
 
 
 def natural_image(exponent: float, seed: int, size: int) -> bytes:
-    """Rows of RGB bytes with a 1/f^exponent spectrum; the channels are mostly alike, as those of photographs are."""
+    """Make a random image of `size` pixels a side with a 1/f^exponent spectrum, as rows of RGB bytes.
+
+    A larger exponent is smoother. The channels are mostly alike, as those of photographs are.
+    """
     random = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None, :])
     frequency[0, 0] = 1.0
@@ -26,7 +29,9 @@ def natural_image(exponent: float, seed: int, size: int) -> bytes:
 
 
 def encoding_pairs(name: str, pixels: bytes, size: int, plan: Plan) -> tuple[Pairs, float]:
-    """Our encoder between two runs of Pillow's, in CPU time of the thread; and how many times Pillow's bytes ours are.
+    """Measure our PNG encoder between two runs of Pillow's, in CPU time of the thread.
+
+    Returns the pairs, and the size of our PNG divided by that of Pillow's.
 
     Raises:
         RuntimeError: our PNG has other pixels than the image, or the machine is too busy.

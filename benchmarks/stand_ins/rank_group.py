@@ -18,19 +18,22 @@ MODEL = ModelInfo(pipeline="Benchmark", dtype="none", size_multiple=8, weights_b
 
 
 class NothingPrepared:
-    """An adapter of which ranks keep nothing."""
+    """A prepared adapter without parts, for ranks that keep nothing of it."""
 
     @property
     def parts(self) -> list[PreparedPart]:
-        """None."""
+        """An empty list: no rank has a part."""
         return []
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
 
 class StandInRanks:
-    """A single rank that holds nothing, is ready at once and is never lost by itself; what it does with ticks is each benchmark's own."""
+    """The base of a stand-in with a single rank that holds nothing, is ready at once and is never lost by itself.
+
+    Subclasses add what it does with ticks: `broadcast_tick` and `next_report`.
+    """
 
     def __init__(self) -> None:
         self.generation = 1
@@ -39,7 +42,7 @@ class StandInRanks:
         self._lost = asyncio.Event()
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
-        """At once."""
+        """Return the description of a model without weights, at once; `asleep` is ignored."""
         return MODEL
 
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
@@ -51,7 +54,7 @@ class StandInRanks:
         raise GroupFailed(f"the ranks of a benchmark were lost: {self.loss}")
 
     def lose(self, reason: str, fault: Fault) -> None:
-        """Remember why."""
+        """Keep the first loss and wake all who wait in `failed`; later losses change nothing."""
         self.loss = self.loss or Loss(reason, fault)
         self._lost.set()
 
@@ -68,26 +71,26 @@ class StandInRanks:
         return NothingPrepared()
 
     async def failed(self) -> Loss:
-        """Wait until `lose` is called and return the loss."""
+        """Wait until `lose` is called and return the first loss; at once if there was one."""
         await self._lost.wait()
         assert self.loss is not None, "it is set before the event is"
         return self.loss
 
     def documents(self) -> list[RankDocument]:
-        """Return the document of the only rank, which is this process."""
+        """Return the document of the only rank: ready, without memory, and with the id of this process."""
         return [RankDocument(0, os.getpid(), RankState.READY, 0.0, MemoryReport())]
 
     standbys = 0
 
     def keep_standbys(self) -> None:
-        """There are none to make."""
+        """Do nothing: there are no standby processes to make."""
 
     def end_standbys(self) -> None:
-        """There are none to end."""
+        """Do nothing: there are no standby processes to end."""
 
     def load_progress(self) -> tuple[int, int]:
-        """Done."""
+        """Return one of one: the load is done."""
         return 1, 1
 
     async def stop(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing: no process is to be ended."""

@@ -25,14 +25,17 @@ TEXT_TOKENS = 4
 
 
 class MeteredRank(Parallel):
-    """The only rank of its group. Adds up the seconds that its thread computed in the denoiser."""
+    """The only rank of its group; `denoise_s` adds up the seconds that its thread computed in the denoiser."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, world=1, device=CPU, store=HashStore(), timeout_s=60)
         self.denoise_s = 0.0
 
     def run(self, calls: list[ModelCall], execute: Execute) -> Any:
-        """Run calls as one here; raises as `Parallel.run` does."""
+        """Run the calls in one call of the model, and add its seconds to `denoise_s` if it is the denoiser's.
+
+        Raises as `Parallel.run` does.
+        """
         started = time.thread_time()
         try:
             return super().run(calls, execute)
@@ -65,7 +68,11 @@ class TinyDevice:
         self._rank.close()
 
     def execute(self, tick: Tick) -> TickDone:
-        """Run one tick; raises RuntimeError where a request failed, which none may here."""
+        """Run one tick and report it; images are not in the report.
+
+        Raises:
+            RuntimeError: a request failed, which none may here.
+        """
         self._rank.denoise_s = 0.0
         started = time.thread_time()
         for spec in tick.join:

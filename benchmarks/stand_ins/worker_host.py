@@ -49,7 +49,7 @@ MOST_ADAPTERS = 512
 
 
 class IdleRank(StandInRanks):
-    """A rank that sleeps, wakes and holds adapters in name only; an image takes `STEP_S` and no work."""
+    """A rank that sleeps, wakes and holds adapters in name only; a tick with new requests takes `STEP_S` of waiting, and no work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,11 +57,14 @@ class IdleRank(StandInRanks):
         self._memory = MemoryReport()
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue it."""
+        """Queue the tick for `next_report`; frames are ignored."""
         self._ticks.put_nowait(tick)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
-        """All that joined are finished, some time later."""
+        """Report the oldest tick, `STEP_S` after its turn if requests joined in it: all of them are finished, each with a black image.
+
+        It waits for a tick without end: `timeout_s` is not kept.
+        """
         tick = await self._ticks.get()
         await asyncio.sleep(STEP_S if tick.join else 0)
         finished = [Finished(spec.request_id, number, (SIDE, SIDE, 3)) for number, spec in enumerate(tick.join)]
@@ -71,7 +74,10 @@ class IdleRank(StandInRanks):
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: Any
     ) -> list[RpcReply]:
-        """Whatever was asked for is done."""
+        """Answer sleep, wake, loading and removal of adapters, warm-up and synchronization with success, and do nothing.
+
+        A loaded adapter's digest is made from its folder's name. Other methods go to `StandInRanks`.
+        """
         task = kwargs.get("task")
         match method:
             case "handle_sleep_task" if isinstance(task, SleepTask):
@@ -92,7 +98,7 @@ class IdleRank(StandInRanks):
         return await super().call(method, timeout_s=timeout_s)
 
     def documents(self) -> list[RankDocument]:
-        """Ready or asleep."""
+        """Return the document of the only rank, asleep or ready."""
         return [RankDocument(0, 1, RankState.ASLEEP if self._memory.level else RankState.READY, 0.0, self._memory)]
 
 
@@ -101,7 +107,7 @@ def _reply(result: object) -> list[RpcReply]:
 
 
 class Host:
-    """The workers of this process."""
+    """The workers of this process. They are never ended: they end with the process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -109,7 +115,10 @@ class Host:
         self._engines: list[Engine] = []
 
     async def begin(self, ip: str, uid: str, token: str, *, busy: bool) -> None:
-        """Start a worker, and return when it serves and its control port listens."""
+        """Start a worker on an address, and return when it serves and its control port listens.
+
+        With `busy` it makes one image after another from then on.
+        """
         path = self._folder / uid
         path.write_text(token)
         config = WorkerConfig(model=str(self._folder), served_name="m", warmup_steps=0, max_cached_loras=MOST_ADAPTERS, max_batch_size=8)
@@ -122,7 +131,7 @@ class Host:
             self._tasks.add(task)
 
     async def read(self) -> None:
-        """Begin what standard input says, until it ends."""
+        """Begin a worker for each line of JSON on standard input, and print its UID when it listens; return at the input's end."""
         reader = asyncio.StreamReader(limit=1 << 20)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
@@ -132,7 +141,10 @@ class Host:
 
 
 async def _listen(app: Any, ip: str) -> None:
-    """Serve as the worker's listener does, without its ten looks a second at whether it should end."""
+    """Serve an app on a worker's control port of this address, from now until the process ends, and return at once.
+
+    It leaves out the check, ten times a second, if the listener should end.
+    """
     config = uvicorn.Config(
         app, http=BoundedConnection, log_config=None, access_log=False, lifespan="off", ws="none", timeout_keep_alive=75
     )
@@ -150,7 +162,7 @@ async def _work(engine: Engine) -> None:
 
 
 async def main() -> None:
-    """Until standard input ends."""
+    """Run workers by the lines of standard input, and return when it ends."""
     with tempfile.TemporaryDirectory() as folder:
         await Host(Path(folder)).read()
 

@@ -16,7 +16,10 @@ MADE_AT = "2026-01-01T00:00:00Z"
 
 
 class WrittenObjects:
-    """The Cluster behind a WatchedCluster, which reads from the store alone."""
+    """The Cluster behind a WatchedCluster: it keeps objects in memory, and hands each one that it writes to the store.
+
+    Listing and deleting are not implemented, and patches change nothing. `writes` counts the rest.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -45,7 +48,7 @@ class WrittenObjects:
         return True
 
     async def try_create(self, manifest: Manifest) -> None:
-        """Every template is fine."""
+        """Accept every manifest, and create nothing."""
 
     async def apply(self, manifest: Manifest) -> Manifest:
         before = self._there(KINDS[manifest["kind"]], manifest["metadata"]["namespace"], manifest["metadata"]["name"])
@@ -66,7 +69,10 @@ class WrittenObjects:
         raise NotImplementedError
 
     def change(self, kind: Kind, namespace: str, name: str, **parts: Any) -> None:
-        """Change an object as somebody else does: a user its spec, a kubelet a pod's status."""
+        """Replace parts of an object as somebody else does, such as a user its spec or a kubelet a pod's status.
+
+        A new `spec` raises the generation.
+        """
         before = self._there(kind, namespace, name)
         generation = before["metadata"]["generation"] + ("spec" in parts)
         self._write(before | parts, metadata=before["metadata"] | {"generation": generation})

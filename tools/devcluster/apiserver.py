@@ -60,7 +60,10 @@ def apiserver(*, audited: bool = False, admission: Sequence[str] = ()) -> Iterat
 
 
 def up() -> Path:
-    """Leaves an API server running until `down`; gives its kubeconfig. A second call finds the first one's."""
+    """Start an API server that runs until `down`, or find the one of an earlier call; return the path of its kubeconfig.
+
+    If only a part of an earlier one lives, that is ended first.
+    """
     folder = apiserver_state()
     if _running(folder):
         return folder / "kubeconfig"
@@ -71,7 +74,7 @@ def up() -> Path:
 
 
 def down() -> None:
-    """End the processes that `up` left running, and remove their folder."""
+    """End the processes that `up` left running, and remove their folder; do nothing if there are none."""
     folder = apiserver_state()
     _stop(processes.load(folder / "processes.json"))
     shutil.rmtree(folder, ignore_errors=True)
@@ -135,7 +138,10 @@ def _start(folder: Path, running: list[Process], *, dies_with_us: bool, flags: S
 
 
 def etcd_command(binary: Path, data: Path, client_url: str, peer_url: str) -> list[str | Path]:
-    """etcd for one member whose data may be lost with the machine's power: that is a third of the start-up time."""
+    """Return the command of etcd for a single member that syncs nothing to the disk, which saves a third of the start-up time.
+
+    Data may be lost when the machine loses power.
+    """
     urls = ["--listen-client-urls", client_url, "--advertise-client-urls", client_url, "--listen-peer-urls", peer_url]
     member = ["--initial-advertise-peer-urls", peer_url, "--initial-cluster", f"default={peer_url}"]
     return [binary, "--data-dir", data, *urls, *member, "--unsafe-no-fsync"]
@@ -164,7 +170,11 @@ def _command(binaries: Path, authority: Authority, etcd_url: str, port: int) -> 
 
 
 def wait_ready(server: str, authority: Authority, running: list[Process], logs: Path, *, deadline_s: float = READY_DEADLINE_S) -> None:
-    """Wait until the API server answers /readyz; raise CommandFailed if one of the processes it needs ends."""
+    """Wait until the API server answers /readyz, asked with the authority's admin certificate.
+
+    Raises:
+        CommandFailed: a process in `running` ended, or `deadline_s` is over; with the end of a log from `logs`.
+    """
     context = ssl.create_default_context(cafile=str(authority.file("ca.crt")))
     context.load_cert_chain(str(authority.file("admin.crt")), str(authority.file("admin.key")))
     ends = time.monotonic() + deadline_s

@@ -17,7 +17,10 @@ IGNORED_DIRECTORIES = {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cac
 
 
 def content_hash(parts: Iterable[Path | str], *, relative_to: Path) -> str:
-    """Twelve hex digits over the names and bytes of files (folders: all files in them) and over plain words."""
+    """Return twelve hex digits over the names and bytes of files and over plain words; a folder counts with all files in it.
+
+    Caches of Python's tools are left out, and a path that does not exist counts as nothing. All files must be under `relative_to`.
+    """
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, str):
@@ -51,7 +54,7 @@ def locked(name: str, *, directory: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def locked_if_free(name: str, *, directory: Path | None = None) -> Iterator[bool]:
-    """Take the lock unless another process has it; give whether it was taken."""
+    """Hold the lock `name` during the block unless another holder has it; yield True if it was taken, else False. It never waits."""
     with _lock_file(name, directory) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,7 +73,10 @@ def _lock_file(name: str, directory: Path | None) -> Iterator[IO[str]]:
 
 
 def cached(name: str, key: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder that `make` fills. It is made only if this key has none, and older ones of that name are removed."""
+    """Return the folder of this name and key in the cache; if there is none, `make` fills it first, in a draft folder.
+
+    Folders of that name with other keys are removed then. If `make` fails there is no folder, and callers wait for one another.
+    """
     target = cache_dir() / f"{name}-{key}"
     if target.is_dir():
         return target

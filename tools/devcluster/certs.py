@@ -13,7 +13,7 @@ DAYS = "30"
 
 
 class Authority:
-    """A certificate authority in a folder; every name gets NAME.crt and NAME.key beside ca.crt."""
+    """A new certificate authority in a folder, made by openssl; every name gets NAME.crt and NAME.key beside ca.crt."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -74,7 +74,7 @@ class Authority:
         run_quiet([*sign, "-days", DAYS, "-extfile", self.file(f"{name}.ext"), "-out", self.file(f"{name}.crt")], stdin=request)
 
     def kubeconfig(self, name: str, *, server: str, target: Path) -> Path:
-        """Write a kubeconfig to `target` with the keys and certificates of `name` inside, and return `target`.
+        """Write a kubeconfig with the certificate and key of `name` inside to `target`, over any older one, and return `target`.
 
         It is JSON, which is YAML too. A new file is readable by its owner alone.
         """

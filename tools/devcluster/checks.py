@@ -39,7 +39,10 @@ def go() -> str:
 
 
 def linux_root() -> None:
-    """Our own node needs the kernel's namespaces and the right to make them."""
+    """Raise PrerequisiteMissing unless this is Linux, we are root, and apt-get and the overlay file system are there.
+
+    Our own node and kind's engine need these.
+    """
     if sys.platform != "linux":
         raise PrerequisiteMissing(
             "Without a Docker engine the local cluster runs on Linux only: start a Docker engine, or set KUBECONFIG to a cluster of yours"
@@ -57,7 +60,10 @@ def linux_root() -> None:
 
 
 def disk_free(directory: Path, *, needed_gb: float, what: str) -> None:
-    """Room where the cache lies."""
+    """Raise PrerequisiteMissing if the disk of `directory` has less free room; `what` names in the message who needs it.
+
+    If the directory is missing, its nearest existing parent is looked at.
+    """
     existing = next(p for p in (directory, *directory.parents) if p.exists())
     free_gb = shutil.disk_usage(existing).free / 1e9
     if free_gb < needed_gb:
@@ -67,7 +73,7 @@ def disk_free(directory: Path, *, needed_gb: float, what: str) -> None:
 
 
 def memory_free(*, needed_gb: float, table: Path = Path("/proc/meminfo")) -> None:
-    """Refuse to start a cluster with workers where the kernel says that programs cannot have so much memory."""
+    """Raise PrerequisiteMissing if the kernel says that programs can have less memory than this; do nothing if it does not say."""
     match = re.search(r"(?m)^MemAvailable: +(\d+) kB$", table.read_text())
     free_gb = int(match[1]) * 1024 / 1e9 if match else needed_gb
     if free_gb < needed_gb:
@@ -77,7 +83,10 @@ def memory_free(*, needed_gb: float, table: Path = Path("/proc/meminfo")) -> Non
 
 
 def networks_free(networks: list[str], *, own_link: str, table: Path = Path("/proc/net/route")) -> None:
-    """None of the node's networks may be one that the machine already reaches another way; the default route counts for nothing."""
+    """Raise PrerequisiteMissing if the machine has a route to a part of one of `networks`.
+
+    Routes over `own_link`, the node's own, and the default route do not count.
+    """
     for link, taken in routes(table.read_text()):
         for network in networks:
             if link != own_link and taken.prefixlen > 0 and taken.overlaps(ipaddress.IPv4Network(network)):
@@ -96,7 +105,10 @@ def _address(field: str) -> ipaddress.IPv4Address:
 
 @contextmanager
 def no_services(policy: Path = Path("/usr/sbin/policy-rc.d")) -> Iterator[None]:
-    """While this lasts Debian starts no service that it installs; a policy that is there stays as it is."""
+    """Keep Debian from starting services that it installs during the block, by a policy file that is removed afterwards.
+
+    If there is a policy already, it stays as it is, and decides alone.
+    """
     if policy.exists():
         yield
         return

@@ -26,7 +26,7 @@ from .providers.node import NodeProvider
 
 
 class Provider(Protocol):
-    """A source of clusters."""
+    """A way to a Kubernetes cluster: one given by the user, one by kind, or a real node on this machine."""
 
     name: str
 
@@ -37,17 +37,17 @@ class Provider(Protocol):
         """Find, build or download every program ahead of `up`, which would otherwise spend its time on that."""
 
     def up(self) -> None:
-        """Start the cluster, or find it running."""
+        """Start the cluster, or find it running; check the machine and prepare the programs first."""
 
     def down(self, *, purge: bool) -> None:
-        """End the cluster; with `purge` remove the cache too."""
+        """End the cluster, if there is one; a cluster that the user gave stays. With `purge` remove the cache too."""
 
     def running(self) -> bool:
         """Return whether `up` has nothing to start; every provider has a test of its own for that."""
         ...
 
     def kubeconfig(self) -> Path:
-        """Return the kubeconfig; raise NotRunning if there is none."""
+        """Return the path of the cluster's kubeconfig; raise NotRunning if there is none."""
         ...
 
     def kubectl(self) -> Path:
@@ -55,11 +55,11 @@ class Provider(Protocol):
         ...
 
     def own_nodes(self) -> OwnNodes:
-        """Return the ways into its nodes; raise NotOfThisMachine where they run elsewhere."""
+        """Return the means to break its nodes and look beneath them; raise NotOfThisMachine if they run elsewhere."""
         ...
 
     def load_image(self, reference: str) -> str:
-        """Brings a built image to the cluster; gives the name by which pods ask for it."""
+        """Bring an image that was built here to the cluster, and return the name by which pods ask for it."""
         ...
 
 
@@ -79,7 +79,11 @@ def provider_name(environment: Mapping[str, str], *, docker: bool) -> str:
 
 
 def provider() -> Provider:
-    """Return the provider that suits this machine and environment."""
+    """Return the provider that suits this machine and environment. First put back what a killed run of kind's engine left.
+
+    Raises:
+        DevclusterError: DEVCLUSTER_PROVIDER is none of the three names.
+    """
     restore_left()
     docker = images.docker_answers()
     name = provider_name(os.environ, docker=docker)
@@ -93,7 +97,10 @@ def provider() -> Provider:
 
 
 def end_others() -> None:
-    """End the clusters of the other providers on this machine, which use the same cache."""
+    """End the clusters of our own node and of kind's engine, unless it is the chosen one: they use the same cache.
+
+    Do nothing without root on Linux, where neither can run.
+    """
     chosen = provider().name
     if sys.platform == "linux" and os.geteuid() == 0:
         for other in (NodeProvider(), KindEngineProvider()):
@@ -102,7 +109,7 @@ def end_others() -> None:
 
 
 def prepare(names: tuple[str, ...] = ()) -> None:
-    """Make the slow parts: the cluster's programs, and beside them the named images. Each is made once for its content."""
+    """Check the machine, and make the cluster's programs and beside them the named images. Nothing is made again that the cache has."""
     where = provider()
     where.check()
     with ThreadPoolExecutor(max_workers=2) as pool:
@@ -134,7 +141,7 @@ def status() -> dict[str, str | bool]:
 
 
 def kubectl(*words: str, stdin: str | None = None, deadline_s: float = 60.0) -> str:
-    """Run kubectl on the cluster and return its output."""
+    """Run kubectl on the cluster with these words and return its output; raise CommandFailed if it fails or is not done in time."""
     where = provider()
     return run_quiet([where.kubectl(), "--kubeconfig", where.kubeconfig(), *words], stdin=stdin, deadline_s=deadline_s)
 

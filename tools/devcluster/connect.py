@@ -19,7 +19,7 @@ PAUSE_S = 0.3  # between two attempts, while no pod of the Service is there
 
 @contextmanager
 def connect(namespace: str, service: str, port: int | str) -> Iterator[str]:
-    """Yield `http://127.0.0.1:PORT`, which leads to the Service during the block.
+    """Yield `http://127.0.0.1:PORT`, which leads to the Service during the block; raise CommandFailed if it does not within 30 seconds.
 
     All connections go to one pod of the Service. When that pod ends, open connections break, and the same local port soon leads to another.
     """

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 
 class DevclusterError(Exception):
-    """The development cluster cannot do what was asked; the command line prints it and exits 1."""
+    """An error whose message says what to do; the command line prints the message alone and exits 1."""
 
 
 class PrerequisiteMissing(DevclusterError):
-    """Something the machine must have is not there; raised before anything is changed."""
+    """The machine or the environment lacks something; raised before anything is changed."""
 
 
 class CommandFailed(DevclusterError):
-    """A program that we ran ended badly; the message carries the end of what it printed."""
+    """A program is missing, failed, or was not done in time; the message has the end of its output if there is any."""
 
 
 class NotOfThisMachine(DevclusterError):
-    """The cluster's nodes run elsewhere, so nobody here can break them or look beneath them; tests of that are skipped."""
+    """The cluster's nodes run elsewhere, so no test here can break them or look beneath them; such tests are skipped."""
 
 
 class NotRunning(DevclusterError):

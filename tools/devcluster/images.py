@@ -39,7 +39,11 @@ def docker_answers() -> bool:
 
 
 def reference(image: str) -> str:
-    """Return the image's name, tagged with the hash of all its inputs."""
+    """Return the name of one of our two images, tagged with the hash of all its inputs; nothing is built.
+
+    Raises:
+        DevclusterError: the image is neither `worker` nor `operator`.
+    """
     if image not in INPUTS:
         raise DevclusterError(f"there is no image {image!r}, only {' and '.join(INPUTS)}")
     parts: list[Path | str] = [REPOSITORY / f"Dockerfile.{image}", REPOSITORY / ".dockerignore", *(REPOSITORY / p for p in INPUTS[image])]
@@ -47,7 +51,7 @@ def reference(image: str) -> str:
 
 
 def build(image: str) -> str:
-    """Build the image unless there is one of this content, and return its reference."""
+    """Build one of our two images unless there is one of this content, and return its reference. Concurrent builds wait."""
     name = reference(image)
     with locked("images"):
         if docker_answers():
@@ -58,7 +62,10 @@ def build(image: str) -> str:
 
 
 def build_upon(base: str, folder: Path, name: str) -> str:
-    """Build a folder's Dockerfile on one of our images, given as its argument BASE_IMAGE; return the reference."""
+    """Build a folder's Dockerfile on the image `base`, which it gets as its argument BASE_IMAGE; return the new image's reference.
+
+    The tag is the hash of the folder's content and of `base`.
+    """
     reference = f"localhost/{name}:{content_hash([*sorted(folder.iterdir()), base], relative_to=folder)}"
     build = ["build", "--tag", reference, f"--build-arg=BASE_IMAGE={base}", str(folder)]
     log = log_dir() / f"image-{name}.log"
@@ -71,13 +78,13 @@ def build_upon(base: str, folder: Path, name: str) -> str:
 
 
 def docker_build_command(image: str, name: str) -> list[str]:
-    """`docker build` of the image."""
+    """Return the words of `docker build` for one of our images, to be run in the repository. `name` is its tag."""
     arguments = [f"--build-arg={a}" for a in _build_arguments()]
     return ["docker", "build", "--file", f"Dockerfile.{image}", "--tag", name, *arguments, "."]
 
 
 def buildah_build_command(image: str, name: str, base: str) -> list[str]:
-    """Build the same command for buildah, in a chroot, upon our base image."""
+    """Return the words by which buildah builds one of our images in a chroot, upon the image `base`; to be run in the repository."""
     arguments = [f"--build-arg={a}" for a in (f"BASE_IMAGE={base}", *_build_arguments())]
     ignore = ["--ignorefile", ".dockerignore"]
     what = ["--file", f"Dockerfile.{image}", *ignore, "--tag", name, *arguments, "."]
@@ -85,15 +92,15 @@ def buildah_build_command(image: str, name: str, base: str) -> list[str]:
 
 
 def buildah() -> list[str]:
-    """buildah with a store of our own in the cache; the machine's other images stay apart."""
+    """Return the first words of every call of buildah: with a store of its own in the cache, apart from the machine's other images."""
     places = ["--root", str(image_store()), "--runroot", str(IMAGES_RUN)]
     return ["buildah", *places, "--storage-driver", "overlay"]
 
 
 def clear_unfinished() -> None:
-    """Remove half-made containers and mounts of the store that a killed build left. buildah mounts again when it needs to.
+    """Remove the containers of buildah's store, and unmount all below it, as a killed build leaves them; images stay.
 
-    The caller holds the lock `images`.
+    Do nothing without buildah or store. The caller holds the lock `images`.
     """
     store = image_store()
     if shutil.which("buildah") is None or not store.exists():
@@ -105,7 +112,7 @@ def clear_unfinished() -> None:
 
 
 def publish(name: str, target: str) -> str:
-    """Push an image to a registry with the credentials of the engine's user; return its digest there."""
+    """Push the image `name` to a registry as `target`, with the credentials of the user of Docker or buildah; return its digest there."""
     if not docker_answers():
         return push(name, f"docker://{target}", tls=has_tls(target))
     log = log_dir() / "push.log"
@@ -116,7 +123,7 @@ def publish(name: str, target: str) -> str:
 
 
 def has_tls(target: str) -> bool:
-    """Return whether a registry is asked by TLS: all are but those on this machine, by Docker's own rule."""
+    """Return whether a registry is reached by TLS: false only for `localhost` and `127.0.0.1`, as Docker does it."""
     return re.match(r"(localhost|127\.0\.0\.1)(:\d+)?(/|$)", target) is None
 
 

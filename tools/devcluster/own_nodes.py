@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class OwnNodes(ABC):
-    """The nodes of a provider that has them on this machine; their Services and pods answer under their own addresses."""
+    """The nodes of a provider that has them on this machine, with the means to break them and look beneath them."""
 
     first: str
     """The first node's name."""
@@ -25,27 +25,27 @@ class OwnNodes(ABC):
 
     @abstractmethod
     def find_program(self, name: str) -> int | None:
-        """Return the pid, as the machine counts, of a Kubernetes program of the first node."""
+        """Return the pid, as the machine counts, of a Kubernetes program that runs on the first node; None if there is none."""
 
     @abstractmethod
     def command(self, program: Path) -> list[str]:
-        """Return the words that run a static program of this machine on the first node; SIGTERM ends it with the process they start."""
+        """Return the words of a command that runs a static program of this machine on the first node. SIGTERM to that command ends both."""
 
     @abstractmethod
     def add_second(self) -> str:
-        """Start a second node, or find it; return its name."""
+        """Start a second node and wait until it is Ready, or find it; return its name."""
 
     @abstractmethod
     def remove_second(self) -> None:
-        """Remove the second node and its pods from the cluster, and end the node."""
+        """Remove the second node and its pods from the cluster, and end the node; do nothing if there is none."""
 
     @abstractmethod
     def unplugged(self) -> AbstractContextManager[None]:
-        """Pull the second node's cable for as long as the block lasts."""
+        """Cut the second node's network off during the block; it and its pods run on."""
 
     @contextmanager
     def second_node(self) -> Iterator[str]:
-        """Have the second node for as long as the block lasts; give its name."""
+        """Add the second node, yield its name, and remove it at the end of the block, also if it was there before."""
         try:
             yield self.add_second()
         finally:

@@ -35,7 +35,7 @@ def log_dir() -> Path:
 
 
 def apiserver_state() -> Path:
-    """Return the folder of the API server that `up --only-apiserver` leaves running. A user without root has one of their own."""
+    """Return the folder of the API server that `up --only-apiserver` leaves running; it may not exist. Each user has another one."""
     if os.geteuid() == 0:
         return Path("/run/diffusion-operator/apiserver")
     return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/diffusion-operator-{os.geteuid()}") / "diffusion-operator-apiserver"

@@ -12,7 +12,7 @@ PYTHON_MINIMUM = (3, 11)
 
 
 def main() -> int:
-    """Asks what the provider of this machine needs; gives the exit code."""
+    """Check what the provider of this machine needs, print the first thing that is missing, and return the exit code: 0 or 1."""
     if sys.version_info < PYTHON_MINIMUM:
         found = ".".join(map(str, sys.version_info[:3]))
         print(f"error: Python 3.11 or later is needed, this is {found}: set PYTHON=/path/to/python3.11", file=sys.stderr)

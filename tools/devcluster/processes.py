@@ -19,20 +19,20 @@ GO_COLLECTS_AT_PERCENT = "400"
 
 @dataclass(frozen=True)
 class Process:
-    """A process that may not be our child; the start time tells it from a later one with the same pid."""
+    """A process that may not be our child; the start time tells it from a later process with the same pid."""
 
     name: str
     pid: int
     started_ticks: int
 
     def alive(self) -> bool:
-        """Reap the process if it is a child that ended; return True while its pid has the start time that was noted at the spawn."""
+        """Return whether the process still runs: its pid has the start time that was noted at the start. A child that ended is reaped."""
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
         return _started_ticks(self.pid) == self.started_ticks
 
     def stop(self) -> None:
-        """End the process by SIGTERM, and after five seconds by SIGKILL."""
+        """End the process by SIGTERM, and after five seconds by SIGKILL, and wait for its end. Do nothing if it has ended."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if not self.alive():
                 return
@@ -44,7 +44,7 @@ class Process:
 
 
 def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str] | None = None, dies_with_us: bool = False) -> Process:
-    """Spawn a program without input and return at once; its output is appended to `log`, and it stays when this process ends.
+    """Start a program without input and return at once; its output is appended to `log`, and it stays when this process ends.
 
     `dies_with_us` makes the kernel kill it at the end of the calling thread instead. `env` replaces the environment, except for a default
     of GOGC.
@@ -61,7 +61,7 @@ def start(name: str, argv: Sequence[str | Path], *, log: Path, env: Mapping[str,
 
 
 def _not_inherited() -> list[tuple[int, int]]:
-    """Find descriptors that our parent left open to us, such as a lock or a pipe: the program would keep them open."""
+    """Return actions that close, in a started program, the descriptors that our parent left open to us, such as a lock or a pipe."""
     inherited = [int(entry.name) for entry in Path("/proc/self/fd").iterdir() if int(entry.name) > 2]
     return [(os.POSIX_SPAWN_CLOSE, fd) for fd in inherited if _inheritable(fd)]
 
@@ -73,7 +73,7 @@ def _inheritable(fd: int) -> bool:
 
 
 def save(processes: Sequence[Process], file: Path) -> None:
-    """Record our processes for a later run."""
+    """Write the list of processes to a file, over an older one, for a later run to `load`."""
     file.write_text(json.dumps([asdict(p) for p in processes]))
 
 

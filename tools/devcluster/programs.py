@@ -60,7 +60,7 @@ INSTALLED = {
 
 
 def kube() -> Path:
-    """Return the folder with all Kubernetes programs: links named as in KUBE_NAMES to one binary, whose build takes 7 minutes, once."""
+    """Return the folder with all Kubernetes programs: links named as in KUBE_NAMES to one binary, built in 7 minutes unless cached."""
     sources = HERE / "kube"
 
     def make(draft: Path) -> None:
@@ -87,22 +87,25 @@ def pause() -> Path:
 
 
 def device_driver() -> Path:
-    """Return the folder of a driver of a pretended device, for tests of resource claims."""
+    """Build the driver of a pretended device, for tests of resource claims, unless the cache has it; return the path of the program."""
     return own_program("device_driver", HERE / "device_driver", what="the test device's driver (about 30 s, once)")
 
 
 def helm() -> Path:
-    """Helm, the machine's own or one built from its Go module."""
+    """Return the path of Helm: the machine's own, else one built from its Go module into the cache."""
     return _found_or_installed("helm", f"helm.sh/helm/v3/cmd/helm@{HELM}", what=f"Helm {HELM} (about 90 s, once)")
 
 
 def kind() -> Path:
-    """kind, the machine's own or one built from its Go module."""
+    """Return the path of kind: the machine's own, else one built from its Go module into the cache."""
     return _found_or_installed("kind", f"sigs.k8s.io/kind@{KIND}", what=f"kind {KIND} (about 30 s, once)")
 
 
 def syft() -> Path:
-    """Syft, which lists what a container image is made of: the machine's own or one built from its Go module. A release alone needs it."""
+    """Return the path of Syft, which lists the parts of a container image: the machine's own, else one built from its Go module.
+
+    Only a release needs it.
+    """
     module, its_version = f"github.com/anchore/syft/cmd/syft@{SYFT}", f"-X main.version={SYFT.removeprefix('v')}"
     return _found_or_installed("syft", module, what=f"syft {SYFT} (about 4 minutes, once)", ldflags=its_version)
 
@@ -116,24 +119,27 @@ def containerd() -> Path:
 
 
 def kind_sources() -> Path:
-    """Return the folder of kind's own module, with the files of its node."""
+    """Download the sources of kind as a Go module, unless Go has them, and return their folder; the files of its node image are there."""
     wanted = f"sigs.k8s.io/kind@{KIND}"
     said = run_quiet([checks.go(), "mod", "download", "-json", wanted], env=_go_environment(), deadline_s=120)
     return Path(json.loads(said)["Dir"])
 
 
 def docker() -> Path:
-    """Return a folder with a Docker engine and all it runs, in Debian's own folders."""
+    """Unpack a Docker engine, containerd and runc from Debian packages, unless cached; return their folder, which is like `/`."""
     return _unpacked("docker", DOCKER, what="the Docker engine")
 
 
 def packet_filters() -> Path:
-    """Return a folder with iptables, nft, conntrack and their libraries: the system beneath kube-proxy in its image."""
+    """Unpack iptables, nft, conntrack and their libraries from Debian packages, unless cached; return their folder, which is like `/`.
+
+    It is the system beneath kube-proxy in its image.
+    """
     return _unpacked("packet-filters", PACKET_FILTERS, what="kube-proxy's tools")
 
 
 def kubeadms_etcd() -> Path:
-    """Return an etcd that knows the options kubeadm gives it; Debian's is older."""
+    """Build an etcd that knows the options kubeadm gives it, unless the cache has it; return the path of the program. Debian's is older."""
     return own_program("etcd", HERE / "etcd", what="etcd (about 2 minutes, once)")
 
 
@@ -146,19 +152,23 @@ def debian() -> Path:
 
 
 def etcd() -> Path:
-    """etcd, the machine's own or Debian's."""
+    """Return the path of etcd: the machine's own, else Debian's, unpacked into the cache."""
     found = shutil.which("etcd")
     return Path(found) if found else debian() / "usr/bin/etcd"
 
 
 def prometheus(program: str = "prometheus") -> Path:
-    """Prometheus, or its `promtool` for alert rules: the machine's own or Debian's."""
+    """Return the path of Prometheus, or of its `promtool`: the machine's own, else Debian's, unpacked into the cache."""
     found = shutil.which(program)
     return Path(found) if found else _unpacked("prometheus", ("prometheus",), what="Prometheus") / "usr/bin" / program
 
 
 def install_debian_packages(programs: tuple[str, ...]) -> None:
-    """Installs the packages of those programs that are missing, without starting a service."""
+    """Install Debian's packages of those `programs` that are missing, without starting a service; do nothing if none is.
+
+    Raises:
+        CommandFailed: apt-get failed.
+    """
     packages = missing_packages(programs)
     if not packages:
         return
@@ -192,7 +202,10 @@ def _unpacked(name: str, packages: tuple[str, ...], *, what: str) -> Path:
 
 
 def own_program(name: str, sources: Path, *, what: str) -> Path:
-    """Return the program of a Go module of this repository."""
+    """Build the Go program in a folder of this repository, unless the cache has it; return the path of the program.
+
+    `what` names it in progress messages.
+    """
     folder = cached(
         name, content_hash([sources], relative_to=sources), lambda draft: _go_build(sources, draft / name, ldflags="-s -w", what=what)
     )

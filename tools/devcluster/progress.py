@@ -28,7 +28,10 @@ def say(text: str) -> None:
 
 @contextmanager
 def step(what: str, *, log: Path | None = None) -> Iterator[None]:
-    """Announces a step once it has taken two seconds, again every fifteen (with the log's last line), and its end."""
+    """Print progress of the block to stderr: nothing for the first two seconds, then that it runs, every fifteen seconds, and its end.
+
+    Each repeated line has the last line of `log`. A failure is printed at once.
+    """
     begun, ended = time.monotonic(), threading.Event()
     ticker = threading.Thread(target=_tick, args=(what, log, ended), daemon=True)
     ticker.start()
@@ -91,7 +94,11 @@ def _with_us() -> list[str]:
 def run_quiet(
     argv: Sequence[str | Path], *, stdin: str | None = None, env: Mapping[str, str] | None = None, deadline_s: float = 60.0
 ) -> str:
-    """Run a short program and return its output."""
+    """Run a short program and return its standard output.
+
+    Raises:
+        CommandFailed: it is missing, is not done in `deadline_s` seconds, or failed; then its error output is quoted.
+    """
     words = [str(a) for a in argv]
     try:
         done = subprocess.run(words, input=stdin, capture_output=True, text=True, env=env, timeout=deadline_s)

@@ -11,7 +11,10 @@ from pathlib import Path
 
 
 def write(program: Path, *, reference: str, user: str, target: Path) -> None:
-    """Packs the program as /NAME, its entrypoint; the same program gives the same bytes."""
+    """Write an image of one static program, its entrypoint `/NAME`, to `target` as a Docker archive.
+
+    The same program gives the same bytes.
+    """
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
         _add(tar, program.name, program.read_bytes(), mode=0o755)

@@ -61,13 +61,13 @@ ip route add default via {MACHINE_IP} dev {_INNER_LINK}
 
 
 def alive() -> bool:
-    """Return whether all of its programs live."""
+    """Return whether the engine runs: its namespaces and all its programs live."""
     noted = processes.load(_NOTE)
     return bool(noted) and namespace.first_process(MARK) is not None and all(process.alive() for process in noted)
 
 
 def up() -> None:
-    """Start it, or find it running. First put back what a killed one left. The machine must have the programs NEEDED.
+    """Start the engine, or find it running. First put back what a killed one left. The machine must have the programs NEEDED.
 
     Raises:
         CommandFailed: a program of it does not start; everything is as before then.
@@ -86,7 +86,7 @@ def up() -> None:
 
 
 def end() -> None:
-    """End all that runs in it and restore the machine; do nothing where there is neither."""
+    """End the engine and all that runs in it, and restore the machine as recorded; do nothing where there is neither."""
     namespace.end_processes(MARK)
     for process in processes.load(_NOTE):  # the waiting halves, on the machine's side
         process.stop()
@@ -95,25 +95,25 @@ def end() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which `docker` and `kind` find this engine, and no other program does."""
+    """Return this process's environment with PATH and DOCKER_HOST such that `docker` and `kind` use this engine."""
     path = os.pathsep.join([str(programs.docker() / "usr/bin"), checks.SYSTEM_PATH])
     return {**os.environ, "PATH": path, "DOCKER_HOST": f"unix://{_SOCKET}"}
 
 
 def docker(*words: str | Path, stdin: str | None = None, deadline_s: float = 60.0) -> str:
-    """Run a short `docker` on this engine and give what it printed."""
+    """Run a short `docker` command on this engine and return its output; raise CommandFailed if it fails or is not done in time."""
     return run_quiet(["docker", *words], env=environment(), stdin=stdin, deadline_s=deadline_s)
 
 
 def inside(*words: str | Path, stdin: str | None = None) -> str:
-    """Run a short program in the engine's namespaces and give what it printed."""
+    """Run a short program in the engine's namespaces and return its output; raise CommandFailed if it fails. The engine must run."""
     pid = namespace.first_process(MARK)
     assert pid is not None, "kind's engine is not running"
     return run_quiet([*namespace.entering(pid), *words], stdin=stdin, env=namespace.environment())
 
 
 def lead_to(node_ip: str) -> None:
-    """Lead the machine's packets for Services and pods to kind's node, whose address on Docker's network is given."""
+    """Lead packets of this machine for Services and pods to kind's node with this address on Docker's network."""
     for network in (SERVICE_NETWORK, POD_NETWORK):
         inside("ip", "route", "replace", network, "via", node_ip)
         run_quiet(["ip", "route", "replace", network, "via", INNER_IP, "dev", machine.LINK], env=namespace.environment())

@@ -29,7 +29,9 @@ class _Image:
 
 
 def write(names: Iterable[str], target: Path) -> None:
-    """Write the images of these names (`registry.k8s.io/pause:3.10`); the last word before the tag says which program it is.
+    """Write a Docker archive to `target` with an image for each name, such as `registry.k8s.io/pause:3.10`.
+
+    The last word before the tag says which of our programs the image is of.
 
     Raises:
         CommandFailed: a name is none of a program that we have.

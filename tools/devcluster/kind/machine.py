@@ -30,7 +30,7 @@ _MODULES = Path("/lib/modules")
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine as far as the engine changes it."""
+    """A part of the machine's state: the sysctls, control groups, links and mounts that the engine and its kubelets change."""
 
     sysctls: dict[str, str]
     cgroups: list[str]
@@ -45,7 +45,7 @@ def data_root() -> Path:
 
 
 def observe() -> Machine:
-    """Return the machine as it is now."""
+    """Return the state of the machine as it is now; change nothing."""
     return Machine(
         sysctls={name: (Path("/proc/sys") / name).read_text().strip() for name in _SYSCTLS},
         cgroups=sorted(map(str, namespace.cgroups_named(CGROUP))),
@@ -56,7 +56,7 @@ def observe() -> Machine:
 
 
 def record() -> None:
-    """Write the record, unless an earlier one waits to be put back."""
+    """Write the machine's present state into RECORD, unless an earlier record waits to be put back."""
     if RECORD.exists():
         return
     KIND_STATE.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -66,7 +66,11 @@ def record() -> None:
 
 
 def restore(*, deadline_s: float = 30.0) -> None:
-    """Put everything back as recorded, and forget the record; do nothing without one. The engine's processes must have ended."""
+    """Put the machine back as recorded, and remove the record; do nothing without one. The engine's processes must have ended.
+
+    Raises:
+        CommandFailed: something is still other than recorded at the deadline; the record stays.
+    """
     if not RECORD.exists():
         return
     before = Machine(**loads(RECORD.read_text()))

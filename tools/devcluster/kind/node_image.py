@@ -56,7 +56,10 @@ for _ in $(seq 100); do ctr version > /dev/null 2>&1 && exit; sleep 0.1; done; c
 
 
 def reference() -> str:
-    """Return the image's name, with the hash of all that goes in: kind's version, packages, programs and these scripts."""
+    """Return the image's name, tagged with the hash of all that goes in: kind's version, packages, programs and these scripts.
+
+    The programs are built first if the cache lacks them.
+    """
     made = [program.relative_to(cache_dir()) for program in (*_programs(), programs.packet_filters(), _root_archive())]
     scripts = [HERE / "kind/node_image.py", HERE / "kind/kube_images.py"]
     key = content_hash([*map(str, made), engine.REGISTRY, *scripts], relative_to=HERE)
@@ -64,7 +67,10 @@ def reference() -> str:
 
 
 def build() -> str:
-    """Build it where the engine, which must run, has none for this content; give its name."""
+    """Build the image of kind's nodes unless the engine, which must run, has one of this content; return its name.
+
+    After a build, all other images of the engine but the base are removed.
+    """
     name = reference()
     if _exists(name):
         return name
@@ -82,7 +88,7 @@ def build() -> str:
 
 
 def prepare() -> None:
-    """Make all that needs no engine."""
+    """Make the parts of the image that need no engine, unless the cache has them: programs and Debian's files."""
     _programs()
     programs.packet_filters()
     _root_archive()
@@ -132,7 +138,7 @@ def _found(pattern: str, text: str) -> str:
 
 
 def _base() -> str:
-    """Debian with systemd and kind's files, as an image."""
+    """Import Debian with systemd and kind's files as an image, unless the engine has it; return its name."""
     archive = _root_archive()
     name = f"localhost/kind-base:{archive.parent.name.rpartition('-')[2]}"
     if not _exists(name):
@@ -168,7 +174,7 @@ def _make_root(draft: Path) -> None:
 
 
 def _copy(source: Path, target: Path, *, mode: int, names: tuple[str, ...] = ()) -> None:
-    """Copy the files of a folder, not of those in it; with `names` these alone."""
+    """Copy the files directly in a folder, not those of its subfolders, and set their mode; with `names` only the files of these names."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and (not names or file.name in names):

@@ -31,7 +31,7 @@ _POLICY = "audit-policy.yaml"
 
 
 def create() -> None:
-    """Make the first node; kind returns when it is Ready."""
+    """Create the cluster with its first node, wait until that is Ready, and lead this machine's packets for Services and pods to it."""
     LOGS.mkdir(parents=True, exist_ok=True)  # Docker makes it too, for the container of a killed run
     (LOGS / _POLICY).write_text(AUDIT_POLICY)
     file = KIND_STATE / "kind.json"
@@ -54,7 +54,7 @@ def create() -> None:
 
 
 def configuration() -> dict[str, object]:
-    """Return kind's configuration. The kubelet takes the first version of control groups only where it is asked to."""
+    """Return kind's configuration of the cluster: one node, our networks and an audit log. The kubelet accepts cgroup v1."""
     flags = [flag.removeprefix("--").split("=", 1) for flag in audit_flags(_IN_NODE / _POLICY, _IN_NODE / AUDIT_LOG.name)]
     volume = {"name": "devcluster", "hostPath": str(_IN_NODE), "mountPath": str(_IN_NODE), "readOnly": False, "pathType": "Directory"}
     api_server = {"extraArgs": [{"name": name, "value": value} for name, value in flags], "extraVolumes": [volume]}
@@ -70,7 +70,7 @@ def configuration() -> dict[str, object]:
 
 
 def pull(reference: str) -> None:
-    """Have the nodes unpack an image from the registry."""
+    """Have each node pull an image from the registry beside the engine and unpack it; return when all have."""
     command = ["cri-pull", "--endpoint", "unix:///run/containerd/containerd.sock", reference]
     log = cache_dir() / "log/kind-pull.log"
     for node in existing():
@@ -79,7 +79,7 @@ def pull(reference: str) -> None:
 
 
 def existing() -> list[str]:
-    """Return the names of the nodes' containers."""
+    """Return the names of the nodes' running containers."""
     return engine.docker("ps", "--format", "{{.Names}}", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}").split()
 
 
@@ -104,7 +104,7 @@ def add_second() -> str:
 
 
 def remove_second() -> None:
-    """Remove the second node and its pods from the cluster, and end the node; do nothing if there is none."""
+    """Remove the second node and its pods from the cluster, and its container; do nothing if there is none or the engine is off."""
     if not engine.alive():
         return
     _kubectl("delete", "node", SECOND, "--ignore-not-found", "--wait=false")
@@ -116,7 +116,7 @@ def remove_second() -> None:
 
 @contextmanager
 def unplugged() -> Iterator[None]:
-    """Pull the second node's cable for as long as the block lasts: it and its pods go on, and nobody sees them."""
+    """Take the second node's network link down during the block: it and its pods run on, but nothing reaches them."""
     index = engine.docker("exec", SECOND, "cat", "/sys/class/net/eth0/iflink").strip()
     links = json.loads(engine.inside("ip", "-json", "link", "show", "type", "veth"))
     (cable,) = [link["ifname"] for link in links if link["ifindex"] == int(index)]
@@ -128,7 +128,7 @@ def unplugged() -> Iterator[None]:
 
 
 class Nodes(OwnNodes):
-    """kind's first node and the second beside it."""
+    """The nodes of kind's cluster on our engine: the first, and the second if it was added."""
 
     first = FIRST
     kubeconfig = Path("/etc/kubernetes/admin.conf")
@@ -155,7 +155,7 @@ class Nodes(OwnNodes):
 
 
 def _processes_of(node: str) -> Iterator[tuple[int, list[str], list[str]]]:
-    """List the processes on a node: the pid as the machine counts, the command's words, and the pids in all namespaces."""
+    """Yield each process of a node's container: its pid on the machine, the words of its command, and its pids in all namespaces."""
     container = engine.docker("inspect", "--format", "{{.Id}}", node).strip()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

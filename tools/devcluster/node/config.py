@@ -79,7 +79,7 @@ class Node:
 
 
 def first_node() -> Node:
-    """Describe the node that also runs the API server.
+    """Return the description of the node that also runs the API server.
 
     Images that it unpacked lie in the cache and outlast `down`, because unpacking torch takes a minute.
     """
@@ -87,7 +87,7 @@ def first_node() -> Node:
 
 
 def second_node() -> Node:
-    """Describe the node that a test joins to the first and removes later, with all its folders, its images too."""
+    """Return the description of the node that a test joins to the first. All its folders, images included, go when it is removed."""
     state, run = (folder.with_name(SECOND_NAME) for folder in (NODE_STATE, NODE_RUN))
     return Node(
         SECOND_NAME, SECOND_IP, SECOND_POD_NETWORK, state, run, cache_dir() / f"{SECOND_NAME}-containerd", f"/devcluster-{SECOND_NAME}"
@@ -114,7 +114,7 @@ def registry_root() -> Path:
 
 
 def write_all(*, debian: Path, pause_image: str) -> Authority:
-    """Make the certificates, write every configuration file, and return the authority."""
+    """Make all keys and certificates, write every configuration file of the first node, and return the certificate authority."""
     authority = Authority(CERTS)
     authority.service_account_key()
     names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost"]
@@ -130,7 +130,7 @@ def write_all(*, debian: Path, pause_image: str) -> Authority:
 
 
 def write_node(authority: Authority, node: Node, *, debian: Path, pause_image: str) -> None:
-    """Write a node's files: a certificate for its kubelet, and its configuration."""
+    """Write a node's files: a certificate for its kubelet, two kubeconfigs, and the configuration of its programs."""
     for directory in (node.conf, node.logs, node.cni, node.conf / "registries" / "localhost"):
         directory.mkdir(parents=True, exist_ok=True)
     serves = (f"DNS:{node.name}", "IP:127.0.0.1", f"IP:{node.ip}")
@@ -162,7 +162,7 @@ def _kubelet_account(node: Node) -> str:
 
 
 def coredns_manifest(image: str) -> str:
-    """Return the manifest of the cluster's DNS."""
+    """Return the manifest of the cluster's DNS, as YAML, for this image."""
     return Template((HERE / "node" / "coredns.yaml").read_text()).substitute(image=image, address=DNS_IP)
 
 

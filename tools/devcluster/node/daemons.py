@@ -23,12 +23,12 @@ def storage(debian: Path, runtime: Path, etcd: Path) -> dict[str, Command]:
 
 
 def containerd(node: Node, runtime: Path) -> Command:
-    """Return the command of the container runtime."""
+    """Return the command line of a node's container runtime; `runtime` is the folder of its program."""
     return [runtime / "containerd", "--config", node.conf / "containerd.toml"]
 
 
 def apiserver(kube: Path) -> dict[str, Command]:
-    """Return the command of the API server, with aggregation, authentication for the kubelet, and an audit log of accounts."""
+    """Return the command line of the API server by its name, with aggregation, access to kubelets, and an audit log of service accounts."""
     return {
         "kube-apiserver": [
             kube / "kube-apiserver",
@@ -63,7 +63,10 @@ def apiserver(kube: Path) -> dict[str, Command]:
 
 
 def controllers(kube: Path) -> dict[str, Command]:
-    """All that works against the API server."""
+    """Return the command lines, by name, of the programs that start after the API server.
+
+    They are the controller manager, the scheduler, and the first node's kubelet and kube-proxy.
+    """
     alone = ["--leader-elect=false", "--bind-address=127.0.0.1"]
     return {
         "kube-controller-manager": [
@@ -82,7 +85,7 @@ def controllers(kube: Path) -> dict[str, Command]:
 
 
 def agents(node: Node, kube: Path) -> dict[str, Command]:
-    """Return the programs that turn a machine with a runtime into a node of the cluster."""
+    """Return the command lines, by name, of the kubelet and kube-proxy, which make a machine with a container runtime a node."""
     return {
         "kubelet": [
             kube / "kubelet",
@@ -98,10 +101,10 @@ def agents(node: Node, kube: Path) -> dict[str, Command]:
 
 
 def folders(debian: Path, runtime: Path) -> list[Path]:
-    """Return the folders in which the runtime finds its shim, and the shim finds runc."""
+    """Return the folders that have to be in PATH for the container runtime: that of its shim, and those of runc."""
     return [runtime, debian / "usr/bin", debian / "usr/sbin"]
 
 
 def ctr(node: Node, runtime: Path) -> Command:
-    """containerd's own client, on the images that the kubelet sees."""
+    """Return the first words of a call of containerd's own client, for the images and containers of this node's pods."""
     return [runtime / "ctr", "--address", node.containerd_socket, "--namespace", "k8s.io"]

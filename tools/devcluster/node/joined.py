@@ -57,7 +57,7 @@ def add() -> str:
 
 
 def remove() -> None:
-    """Remove the second node and its pods from the cluster, and end it."""
+    """Remove the second node and its pods from the cluster, and end it; without the first node, only end it. There may be none."""
     if namespace.first_process() is not None:
         _kubectl("delete", "node", config.SECOND_NAME, "--ignore-not-found", "--wait=false")
         with contextlib.suppress(CommandFailed):  # nobody else can say that they are gone
@@ -78,7 +78,7 @@ def unplugged() -> Iterator[None]:
 
 
 class Nodes(OwnNodes):
-    """The first node and the second beside it."""
+    """The first node on this machine, and the second if it was added."""
 
     first = config.NODE_NAME
     kubeconfig = config.KUBECONFIG
@@ -106,7 +106,10 @@ class Nodes(OwnNodes):
 
 
 def end() -> None:
-    """End everything that runs in the second node, and remove its routes, groups and folders from this machine."""
+    """End all that runs in the second node, and remove its routes, cgroups and folders from this machine; do nothing if there is none.
+
+    The cluster still lists it.
+    """
     node = config.second_node()
     namespace.end_processes(_MARK, deadline_s=GONE_S)
     for process in processes.load(node.state / _NOTE):
@@ -186,7 +189,11 @@ def _connect(node: config.Node, second: int) -> None:
 
 
 def _in_first(*words: str) -> None:
-    """Run a program in the first node's network namespace alone: pids are the machine's."""
+    """Run a program in the first node's network namespace; its pids and files are the machine's.
+
+    Raises:
+        NotRunning: there is no first node.
+    """
     first = namespace.first_process()
     if first is None:
         raise NotRunning("the first node is not running")

@@ -124,7 +124,11 @@ def environment(*folders: Path) -> dict[str, str]:
 
 
 def end(*, deadline_s: float = 20.0) -> None:
-    """End everything that runs in the node, and remove its link and its control groups."""
+    """End all processes of the first node, and remove its link and the cgroups of pods; do nothing if there are none.
+
+    Raises:
+        CommandFailed: something is left at the deadline.
+    """
     ends = time.monotonic() + deadline_s
     end_processes(MARK, deadline_s=deadline_s)
     if (Path("/sys/class/net") / MACHINE_LINK).exists():
@@ -150,7 +154,7 @@ def end_processes(mark: str, *, deadline_s: float = 20.0) -> None:
 
 
 def leftover_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
-    """List the groups `kubepods`, in which kubelet has all its pods: one with cgroup v2, one for each controller with v1."""
+    """Return the existing cgroups `kubepods`, in which a kubelet has all its pods: one with cgroup v2, one for each controller with v1."""
     return cgroups_named("kubepods", root)
 
 
@@ -190,5 +194,5 @@ def _remove_tree(tree: Path) -> None:
 
 
 def run_inside(pid: int, argv: Sequence[str | Path], *, folders: Sequence[Path] = (), deadline_s: float = 60.0) -> str:
-    """Run a short program in the node and return its output."""
+    """Run a short program in the namespaces of process `pid` and return its output; raise CommandFailed if it fails or takes too long."""
     return run_quiet([*entering(pid), *argv], env=environment(*folders), deadline_s=deadline_s)

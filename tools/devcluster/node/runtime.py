@@ -14,7 +14,10 @@ ANSWER_S = 30.0
 
 
 def forget_containers(node: Node, pid: int, runtime: Path) -> bool:
-    """Delete the containers of an earlier node, which the runtime takes for its own until its next start; return whether there were any."""
+    """Delete the containers of an earlier node from containerd's records, and return whether there were any.
+
+    If so, containerd has to be started again: until then it takes them for its own. It waits up to 30 s for containerd.
+    """
     ctr = daemons.ctr(node, runtime)
     ends = time.monotonic() + ANSWER_S
     while True:

@@ -16,7 +16,7 @@ from ..progress import run_quiet, say
 
 
 class GivenProvider:
-    """Whatever KUBECONFIG and CLUSTER name."""
+    """The provider of a cluster that the user names by KUBECONFIG or CLUSTER; it never starts or ends it."""
 
     name = "given"
 
@@ -24,7 +24,7 @@ class GivenProvider:
         self._environment = environment
 
     def check(self) -> None:
-        """Refuses before anything is changed: all we do with a cluster needs our images in it."""
+        """Raise PrerequisiteMissing if no kubeconfig or no REGISTRY is given, or Go is needed to build kubectl or Helm and is missing."""
         named = self._environment.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
         if not any(Path(file).is_file() for file in named.split(os.pathsep)):
             raise PrerequisiteMissing(f"KUBECONFIG or CLUSTER asks for a cluster of your own, and there is no file {named}")
@@ -37,7 +37,7 @@ class GivenProvider:
         programs.helm()
 
     def up(self) -> None:
-        """Only asks whether the cluster answers."""
+        """Start nothing: check the machine, prepare the programs, and raise NotRunning if the cluster does not answer."""
         self.check()
         self.prepare()
         if not self.running():
@@ -45,13 +45,13 @@ class GivenProvider:
         say(f"the cluster is {self.kubeconfig()}, as given")
 
     def down(self, *, purge: bool) -> None:
-        """Leaves the cluster alone; with `purge` our cache goes."""
+        """Leave the cluster alone; with `purge` remove our cache."""
         say("the cluster was given, so it stays as it is")
         if purge:
             shutil.rmtree(cache_dir(), ignore_errors=True)
 
     def running(self) -> bool:
-        """Return whether its API server reports that it is ready."""
+        """Return whether its API server answers that it is ready; false also if it cannot be reached."""
         ready = [str(self.kubectl()), "--kubeconfig", str(self.kubeconfig()), "--request-timeout=20s", "get", "--raw", "/readyz"]
         try:
             return run_quiet(ready).strip() == "ok"
@@ -82,7 +82,7 @@ class GivenProvider:
         raise NotOfThisMachine("this needs nodes on this machine: set DEVCLUSTER_PROVIDER=node, or leave out the cluster that was given")
 
     def load_image(self, reference: str) -> str:
-        """Pushes the image to REGISTRY, from where the cluster pulls it; gives the name it has there."""
+        """Push the image to REGISTRY, from which the cluster pulls it; return the name it has there."""
         target = registry_reference(self._environment.get("REGISTRY"), reference)
         images.publish(reference, target)
         return target

@@ -19,12 +19,12 @@ DISK_FREE_GB = 25
 
 
 class KindProvider:
-    """A cluster that the tool kind makes in Docker: its name and its kubeconfig, a file in the cache, never meet the user's."""
+    """A cluster that the tool kind makes in a Docker engine of this machine. Both its name and its kubeconfig are apart from the user's."""
 
     name = "kind"
 
     def check(self) -> None:
-        """Refuses before anything is changed."""
+        """Raise PrerequisiteMissing if kind or Helm has to be built and Go is missing, or if a new cluster has too little room."""
         for program in ("kind", "helm"):
             if shutil.which(program) is None:
                 checks.go()
@@ -37,7 +37,7 @@ class KindProvider:
         programs.helm()
 
     def up(self) -> None:
-        """Create the cluster, or find it running."""
+        """Create the cluster and wait until its node is Ready, or find it running. Half a cluster of a killed run is deleted first."""
         self.check()
         self.prepare()
         with locked("kind"):
@@ -49,7 +49,7 @@ class KindProvider:
             run_logged(create_command(programs.kind(), _kubeconfig()), what="kind cluster", log=log_dir() / "kind.log", deadline_s=900)
 
     def down(self, *, purge: bool) -> None:
-        """Delete the cluster; with `purge` remove the cache too."""
+        """Delete the cluster if it runs; with `purge` remove the cache too."""
         if self.running():
             run_logged(self._delete_command(), what="kind cluster's end", log=log_dir() / "kind-delete.log", deadline_s=300)
         _kubeconfig().unlink(missing_ok=True)
@@ -91,12 +91,12 @@ class KindProvider:
 
 
 def create_command(kind: Path, kubeconfig: Path) -> list[str]:
-    """`kind create cluster`, which returns when the node is Ready."""
+    """Return the words of `kind create cluster`, which returns when the node is Ready or after five minutes."""
     return [str(kind), "create", "cluster", "--name", CLUSTER, "--kubeconfig", str(kubeconfig), "--wait", "300s"]
 
 
 def load_command(kind: Path, reference: str) -> list[str]:
-    """`kind load` of an image that the Docker engine has."""
+    """Return the words of `kind load`, which brings an image of the Docker engine to the cluster's node."""
     return [str(kind), "load", "docker-image", reference, "--name", CLUSTER]
 
 

@@ -24,16 +24,16 @@ _SMALL_GB, _WITH_IMAGES_GB = 2.0, 14.0
 
 
 class KindEngineProvider:
-    """The engine and kind's nodes; `down` leaves the cache and the machine as it was."""
+    """A kind cluster on a Docker engine of our own, as root on Linux; `down` restores the machine and leaves the cache."""
 
     name = "kind"
 
     def check(self) -> None:
-        """Refuse before anything is changed. The room is for our images on the nodes too."""
+        """Raise PrerequisiteMissing if the machine lacks something for the cluster with all our images on its nodes; change nothing."""
         self._check(_WITH_IMAGES_GB)
 
     def check_small(self) -> None:
-        """Refuse before anything is changed, where a cluster without the worker's image has no room."""
+        """Raise PrerequisiteMissing as `check` does, but ask for less room: for a cluster without the worker's image."""
         self._check(_SMALL_GB)
 
     def _check(self, docker_gb: float) -> None:
@@ -46,7 +46,7 @@ class KindEngineProvider:
             checks.networks_free(list(engine.NETWORKS), own_link=machine.LINK)
 
     def prepare(self) -> None:
-        """Make every program, and what of the node's image needs no engine."""
+        """Install missing Debian packages, and make every program and the parts of the node's image that need no engine."""
         programs.install_debian_packages(engine.NEEDED)
         for make in (programs.docker, programs.kind, programs.helm, programs.debian):
             make()
@@ -70,7 +70,7 @@ class KindEngineProvider:
                 raise
 
     def down(self, *, purge: bool) -> None:
-        """End all of it and restore the machine; with `purge` the cache goes too, Docker's data with it."""
+        """End the cluster and the engine, and restore the machine; with `purge` remove the cache too, with Docker's data."""
         with locked("kind", directory=LOCKS):
             engine.end()
         if purge:
@@ -87,21 +87,21 @@ class KindEngineProvider:
             return False
 
     def kubeconfig(self) -> Path:
-        """Return the kubeconfig that kind wrote; the address in it answers from the machine."""
+        """Return the kubeconfig that kind wrote, whose address answers from this machine; raise NotRunning if there is none."""
         if not nodes.KUBECONFIG.exists():
             raise NotRunning("the kind cluster is not running: `python -m tools.devcluster up` starts it")
         return nodes.KUBECONFIG
 
     def kubectl(self) -> Path:
-        """Return kubectl of the nodes' version."""
+        """Return the path of a kubectl of the nodes' version, which is built first if the cache lacks it."""
         return programs.kube() / "kubectl"
 
     def own_nodes(self) -> OwnNodes:
-        """Return the ways into kind's nodes."""
+        """Return the means to break kind's nodes and look beneath them."""
         return nodes.Nodes()
 
     def load_image(self, reference: str) -> str:
-        """Push the layers that the registry lacks and have the nodes unpack them; the reference stays the same."""
+        """Push the layers that the registry lacks, have the nodes unpack the image, and return the same reference."""
         self.kubeconfig()
         images.push(reference, f"docker://{engine.REGISTRY}/{reference.removeprefix('localhost/')}", tls=False)
         nodes.pull(reference)
@@ -117,6 +117,6 @@ def restore_left() -> None:
 
 
 def disk_needed_gb(cache: Path, docker_gb: float) -> float:
-    """Return the room for what is not there yet: what our own node needs, and kind's programs and Docker's data with it."""
+    """Return the gigabytes still needed for parts that `cache` lacks: those of our own node, and kind's programs and Docker's data."""
     missing = {"docker": docker_gb, "kind-root-*": 2.0}
     return node_disk_needed_gb(cache) + sum(size for pattern, size in missing.items() if not any(cache.glob(pattern)))

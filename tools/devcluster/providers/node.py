@@ -24,12 +24,12 @@ _NEEDED = ("conntrack", "ip", "iptables", "nft", "nsenter", "openssl", "setpriv"
 
 
 class NodeProvider:
-    """Everything the node needs is built or unpacked into the cache; `down` leaves the cache and nothing else."""
+    """A real single node on this machine, as root on Linux. All programs are in the cache; `down` leaves the cache and nothing else."""
 
     name = "node"
 
     def check(self) -> None:
-        """Refuses before anything is changed."""
+        """Raise PrerequisiteMissing if the machine lacks something: root on Linux, Go, room, memory or free networks. Change nothing."""
         checks.linux_root()
         checks.go()
         checks.disk_free(cache_dir(), needed_gb=disk_needed_gb(cache_dir()), what="Parts not in the cache yet (programs, images, node)")
@@ -44,7 +44,10 @@ class NodeProvider:
             make()
 
     def up(self) -> None:
-        """Start the node, or find it running; clear first what a killed run left."""
+        """Start the node and wait until it is Ready, or find it running; clear first what a killed run left.
+
+        If the start fails, the node's processes are ended.
+        """
         self.check()
         self.prepare()
         with locked("node"):
@@ -59,7 +62,7 @@ class NodeProvider:
                 raise
 
     def down(self, *, purge: bool) -> None:
-        """End the node and remove its state; with `purge` remove the cache too."""
+        """End the node and a second one, and remove their state; with `purge` remove the cache too."""
         with locked("node"):
             self._end()
         with locked("images"):
@@ -81,21 +84,25 @@ class NodeProvider:
         return bool(self._kubectl("get", "service", "kube-dns", "--namespace", "kube-system", "--output", "name"))
 
     def kubeconfig(self) -> Path:
-        """Return the administrator's kubeconfig, whose address answers from the machine too."""
+        """Return the administrator's kubeconfig, whose address answers from this machine; raise NotRunning if the node does not run."""
         if namespace.first_process() is None:
             raise NotRunning("the node is not running: `python -m tools.devcluster up` starts it")
         return config.KUBECONFIG
 
     def kubectl(self) -> Path:
-        """kubectl of the node's version."""
+        """Return the path of a kubectl of the node's version, which is built first if the cache lacks it."""
         return programs.kube() / "kubectl"
 
     def own_nodes(self) -> OwnNodes:
-        """Return the ways into the node and the second one."""
+        """Return the means to break the node and the second one and look beneath them."""
         return joined.Nodes()
 
     def load_image(self, reference: str) -> str:
-        """Pushes the layers that the node's registry lacks and has the node unpack them; the reference stays the same."""
+        """Push the layers that the node's registry lacks, have the node unpack the image, and return the same reference.
+
+        Raises:
+            NotRunning: there is no node.
+        """
         self.kubeconfig()
         images.push(reference, f"docker://{config.REGISTRY}/{reference.removeprefix('localhost/')}", tls=False)
         pid = namespace.first_process()
