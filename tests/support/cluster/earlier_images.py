@@ -33,7 +33,7 @@ ENTRYPOINT ["python3", "-m", "%s"]
 
 @dataclass(frozen=True)
 class EarlierImages:
-    """References to the container images, as the cluster's nodes know them."""
+    """References to the container images of the earlier version, as the cluster's nodes know them."""
 
     release: Images
     servers: str

@@ -41,7 +41,7 @@ class Prometheus:
         return self._series("query", query=expression)
 
     def ever(self, expression: str) -> list[Document]:
-        """Return the series that an expression has had at any moment since this Prometheus started."""
+        """Return the series of an expression, sampled every two seconds since this Prometheus started, each with its labels and values."""
         return self._series("query_range", query=expression, start=self._began, end=time.time(), step=EVERY_S)
 
     def up(self) -> list[str]:

@@ -65,7 +65,7 @@ class ClusterRig:
         self.apply("DiffusionDeployment", name, base | spec)
 
     def adapt(self, name: str, deployment: str, path: str) -> None:
-        """Apply a LoRAAdapter."""
+        """Apply a LoRAAdapter called `name` for a deployment, with the source `path`."""
         self.apply("LoRAAdapter", name, {"deploymentRef": {"name": deployment}, "source": {"path": path}})
 
     def apply(self, kind: str, name: str, spec: Document) -> None:
@@ -125,7 +125,7 @@ class ClusterRig:
 
     @contextmanager
     def client(self, deployment: str) -> Iterator[openai.OpenAI]:
-        """Provide the OpenAI SDK for the deployment's Service."""
+        """Provide a client of the OpenAI SDK for the deployment's Service while the block lasts."""
         with address_of(self.kubectl.namespace, deployment) as url:
             yield client_for(url)
 

@@ -83,7 +83,10 @@ def remove_store(rig: ClusterRig) -> None:
 
 
 def claim_on_the_node(namespace: str, name: str, path: str = "/tmp") -> list[Document]:
-    """Return a volume and a claim that are bound by name, so no provisioner is needed. A pod without root may write to /tmp on any node."""
+    """Return documents of a volume in the node's folder `path` and of a claim, bound by name, so no provisioner is needed.
+
+    A pod without root may write to /tmp on any node.
+    """
     size, names = {"storage": "1Gi"}, {"name": name, "namespace": namespace}
     volume = {
         "capacity": size, "accessModes": ["ReadWriteMany"], "hostPath": {"path": path}, "storageClassName": "",

@@ -24,7 +24,7 @@ def sharing(run: Run) -> None:
 
 
 def failing(run: Run) -> None:
-    """Fail after a figure."""
+    """Report a figure, and raise RuntimeError."""
     run.figure("before", 3.0)
     raise RuntimeError("the driver is of another age")
 
@@ -35,20 +35,20 @@ def absent(run: Run) -> None:
 
 
 def dying(run: Run) -> None:
-    """End the process without a word on the pipe."""
+    """Write a line to stderr, and end the process with status 3, without a word on the pipe."""
     print("last words on the log", file=sys.stderr, flush=True)
     os._exit(3)
 
 
 def endless(run: Run) -> None:
-    """Report a figure, start a process, and never end."""
+    """Start a process that sleeps ten minutes, report its pid as a figure, and sleep as long."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     run.figure("child", child.pid)
     time.sleep(600)
 
 
 def slow(run: Run) -> None:
-    """Take a second and a half."""
+    """Sleep for a second and a half."""
     time.sleep(1.5)
 
 

@@ -36,7 +36,10 @@ def needed_by(names: set[str], *, but_for: set[str] = frozenset(), python: str |
 
 
 def make_machine(folder: Path) -> tuple[Path, Path]:
-    """Make the environment and return its Python, and the folder of the carried packages."""
+    """Make a virtual environment and a folder of the carried packages in `folder`; return the environment's Python and that folder.
+
+    The environment has links to the packages in THERE and all that these need, less the carried ones.
+    """
     venv.create(folder / "machine", with_pip=False, symlinks=True)
     site = next((folder / "machine" / "lib").glob("python3.*/site-packages"))
     _link(needed_by(set(THERE)) - set(CARRIED), site)

@@ -65,7 +65,7 @@ class Mutation:
 
 
 def mutation(rng: random.Random, good: RawFile, other: RawFile) -> Mutation:
-    """Make a faulty file from a good one; `other` is a good file for another model."""
+    """Make a faulty file from a good one by a random kind of fault; the good one stays. `other` is a good file for another model."""
     kind = rng.choice(sorted(KINDS - {"config"}) + (["config"] * 3 if good.config else []))
     mutator = Mutator(rng, RawFile.parse(good.content(), good.config), other)
     getattr(mutator, kind)()

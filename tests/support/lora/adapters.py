@@ -95,7 +95,10 @@ def merged(model: nn.Module, factors: Factors, scale: float = 1.0) -> nn.Module:
 def require_rows_as_merged(
     made: torch.Tensor, x: torch.Tensor, uses: Sequence[Sequence[tuple[int, float]]], *, base: nn.Module, adapters: Sequence[Factors]
 ) -> None:
-    """Check each row against the base model run on that row alone with the row's adapters added to its weights."""
+    """Check that each row of `made` equals the output of the base model for that row of `x` alone, with the row's adapters merged.
+
+    `uses` has the adapters (number in `adapters` and strength) of each row. `base` is not changed.
+    """
     for row, own in enumerate(uses):
         alone = copy.deepcopy(base)
         for number, scale in own:

@@ -68,7 +68,7 @@ class Case:
 
 @dataclass
 class Update:
-    """The update of one module: `scaling * b @ a` of matrices."""
+    """The update of one module's weight, with matrices as factors: `scaling * b @ a`."""
 
     a: torch.Tensor
     b: torch.Tensor

@@ -53,7 +53,7 @@ DOCUMENTS = [b"", b"[]", b"null", b"{", b"[" * 100_000, b'{"a":' * 50_000, b"\xf
 
 
 def modules() -> list[str]:
-    """Return the names of the file's modules as peft knows them."""
+    """Return the names of the modules in the adapter `stripes`, as peft knows them, sorted."""
     with safe_open(STRIPES / "adapter_model.safetensors", "numpy") as file:
         names = list(file.keys())
     return sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in names})
@@ -94,7 +94,7 @@ def _patterns(rng: random.Random) -> dict[str, Any]:
 
 
 def _thousands(rng: random.Random) -> dict[str, Any]:
-    """Return as many plain names or patterns as a large model has."""
+    """Return a field with hundreds or thousands of plain names or patterns, as many as a large model has."""
     names = [f"transformer_blocks.{number}.attn.other" for number in range(rng.choice((300, 1000, 4000)))]
     field = rng.choice(("target_modules", "alpha_pattern", "rank_pattern"))
     return {field: [*names, *LEAVES] if field == "target_modules" else {re.escape(name): RANK for name in names}}

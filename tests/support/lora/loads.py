@@ -82,5 +82,5 @@ def order_for(path: Path, *managers: DiffusionLoRAManager, **options: Any) -> It
 
 
 def linear_part(cut: Any) -> LinearPart:
-    """Return a part of a layer whose sums need no other rank."""
+    """Return a `LinearPart` with this cut whose `add_up` changes nothing, since no other rank has a share of the sums."""
     return LinearPart(cut, add_up=lambda low: low)

@@ -25,7 +25,10 @@ def layers(module: nn.Module) -> list[str]:
 def own(
     *components: str, prefix: str = "{}.", picks: Callable[[str], bool] = bool, rename: Callable[[str], str] = str
 ) -> Callable[[Any], Table]:
-    """Return the naming of diffusers for the layers of these components that `picks` selects, with paths changed by `rename`."""
+    """Return the naming of diffusers for the layers of these components that `picks` selects, with paths changed by `rename`.
+
+    Each name begins with `prefix`, in which `{}` stands for the component.
+    """
 
     def table(pipeline: Any) -> Table:
         paths = [(name, path) for name in components for path in layers(pipeline.components[name]) if picks(path)]
@@ -80,7 +83,7 @@ def original(prefix: str, blocks: dict[str, list[str]], others: Iterable[str] = 
 
 
 def _table(pairs: Iterable[str], theirs: str = "", ours: str = "") -> Table:
-    """Return the pairs as a table; a plus separates the targets of a fused module."""
+    """Return `theirs=ours` pairs as a table, with these prefixes before the names; a plus separates the targets of a fused module."""
     split = [each.split("=") for pair in pairs for each in _expanded(pair)]
     return {theirs + written: tuple(ours + target for target in targets.split("+")) for written, targets in split}
 

@@ -33,7 +33,7 @@ class Reasons(NamedTuple):
 
 
 class _Source:
-    """The tree of a module, and the function around each expression."""
+    """The syntax tree of a module, in which calls of `verdict` and the possible values of expressions are looked up."""
 
     def __init__(self, module: ModuleType, known: Mapping[str, Collection[str]]) -> None:
         self.module = module
@@ -81,7 +81,7 @@ class _Source:
         return found
 
     def _taken(self, name: str, target: ast.expr, value: ast.expr, function: ast.FunctionDef) -> set[str]:
-        """Return the values that an assignment gives to a name."""
+        """Return the possible values that an assignment gives to `name`; none if it assigns other names, or its form is not known."""
         names = [ast.unparse(one) for one in target.elts] if isinstance(target, ast.Tuple) else []
         match target, value:
             case ast.Name(id=taken), _ if taken == name:

@@ -20,7 +20,7 @@ _SERVERS = ("name", "namespace", "uid", "resourceVersion", "generation", "creati
 
 
 def entry(manifest: Manifest, operation: str, *, manager: str = FIELD_MANAGER) -> Manifest:
-    """Return an entry of managedFields for everything in a manifest."""
+    """Return an entry of managedFields for all fields in a manifest, but for its status and the metadata that only a server sets."""
     metadata = {name: value for name, value in manifest["metadata"].items() if name not in _SERVERS}
     content = {name: value for name, value in manifest.items() if name not in ("apiVersion", "kind", "status")}
     fields = _fields(content | {"metadata": metadata})

@@ -120,8 +120,10 @@ class FakeCluster:
     # the test's own changes -------------------------------------------------------------------------------------------
 
     def put(self, manifest: Manifest) -> Manifest:
-        """Store a new manifest, as a user would create it. If the object exists, only its spec is replaced, and a spec that differs
-        raises the generation."""
+        """Store a new manifest, as a user would create it, and return the stored object itself.
+
+        If the object exists, only its spec is replaced, and a spec that differs raises the generation.
+        """
         existing = self._objects.get(self._key(manifest))
         if existing is None:
             return self._store(manifest)

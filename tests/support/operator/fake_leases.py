@@ -35,7 +35,7 @@ class FakeLeases:
 
 
 class FakeClient:
-    """A connection that implements `Leases`."""
+    """A connection that implements `Leases`; its flags make calls hang or fail, or be done without an answer."""
 
     def __init__(self, server: FakeLeases) -> None:
         self._server = server

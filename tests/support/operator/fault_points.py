@@ -66,7 +66,7 @@ class Wrapped:
 
 
 def _about(given: tuple[Any, ...]) -> str:
-    """Describe the subject of an action for people."""
+    """Return the subject of an action for people to read: kind and name of an object, or the type of its first argument."""
     first = given[0] if given else None
     if isinstance(first, dict):
         return f"{first['kind']} {first['metadata']['name']}"

@@ -15,7 +15,7 @@ from diffusion_operator.reconcile.workers.watches import hear
 
 
 class LookingWatches:
-    """A stand-in for `WorkerWatches`."""
+    """A stand-in for `WorkerWatches` that polls the followed workers only when `look` is called."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

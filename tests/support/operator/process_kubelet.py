@@ -171,7 +171,7 @@ class ProcessKubelet(FakeKubelet):
         await self.client.patch(POD, metadata["namespace"], metadata["name"], {"status": status}, subresource="/status")
 
     async def _stop(self, pod: Any, server: Server) -> None:
-        """Send SIGTERM once, and delete the pod when the process has ended."""
+        """Send SIGTERM at the first call; a later call deletes the pod if the process has ended."""
         if not server.stopping:
             server.stopping = True
             server.process.send_signal(signal.SIGTERM)  # does nothing where it has ended already

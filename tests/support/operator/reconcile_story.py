@@ -59,8 +59,10 @@ class Story:
         self.adopt_worker()
 
     async def until(self, type_: str, *expected: str, name: str) -> str:
-        """Step the operator until the condition `type_` of the adapter `name` is `expected`, a status and a reason. Return the
-        condition's message."""
+        """Step the operator until the condition `type_` of the adapter `name` is `expected`, a status and a reason.
+
+        Return the condition's message, or fail with the adapter's status at the deadline.
+        """
         await self.wait(lambda: self.rig.adapter_condition(type_, name) == expected, lambda: self.rig.adapter_status(name))
         return self.rig.adapter_message(type_, name)
 

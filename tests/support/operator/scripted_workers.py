@@ -120,7 +120,10 @@ class ScriptedWorker:
         return None if self.last_request_at is None else (self.clock() - self.last_request_at).total_seconds()
 
     def request(self) -> None:
-        """Receive a request: serve it, or hold it and wake a sleeper whose policy is OnIdle."""
+        """Receive a request: a ready worker notes its time alone, and any other holds it.
+
+        An asleep worker whose policy is OnIdle also begins to wake.
+        """
         self.last_request_at = self.clock()
         if self.phase is WorkerPhase.READY:
             return
@@ -161,7 +164,10 @@ class ScriptedWorker:
         self.begin("wake", call.operation_id)
 
     def drain(self, call: DrainWorker) -> None:
-        """Begin a drain: held requests end at once, and running ones when `in_flight` is set to 0."""
+        """Begin a drain: held requests end at once, and running ones when `in_flight` is set to 0.
+
+        ControlRefused with NotFound by a worker whose `drains` is None.
+        """
         if self.drains is None:
             raise _refused("NotFound", retryable=False)
         self.calls.append(f"drain {call.deadline_s}")
@@ -240,13 +246,16 @@ class ScriptedWorker:
             raise ControlRefused(error, status=409)
 
     def load_mounted(self, wanted: Iterable[dict[str, Any]]) -> None:
-        """Try the adapters of the desired file, as a worker does at its start."""
+        """Try the adapters of the desired file, as a worker does at its start; their errors are ignored."""
         for one in wanted:
             with contextlib.suppress(OperatorError):
                 self.load_adapter(one["name"], msgspec.convert(one, AdapterLoad))
 
     def _defer(self, name: str, load: AdapterLoad, present: AdapterRecord | None) -> None:
-        """Accept a put during a sleep: a present adapter takes its new settings, an absent one is fetched for the wake."""
+        """Accept a put during a sleep: a present adapter takes its new settings, an absent one is fetched for the wake.
+
+        ControlRefused if the source of an absent one is in `refusals`.
+        """
         error = self.refusals.get(identity(load.source))
         if present is not None and self._same(present, load) and present.state is not RecordState.FAILED:
             self.adapters[name] = _told(present, load)
@@ -326,7 +335,7 @@ def _told(record: AdapterRecord, load: AdapterLoad) -> AdapterRecord:
 
 
 class ScriptedWorkers:
-    """A fake of the port to workers."""
+    """A fake of the operator's port to workers: scripted workers in memory, by IP."""
 
     def __init__(self) -> None:
         self._by_ip: dict[str, ScriptedWorker] = {}

@@ -69,7 +69,10 @@ async def eventually_nothing(look: Callable[[], Awaitable[Any]], within_s: float
 
 
 class Namespaces:
-    """Several namespaces in the API server, with an observer's view of the objects in them: false claims and pods. They begin empty."""
+    """Several namespaces in the API server, with an observer's view of the objects in them: contradictions and pods.
+
+    `make` creates the namespaces, empty.
+    """
 
     def __init__(self, client: RestClient, kubelet: FakeKubelet, *names: str) -> None:
         self._client = client
@@ -97,7 +100,7 @@ class Namespaces:
 
 
 def status_writes(operator: OperatorProcess) -> int:
-    """Return the number of status writes begun."""
+    """Return the number of status writes that the operator's present process has begun."""
     return int(sum(value for name, value in operator.metrics().items() if "under_test_actions" in name and "apply_status" in name))
 
 

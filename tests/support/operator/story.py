@@ -45,7 +45,7 @@ class End(NamedTuple):
 
 @dataclass
 class Told:
-    """The result of a story."""
+    """The result of a story: the state after each step, the places of the deaths, the faults found, and the count of status writes."""
 
     ends: list[End] = field(default_factory=list)
     deaths: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Teller:
             self._pods_made += 1
 
     def _stays(self, pod: str) -> bool:
-        """Return whether a pod's worker is not drained; a drained one does not count among the replicas."""
+        """Return whether a pod's worker is not drained, or does not run yet; a drained one does not count among the replicas."""
         ip = (self.rig.cluster.find(POD, pod) or {}).get("status", {}).get("podIP")
         return ip is None or not self.rig.workers.at(ip).drains
 
