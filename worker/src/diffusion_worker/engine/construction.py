@@ -137,12 +137,12 @@ class EngineParts:
         self.steps.describe(model)
 
     def _nothing_to_do(self) -> bool:
-        """Return whether the model is awake, and no request waits or runs."""
+        """Return whether the model serves, its steps are not paused by a call, and no request waits for a step or runs."""
         busy = self.pausing.paused or self.steps.running or self.steps.waiting or self.ranks.loss is not None
         return self.life.state is EngineState.READY and not busy
 
     def _idle_s(self) -> float:
-        """Return the seconds since the last request came or ended; without a request, since the current state began."""
+        """Return the seconds since the last request came or ended, 0 while there is one; before the first, since the state began."""
         age_s = self.requests.last_age_s
         return self.life.state_age_seconds if age_s is None else age_s
 
@@ -151,7 +151,7 @@ class EngineParts:
         self.steps.end(RequestError(code, message), only=lambda image: image.rpartition("-")[0] in request_ids)
 
     def fail(self, reason: str) -> None:
-        """Fail the engine: all waiting requests and loads end with the reason."""
+        """Fail the engine for good: requests that wait or run, and loads of adapters, end with the reason. No effect when repeated."""
         if self.life.fail(reason):
             log.error("worker failed: %s", reason)
             self.lost.set()

@@ -117,7 +117,10 @@ class Engine:
         return str(self.life.failure)
 
     async def terminate(self) -> None:
-        """Stop admission, let running requests finish within the configured time, end the ranks."""
+        """Refuse new and held requests, let admitted ones finish within `--drain-timeout-seconds`, then end the ranks and wait for them.
+
+        Loads of adapters and a sleep or wake in progress are cancelled. Requests left at the end of the time get an error.
+        """
         self.life.loaded = False
         self._parts.digest.end()
         self._parts.merging.end()
@@ -133,9 +136,9 @@ class Engine:
         await self._parts.fetcher.close()
 
     def drain(self, call: DrainCall) -> None:
-        """Accept no request from now on, and let running ones finish; held requests are refused. Harmless when repeated.
+        """Accept no request from now on, and return at once; running ones may finish, held ones are refused. Harmless when repeated.
 
-        Only the end of the process ends a drain. The first call's deadline counts.
+        Requests that run past the first call's deadline end with an error. Only the end of the process ends a drain.
 
         Raises:
             RequestError: WrongBoot.
@@ -204,7 +207,7 @@ class Engine:
 
     @property
     def last_acks(self) -> list[TaskAck]:
-        """Return each rank's acknowledgement of the operation that ended last."""
+        """The ranks' acknowledgements of the sleep or wake that ended last; empty if it failed, and before the first."""
         return self._parts.operations.last_acks
 
     def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
@@ -231,7 +234,9 @@ class Engine:
         return msgspec.structs.replace(self._bare_document(), adapters=adapters, revision=self._pages.revision.current())
 
     async def state_after(self, revision: str, wait_s: float, limit: int) -> StateDocument:
-        """Wait until the state changes after a revision, or the time is over, and return a page of the changes.
+        """Wait until the state changes after a revision, or the time is over; return it with the first page of changed adapters.
+
+        The page is that of all adapters if the changes since the revision are not known.
 
         Raises:
             RequestError: Overloaded, too many clients wait already.
@@ -350,7 +355,7 @@ class Engine:
             await self._parts.supervisor.settled()  # the next ranks have made no step
 
     def resume(self, call: OperationCall) -> None:
-        """Make steps again; harmless if they are not paused. Raises RequestError (WrongBoot)."""
+        """Make steps again, unless a sleep holds them; harmless if they are not paused. Raises RequestError (WrongBoot)."""
         self._check_boot(call.boot_id)
         self._parts.pausing.release(Pauser.CALL)
 

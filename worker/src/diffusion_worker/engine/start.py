@@ -30,7 +30,7 @@ async def start(parts: EngineParts) -> None:
 
 
 def _record(parts: EngineParts) -> SleepRecord | None:
-    """Return the last server's record if the policy lets the model sleep; else remove it."""
+    """Return the last server's record if the policy and the options let the model sleep; else remove it and return None."""
     wanted = parts.rules.policy is not SleepPolicy.ALWAYS_AWAKE and sleep_blocker(parts.config) is None
     record = parts.notes.read() if wanted else None
     if record is None:

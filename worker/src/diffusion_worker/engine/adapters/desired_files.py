@@ -37,7 +37,10 @@ class DesiredFiles:
         self._read: dict[str, tuple[str, list[DesiredAdapter]]] = {}
 
     def read(self, main: DesiredState) -> MountedAdapters:
-        """Return the adapters of the main file and its shards, in order: loads that are wanted alike run in this order."""
+        """Return the adapters of the main file and its shards by name, in the order in which equally wanted ones are loaded.
+
+        Shards are read only if the main file lists fewer adapters than they have. A shard that is not as named adds only to `missing`.
+        """
         named = {adapter.name: adapter for adapter in main.adapters}
         missing: dict[str, str] = {}
         if len(main.adapters) < sum(shard.count for shard in main.shards):
@@ -49,7 +52,7 @@ class DesiredFiles:
         return MountedAdapters(named, missing)
 
     def _shard(self, shard: DesiredShard) -> list[DesiredAdapter]:
-        """Return the adapters of a shard; raise ValueError if its file is not as named."""
+        """Return the adapters of a shard; raise ValueError if its file cannot be read or has another sha256 than named."""
         sha256, adapters = self._read.get(shard.file, ("", []))
         if sha256 != shard.sha256:
             adapters = self._opened(shard)

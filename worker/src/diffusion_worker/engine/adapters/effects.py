@@ -22,7 +22,7 @@ class Start(Effect, frozen=True):
 
 
 class Cancel(Effect, frozen=True):
-    """Stop a load that the ranks have not got yet."""
+    """Cancel a load that has not reached the ranks yet."""
 
     load: Load
 
@@ -67,7 +67,7 @@ class Abort(Effect, frozen=True):
 
 
 class Expire(Effect, frozen=True):
-    """Report to the machine when the record of a failure was shown long enough."""
+    """Have the machine drop the record of an adapter's failure (`machine.expired`) once it was shown for `FAILED_S` seconds."""
 
     adapter: Adapter
 

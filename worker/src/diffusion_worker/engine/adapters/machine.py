@@ -42,7 +42,7 @@ P = ParamSpec("P")
 
 
 def transition(apply: Callable[P, Iterator[Effect]]) -> Callable[P, list[Effect]]:
-    """Make an event's function apply the event at once, and return its effects."""
+    """Wrap a generator of effects: a call runs it to its end at once, and returns the effects as a list."""
 
     @functools.wraps(apply)
     def applied(*args: P.args, **kwargs: P.kwargs) -> list[Effect]:
@@ -93,7 +93,7 @@ def put(
 
 @transition
 def removed(table: AdapterTable, name: str, drain_s: float) -> Iterator[Effect]:
-    """Remove a name; running requests have `drain_s`."""
+    """Remove a name with its current and its arriving adapter; requests that use it have `drain_s` seconds. Harmless if unknown."""
     why = f"adapter {name!r} was removed while it was loading"
     yield from _discard(table.arriving.pop(name, None), why)
     yield from _leave(table, table.named.pop(name, None), drain_s, why)
@@ -101,7 +101,7 @@ def removed(table: AdapterTable, name: str, drain_s: float) -> Iterator[Effect]:
 
 @transition
 def ended(table: AdapterTable, reason: RequestError) -> Iterator[Effect]:
-    """End all loads, as the engine ends."""
+    """End all loads, as the engine ends: their waiters get `reason`, and those that the ranks have not got yet are cancelled."""
     for adapter in table:
         yield from _give_up(adapter, reason)
 
@@ -140,7 +140,7 @@ def awaited(table: AdapterTable, adapters: Sequence[Adapter], request: int) -> N
 
 @transition
 def wanted(table: AdapterTable, adapter: Adapter, deadline_s: float, *, asked: bool = False) -> Iterator[Effect]:
-    """Load an adapter for a request; or for an earlier call (`asked`), as it was too late for a wake."""
+    """Load an adapter, or join its load that runs: for a request, or for an earlier call that was too late for a wake (`asked`)."""
     yield from _begin(table, adapter, deadline_s, asked=asked)
 
 
@@ -172,7 +172,7 @@ def file_came(table: AdapterTable, adapter: Adapter, fetched: Fetched, seconds: 
 
 
 def prepared(table: AdapterTable, adapter: Adapter) -> bool:
-    """Choose the victims of a load that may go to the ranks now; return whether there is room for it."""
+    """Reserve room on the ranks for a load: mark the victims that it evicts, and return True; False without room, and nothing changes."""
     victims = room_for(table, adapter)
     if victims is not None:
         _register(adapter, victims)
@@ -205,7 +205,10 @@ def _register(adapter: Adapter, victims: Sequence[Adapter]) -> None:
 
 @transition
 def loaded(table: AdapterTable, adapter: Adapter, found: LoadedLoRA, kept: list[str], seconds: float) -> Iterator[Effect]:
-    """Record that all ranks hold an adapter in the same way: at the end of its load, or again as new ranks do."""
+    """Record that all ranks hold an adapter in the same way: at the end of its load, or again as new ranks do.
+
+    If it has left the table meanwhile, it is unloaded again.
+    """
     load, adapter.load, adapter.kept = adapter.load, None, kept
     if load is not None:
         _evict(table, [victim for victim in load.victims if victim.lora_int_id in found.evicted])
@@ -291,7 +294,10 @@ def undone(table: AdapterTable, adapter: Adapter, number: int, victims: Sequence
 
 @transition
 def ranks_emptied(table: AdapterTable, *, asleep: bool) -> Iterator[Effect]:
-    """Record that the ranks hold no adapters: they sleep, or are of a new generation that loads them again."""
+    """Record that the ranks hold no adapters: they sleep, or are of a new generation that loads them again.
+
+    If asleep, loaded adapters become Deferred, or Cached if on demand; otherwise they keep their states. Unused leaving ones are dropped.
+    """
     for adapter in table if asleep else ():
         adapter.registered = False
         if adapter.state is LOADED:
@@ -308,7 +314,7 @@ def found_wrong(table: AdapterTable, adapter: Adapter, at_s: float) -> None:
 
 @transition
 def reload_failed(table: AdapterTable, adapter: Adapter, error: RequestError) -> Iterator[Effect]:
-    """Record that an adapter could not be loaded again: it is Failed, and so are the requests that use it."""
+    """Record that an adapter could not be loaded again: it becomes Failed, and requests that use it end with AdapterNotLoaded."""
     yield Undo(adapter, adapter.lora_int_id, ())
     if adapter.state is LOADED:
         yield from _fail(table, adapter, error)
@@ -326,7 +332,7 @@ def unloaded(table: AdapterTable, adapter: Adapter) -> Iterator[Effect]:
 
 
 def expired(table: AdapterTable, adapter: Adapter) -> None:
-    """Drop the record of a failure."""
+    """Drop the record of a failed adapter, and its name unless another adapter has it; no effect if the record is gone already."""
     if adapter in table.failed:
         del table.failed[adapter]
         if table.get(adapter.name) is adapter:

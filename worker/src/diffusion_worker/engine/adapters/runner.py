@@ -164,7 +164,7 @@ class AdapterRunner:
     # --- effects --------------------------------------------------------------------------------------------------------
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Perform the effects of a transition, in order."""
+        """Perform the effects of a transition, in order and without waiting: loads and unloads run in the background."""
         for effect in effects:
             match effect:
                 case Start(adapter, load):

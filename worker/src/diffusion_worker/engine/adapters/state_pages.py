@@ -42,7 +42,7 @@ class StatePages:
         self.revision = Revision(boot_id, signal, look=look, touched=self._touched, settled=self._settle, published=self._publish)
 
     def first(self, limit: int) -> StateDocument:
-        """Return the engine's state with the first page of all its adapters: at most `limit` names and `PAGE_BYTES`."""
+        """Return the engine's state with the first page of all its adapters: at most `limit` names, and `PAGE_BYTES` beyond the first."""
         return self._page(0, limit, self.revision.current())
 
     def since(self, revision: str, limit: int) -> StateDocument:

@@ -179,7 +179,10 @@ class Adapter:
         return call.source == self.call.source and not (loaded and may_have_changed)
 
     def may_be_behind(self, call: AdapterCall) -> bool:
-        """Return whether it matches a call as far as is known without the source, which may have changed."""
+        """Return True if it is loaded and matches a call, but only the source can show if the content changed there.
+
+        False if the call names exactly its digest and identity.
+        """
         loaded = self.loaded if self.state is AdapterState.LOADED and self.fetched is not None else None
         exactly = loaded is not None and (call.digest, call.identity) == (loaded.digest, loaded.identity)
         return loaded is not None and not exactly and self.is_content(call)
@@ -222,7 +225,7 @@ class Adapter:
 
 
 class AdapterTable:
-    """Adapters by name. The ranks hold `capacity` of them in host memory, one copy for all names of the same bytes.
+    """Adapters by name. The ranks hold at most `capacity` copies in host memory, one for all names with the same effect.
 
     An `arriving` one replaces the current one of its name once it is loaded; `leaving` ones only finish their requests.
     """
@@ -296,7 +299,7 @@ class AdapterTable:
     # --- the ranks' memory ----------------------------------------------------------------------------------------------
 
     def copies(self, *, without: Adapter | None = None) -> dict[tuple[object, ...], list[Adapter]]:
-        """Return the copies that the ranks hold, each with the adapters that share it."""
+        """Return the copies that the ranks hold by their keys, each with the adapters that share it; `without` is left out."""
         copies: dict[tuple[object, ...], list[Adapter]] = {}
         for adapter in self:
             if adapter.registered and adapter is not without:
@@ -330,5 +333,5 @@ class AdapterTable:
 
 
 def rank_of(call: AdapterCall) -> tuple[bool, int]:
-    """Return the precedence of an adapter for staying in memory: resident ones first, then by priority."""
+    """Return a sort key for staying in memory, larger for more wanted adapters: resident ones first, then by priority."""
     return call.residency is Residency.RESIDENT, call.priority

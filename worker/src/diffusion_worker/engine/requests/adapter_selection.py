@@ -173,7 +173,11 @@ class AdapterSelection:
             machine.awaited(self._table, [], number)
 
     async def _bring(self, missing: list[Adapter]) -> None:
-        """Wait until the first of these may be usable or the model stops serving; begin to load all of them."""
+        """Begin to load all of these, and wait until the load of the first ends; with none to begin, until some adapter moves.
+
+        Raises:
+            RequestError: AdapterNotLoaded, or an error of the server itself. NoLongerServing: the model stopped serving.
+        """
         loads = [self._runner.load(adapter, self._timeout_s) for adapter in missing if not adapter.going]
         if not loads:
             await self._unless_cold(self._runner.moved())

@@ -81,9 +81,9 @@ def only_inpaints(model: ModelInfo) -> bool:
 
 
 def with_defaults(params: GenerationParams, defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> GenerationParams:
-    """Return the request with the worker's defaults for values that it leaves open, as far as the limits allow them.
+    """Return the request with defaults for steps, guidance scale and size where it leaves them open.
 
-    An edit without a size takes the size of its image.
+    An edit without a size takes that of its image, scaled down to the limits. A request with only a height or only a width keeps just that.
     """
     height, width = params.height, params.width
     if height is None and width is None:

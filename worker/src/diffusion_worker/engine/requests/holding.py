@@ -201,7 +201,7 @@ class Holding:
         return len(self._places)
 
     def document(self) -> HeldDocument:
-        """Return the number of waiting requests, and their waits."""
+        """Return the number of waiting requests, and the seconds that the first of them has waited, None if there is none."""
         first = next(iter(self._places.values()), None)
         return HeldDocument(self.current, None if first is None else round(self._clock() - first.since_s, 3))
 
@@ -288,7 +288,10 @@ class Holding:
         return max(0.0, min(LOOK_S, first_s - self._clock()))
 
     def look(self) -> None:
-        """Decide again on all held requests, and notify those whose place or state changed."""
+        """Let the first held request go if the model serves. Otherwise end those that wait in vain or too long, and notify the rest.
+
+        A listener is only called if its place or the state changed. The model is woken if the policy lets requests wake it.
+        """
         now = self._situation()
         if now.serves:
             self._release()

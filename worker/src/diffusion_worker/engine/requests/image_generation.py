@@ -27,7 +27,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
 
 
 async def make_images(steps: StepLoop, params: GenerationParams, work: AdmittedRequest, *, on_event: OnEvent | None) -> list[FinishedImage]:
-    """Make `n` images with the seeds `seed`, `seed + 1`, …; raise the first of their errors and cancel the others."""
+    """Make `n` images with the seeds `seed`, `seed + 1`, …, the first random if not given; the first error cancels the others."""
     first_seed = secrets.randbelow(2**32) if params.seed is None else params.seed
     waited_s = time.monotonic() - work.started_s
     specs = [_spec(params, work, index, first_seed + index) for index in range(params.n)]

@@ -34,7 +34,7 @@ BOUNDS = {
 
 
 class QueuePlace:
-    """The place of one request."""
+    """The place of one request in the bounded queue, held from its arrival to its end."""
 
     def __init__(self, bounds: QueueBounds, place: Place, steps: StepLoop, clock: Callable[[], float]) -> None:
         self._bounds = bounds
@@ -93,7 +93,7 @@ class RequestQueue:
         return (REFUSALS[self._life.state][2] if self._life.state in REFUSALS else None) or COLD_S
 
     def _digest(self, params: GenerationParams) -> bytes:
-        """Return a salted digest that recognizes a request when it comes again; its images count by their sizes only."""
+        """Return a salted digest that recognizes a request when it comes again; images count by their sizes only, masks not at all."""
         plain = msgspec.structs.replace(params, images=[], mask=None, own_mask=None)
         shapes = [(image.height, image.width) for image in params.images]
         return hashlib.blake2b(msgspec.json.encode((plain, shapes)), digest_size=16, key=self._salt).digest()

@@ -17,7 +17,9 @@ FIELDS = {"steps": "num_inference_steps", "guidance_scale": "guidance_scale"}
 
 
 def agreed(recipes: Sequence[tuple[str, Recipe | None]]) -> tuple[Recipe, dict[str, str]]:
-    """Merge several adapters' recipes, and return which adapter each part came from.
+    """Merge the recipes of adapters, given by name, into one; return it with the name of the first adapter that sets each part.
+
+    None is an adapter without a recipe, which sets no part.
 
     Raises:
         RequestError: InvalidRequest, two recipes contradict each other.
@@ -35,10 +37,10 @@ def agreed(recipes: Sequence[tuple[str, Recipe | None]]) -> tuple[Recipe, dict[s
 
 
 def inherit(params: GenerationParams, recipe: Recipe, owners: dict[str, str]) -> GenerationParams:
-    """Return the request with the recipe's values for fields that it leaves open.
+    """Return the request with the recipe's steps and guidance scale, where the recipe has them; its sigmas and shift are not used here.
 
     Raises:
-        RequestError: InvalidRequest that names the field, the value of the recipe, the value found, and the adapter.
+        RequestError: InvalidRequest if the request has another value; it names the field, both values and the adapter.
     """
     inherited = {}
     for part, field in FIELDS.items():
@@ -52,7 +54,7 @@ def inherit(params: GenerationParams, recipe: Recipe, owners: dict[str, str]) ->
 
 
 def _parts(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's parts; sigmas imply the number of steps."""
+    """Return the parts that a recipe sets, by name; without steps, the number of its sigmas counts as steps."""
     said = {name: value for name in recipe.__struct_fields__ if (value := getattr(recipe, name)) is not None}
     return ({"steps": len(recipe.sigmas)} if recipe.sigmas else {}) | said
 

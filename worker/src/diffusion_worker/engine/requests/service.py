@@ -25,7 +25,7 @@ Identity = Callable[[], tuple[str | None, str | None]]
 
 
 class RequestService:
-    """The requests of one engine."""
+    """The requests for images of one engine, from the check of their parameters to their images."""
 
     def __init__(
         self, config: WorkerConfig, life: EngineLife, steps: StepLoop, adapters: AdapterSelection, holding: Holding, *, identity: Identity
@@ -57,7 +57,7 @@ class RequestService:
         return 0.0 if self._going else round(time.monotonic() - self._last_at_s, 3)
 
     async def generate(self, params: GenerationParams, *, on_event: OnEvent | None = None) -> Generation:
-        """Make `n` images with the seeds `seed`, `seed + 1`, …; a cancelled call frees its place and its rows.
+        """Make `n` images with the seeds `seed`, `seed + 1`, …, the first random if not given; a cancelled call frees its place and rows.
 
         `on_event` is called on the event loop, in order, each time the request is held, and for each step and preview. It must not block.
         An image that is restarted after a loss of the ranks reports step 0.

@@ -25,7 +25,7 @@ class AdapterSlots:
         return len(self._users)
 
     def join(self, request: QueuedRequest) -> None:
-        """Count the adapters of a request as in use; its reservation, if it had one, is used up."""
+        """Count the adapters of a request as in use, without a check that they fit; its reservation, if it had one, is used up."""
         self._users.update(request.adapters)
         if request is self._reserved:
             self._reserved = None
@@ -48,7 +48,10 @@ class AdapterSlots:
             self._reserved = min(waiting, key=lambda request: request.number, default=None)
 
     def fits(self, request: QueuedRequest, joining: set[int]) -> bool:
-        """Return whether a request fits beside the running ones and adapters that are `joining` in the same tick."""
+        """Return whether a request's adapters fit in the slots beside those in use and those `joining` in the same tick.
+
+        A request younger than the one with a reservation must also leave enough slots for that one. True without adapters.
+        """
         if not request.adapters:
             return True
         taken = self._users.keys() | joining

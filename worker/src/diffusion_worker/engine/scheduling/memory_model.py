@@ -33,9 +33,10 @@ class PeakModel(msgspec.Struct):
             del self.peaks[inner[len(inner) // 2]]
 
     def most(self, free_bytes: int, beside_bytes: int = 0) -> float:
-        """Return the amount that fits, infinite while too little was measured.
+        """Return the amount that fits in `free_bytes` beside `beside_bytes`, which others hold meanwhile.
 
-        Without `beside_bytes`, held by others meanwhile, it is never less than the largest measured one.
+        It is infinite if `free_bytes` is 0, fewer than two amounts were measured, or peaks do not grow. Without `beside_bytes` it is
+        never less than the largest measured one.
         """
         if not free_bytes or len(self.peaks) < 2:
             return math.inf
@@ -56,7 +57,7 @@ class MemoryModel:
         self._failed_at_s = 0.0
 
     def observe(self, kind: RequestClass, requests: int, peak_bytes: int) -> None:
-        """Record the peak of memory of a step with so many requests of a class, without what others held beside them."""
+        """Record the peak of memory of a step with so many requests of a class, without others' bytes beside them; 0 is no report."""
         if peak_bytes <= 0:
             return
         if requests == 1:
@@ -79,14 +80,14 @@ class MemoryModel:
             self._failed_load = math.inf
 
     def most_load(self, now_s: float) -> float:
-        """Return the largest load of one request that may fit in memory, as far as is known."""
+        """Return the largest load of one request that may fit in memory, as far as is known; infinite if nothing is known."""
         most = min(self._alone.most(self.free_bytes), self.free_bytes / LEAST_BYTES_PER_PIXEL if self.free_bytes else math.inf)
         if now_s - self._failed_at_s >= FORGET_S:
             self._failed_load = math.inf
         return min(most, math.nextafter(self._failed_load, 0)) if math.isfinite(self._failed_load) else most
 
     def batch(self, kind: RequestClass, demand: int, *, beside_bytes: int = 0) -> int:
-        """Return how many requests of a class fit in a step; at least one, since its admission decided that.
+        """Return how many of `demand` requests of a class fit in a step: all while too little is known, and always at least one.
 
         `beside_bytes` are held by requests of other classes, which wait on the ranks.
         """

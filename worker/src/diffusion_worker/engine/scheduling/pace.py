@@ -25,11 +25,11 @@ class Pace:
         return min(MOST, max(LEAST, self._passed_s / self._work_s))
 
     def begin(self, now_s: float) -> None:
-        """Note that work begins where there was none."""
+        """Measure the time for the next request that ends from now on; the time before counts for none."""
         self._since_s = now_s
 
     def done(self, work_s: float, now_s: float) -> None:
-        """Note that a request ended whose expected work was `work_s`."""
+        """Learn from a request that ended: its expected work, and the time since the last end or `begin`. No effect before a `begin`."""
         if self._since_s is None:
             return
         passed_s = now_s - self._since_s

@@ -21,7 +21,10 @@ MOST_IN_A_ROW = 5
 
 
 def content_of(spec: RequestSpec, frames: Sequence[bytes | memoryview]) -> bytes:
-    """Return a digest of what a request asks for; its seed does not count, because a client that repeats it may leave the seed open."""
+    """Return a digest of a request's parameters and input images.
+
+    Id, seed and `whole` do not count, so a client that repeats the request without a seed is recognized.
+    """
     digest = hashlib.sha256(msgspec.msgpack.encode(msgspec.structs.replace(spec, request_id="", seed=0, whole=False)))
     for frame in frames:
         digest.update(hashlib.sha256(frame).digest())
@@ -29,7 +32,7 @@ def content_of(spec: RequestSpec, frames: Sequence[bytes | memoryview]) -> bytes
 
 
 class Poisons:
-    """The contents that are refused, each until a time, and the number found guilty since the last image."""
+    """The digests of contents that are refused, each until a time, and the number of contents condemned since the last image made."""
 
     def __init__(self) -> None:
         self._until_s: Recent[bytes, float] = Recent(REMEMBERED)
@@ -40,7 +43,10 @@ class Poisons:
         return bool(self._until_s)
 
     def condemn(self, content: bytes, now_s: float) -> bool:
-        """Refuse a content from now on; return whether it explains the losses, which more in a row than the limit do not."""
+        """Refuse a content for `REFUSED_S` seconds; return whether it explains the losses.
+
+        It does not once more than `MOST_IN_A_ROW` contents were condemned with no image made between them.
+        """
         self._until_s[content] = now_s + REFUSED_S
         self._in_a_row += 1
         return self._in_a_row <= MOST_IN_A_ROW

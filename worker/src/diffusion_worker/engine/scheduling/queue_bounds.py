@@ -32,7 +32,7 @@ REFRESH_S = 1.0
 
 
 class Bound(enum.StrEnum):
-    """The three bounds."""
+    """The three bounds of the queue: its waiting requests, its seconds of expected work, and the bytes of its decoded input images."""
 
     REQUESTS = "requests"
     SECONDS = "seconds"
@@ -40,7 +40,7 @@ class Bound(enum.StrEnum):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """Expected seconds of the device, and bytes of decoded images, of one request."""
+    """Expected seconds of the device, and bytes of decoded input images, of one request."""
 
     seconds: float = 0.0
     size_bytes: int = 0
@@ -82,7 +82,7 @@ class _Line:
         self._bytes = [0, *itertools.accumulate(size_bytes for _, size_bytes in ahead)]
 
     def wait_s(self, demand: Demand, length: int) -> float:
-        """Return the seconds of work to be done until a request fits behind the first `length` of the line."""
+        """Return the seconds of work to be done until a request fits behind the first `length` of the line; 0 if it fits now."""
         limits, seconds = self._limits, self._seconds
         gone = max(0, length + 1 - self._running - limits.max_queued)
         if (over := self._bytes[length] + demand.size_bytes - limits.max_queued_bytes) > 0:
@@ -117,12 +117,12 @@ class QueueBounds:
 
     @property
     def left_s(self) -> float:
-        """Seconds of expected work of all requests."""
+        """Seconds of expected work that is left of all admitted requests, running ones included, by their last estimates."""
         return self._left_s
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the decoded images of all requests."""
+        """Bytes of the decoded input images of all admitted requests."""
         return self._size_bytes
 
     @property
@@ -152,7 +152,7 @@ class QueueBounds:
         return self._refused(bound, demand, key, own, now_s, cold_s)
 
     def start(self, place: Place, now_s: float) -> None:
-        """Note that a request joins its first step; harmless if it was noted before."""
+        """Note that a request joins its first step; no effect if it was noted before or its place has ended."""
         if place in self._places and not place.started:
             place.started = True
             self._running += 1
@@ -167,7 +167,7 @@ class QueueBounds:
         place.left_s = place.work_s
 
     def end(self, place: Place, now_s: float, *, done: bool) -> None:
-        """Free a place. With `done` its images were made, so its work counts for the pace."""
+        """Free a place, once. With `done` its images were made, so its work counts for the pace while others still wait."""
         del self._places[place]
         self._running -= place.started
         self._left_s -= place.left_s
@@ -193,7 +193,7 @@ class QueueBounds:
         return None
 
     def _broken(self, demand: Demand, own: _Promise | None, now_s: float, cold_s: float) -> Bound | None:
-        """Return a bound if this request would take a place that the promise to another one needs."""
+        """Return Bound.REQUESTS if this request would take a place that the promise to another one needs; else None."""
         others = [promise for promise in self._promises if promise is not own]
         line = self._line([demand, *(promise.demand for promise in others)])
         for index, promise in enumerate(others):
@@ -210,7 +210,10 @@ class QueueBounds:
         return place
 
     def _refused(self, bound: Bound, demand: Demand, key: Hashable, own: _Promise | None, now_s: float, cold_s: float) -> Refusal:
-        """Refuse a request and promise it a place behind the earlier promises; a client that comes early keeps its promise."""
+        """Refuse a request and promise it a place behind the earlier promises; a client that comes early keeps its promise.
+
+        Beyond `MOST_PROMISES` promises the refusal only has a time.
+        """
         if own is not None and own in self._promises:
             due_s = own.due_s
         else:

@@ -42,7 +42,7 @@ class RunLengths:
         return (steps if course.strength is None else math.ceil(steps * course.strength)) + 1
 
     def sure(self, course: RunLengthKey) -> bool:
-        """Return whether every request of this key that was observed took the same number of ticks."""
+        """Return whether every request of this key that was observed took the same number of ticks; False if none was."""
         return course in self._seen and self._seen[course][1]
 
     def observe(self, course: RunLengthKey, ticks: int) -> None:
@@ -78,7 +78,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
         return max(self.length - self.sent, 0 if self.sent > self.reported else 1)
 
     def restart(self) -> None:
-        """Set the request back to its state on arrival."""
+        """Reset its progress: not joined, no ticks sent or reported, no memory held. Spec, length and arrival stay."""
         self.joined, self.sent, self.reported, self.held_bytes = False, 0, 0, 0
 
 
@@ -94,7 +94,7 @@ class ClassQueue:
 
     @property
     def oldest(self) -> QueuedRequest:
-        """The request that came first of those still here."""
+        """The first request of the queue, which must not be empty."""
         return next(iter(self.requests.values()))
 
     @property
@@ -103,7 +103,7 @@ class ClassQueue:
         return self.joined > 0
 
     def add(self, request: QueuedRequest) -> None:
-        """Queue a request behind the others; a replayed one keeps its place."""
+        """Queue a request behind the others; if its id is queued already, it takes that place."""
         self.requests[request.spec.request_id] = request
 
     def demand(self, most: int) -> int:

@@ -69,7 +69,10 @@ class Residents:
         return round(self._known[nearest] * max(LEAST_PART, kind.load / nearest.load))
 
     def room(self, kind: RequestClass, free_bytes: int) -> int:
-        """Return how many requests of a class may join; one always may where nobody is."""
+        """Return how many more requests of a class may join by the memory that requests hold; at least 1 if none is on the ranks.
+
+        If the free memory is unknown (0), their number is limited to a few batches instead, and the result may be 0 or less.
+        """
         if not free_bytes:
             return RESIDENT_BATCHES * self._max_batch_size - self.count
         fitting = int((free_bytes * HELD_SHARE - self.bytes) // max(1, self.estimate(kind)))
@@ -80,7 +83,7 @@ class Residents:
         return self.bytes - self._by_class[kind]
 
     def beside(self, requests: Iterable[QueuedRequest]) -> tuple[int, int]:
-        """Return the number of the other requests, and the bytes that they hold."""
+        """Return how many requests on the ranks are not among these, and the bytes that they hold. All of these must have joined."""
         chosen = list(requests)
         return self.count - len(chosen), self.bytes - sum(request.held_bytes for request in chosen)
 

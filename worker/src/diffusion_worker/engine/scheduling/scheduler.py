@@ -119,7 +119,7 @@ class StepScheduler:
             self._costs.warmed_up(class_of(tick.spec, self._defaults), tick)
 
     def add(self, spec: RequestSpec, now_s: float) -> None:
-        """Queue a request."""
+        """Queue a request in its class, with `now_s` as its time of arrival; its id must not be queued already."""
         kind = class_of(spec, self._defaults)
         length = self._lengths.of(self._course(spec))
         adapters = frozenset(use.lora_int_id for use in spec.loras)
@@ -233,7 +233,7 @@ class StepScheduler:
         return min(held, default=None) if self._window_s else None
 
     def oldest_wave(self) -> TickEstimate:
-        """Return an estimate of the ranks' current work, the oldest tick without a report."""
+        """Return an estimate of the ranks' current work, the oldest tick without a report; there must be one."""
         sent = self._sent[0]
         if sent.kind is None:
             return TickEstimate("requests that leave", steps=1, step_s=0.0, same_class=True)

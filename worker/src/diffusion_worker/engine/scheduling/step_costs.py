@@ -60,7 +60,7 @@ class StepCosts:
         return max((tick.longest_s * _growth(other, kind) for other, tick in self._warm.items()), default=0.0)
 
     def batch(self, kind: RequestClass, demand: int) -> int:
-        """Return the batch size for `demand` requests of a class that makes an image cheapest."""
+        """Return the batch size for `demand` requests of a class that makes an image cheapest; all of them before the first report."""
         curve = self._curves.get(kind)
         return curve.batch(demand) if curve else demand
 

@@ -26,7 +26,7 @@ class Pausing:
 
     @property
     def paused(self) -> bool:
-        """Return whether a caller stops the steps."""
+        """Return whether a caller of `pause` holds the steps; the hold of a sleep does not count."""
         return Pauser.CALL in self._holders
 
     def begin(self, who: Pauser) -> None:
@@ -56,7 +56,7 @@ class Pausing:
             raise
 
     async def drain(self, timeout_s: float, code: ErrorCode, message: str) -> None:
-        """Wait for all requests; past the time, end them with an error."""
+        """Wait until no request is left; after `timeout_s` seconds end the rest with a RequestError. Steps go on meanwhile, unless held."""
         await self._steps.drain(timeout_s, code, message)
 
     def release(self, who: Pauser) -> None:

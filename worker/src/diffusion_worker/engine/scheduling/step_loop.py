@@ -74,7 +74,7 @@ class Submission(msgspec.Struct, eq=False):
 
     @property
     def content(self) -> bytes:
-        """Return the digest of what it asks for."""
+        """The digest of its parameters and input images, without id and seed."""
         return content_of(self.spec, self.frames)
 
     def start_over(self) -> None:
@@ -83,7 +83,7 @@ class Submission(msgspec.Struct, eq=False):
         self.tell(StepTaken(self.index, 0, self.steps, self.attempt))
 
     def tell(self, event: RequestEvent) -> None:
-        """Pass an event to the listener, unless there is none or the outcome is known."""
+        """Pass an event to the listener, unless there is none or the outcome is known; an exception from it becomes the outcome."""
         if self.on_event is None or self.outcome.done():
             return
         try:
@@ -109,7 +109,7 @@ class StepStats(msgspec.Struct):
 
 
 class StepLoop:
-    """The requests of one rank group, from submission to outcome. `broken` is called with the reason when stepping ends."""
+    """The requests of one rank group, from submission to outcome. `broken` gets the reason when an error, not a cancel, ends `run`."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class StepLoop:
         return self._scheduler.expected_s(spec)
 
     def left_s(self, request_id: str) -> float:
-        """Return the device seconds that a submitted request still takes."""
+        """Return the device seconds that a submitted request still takes, by estimate; 0 for an unknown id."""
         return self._scheduler.left_s(request_id)
 
     @property
@@ -214,7 +214,7 @@ class StepLoop:
         return outcome
 
     def forget(self, request_id: str) -> None:
-        """Drop a request and cancel its outcome; the ranks drop it with their next tick."""
+        """Drop a request and cancel its outcome if it has none yet; the ranks drop it with their next tick. Harmless when repeated."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.outcome.cancel()
@@ -224,13 +224,16 @@ class StepLoop:
             self._idle.set()
 
     def end(self, error: Exception, *, only: Callable[[str], bool] = lambda _: True) -> None:
-        """End requests with an error: all, or those whose id satisfies `only`."""
+        """Give an error as outcome to all requests without one, or to those whose id satisfies `only`; callers still `forget` them."""
         for request_id, request in self._requests.items():
             if only(request_id) and not request.outcome.done():
                 request.outcome.set_exception(error)
 
     async def drain(self, timeout_s: float, code: ErrorCode, message: str) -> None:
-        """Wait for all requests; past the time, end them with an error."""
+        """Wait until all requests are forgotten; after `timeout_s` seconds end the rest with a RequestError first.
+
+        New requests are still accepted.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -245,7 +248,7 @@ class StepLoop:
         self._work.set()
 
     async def quiet(self) -> None:
-        """Wait, while steps are paused, until those that began are reported and their images handed out."""
+        """Wait until steps are paused, all that began are reported, and their images are handed out; call `pause` before."""
         await self._quiet.wait()
 
     def resume(self) -> None:
@@ -286,7 +289,10 @@ class StepLoop:
         return self._poisons.condemn(content, self._clock())
 
     async def run(self) -> None:
-        """Step until cancelled, or until the group or this loop breaks; may be called again after `lost`."""
+        """Step until cancelled, or until the group is lost or a defect occurs, which `broken` gets in place of an exception.
+
+        May be called again after `lost`.
+        """
         try:
             await self._step_for_ever()
         except GroupFailed as error:

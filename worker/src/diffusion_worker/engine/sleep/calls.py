@@ -46,9 +46,9 @@ class SleepCalls:
         self._waking: list[MemoryTag] | None = None
 
     def sleep(self, call: SleepCall) -> bool:
-        """Sleep; return True while this operation or the one it joined runs, False if nothing is left to do.
+        """Begin a sleep in the background or join one in progress, and return True; also for an id that runs already.
 
-        The policy of the call takes effect even if the call fails.
+        Return False if the model sleeps deep enough, or the operation is over. The policy of the call takes effect even if the call fails.
 
         Raises:
             RequestError: Conflict with a wake, Starting, Busy while the group is started again or if a request came too recently.
@@ -71,7 +71,7 @@ class SleepCalls:
         return True
 
     def wake(self, call: WakeCall) -> bool:
-        """Begin a wake, cancel a drain, or join a wake of at least the same tags.
+        """Begin a wake in the background, cancel a draining sleep, or join a wake of at least the same tags, and return True.
 
         Return False if the model is awake or the operation is over. The policy of the call takes effect even if the call fails.
 
@@ -101,7 +101,7 @@ class SleepCalls:
             self._on_demand = asyncio.create_task(self._wake_for_held())
 
     async def end(self) -> None:
-        """Cancel the operation in progress and all wakes for held requests."""
+        """Cancel the operation in progress and all wakes for held requests, and wait for their end."""
         if self._on_demand is not None:
             self._on_demand.cancel()
             await asyncio.gather(self._on_demand, return_exceptions=True)

@@ -38,7 +38,7 @@ class SleepingRanks:
 
     @property
     def partly_awake(self) -> bool:
-        """Return whether a sleeping rank has some of its memory back already."""
+        """Return whether some rank has part or all of its memory; also true for awake ranks."""
         return any(set(rank.memory.asleep) != set(MemoryTag) for rank in self._ranks.documents())
 
     async def mirror(self) -> None:

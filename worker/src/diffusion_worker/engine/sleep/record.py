@@ -58,7 +58,7 @@ class SleepNotes:
             log.error("the record of the sleep cannot be removed path=%s: %s", self._path, error)
 
     def read(self) -> SleepRecord | None:
-        """Return the predecessor's record; None if there is none, or one of other options, another version or another model."""
+        """Return the predecessor's record; None if there is none, it cannot be read, or it has other options, version or model."""
         if self._path is None:
             return None
         try:

@@ -46,7 +46,7 @@ class Sleeper:
         self._cancelled = False
 
     def begin_sleep(self) -> None:
-        """Begin a sleep: from now on no request is admitted."""
+        """Set the state for a sleep, so that no request is admitted: DRAINING, or SLEEPING if the model sleeps. `sleep` does the work."""
         self._cancelled = False
         self._life.enter(EngineState.DRAINING if self._life.state_after_restart is EngineState.READY else EngineState.SLEEPING)
 

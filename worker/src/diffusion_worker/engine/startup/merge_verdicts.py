@@ -16,9 +16,10 @@ FOLDER = "merging"
 
 
 def agreed(of_ranks: Sequence[Sequence[MergeVerdict]]) -> list[MergeVerdict]:
-    """Return a verdict for each method: the first problem that a rank found, else the kinds of arguments that agreed on every rank.
+    """Merge the verdicts of all ranks into at most one for each method of a component; the first problem that a rank found wins.
 
-    There is none for a method about which a rank without a problem has none.
+    Without a problem it is the verdict of the rank with the largest difference, and allows only arguments that every rank allows. If
+    then some rank has no verdict on the method, the result has none either.
     """
     by_place: dict[tuple[str, str], list[MergeVerdict]] = {}
     for verdict in (verdict for verdicts in of_ranks for verdict in verdicts):
@@ -35,7 +36,7 @@ def agreed(of_ranks: Sequence[Sequence[MergeVerdict]]) -> list[MergeVerdict]:
 
 
 def abandoned(verdicts: Sequence[MergeVerdict], why: str) -> list[MergeVerdict]:
-    """Return the verdicts of a verification that ended early: what nothing was measured of stays alone for this reason."""
+    """Return the verdicts of a verification that ended early: `why` replaces each problem without a measured difference."""
     return [msgspec.structs.replace(one, problem=why) if one.problem and not one.apart else one for one in verdicts]
 
 
@@ -47,7 +48,7 @@ class KeptVerdicts:
         self._path = Path(folder) / FOLDER / f"{name}.json" if folder else None
 
     def read(self) -> list[MergeVerdict]:
-        """Return the verdicts; none without a file that can be read."""
+        """Return the verdicts of the file; an empty list if there is none or it cannot be read, which is only logged."""
         if self._path is None:
             return []
         try:

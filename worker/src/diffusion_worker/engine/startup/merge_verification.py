@@ -31,7 +31,10 @@ LATER = frozenset({ErrorCode.ASLEEP, ErrorCode.BUSY})
 
 
 class MergeVerification:
-    """The merging of one engine's model. `idle` says whether the ranks have nothing else to do, `version` is the worker's."""
+    """The verification of one engine's model, and its outcome in `merging`.
+
+    `idle` returns whether the ranks serve and have nothing else to do, `version` the worker's version.
+    """
 
     def __init__(
         self, config: WorkerConfig, call_all: CallAll, signal: Signal, *, idle: Callable[[], bool], version: Callable[[], str]
@@ -64,7 +67,7 @@ class MergeVerification:
             self._tell(self.merging)
 
     def begin(self, digest: "asyncio.Future[str | None]") -> None:
-        """Verify in the background, once the digest of the model is known, or is known not to come."""
+        """Verify in the background, once the model's digest is known or is known not to come; no effect if there is nothing to verify."""
         if self._open:
             self._task = asyncio.create_task(self._run(digest))
 

@@ -91,7 +91,7 @@ class ModelDigest:
         return over
 
     def end(self) -> None:
-        """Stop computing; harmless before and after."""
+        """Ask the thread to stop, without waiting for it; `value` stays None unless it is done. Harmless at any time."""
         self._stop.set()
 
     def _compute(self) -> str | None:

@@ -139,7 +139,9 @@ class Preparation:
 
 
 async def warm_up(call_all: CallAll, config: WorkerConfig, model: ModelInfo) -> WarmedUp:
-    """Warm the model up in every size of the options; return the outcome of the options, and what ticks took.
+    """Have all ranks warm the model up in every size of the options; return the outcome of the options, and what ticks took.
+
+    With `--warmup-steps 0` no rank is called.
 
     Raises:
         RequestError: the model made no image; the message names the size and the reason. GroupFailed: the ranks were lost meanwhile.
@@ -166,7 +168,7 @@ def check_sizes(config: WorkerConfig, model: ModelInfo) -> None:
 
 
 def _agreed(replies: list[RpcReply]) -> WarmedUp:
-    """Return the report of rank 0. If others differ in an option, name the first of them, as one slow rank slows all."""
+    """Return the report of rank 0, but for an option in which others differ, the words of the first of them with its rank."""
     found = {reply.rank: msgspec.msgpack.decode(reply.result or b"", type=WarmedUp) for reply in replies}
     first = found[0].features
     agreed = dict(first)

@@ -52,12 +52,12 @@ class Supervisor:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> None:
-        """Step and watch the group from now on."""
+        """Step and watch the group from now on, in two background tasks."""
         self._stepping = asyncio.create_task(self._steps.run())
         self._watching = asyncio.create_task(self._watch())
 
     async def end(self) -> None:
-        """Stop stepping and watching."""
+        """Cancel stepping and watching, and wait for their end; the ranks stay. Harmless before `begin` and when repeated."""
         for task in (self._watching, self._stepping):
             if task is not None:
                 task.cancel()
@@ -87,7 +87,7 @@ class Supervisor:
             over.set_result(None)
 
     async def _recover(self, loss: Loss) -> None:
-        """Start the group again, repeatedly if the new one is lost too, as often as the budget allows."""
+        """Start the group again, repeatedly if the new one is lost too; fail the engine if the budget is spent or the model cannot load."""
         started = time.monotonic()
         while True:
             self._life.lose_group(loss, self._ranks.generation)

@@ -86,7 +86,7 @@ class Verification:
 
 
 def difference(recorded: Sequence[Fingerprint], found: Sequence[Fingerprint]) -> str | None:
-    """Return a message about the first rank whose weights or probe differ, or None. Pure."""
+    """Return a message about the first rank whose weights or probe differ, or about another number of ranks; None if all agree. Pure."""
     if len(recorded) != len(found):
         return f"expected the fingerprints of {len(recorded)} ranks, found {len(found)}"
     for rank, (before, now) in enumerate(zip(recorded, found, strict=True)):
@@ -124,9 +124,9 @@ def cell_distance(one: Fingerprint, other: Fingerprint) -> int:
 
 
 def wrong_adapters(expected: Mapping[int, Sequence[str]], found: Sequence[Fingerprint]) -> dict[int, str]:
-    """Return the ids of adapters that some rank reports differently from its load, with the first such report. Pure.
+    """Return a message for each adapter, by id, that some rank reports differently from its load, lacks, or should not have. Pure.
 
-    A report covers an adapter's file, its copy in memory, and its slot.
+    The message is about the first such rank. A report covers an adapter's file, its copy in memory, and its slot.
     """
     wrong: dict[int, str] = {}
     for rank, now in enumerate(found):

@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 
 class AdapterChanges:
-    """The last change of each name."""
+    """The last change of each name's adapters. At most `MOST_GONE` names whose adapters are all removed are remembered."""
 
     def __init__(self) -> None:
         self._known: dict[str, Place] = {}
@@ -30,7 +30,10 @@ class AdapterChanges:
         self._forgotten = 0
 
     def add(self, name: str, number: int, *, gone: bool) -> None:
-        """Record that a revision published a change of a name's adapters; with `gone` none is left."""
+        """Record that revision `number` published a change of a name's adapters; with `gone` none of them is left.
+
+        It replaces the name's earlier change and becomes the newest of all. Beyond `MOST_GONE` removed names the oldest is forgotten.
+        """
         self._known.pop(name, None)
         self._gone.pop(name, None)
         (self._gone if gone else self._known)[name] = Place(number, next(self._positions))
@@ -39,15 +42,18 @@ class AdapterChanges:
             self._forgotten = self._gone.pop(oldest).number
 
     def knows_since(self, number: int) -> bool:
-        """Return whether all changes after a revision are known."""
+        """Return whether all changes after a revision are known; False if a removal after it is forgotten."""
         return number >= self._forgotten
 
     def position_at(self, number: int) -> int:
-        """Return the position before all changes of known names after a revision."""
+        """Return the position of the last change that revisions up to `number` published, removed names left out; 0 without any.
+
+        `after` that position yields the names that changed after the revision.
+        """
         return next((place.position for place in reversed(self._known.values()) if place.number <= number), 0)
 
     def after(self, position: int) -> Iterator[tuple[str, int]]:
-        """Yield the known names that changed after a position, each with its own position, in order."""
+        """Yield each name whose last change is after a position, with that change's position, oldest first; removed names are left out."""
         later: list[tuple[str, int]] = []
         for name, place in reversed(self._known.items()):
             if place.position <= position:
@@ -56,5 +62,5 @@ class AdapterChanges:
         return reversed(later)
 
     def gone_since(self, number: int) -> list[str]:
-        """Return the names that were removed after a revision."""
+        """Return the names removed after a revision and not added again, oldest first; forgotten ones are missing (see `knows_since`)."""
         return [name for name, place in self._gone.items() if place.number > number]

@@ -43,12 +43,12 @@ class EngineLife:
 
     @property
     def state(self) -> EngineState:
-        """The state as shown: RESTARTING while the group is started again."""
+        """The state as shown: RESTARTING while a lost group is started again, unless the engine failed or is ending."""
         return EngineState.RESTARTING if self._restarting and self._state_after_restart not in ENDING else self._state_after_restart
 
     @property
     def state_after_restart(self) -> EngineState:
-        """The state the engine returns to after a restart."""
+        """The state behind RESTARTING, which follows once the group is back; the same as `state` at all other times."""
         return self._state_after_restart
 
     @property
@@ -66,13 +66,13 @@ class EngineLife:
         await self._changed.wait()
 
     def enter(self, state: EngineState) -> None:
-        """Set the state, unless the engine failed or is ending."""
+        """Set the state, or during a restart the state that follows it; no effect once the engine failed or is ending."""
         if self._state_after_restart not in ENDING:
             self._state_after_restart = state
             self._show()
 
     def fail(self, reason: str) -> bool:
-        """Record that the engine cannot go on, and why; return False if it had failed before."""
+        """Enter FAILED with the reason and return True; if it had failed before, keep the first reason and return False."""
         if self._state_after_restart is EngineState.FAILED:
             return False
         self._state_after_restart, self.failure = EngineState.FAILED, reason
@@ -80,11 +80,11 @@ class EngineLife:
         return True
 
     def blame(self, code: ErrorCode) -> None:
-        """Set the error code for a coming loss of the group that the server causes, not a rank."""
+        """Set the error code that `problem` shows for the coming loss of the group, which the server causes itself; for one restart."""
         self._loss_code = code
 
     def lose_group(self, loss: Loss, generation: int) -> None:
-        """Record the loss of the group, which is about to be started again."""
+        """Record the loss of the group, which is about to be started again, and choose the state that follows by `AFTER`."""
         self.losses.add(loss, generation, time.monotonic())
         self._restarting = True
         self._state_after_restart = AFTER.get(self._state_after_restart, self._state_after_restart)
@@ -104,12 +104,12 @@ class EngineLife:
             self._on_change()
 
     def load_stage(self, bytes_total: int) -> LoadStage:
-        """Return a load's stage: the ranks are starting until one of them reports the bytes to load."""
+        """Return the stage of the start as set, but LOADING_WEIGHTS in place of STARTING_RANKS once there are bytes to load."""
         starting = self.stage is LoadStage.STARTING_RANKS
         return LoadStage.LOADING_WEIGHTS if starting and bytes_total else self.stage
 
     def problem(self) -> ProblemReport | None:
-        """Return the fault that keeps the engine from serving, if there is one."""
+        """Return the engine's failure, or during a restart the loss of the group; None otherwise, also while it starts or sleeps."""
         if self.failure is not None:
             return ProblemReport(ErrorCode.ENGINE_FAILED, self.failure, True)
         if self._restarting and self.losses.last is not None:
@@ -117,7 +117,10 @@ class EngineLife:
         return None
 
     def require_ready(self, what: str, *, restarting_too: bool) -> None:
-        """Raise RequestError with the reason unless the engine is ready; with `restarting_too` a restart into ready is enough."""
+        """Raise RequestError `<what> is refused: <why>`, with the state's code, unless the engine is READY.
+
+        With `restarting_too` a restart into READY is enough.
+        """
         state = self._state_after_restart if restarting_too else self.state
         if state is not EngineState.READY:
             code, why, retry_after_s = REFUSALS[state]

@@ -30,7 +30,7 @@ class TaskOutcome(msgspec.Struct, frozen=True):
 
 
 class OperationsDone:
-    """Counters of operations since the start: durations and freed bytes of successes, and the number of failures."""
+    """Counters of sleeps and wakes since the start: durations and failures by kind, cancelled ones left out, and bytes freed by sleeps."""
 
     def __init__(self) -> None:
         self.durations = {kind: Durations() for kind in OPERATION_KINDS}
@@ -76,11 +76,11 @@ class Operations:
         return self._running is not None and self._running.operation_id == self._meant(operation_id)
 
     def is_done(self, operation_id: str) -> bool:
-        """Return whether an operation of this id has a result and is not in progress."""
+        """Return whether an operation of this id, or the one it joined, is over; False for an unknown or forgotten id."""
         return operation_id in self._results and not self.is_running(operation_id)
 
     def join(self, operation_id: str) -> None:
-        """Let an id stand for the operation in progress, whose work or end its call wants as well."""
+        """Make an id stand for the operation in progress: `is_running` and `over` then answer for that one. No effect if none runs."""
         if self._running is not None:
             self._remember(operation_id, self._running.operation_id)
 
@@ -96,7 +96,10 @@ class Operations:
             )
 
     def start(self, operation_id: str, kind: str, work: Coroutine[Any, Any, TaskOutcome]) -> None:
-        """Run an operation in the background; its outcome becomes `last`. The caller has checked that none runs."""
+        """Run `work` in the background and return at once; its result, also an error, becomes `last` and is found by the id.
+
+        The caller has checked that no other operation runs.
+        """
         task = asyncio.create_task(self._run(operation_id, kind, work))
         self._running = _Running(operation_id, kind, time.monotonic(), task)
 
@@ -108,7 +111,7 @@ class Operations:
         return result if isinstance(result, OperationResult) else None
 
     async def end(self) -> None:
-        """Cancel the operation in progress, and wait for its end."""
+        """Cancel the operation in progress, which then fails with code Terminating, and wait for its end; harmless if none runs."""
         if self._running is not None:
             self._running.task.cancel()
             await asyncio.wait({self._running.task})

@@ -15,7 +15,7 @@ class CallAll(Protocol):
     """The type of `RankCalls.call_all`, for code that needs no more than calls to the ranks."""
 
     async def __call__(self, method: str, *, timeout_s: float, **kwargs: object) -> list[RpcReply]:
-        """Call `method` with `kwargs` on all ranks, and wait up to `timeout_s` seconds; return and raise as `RankCalls.call_all`."""
+        """Call `method` with `kwargs` on all ranks, and wait up to `timeout_s` seconds; return and raise as `RankCalls.call_all` does."""
 
 
 class RankCalls:
@@ -50,5 +50,5 @@ def require_success(method: str, replies: Sequence[RpcReply]) -> None:
 
 
 def all_true(replies: Sequence[RpcReply]) -> bool:
-    """Return whether every result is true; ranks without a result do not count."""
+    """Return whether every result is true; replies without a result do not count, so it is True if none has one."""
     return all(msgspec.msgpack.decode(reply.result) is True for reply in replies if reply.result is not None)

@@ -12,7 +12,7 @@ from diffusion_worker.messages import ModelInfo, PreparedPart, RpcReply, Tick, T
 
 
 class TickReport(msgspec.Struct, frozen=True):
-    """A `TickDone` with the frames that it refers to."""
+    """A rank's report of a tick, with the pixels of the finished images and previews, to which it refers by index."""
 
     done: TickDone
     frames: list[bytes | memoryview]
@@ -40,7 +40,7 @@ class Prepare(Protocol):
     """The call `RankGroup.prepare_adapter`."""
 
     async def __call__(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
-        """Have an adapter read, checked and laid out."""
+        """Have an adapter read, checked and laid out for each rank; see `RankGroup.prepare_adapter`."""
 
 
 class RankGroup(Protocol):
@@ -107,7 +107,9 @@ class RankGroup(Protocol):
         """
 
     async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
-        """Have an adapter read, checked and laid out beside the ranks, without a call to them.
+        """Have an adapter read, checked and laid out beside the ranks, without a call to them. The result must be closed.
+
+        `request` has its name, id and path, `options` the properties that its content must have.
 
         Raises:
             RequestError: the adapter is wrong; Timeout.

@@ -21,7 +21,7 @@ AFTER: dict[EngineState, EngineState] = {
 
 
 class RestartBudget:
-    """The number of unexplained losses within ten minutes after which no restart is tried. Times are monotonic seconds."""
+    """The budget of restarts: up to `limit` unexplained losses within ten minutes are restarted. Times are monotonic seconds."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -29,18 +29,18 @@ class RestartBudget:
         self._at: dict[int, float] = {}
 
     def spend(self, number: int, now_s: float) -> bool:
-        """Count loss `number`; return False if the last WINDOW_S seconds had more losses than `--max-restarts`."""
+        """Count loss `number`; return False if the last WINDOW_S seconds, this loss included, had more losses than `--max-restarts`."""
         self._at = {loss: at for loss, at in self._at.items() if now_s - at < WINDOW_S} | {number: now_s}
         return len(self._at) <= self._limit
 
     def explain(self, numbers: set[int]) -> None:
-        """Count these losses no more, because a request caused them that is made no more."""
+        """Take these losses out of the count, because a request caused them that is made no more; unknown numbers are ignored."""
         for number in numbers:
             self._at.pop(number, None)
 
 
 class LossRecord(msgspec.Struct):
-    """Losses since the server's start."""
+    """The rank group's losses by fault, and the last one, since the server's start; `restarts` is set by the supervisor, not by `add`."""
 
     restarts: int = 0
     by_fault: dict[Fault, int] = {}
@@ -49,7 +49,7 @@ class LossRecord(msgspec.Struct):
     last_at_s: float = 0.0
 
     def add(self, loss: Loss, generation: int, now_s: float) -> None:
-        """Record a loss."""
+        """Count a loss by its fault, and keep it as the last one, with its generation and time."""
         self.by_fault[loss.fault] = self.by_fault.get(loss.fault, 0) + 1
         self.last, self.last_generation, self.last_at_s = loss, generation, now_s
 

@@ -36,14 +36,14 @@ class Signal:
         event.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Return at the next signal, or when the time is over."""
+        """Wait for the next signal, for at most `timeout_s` seconds; return without an error in either case."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()
 
 
 class Weight(enum.IntEnum):
-    """The urgency of a difference."""
+    """The urgency of a difference between two states: none, only counters, or a change that makes a new revision at once."""
 
     NONE = 0
     COUNTERS = 1
@@ -58,14 +58,20 @@ class Look(NamedTuple):
     wishes: tuple[int, ...] = ()
 
     def weight_after(self, before: "Look | None") -> Weight:
-        """Return the weight of the difference from an earlier look; all is new after none."""
+        """Return PROMPT if `said` differs, a wish grew, or there is no earlier look.
+
+        Otherwise return COUNTERS if a counter differs or a wish shrank, or else NONE.
+        """
         if before is None or self.said != before.said or any(now > then for now, then in zip(self.wishes, before.wishes, strict=True)):
             return Weight.PROMPT
         return Weight.COUNTERS if (self.counters, self.wishes) != (before.counters, before.wishes) else Weight.NONE
 
 
 def look_at(document: StateDocument, *, last_request_at_s: float | None, batches: int) -> Look:
-    """Return the comparable form of a document without its adapters. `batches` is the work, in calls of the largest size."""
+    """Return the comparable form of a document that has no adapters: ages left out, counters apart.
+
+    `batches` is the work of all requests, in model calls of the largest batch; only more than before counts.
+    """
     said = msgspec.structs.replace(
         document,
         operation=document.operation and msgspec.structs.replace(document.operation, age_seconds=0.0),
@@ -95,7 +101,7 @@ def look_at(document: StateDocument, *, last_request_at_s: float | None, batches
 
 
 def look_at_adapter(document: AdapterDocument) -> Look:
-    """Return the comparable form of the record of one adapter."""
+    """Return the comparable form of the record of one adapter: counters apart, without the age of its last request."""
     said = msgspec.structs.replace(document, refs=0, requests_total=0, last_request_age_seconds=None, fetched_bytes=None, total_bytes=None)
     return Look(msgspec.json.encode(said), msgspec.json.encode((document.refs, document.requests_total, document.fetched_bytes)))
 
@@ -134,7 +140,10 @@ class Revision:
         self._ended = False
 
     def current(self, *, counters_too: bool = False) -> str:
-        """Return the current revision. A change of counters alone is published only with `counters_too`, after `COUNTERS_S`."""
+        """Compare the state with the published one, publish a new revision if it differs, and return the current revision.
+
+        A change of counters alone is published only with `counters_too`, and `COUNTERS_S` after the last revision.
+        """
         now, adapters, weight = self._compare()
         due = counters_too and self._clock() - self._published_at_s >= COUNTERS_S
         if weight is Weight.PROMPT or (weight is Weight.COUNTERS and due):
@@ -142,7 +151,7 @@ class Revision:
         return f"{self._boot_id}.{self._number}"
 
     def number_of(self, revision: str) -> int | None:
-        """Return the number of a revision of this server's life; None for any other."""
+        """Return the number `n` of a revision `bootId.n` of this server's life; None for another life or a number not reached yet."""
         boot_id, _, number = revision.rpartition(".")
         return int(number) if boot_id == self._boot_id and int(number) <= self._number else None
 
@@ -164,7 +173,7 @@ class Revision:
             self._watchers -= 1
 
     def end(self) -> None:
-        """End all waits, as the server ends."""
+        """End all waits, and let later ones return at once, as the server ends."""
         self._ended = True
         self._signal.notify()
 
