@@ -79,7 +79,7 @@ class AuditedApiserver:
     def operator(self, documents: Sequence[Document], keys: Sequence[str]) -> Iterator[OperatorProcess]:
         """Run the operator's program while the block lasts, with the account and arguments of the Deployment among `documents`.
 
-        `keys` are the lines of its key file. The block begins when it is ready.
+        `keys` are the lines of its key file. The block begins when the program is ready, and the program ends with the block.
         """
         spec = the_only(list(documents), "Deployment")["spec"]["template"]["spec"]
         arguments, kubeconfig = (

@@ -90,9 +90,9 @@ class Container:
 
 
 class FakeKubelet:
-    """A scheduler, a kubelet and two controllers that look after all pods while the block lasts; an async context manager.
+    """A scheduler, a kubelet and two controllers while the block lasts; an async context manager.
 
-    Each pod gets a scripted worker, which answers over HTTP.
+    Each pod with the worker's container gets a scripted worker, which answers over HTTP. In namespaces of `rejecting` the node refuses it.
     """
 
     def __init__(self, client: RestClient, rng: random.Random) -> None:
