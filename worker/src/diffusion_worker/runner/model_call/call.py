@@ -168,7 +168,7 @@ def _is_table(name: str) -> bool:
 
 
 def role_of(call: ModelCall, name: str) -> Role:
-    """Return the role of an argument in its call."""
+    """Return the role of an argument, given by name, in its call; raise ValueError if no argument of the call has rows."""
     return _Layout(call).role(name, call.arguments[name])
 
 

@@ -88,6 +88,6 @@ def content(value: Any) -> Hashable | None:
 
 
 def _is_idle(value: Any) -> bool:
-    """Return whether this is a cache that the model ignores."""
+    """Return whether a value is a cache on record that the model ignores, as the mode of every layer's cache in it is None."""
     record = cache_record(type(value))
     return record is not None and all(getattr(layer, record.mode) is None for layer in getattr(value, record.layers))

@@ -17,7 +17,7 @@ _decoder: msgspec.json.Decoder[Failures] = msgspec.json.Decoder(Failures)
 
 
 def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
-    """Return the failures of all ranks by request id; if several ranks have one, the lowest rank's counts.
+    """Return the failures of all ranks by request id; if several ranks have one, the lowest rank's counts. All ranks call this together.
 
     Without failures this costs one small collective.
     """
@@ -31,7 +31,10 @@ def failures_of_all(parallel: Parallel, mine: Failures) -> Failures:
 
 
 def texts_of_all(parallel: Parallel, mine: bytes) -> list[bytes]:
-    """Return the texts of all ranks in order; a text has no zero byte. If all are empty, this costs one small collective."""
+    """Return the texts of all ranks in order; a text has no zero byte. All ranks call this together.
+
+    If all texts are empty, this costs one small collective.
+    """
     if parallel.world == 1:
         return [mine]
     longest = torch.tensor([len(mine)])
@@ -46,7 +49,7 @@ def texts_of_all(parallel: Parallel, mine: bytes) -> list[bytes]:
 
 
 def same_on_all(parallel: Parallel, word: str) -> bool:
-    """Return whether every rank passes the same word."""
+    """Return whether every rank passes the same word. All ranks call this together, and get the same answer."""
     if parallel.world == 1:
         return True
     number = int.from_bytes(hashlib.sha256(word.encode()).digest()[:7])

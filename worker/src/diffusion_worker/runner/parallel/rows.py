@@ -59,7 +59,8 @@ class _Computed(NamedTuple):
 class Parallel:
     """This rank's part in its group. The device decides the back end: NCCL beside gloo on GPUs, gloo alone on CPUs.
 
-    `tensor`, `sequence` and `shard` are the sizes of those dimensions; rows have the rest of `world`.
+    `tensor`, `sequence` and `shard` are the sizes of those dimensions; rows have the rest of `world`. The constructor joins the process
+    group of all ranks.
     """
 
     def __init__(

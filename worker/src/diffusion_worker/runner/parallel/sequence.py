@@ -128,7 +128,10 @@ class Ulysses:
         apply_context_parallel(model, self._config.context_parallel_config, _diffusers_plan(plan, model))
 
     def prepare(self, model: nn.Module) -> Callable[[ModelCall], ModelCall]:
-        """Return a function that prepares a call of the model; it raises RequestError for a length that cannot be split."""
+        """Return a function that checks a call of the model before its tokens are split, and pads its text if the model's plan says so.
+
+        The function raises RequestError (InvalidRequest) for a number of tokens that is no multiple of the ranks.
+        """
         plan, config = plan_of(model), model.config
 
         def prepare(call: ModelCall) -> ModelCall:

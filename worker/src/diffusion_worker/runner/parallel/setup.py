@@ -80,7 +80,7 @@ class ParallelKinds:
         return self._cuts[component].part(path) if component in self._cuts else None
 
     def describe(self, info: ModelInfo) -> ModelInfo:
-        """Add the sizes whose number of tokens can be split, which the server must know.
+        """Add the sizes whose tokens can be split to a description, for the server; without --sequence return it unchanged.
 
         Raises:
             ConfigError: the pipeline's default size cannot be split.
@@ -164,5 +164,5 @@ class ParallelKinds:
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded parameter."""
+    """Return this rank's part of a sharded parameter; any other parameter unchanged."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter

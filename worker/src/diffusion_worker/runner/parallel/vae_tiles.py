@@ -92,7 +92,10 @@ class TileDecoder:
 
 
 class VaeTiles:
-    """The tiles of one VAE over the ranks."""
+    """The tiled decode of one VAE, with the tiles spread over the ranks.
+
+    The constructor turns on the VAE's own tiling, and puts a `TileDecoder` into it. `check_vae` has to accept the VAE before.
+    """
 
     def __init__(self, vae: Any, parallel: Parallel) -> None:
         shape = model_record(type(vae)).tiles
@@ -142,7 +145,7 @@ class VaeTiles:
 
 
 def _fresh(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a tile's options with an empty cache of frames, as at the start of a tile."""
+    """Return a tile's options with an empty cache of frames, as at the start of a tile; unchanged if they have no such cache."""
     if "feat_cache" not in options:
         return options
     return options | {"feat_cache": [None] * len(options["feat_cache"]), "feat_idx": [0]}

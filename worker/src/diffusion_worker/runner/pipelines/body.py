@@ -33,7 +33,7 @@ NO_NEGATIVE_PROMPT = " "
 
 
 class PipelineBody:
-    """A callable that runs the pipeline once and returns an image, or the frames of a video.
+    """A callable that runs the pipeline once, and returns its image or the frames of a video as a `RawImage`.
 
     Requests of different `batch_key` never share a model call. A `whole` one has the model for itself from its first step to its end, and
     no other request advances meanwhile. `shares` is False where the class's record has a reason why its changes are harmless, so that no
@@ -180,7 +180,11 @@ def _check_schedule(spec: RequestSpec, pipeline: Any) -> None:
 
 
 def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: float, pipeline: Any) -> float | None:
-    """Put the guidance scale into the argument that the class has for it; return it for a modular pipeline's guiders, else None."""
+    """Put the guidance scale into the argument that the class has for it and return None, or return it for a modular pipeline's guiders.
+
+    With `true_cfg_scale` and a scale above 1, a blank negative prompt is added unless there is one. A class without guidance raises
+    RequestError.
+    """
     if _guides_truly(takes):
         arguments[TRUE_GUIDANCE] = scale
         if scale > 1 and "negative_prompt" in takes:
@@ -195,14 +199,14 @@ def _guide_by_argument(takes: Mapping[str, Any], arguments: Arguments, scale: fl
 
 
 def _guides_truly(takes: Mapping[str, Any]) -> bool:
-    """Return whether the class guides by a second, unguided call."""
+    """Return whether the class guides by a second, unguided call: the default of its `true_cfg_scale` is above that of `guidance_scale`."""
     return TRUE_GUIDANCE in takes and (takes[TRUE_GUIDANCE] or 0) > (takes.get("guidance_scale") or 0)
 
 
 def default_guidance(pipeline: Any) -> float | None:
-    """Return the scale that a request without one gets; None where there is none.
+    """Return the guidance scale that the class itself uses if a request gives none; None if it has none.
 
-    A class that guides only with a negative prompt has no default either; requests with a scale get that prompt.
+    A class that guides by a second, unguided call counts as having none, because it does so only with a negative prompt.
     """
     takes = inputs_of(pipeline)
     if _guides_truly(takes):
@@ -229,7 +233,10 @@ def _not_taken(argument: str, pipeline: Any) -> RequestError:
 
 
 def _ask(pipeline: Any, method: str, arguments: Arguments) -> Any:
-    """Ask a custom pipeline about a request; None if it has no such method. An exception from it is the request's error."""
+    """Call a custom pipeline's method with the arguments of a request, and return its answer; None if the class has no such method.
+
+    A ValueError from it becomes a RequestError with InvalidRequest, any other exception one with RequestFailed.
+    """
     answer = getattr(type(pipeline), method, None)
     if answer is None:
         return None

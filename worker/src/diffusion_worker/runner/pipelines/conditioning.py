@@ -51,9 +51,10 @@ class ImageInputs(msgspec.Struct, frozen=True):
 
 
 def image_inputs(pipeline: Any) -> ImageInputs | None:
-    """Return a pipeline's arguments for an edit, with a mask if its class needs one; None if it takes no images.
+    """Return a pipeline's arguments for an edit, with a mask if its class needs one; None if it serves no edits.
 
-    For a modular pipeline that works with and without a mask, `masked_inputs` returns those with a mask.
+    It serves none if it takes no prompt or image, needs inputs that requests do not have, or its record says so. For a modular pipeline
+    that works with and without a mask, `masked_inputs` returns those with a mask.
     """
     takes, record = inputs_of(pipeline), pipeline_record(type(pipeline))
     image = _first_image(takes)
@@ -87,7 +88,9 @@ def masked_inputs(pipeline: Any) -> ImageInputs | None:
 
 
 def conditioning_of(takes: ImageInputs, spec: RequestSpec, frames: Sequence[bytes]) -> Arguments:
-    """Take a request's images out of `frames`, fit them, and return each under its argument.
+    """Make images of a request's `frames`, and return them under the class's argument names; the mask too.
+
+    If `takes.fitted`, the first image is scaled and cropped to the requested size. The mask is always fitted to it.
 
     Raises:
         RequestError: InvalidRequest, the number of images is not from 1 to `most`, or a mask is missing or superfluous.
@@ -112,7 +115,9 @@ def conditioning_of(takes: ImageInputs, spec: RequestSpec, frames: Sequence[byte
 
 
 def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
-    """Return the strength to pass to the class, or None for its default. If the request has none, a step is always taken.
+    """Return the strength to pass to the class, or None for its default.
+
+    If the request has none and the default leaves no step, it is the least strength that leaves one.
 
     Raises:
         RequestError: InvalidRequest, the strength of the request leaves none of its steps.

@@ -103,7 +103,7 @@ def _result_name(pipeline_class: Any) -> str | None:
 
 
 def _returned(pipeline_class: Any) -> Iterator[str]:
-    """Yield the first field of the class's result, and that of each class that it extends."""
+    """Yield names of the first field of the result, as the source of the class's call writes them, then those of the classes it extends."""
     for call in (vars(parent)["__call__"] for parent in pipeline_class.__mro__ if "__call__" in vars(parent)):
         source = source_of(call)
         if "ImagePipelineOutput(" in source:

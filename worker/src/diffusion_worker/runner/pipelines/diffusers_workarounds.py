@@ -49,7 +49,7 @@ def _mend_sd3_inpainting(view: Any) -> None:
 
 @functools.cache
 def _forgets_shift(kind: Any) -> bool:
-    """Return whether the installed diffusers still has this fault."""
+    """Return whether the installed diffusers still decodes without the VAE's shift in the call of this class, by its source."""
     source = "".join(source_of(vars(parent)["__call__"]) for parent in kind.__mro__ if "__call__" in vars(parent))
     return "vae.decode(latents / self.vae.config.scaling_factor, " in source
 

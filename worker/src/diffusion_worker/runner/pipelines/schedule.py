@@ -35,9 +35,9 @@ def check_shift(scheduler: Any) -> None:
 
 
 def own_scheduler(scheduler: Any, shift: float | None) -> Any:
-    """Return a request's own scheduler, with another shift if one is given and the scheduler has any.
+    """Return a request's own scheduler: a deep copy, or a new one with another shift if one is given and the scheduler uses any.
 
-    It is built from its configuration: a shift that is set later leaves the ends of the schedule unchanged.
+    The new one is built from the configuration: a shift that is set later leaves the ends of the schedule unchanged.
     """
     setting = None if shift is None else _setting_of(scheduler)
     if setting is None:

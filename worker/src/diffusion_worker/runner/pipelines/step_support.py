@@ -29,13 +29,19 @@ NO_PART_OF_A_CALL = frozenset({"__init__", "invert"})
 
 
 def missing_libraries(found: Any) -> list[str]:
-    """Return the libraries that diffusers needs for a class of which it has only a placeholder; none for a real class."""
+    """Return the libraries that are not installed here and that diffusers needs to offer a class; empty for a class that it offers.
+
+    Without them diffusers has only a placeholder of that name.
+    """
     return [library for library in getattr(found, "_backends", ()) if importlib.util.find_spec(library) is None]
 
 
 @functools.cache
 def whole_run_reason(pipeline_class: Any) -> str | None:
-    """Return the reason why requests of this class run whole and alone; None if they advance by steps beside others."""
+    """Return the reason, from the source, why requests of this class do not advance by steps beside others; None if they do.
+
+    The class changes the shared model during its call, or it steps no scheduler.
+    """
     changes = why_exclusive(pipeline_class)
     if changes:
         return changes

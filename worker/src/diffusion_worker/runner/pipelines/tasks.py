@@ -67,7 +67,11 @@ class TaskPipelines:
         return self._servers[task].pipeline
 
     def describe(self, info: ModelInfo) -> ModelInfo:
-        """Add the tasks, the most images that an edit may have, and whether each costs as much as the one that is made."""
+        """Return the description with the tasks and the most input images of an edit added.
+
+        `references` is True if some task has input images that the model processes beside the output, so that each costs as much as the
+        output.
+        """
         inputs = [server.inputs for server in self._servers.values() if server.inputs is not None]
         most = max((each.most for each in inputs), default=0)
         return msgspec.structs.replace(

@@ -74,7 +74,10 @@ def passed_through(cached: CachedModule, block: Block, forward: Any, *args: Any,
 
 
 def hook_blocks(module: torch.nn.Module, first: Passing, last: Passing) -> CachedModule:
-    """Put `first` and `last` around a model's first and last block; the others return their input where blocks are skipped."""
+    """Put `first` and `last` around a model's first and last block; the others return their input where blocks are skipped.
+
+    Return the handle whose `running` switches these hooks on; without it all blocks compute as before.
+    """
     cached = CachedModule()
     blocks = [Block(layer) for layer in blocks_of(module)]
     for block, passing in zip(blocks, [first, *[passed_through] * (len(blocks) - 2), last], strict=True):
@@ -83,7 +86,10 @@ def hook_blocks(module: torch.nn.Module, first: Passing, last: Passing) -> Cache
 
 
 def plus(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the sum, or `one` where the other is missing: Stable Diffusion 3's last block returns no text, which nothing uses then."""
+    """Return the sum of two tensors, or `one` as it is (None included) if either is missing.
+
+    Stable Diffusion 3's last block returns no text, which nothing uses then.
+    """
     return one if one is None or other is None else other + one
 
 

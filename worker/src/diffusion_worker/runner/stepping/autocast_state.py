@@ -27,7 +27,10 @@ def _set(state: _State) -> None:
 
 
 class OwnPrecision:
-    """A context in which the state is as the request left it last. At its end the state outside returns."""
+    """A context with torch's autocast and gradient settings as the request left them last, at first those outside.
+
+    At its end the settings outside return.
+    """
 
     def __init__(self) -> None:
         self._own: _State | None = None

@@ -181,7 +181,7 @@ class BatchRunner:
         return [answer(item.call, part) for item, part in zip(batch.items, parts, strict=True)]
 
     def _plan(self, batch: InputBatch) -> Plan | None:
-        """Return the step cache's plan for a batch; None for a batch without it."""
+        """Return the step cache's plan for a batch; None if the batch is made without the step cache."""
         branches = [item.branch for item in batch.items if item.branch is not None]
         return None if self._cache is None or not branches else self._cache.plan(batch.items[0].call.component, branches, batch.rows)
 

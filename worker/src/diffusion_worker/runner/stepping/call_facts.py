@@ -27,13 +27,13 @@ class CallFacts:
         self._failures: Recent[Hashable, int] = Recent(MOST_KINDS)
 
     def clear(self) -> None:
-        """Forget everything, as for another model."""
+        """Forget all facts and counts, as for another model."""
         self._draws.clear()
         self._same_adapters.clear()
         self._failures.clear()
 
     def runs_alone(self, call: ModelCall) -> bool:
-        """Return whether a call is made for one request at a time."""
+        """Return whether to make a call for one request at a time: it draws random numbers, or merging such calls failed twice in a row."""
         return self.draws(call) or self._failures_of(call) >= MOST_FAILURES
 
     def draws(self, call: ModelCall) -> bool:
@@ -45,11 +45,14 @@ class CallFacts:
         self._draws.add(method_of(call))
 
     def note_unmerged(self, call: ModelCall) -> None:
-        """Remember that calls of this kind failed when they were merged, and that each one was made by itself."""
+        """Count a failure of a merged call of this kind whose parts succeeded one by one.
+
+        After `MOST_FAILURES` in a row calls of this kind run alone.
+        """
         self._failures[kind_of(call)] = self._failures_of(call) + 1
 
     def note_merged(self, call: ModelCall) -> None:
-        """Remember that calls of this kind were made as one."""
+        """Reset the count of failures for calls of this kind, because some were just made as one."""
         if self._failures:
             self._failures.pop(kind_of(call), None)
 

@@ -103,7 +103,7 @@ class ModuleChanges:
             self.begin()
 
     def end_run(self) -> None:
-        """Note the changes that the request's own code made until it stopped."""
+        """Compare the modules with this run's snapshot, note the changes for `put_back`, and drop the snapshot; without one do nothing."""
         before, self._before = self._before, None
         if before is None:
             return

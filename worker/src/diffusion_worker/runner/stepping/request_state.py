@@ -72,7 +72,10 @@ class Fiber(greenlet.greenlet):  # type: ignore[misc]
 def take_step(
     step: Callable[..., Any], scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any], count: Callable[[], int | None]
 ) -> Any:
-    """Take a wrapped scheduler's step, then suspend the running fiber; `count` returns the number of steps."""
+    """Take a wrapped scheduler's step, suspend the running fiber if it called a model since its last step, and return the step's result.
+
+    `count` returns the number of steps. A fiber with a `replay` takes no step and does not stop: the result is the replay's.
+    """
     fiber = greenlet.getcurrent()
     assert isinstance(fiber, Fiber), "a wrapped scheduler steps inside a request's fiber only"
     if fiber.replay is not None:
@@ -148,7 +151,7 @@ class DiffusionRequestState:
 
     @property
     def steps_planned(self) -> int | None:
-        """The total number of steps if the loop declares it; a pipeline with several loops does not."""
+        """The total number of steps if the loop declares it; None if it is unknown, as with several loops or before the first step."""
         planned = self._fiber.steps
         return planned if planned is not None and planned >= self.steps_done else None
 
@@ -176,7 +179,11 @@ class DiffusionRequestState:
         return self._checked(event)
 
     def drop(self) -> None:
-        """Unwind the fiber; afterwards only its `finally` blocks run."""
+        """End the fiber without a result: its body stops at once, and only its `finally` blocks still run.
+
+        The step cache's values and the history are cleared, also after the fiber's end. A body that catches this `MOST_EXITS` times is left
+        suspended, with a warning; its changes to the model are undone.
+        """
         self._forget()
         for _ in range(MOST_EXITS):
             if not self._fiber:

@@ -44,7 +44,10 @@ def in_fiber() -> bool:
 
 
 def leave_company(what: str) -> None:
-    """Return if the request may make a change now; otherwise end the attempt and never return."""
+    """Return if the running code may change a shared module now; otherwise end the request's attempt, and never return.
+
+    Allowed are the engine itself, and a request with the model alone, whose modules are recorded first. `what` says what it attempted.
+    """
     fiber: Any = greenlet.getcurrent()
     if not in_fiber():
         return  # the engine itself, or a hook that it calls

@@ -38,7 +38,10 @@ class StageClock:
         self._spans.append((stage, span))
 
     def report(self) -> StageSeconds:
-        """Return the costs of all stages but the making of pixels; waits for the device, in any thread."""
+        """Return the seconds by stage, without the making of pixels, and the peak memory.
+
+        On a GPU this blocks until the calls are done. Any thread may call it.
+        """
         seconds = {stage.value: 0.0 for stage in Stage}
         for stage, span in self._spans:
             seconds[stage.value] += span.seconds

@@ -77,7 +77,11 @@ class Stepper:
         self.batches.serve(modules, loras, cache, compute, may_merge)
 
     def advance(self, chosen: Iterable[DiffusionRequestState], output: StepOutput, meter: TickMeter) -> None:
-        """Advance each chosen request by a step. The results are added to `output`."""
+        """Advance each chosen request by a step; the results are added to `output`, and `meter` measures the calls.
+
+        If a request has or needs the model for itself, it advances alone, and the others wait. Requests that finish, fail, or have to run
+        again by themselves leave `states`.
+        """
         self._output = output
         with self.batches.counting(output, meter):
             pending = self._take([(state, state.advance()) for state in self._admitted(list(chosen))], [])
@@ -87,7 +91,10 @@ class Stepper:
         self._output = StepOutput()
 
     def _admitted(self, chosen: list[DiffusionRequestState]) -> list[DiffusionRequestState]:
-        """Return all requests, or a single one that needs the model for itself: the others wait from its begin to its end."""
+        """Return all requests, or a single one that needs the model for itself: the others wait from its begin to its end.
+
+        While such a request runs and is not chosen, the result is empty.
+        """
         running = next((state for state in self._states.values() if state.whole and state.begun), None)
         if running is not None:
             return [state for state in chosen if state is running]
@@ -163,7 +170,10 @@ class Stepper:
             log.warning("requests of this model have no previews: %s", failure.message)
 
     def _ask(self, state: DiffusionRequestState, call: ModelCall, pending: list[Pending]) -> None:
-        """Have a call made in this tick, or put it off to the next one."""
+        """Add a call to `pending`, or put it off to the next tick after `CALLS_A_TICK` calls of its method in this tick.
+
+        A pipeline without steps gets a single denoiser call a tick. A run within one tick, such as a preview's, is never put off.
+        """
         kind = call.component, call.method
         made = state.calls[kind]
         if made == CALLS_A_TICK and call.denoises and state.steps_done == 0:

@@ -57,7 +57,10 @@ class SuspendingModule(SharedPart):
         """Do nothing, though every classic pipeline calls this at its end: a step cache keeps its values by request."""
 
     def to(self, *args: Any, **kwargs: Any) -> "SuspendingModule":
-        """Use another precision for this request only (SDXL decodes in float32): calls go to a copy that such requests share."""
+        """Use another precision for this request only (SDXL decodes in float32): its calls go to a copy that all such requests share.
+
+        A device, or a precision that the module has already, makes no copy. The stand-in itself is returned.
+        """
         _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None:
             self.__dict__["_real"] = made = _in_precision(self._shared, dtype)
