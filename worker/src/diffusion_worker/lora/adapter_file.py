@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class Place(NamedTuple):
-    """A tensor's place in a file: its bytes are `begin` to `end` after the header."""
+    """A tensor's dtype and shape, and its place in a file: bytes `begin` up to `end`, counted from the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,7 +35,10 @@ class Place(NamedTuple):
 
 
 class AdapterFile(NamedTuple):
-    """A file that was read completely. The tensors are views of one buffer, whose hashing may still go on."""
+    """A file that was read completely, with its tensors by name, whose values are all finite.
+
+    Most are views of one buffer, whose hashing may still go on. Tensors of float64 were converted to float32.
+    """
 
     header: AdapterHeader
     hashed: Future[str]
@@ -51,10 +54,11 @@ class OpenWeights:
     """An open weights file whose header was read and checked. Use it as a context manager, and call `read` at most once."""
 
     def __init__(self, path: Path, label: str, *, root: Path | None = None) -> None:
-        """Open a file, and read and check its header; messages begin with `label`.
+        """Open a file, and read and check its header; messages begin with `label`. With a `root` only a file beneath it is opened.
 
         Raises:
-            RequestError: InvalidAdapter with the first tensor that is wrong; UnsupportedFormat for a pickle.
+            RequestError: InvalidAdapter if the file cannot be opened or its header is wrong. UnsupportedFormat for a pickle or another
+                known format.
         """
         self._label = f"{label}: {path.name}"
         self._descriptor = open_file(path, self._label, root=root)
@@ -74,20 +78,22 @@ class OpenWeights:
         os.close(self._descriptor)
 
     def stand_ins(self) -> dict[str, torch.Tensor]:
-        """Return the file's tensors without their values, except alphas, which are read because they are a few bytes each.
+        """Return the file's tensors by name on the meta device, so with shapes and dtypes but no values.
+
+        Alphas of a single number do have their values, which are read here because they are a few bytes each.
 
         Raises:
-            RequestError: InvalidAdapter for an alpha that is not finite.
+            RequestError: InvalidAdapter for an alpha that cannot be read or is not finite.
         """
         found = self._tensors(torch.empty(self.header.size_bytes - self.header.data_start, dtype=torch.uint8, device="meta"))
         self._alphas = {name: self._alpha(name, place) for name, place in self._places.items() if _is_alpha(name, place)}
         return found | self._alphas
 
     def read(self) -> AdapterFile:
-        """Read the rest of the file and check all of its values.
+        """Read all tensors and require finite values. The digest is computed on a thread meanwhile, which is not waited for.
 
         Raises:
-            RequestError: InvalidAdapter with the first tensor that is wrong.
+            RequestError: InvalidAdapter for the first tensor with a value that is not finite, or for a file that changed or cannot be read.
         """
         digest = hashlib.sha256()
         # Hashing takes as long as all work on the tensors and lets other threads run, so it is done beside that work.
@@ -107,7 +113,7 @@ class OpenWeights:
         return AdapterFile(self.header, hashed, tensors | {name: _to_single(name, tensors[name], self._label) for name in double})
 
     def _tensors(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors in a buffer of all bytes after the header."""
+        """Return all tensors by name from `buffer`, which has all bytes after the header: as views, or as copies if not aligned."""
         numbers = {dtype: _numbers(buffer, dtype) for dtype in {place.dtype for place in self._places.values()}}
         return {name: _view(buffer, numbers[place.dtype], place) for name, place in self._places.items()}
 
@@ -129,7 +135,11 @@ def _is_alpha(name: str, place: Place) -> bool:
 
 
 def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], object], label: str) -> torch.Tensor:
-    """Read the rest of an open file, `size` bytes, and pass each chunk to `hash_chunk`; raises RequestError (InvalidAdapter)."""
+    """Read the rest of an open file into a new tensor, and pass each chunk to `hash_chunk` as well.
+
+    Raises:
+        RequestError: InvalidAdapter if the file cannot be read, or if the rest is not exactly `size` bytes.
+    """
     buffer = torch.empty(size, dtype=torch.uint8)
     view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     at = 0
@@ -202,7 +212,10 @@ def _to_single(name: str, tensor: torch.Tensor, label: str) -> torch.Tensor:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is infinite or nan. Minimum and maximum suffice, because a nan makes both nan."""
+    """Return whether no value is infinite or nan; True for an empty tensor and for whole numbers.
+
+    Minimum and maximum suffice, because a nan makes both nan.
+    """
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     return bool(torch.stack(tensor.aminmax()).isfinite().all())

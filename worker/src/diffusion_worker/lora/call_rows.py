@@ -25,7 +25,10 @@ Uses = Sequence[Sequence[SlotUse]]
 
 
 class RowsNotSeparable(ValueError):
-    """Raised when rows of one call use different adapters, but a layer that these change does not see the rows: make a call for each."""
+    """Raised when rows of one call use different adapters, and a layer that these change cannot tell the rows apart.
+
+    The caller then makes a separate call for each group of rows with the same adapters.
+    """
 
 
 class BankLayout(NamedTuple):
@@ -36,7 +39,7 @@ class BankLayout(NamedTuple):
     device: torch.device
 
     def rows(self, use: SlotUse) -> range:
-        """Return the bank rows of the adapter in a slot."""
+        """Return the numbers of the bank rows that the adapter in the slot of `use` fills; empty for an empty slot."""
         return range(use.slot * self.max_rank, use.slot * self.max_rank + self.ranks[use.slot])
 
 
@@ -115,7 +118,10 @@ class RowAdaptersHolder:
 
 
 def _lists(uses: Uses, layout: BankLayout, *, multiple: int = 1) -> _Lists:
-    """Return a list of bank rows for each row of a call, padded to one length with strengths of zero."""
+    """Return a list of bank rows for each row of a call, padded to one length, a multiple of `multiple`.
+
+    Padding has strengths of zero.
+    """
     most = max((sum(layout.ranks[use.slot] for use in row) for row in uses), default=0)
     length = max(multiple, -(-most // multiple) * multiple) if multiple > 1 else most
     index: list[int] = []

@@ -48,7 +48,7 @@ class LoRAFactors(msgspec.Struct, frozen=True):
 
 
 class LoRACheckpoint(msgspec.Struct, frozen=True):
-    """An adapter as read from its file. `digest` is the sha256 of the weights file; modules are named `component.path`.
+    """An adapter as read from its file. `digest` and `size_bytes` are those of the weights file; modules are named `component.path`.
 
     The tensors are views of the file's bytes, all of which stay in memory as long as one of the tensors.
     `format` is the naming of the file's tensors. `alpha` is set if all modules share one. `base_model` is the model that the
@@ -190,7 +190,13 @@ def _settings_of(
 
 
 def _scaling(module: str, names: RawLoRAModule, settings: Mapping[str, PeftSettings], model: AdaptedModel, label: str) -> float:
-    """Return the factor of a module's product: from its own alpha, from peft's settings, or 1 without both. Raises RequestError."""
+    """Return the factor by which a module's product `b @ a` is multiplied: alpha / rank, or 1 without an alpha.
+
+    The alpha is the module's own tensor, or comes from peft's settings for its component, which may divide by the root of the rank.
+
+    Raises:
+        RequestError: InvalidAdapter if there are both, if the settings do not fit the module, or if the result is not finite.
+    """
     component, _, path = module_path(module, denoiser=model.denoiser).partition(".") if settings else ("", "", "")
     of_component = settings.get(component)
     if of_component is None:
@@ -207,7 +213,7 @@ def _of_components(factors: dict[str, Factors], components: list[str], label: st
     """Return the factors of the requested components (none: all), sorted by module.
 
     Files for the second of two denoisers name the first one, because diffusers expects that (`load_into_transformer_2`). So a
-    request for the second alone takes the factors of the first.
+    request for the second alone takes the factors of the first. A request for both accepts a file with factors for either.
 
     Raises:
         RequestError: NoMatchingModules for a component without factors.

@@ -156,10 +156,10 @@ def _flat(value: Any) -> Iterable[Any]:
 
 
 def _converted(load: Callable[[dict[str, Any]], Any], tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, _Traced]:
-    """Convert tensors by `load`, a function of diffusers, which raises errors of any kind for an unknown name or shape.
+    """Convert tensors by `load`, a function of diffusers, and return by name the results that were made of them.
 
     Raises:
-        RequestError: InvalidAdapter for any such error. NeedsValues: the error is due to tensors without values.
+        RequestError: InvalidAdapter for an error of any kind in `load`. NeedsValues: the error is due to tensors without values.
     """
     traced, touched = _traced(tensors)
     verbosity = logging.get_verbosity()
@@ -181,7 +181,8 @@ def _converted(load: Callable[[dict[str, Any]], Any], tensors: Mapping[str, torc
 def _check_complete(tensors: Mapping[str, torch.Tensor], results: Collection[Converted], label: str) -> None:
     """Raise RequestError (InvalidAdapter) unless every factor arrived in a result, with all of its values.
 
-    Zeros may be dropped: a factor of fused projections has blocks of them.
+    Zeros may be dropped: a factor of fused projections has blocks of them. Alphas are not checked. Raises NeedsValues if values must be
+    compared and there are none.
     """
     arrived: dict[str, list[torch.Tensor]] = {}
     for result in results:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters of one rank as requests name them: read from files, registered by their effect, and found again for each row.
 
-Two ids with the same bytes and the same effect share one copy in memory and one slot. Reading (`read`) changes nothing, so
-that ranks can agree before any of them makes room for an adapter (`register`).
+Two ids with the same bytes and the same effect share one copy in memory and one slot. Reading (`read`) registers and evicts
+nothing, so that ranks can agree before any of them makes room for an adapter (`register`).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -120,12 +120,15 @@ class DiffusionLoRAManager:
         self._layers.unregister_modules()
 
     def make_static(self, regions: Iterable[nn.Module]) -> None:
-        """Give slots to the layers inside these modules, before the modules are compiled."""
+        """Give slots to all layers inside these modules that adapters may change; call it before the modules are compiled.
+
+        Do nothing if adapters are off.
+        """
         if self._copies.lora_slots:
             self._layers.make_static(regions)
 
     def add_adapter(self, request: LoRARequest, options: LoadOptions = PLAIN) -> LoadedLoRA:
-        """Read, check and register one adapter. A refused one leaves nothing behind, and nothing is evicted for it.
+        """Read, check and register one adapter. A refused one is not registered, and nothing is evicted for it.
 
         Raises:
             RequestError: the errors of `read`; CapacityExceeded if too few adapters in memory may be evicted.
@@ -133,7 +136,7 @@ class DiffusionLoRAManager:
         return self.register(self.read(request, options))
 
     def read(self, request: LoRARequest, options: LoadOptions = PLAIN) -> Candidate:
-        """Read an adapter from its file, and check and lay it out for the components. Nothing is registered or evicted.
+        """Read an adapter from its file, check it and lay it out. Nothing is registered or evicted, but its layers get slots.
 
         Raises:
             RequestError: the errors of `read_checkpoint` and `AdapterBinding.bind`; CapacityExceeded if adapters are off; Conflict
@@ -151,7 +154,9 @@ class DiffusionLoRAManager:
         return Candidate(request, options, adapter, described(checkpoint, adapter.kept))
 
     def adopt(self, request: LoRARequest, options: LoadOptions, part: PreparedPart) -> LoadedLoRA:
-        """Register an adapter that the process of a load has read, checked and laid out for this rank.
+        """Register an adapter that the process of a load has read, checked and laid out for this rank, and return its report.
+
+        If the id is registered already, only return its report.
 
         Raises:
             RequestError: CapacityExceeded; Conflict if the id is another adapter's; RankFailed if the layout is not for this model.
@@ -168,7 +173,7 @@ class DiffusionLoRAManager:
         return self.register(Candidate(request, options, adapter, part.loaded))
 
     def table(self) -> ModelTable:
-        """Describe the model to the process of a load."""
+        """Return a description of the model as plain data, by which the process of a load checks and lays out adapters."""
         modules, layers = self._layers.table()
         return ModelTable(
             denoiser=self._model.denoiser,
@@ -188,7 +193,9 @@ class DiffusionLoRAManager:
             raise RequestError(ErrorCode.CONFLICT, message)
 
     def register(self, candidate: Candidate) -> LoadedLoRA:
-        """Register an adapter, and keep it in host memory; others are evicted if there is no room.
+        """Register an adapter, keep it in host memory and return its report; others are evicted if there is no room.
+
+        An adapter with the effect of a registered one shares that one's copy. If the id is registered already, only return its report.
 
         Raises:
             RequestError: CapacityExceeded, and nothing was evicted.
@@ -211,7 +218,10 @@ class DiffusionLoRAManager:
         return loaded
 
     def remove_adapter(self, lora_int_id: int) -> bool:
-        """Forget an adapter, and its copy unless another id shares it; return False if it was not registered."""
+        """Forget an adapter, and its copy and slot unless another id shares them; return False if it was not registered.
+
+        A pinned adapter goes too. The caller makes sure that no running request uses it.
+        """
         known = self._known.get(lora_int_id)
         if known is None:
             return False
@@ -223,7 +233,7 @@ class DiffusionLoRAManager:
         return True
 
     def remove_all_adapters(self) -> None:
-        """Forget every adapter."""
+        """Forget every adapter, also pinned ones, and empty all slots; their memory stays allocated."""
         self._copies.remove_all_adapters()
         self._known.clear()
         self._effects.clear()
@@ -235,7 +245,7 @@ class DiffusionLoRAManager:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the registered adapters in host memory; a copy that several share counts once."""
+        """Bytes of the registered adapters in host memory; a copy that several ids share counts once."""
         return sum(model.adapter.nbytes for model in self._copies.list_adapters().values())
 
     def release(self, *, forget: bool) -> None:
@@ -278,7 +288,10 @@ class DiffusionLoRAManager:
         return wrong
 
     def pin_adapter(self, lora_int_id: int) -> bool:
-        """Keep an adapter in host memory until it is unpinned or removed; return False if it is not registered."""
+        """Keep an adapter in host memory until it is unpinned or removed; return False if it is not registered.
+
+        Other adapters may still take its slot.
+        """
         known = self._known.get(lora_int_id)
         if known is None or not self._copies.keep_adapter(known.copy):
             return False
@@ -301,7 +314,9 @@ class DiffusionLoRAManager:
     # Slots are written both in ticks and between them; tensors made in inference mode could be written only in that mode.
     @torch.inference_mode(mode=False)
     def activate(self, uses: Iterable[LoRAUse]) -> None:
-        """Put the adapters of a request into slots, where they stay as long as `in_use` returns them.
+        """Give slots to the adapters of a request, which keep them as long as `in_use` returns these adapters.
+
+        Adapters of strength 0 get none. The factors are copied later, by `fill` or when a call first uses the slot.
 
         Raises:
             RequestError: AdapterNotLoaded; CapacityExceeded if other requests use the slots.
@@ -312,7 +327,7 @@ class DiffusionLoRAManager:
                 self._copies.activate_adapter(copy)
 
     def is_ready(self, uses: Iterable[LoRAUse]) -> bool:
-        """Return whether no copy of a request's adapters into their slots is unfinished."""
+        """Return whether no copy of a request's adapters into their slots is unfinished. Adapters in no slot count as ready."""
         slots = [self._copies.slot_of(known.copy) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
         return all(slot is None or self._layers.is_filled(slot) for slot in slots)
 
@@ -321,16 +336,19 @@ class DiffusionLoRAManager:
         self._layers.fill(at_most=at_most)
 
     def identity_in(self, component: str, uses: Sequence[LoRAUse]) -> str | None:
-        """Return the identity of a component with adapters at these strengths: equal only if the effect is. None if nothing changes it."""
+        """Return a text for the effect of adapters at these strengths on a component: equal texts mean equal effects.
+
+        Return None if no adapter changes the component. Unknown adapters are left out.
+        """
         # An adapter that is gone is reported by the call itself.
         changing = [(known.copy, use.scale) for use in uses if use.scale and (known := self._known.get(use.lora_int_id))]
         return identity_of_several((self._effects[copy], scale) for copy, scale in changing if component in self._components_of(copy))
 
     def set_adapter_mapping(self, component: str, uses: Sequence[Sequence[LoRAUse]]) -> AbstractContextManager[None]:
-        """Make each row of a call of a component use its adapters, which are active, inside the `with` block alone.
+        """Return a context in which row i of a call of a component uses the adapters in `uses[i]`; none for an empty entry.
 
         Raises:
-            RequestError: AdapterNotLoaded.
+            RequestError: AdapterNotLoaded if an adapter is unknown, or is in no slot and its strength is not 0.
         """
         return self._copies.set_adapter_mapping([self._copies_of(component, row) for row in uses])
 
@@ -355,7 +373,9 @@ class DiffusionLoRAManager:
                 self._copies.capacity -= 1
 
     def _making_room(self, candidate: Candidate) -> list[int]:
-        """Return the ids to evict for an adapter: those that the caller lists, in that order, else the least recently used.
+        """Return the ids to evict for an adapter: no more than needed, and none that is pinned or in use.
+
+        They are the first of `options.evict`, or without that list the least recently used. With a list, memory may hold one adapter more.
 
         Raises:
             RequestError: CapacityExceeded if too few may be evicted.
@@ -409,7 +429,7 @@ class DiffusionLoRAManager:
 
 
 def described(checkpoint: LoRACheckpoint, kept: torch.Tensor) -> LoadedLoRA:
-    """Describe an adapter to callers; `kept` are the bytes of a rank's copy."""
+    """Return the report of an adapter for callers, with the checksum of `kept`, the bytes of a rank's copy."""
     return LoadedLoRA(
         digest=checkpoint.digest,
         rank=checkpoint.rank,

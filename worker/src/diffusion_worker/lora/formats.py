@@ -101,7 +101,10 @@ def take_apart(name: str) -> TensorName | None:
 
 
 def module_path(module: str, *, denoiser: str) -> str:
-    """Return `component.path` of a module in peft's or diffusers' naming; a name without a component is the denoiser's."""
+    """Return `component.path` of a module in peft's or diffusers' naming; a name without a component is the denoiser's.
+
+    Names of diffusers' old attention processors (`attn1.processor.to_q_lora`) become those of the layers (`attn1.to_q`).
+    """
     if module.startswith(PEFT_PREFIX):
         return f"{denoiser}.{module.removeprefix(PEFT_PREFIX)}"
     component, _, path = module.partition(".")
@@ -115,12 +118,12 @@ def module_path(module: str, *, denoiser: str) -> str:
 
 
 def is_component(name: str, *, denoiser: str) -> bool:
-    """Return whether a name can be that of a component with adapters."""
+    """Return whether a name is `denoiser`, or one of `transformer`, `unet` and `text_encoder`, with or without a number (`_2`)."""
     return name == denoiser or _COMPONENT.fullmatch(name) is not None
 
 
 def format_of(modules: Iterable[str], *, converted: bool) -> Format:
-    """Return the format of a file, from the names of its modules in the file and from `converted`, which is set if they needed that."""
+    """Return the format of a file, from the names of its modules in it and from `converted`: they had to be renamed for diffusers."""
     if any(module.startswith(PEFT_PREFIX) for module in modules):
         return Format.PEFT
     return Format.KOHYA if converted else Format.DIFFUSERS

@@ -75,7 +75,8 @@ def open_file(path: Path, label: str, *, root: Path | None = None) -> int:
     """Open a regular file, beneath a root if there is one, and return its descriptor.
 
     Raises:
-        RequestError: UnsupportedFormat for a pickle; InvalidAdapter for a pipe or a device, which could block or have no end.
+        RequestError: UnsupportedFormat for a name that ends as a pickle's does (`.bin`, `.pt`). InvalidAdapter if the file cannot be
+            opened, is not beneath the root, or is no regular file. A pipe or a device could block or have no end.
     """
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise RequestError(
@@ -128,7 +129,7 @@ def _no_header(beginning: bytes, length: int, size: int, label: str) -> RequestE
 
 
 def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHeader:
-    """Check the bytes that `read_beginning` read from a file of `size_bytes`.
+    """Check the bytes that `read_beginning` read from a file of `size_bytes`, and return the header in them.
 
     Raises:
         RequestError: InvalidAdapter with the first tensor that is wrong.

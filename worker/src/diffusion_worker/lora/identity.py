@@ -27,7 +27,10 @@ class ModuleChange(NamedTuple):
 
 
 def identity_of(digest: str, changes: Iterable[ModuleChange], *, converter: int = CONVERTER_VERSION) -> AdapterIdentity:
-    """Return the identity of an adapter, from its file's digest and the changes that the file is applied as. Pure."""
+    """Return the identity of an adapter, from its file's digest and the changes that the file is applied as, in any order.
+
+    `converter` is the version of the conversion of files; another version gives another identity.
+    """
     # Scalings are written exactly, in hex: a short decimal may stand for several numbers.
     written = sorted((change.module, change.kind, change.rank, float(change.scaling).hex()) for change in changes)
     components = sorted({module.partition(".")[0] for module, *_ in written})
@@ -41,5 +44,8 @@ def identity_of_several(parts: Iterable[tuple[AdapterIdentity, float]]) -> str |
 
 
 def contradicts(found: str, expected: str | None) -> bool:
-    """Return whether an identity differs from the expected one; identities of different converter versions never contradict."""
+    """Return whether an identity differs from the expected one.
+
+    It is False if none is expected, and for identities of different converter versions, which cannot be compared.
+    """
     return expected is not None and found != expected and found.partition(":")[0] == expected.partition(":")[0]

@@ -13,7 +13,10 @@ MOST_NAMES = 3
 
 
 class LayerAllowlist:
-    """The layers that targets name: a target is a layer's name, the end of one after a dot, or `all`. Without targets all are allowed."""
+    """The layers that adapters may change: those that `targets` name, or all layers without targets.
+
+    A target is a layer's full name, the last parts of its name (`attn.to_q`), or `all`.
+    """
 
     def __init__(self, targets: Sequence[str], model: ModelLayers) -> None:
         """Find the layers of the targets; raises ConfigError for a target that names no layer that can be wrapped."""

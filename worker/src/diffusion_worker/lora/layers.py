@@ -70,7 +70,11 @@ class LoRALayer(nn.Module):
             holder.folding[name] = self
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the base layer, because pipelines read those (`weight.dtype`, `in_features`)."""
+        """Return an attribute that only the wrapped layer has, because pipelines read those (`weight.dtype`, `in_features`).
+
+        Raises:
+            AttributeError: neither layer has it.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -129,9 +133,9 @@ class LoRALayer(nn.Module):
     def _add_shared(
         self, x: torch.Tensor, out: torch.Tensor, part: BankPart, a: torch.Tensor, b: torch.Tensor, scales: torch.Tensor | None
     ) -> torch.Tensor:
-        """Apply factors that all rows share to `out`; return it or a contiguous copy.
+        """Add to `out` the update of input `x` by factors that all rows share; return `out`, or a contiguous copy with the update.
 
-        Both have `length` bank rows, and `scales` is [1, length] or None.
+        `a` and `b` are [length, columns]. `scales` is [1, length], or None for strengths of 1.
         """
         raise NotImplementedError
 

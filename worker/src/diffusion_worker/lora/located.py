@@ -27,10 +27,12 @@ class Located(NamedTuple):
 
 
 def locate(path: Path, label: str, *, root: Path | None = None) -> Located:
-    """Find the files of an adapter's folder or file.
+    """Find the files of an adapter: those in the folder `path`, or the file `path` itself, whatever its name.
+
+    A folder has peft's layout, diffusers' layout, or a single .safetensors file; the first of these counts.
 
     Raises:
-        RequestError: InvalidAdapter, or UnsupportedFormat for a folder of pickles.
+        RequestError: InvalidAdapter for another folder or a path that cannot be read. UnsupportedFormat for a folder of pickles only.
     """
     names = names_in(path, label, root=root)
     if names is None:
@@ -53,5 +55,5 @@ def locate(path: Path, label: str, *, root: Path | None = None) -> Located:
 
 
 def shown(name: str) -> str:
-    """Return a name from a file for a message: shortened, and with unusual characters escaped."""
+    """Return a name from a file for a message: a plain name as it is, any other shortened to 160 characters, escaped and quoted."""
     return name if len(name) <= 160 and PLAIN_NAME.fullmatch(name) else ascii(name[:160])

@@ -57,7 +57,7 @@ class ModelLayer:
 
     @property
     def widths(self) -> tuple[int, list[int]]:
-        """The inputs, and the outputs of each part, that this rank has of the layer."""
+        """The numbers of columns that this rank has of the layer: of A (inputs times kernel size), and of B for each part (outputs)."""
         shape = stored_as(self.base).shape
         inputs = int(torch.Size(shape[1:]).numel())
         return inputs, list(self.outputs) if self.cut is None else [int(shape[0])]
@@ -136,7 +136,7 @@ class ModelLayers:
         return self._kinds, [TableLayer(names[id(layer)], layer.inputs, layer.outputs, name_of(layer.dtype), layer.cut) for layer in layers]
 
     def __iter__(self) -> Iterator[tuple[str, ModelLayer]]:
-        """Iterate over all names and their layers, but for layers that a fused one replaces."""
+        """Iterate over pairs of a name and its layer. Separate projections beside a fused layer that replaces them are left out."""
         return ((name, layer) for name, layer in self._layers.items() if self._fused_for(name) is None)
 
     def names(self) -> Iterator[str]:
@@ -157,7 +157,7 @@ class ModelLayers:
 
     @property
     def any(self) -> bool:
-        """Return whether adapters can change anything."""
+        """Return whether the components have any layer that adapters can change."""
         return bool(self._layers)
 
     def find(self, name: str) -> LayerMatch:
@@ -203,7 +203,10 @@ class ModelLayers:
 
 
 def can_be_wrapped(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or a convolution without groups whose forward is torch's own."""
+    """Return whether a module is a linear layer, or a convolution without groups whose forward is torch's own.
+
+    The output layer of torch's `nn.MultiheadAttention` is none, because it is never called.
+    """
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return False  # `nn.MultiheadAttention` reads its weight and never calls it
     if isinstance(module, nn.Linear):
@@ -251,7 +254,8 @@ def _layer(name: str, module: Any, parent: nn.Module, part: LinearPart | None) -
 def _sizes(parent: Any, leaf: str, total: int) -> tuple[int, ...]:
     """Return the outputs of each part of a fused projection.
 
-    They are those of the separate layers beside it, else those that the attention's dimensions give, else equal shares.
+    They are those of the separate layers beside it, else those that the attention's dimensions give, else equal shares. A total that
+    cannot be shared equally is returned alone.
     """
     parts = FUSED[leaf]
     separate = [getattr(parent, part, None) for part in parts]
@@ -266,7 +270,7 @@ def _sizes(parent: Any, leaf: str, total: int) -> tuple[int, ...]:
 
 
 def _pieces(parts: Sequence[tuple[ModelLayer, int]]) -> Iterator[Piece]:
-    """Yield the parts of layers that share an A, with consecutive rows of B."""
+    """Yield a piece for each (layer, number of a part). They share an A, and have consecutive rows of B in this order."""
     start = 0
     for layer, number in parts:
         stop = start + layer.outputs[number]

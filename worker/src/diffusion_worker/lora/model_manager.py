@@ -26,13 +26,13 @@ class Slots(Protocol):
         """The largest rank that fits."""
 
     def register_module(self, name: str) -> bool:
-        """Give a layer its slots."""
+        """Give slots to the layers of this name; return False if all of them have slots already."""
 
     def dummy(self, rank: int) -> HostAdapter:
-        """Make an adapter of zeros."""
+        """Make an adapter of zeros with this rank, for every layer that has slots."""
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
-        """Put an adapter into a slot."""
+        """Put an adapter into a slot, in place of another; its factors may be copied later, at the latest when the slot is used."""
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
@@ -42,7 +42,7 @@ class Slots(Protocol):
 
 
 class LoRAModel(msgspec.Struct, frozen=True):
-    """An adapter that can be registered."""
+    """An adapter in host memory, with the id by which a manager registers it and a name for messages."""
 
     id: int
     name: str
@@ -84,7 +84,9 @@ class LoRAModelManager:
         return self._layers.register_module(name)
 
     def create_dummy_lora(self, lora_int_id: int, rank: int = DUMMY_RANK) -> LoRAModel:
-        """Make an adapter of zeros for every layer that has slots: it is computed like any other, and changes nothing.
+        """Make an adapter of zeros for every layer that has slots, without registering it.
+
+        It is computed like any other, and changes nothing.
 
         Raises:
             ValueError: no layer has slots, or the rank is over the largest one.
@@ -96,19 +98,19 @@ class LoRAModelManager:
         return min(default_rank, self._layers.max_rank)
 
     def set_adapter_mapping(self, mapping: Sequence[Mapping[int, float]]) -> AbstractContextManager[None]:
-        """Make each row of a call use adapters, given as a strength by id, inside the `with` block alone.
+        """Return a context in which row i of a call uses the adapters in `mapping[i]`, a strength by id. Strength 0 is no use.
 
         Raises:
-            ValueError: an adapter is in no slot.
+            ValueError: an adapter of another strength is in no slot.
         """
         rows = [[SlotUse(self._slot(lora_int_id), scale) for lora_int_id, scale in row.items() if scale] for row in mapping]
         return self._layers.rows(rows)
 
     def add_adapter(self, model: LoRAModel) -> bool:
-        """Register an adapter; return False if its id is registered already.
+        """Register an adapter, without a slot; return False if its id is registered already.
 
         Raises:
-            RequestError: CapacityExceeded.
+            RequestError: CapacityExceeded if as many as `capacity` are registered.
         """
         if model.id in self._registered:
             return False
@@ -156,7 +158,7 @@ class LoRAModelManager:
         return self._registered.pop(lora_int_id, None) is not None
 
     def remove_all_adapters(self) -> None:
-        """Forget every adapter."""
+        """Forget every adapter and empty all slots."""
         for lora_int_id in list(self._registered):
             self.remove_adapter(lora_int_id)
 
@@ -197,7 +199,11 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         self._kept_active: set[int] = set()
 
     def add_adapter(self, model: LoRAModel) -> bool:
-        """Register an adapter, evicting another if there is no room; return False if it was registered, and count it as used."""
+        """Register an adapter, evicting another if there is no room; return False if it was registered, and count it as used.
+
+        Raises:
+            RequestError: CapacityExceeded if none may be evicted.
+        """
         if model.id in self._registered:
             self.touch(model.id)
             return False
@@ -222,7 +228,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return super().activate_adapter(lora_int_id)
 
     def remove_adapter(self, lora_int_id: int) -> bool:
-        """Take an adapter out of its slot, unpin it and forget it; return False if it is not registered."""
+        """Take an adapter out of its slot, unpin it and forget it, even if it is in use; return False if it is not registered."""
         self.unpin_adapter(lora_int_id)
         return super().remove_adapter(lora_int_id)
 
@@ -257,7 +263,11 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return self.keep_adapter(lora_int_id)
 
     def keep_adapter(self, lora_int_id: int) -> bool:
-        """Keep an adapter registered, while other adapters may take its slot; raises ValueError if it is not registered."""
+        """Keep an adapter registered until `unpin_adapter` or its removal, while others may take its slot; return True.
+
+        Raises:
+            ValueError: it is not registered.
+        """
         self._require(lora_int_id)
         self._kept.add(lora_int_id)
         return True

@@ -114,7 +114,8 @@ def bind(
 ) -> tuple[dict[str, Factors], Format]:
     """Return the factors by `component.path` in diffusers' naming, and the format of the file.
 
-    `scaling` returns the scaling of a module by its name in the file.
+    `scaling` returns the scaling of a module by its name in the file. If the model has none of the file's names, its converter is tried.
+    Modules that the model lacks may remain in the result.
 
     Raises:
         RequestError: InvalidAdapter, or UnsupportedFormat for names that the model's pipeline cannot convert.
@@ -148,7 +149,7 @@ def bind(
 
 
 def first_of(names: list[str], count: int = 3) -> str:
-    """Return the first `count` names for a message, and the number of the others."""
+    """Return the first `count` names for a message, and the number of the others; an empty text without names."""
     return ", ".join(shown(name) for name in names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 

@@ -76,7 +76,7 @@ class PeftSettings(msgspec.Struct, frozen=True):
 
     @property
     def alpha(self) -> float | None:
-        """The alpha, if all modules share one."""
+        """The alpha, if all modules share one; otherwise None."""
         alphas = {self.lora_alpha, *(self.alpha_pattern or {}).values()}
         return float(self.lora_alpha) if len(alphas) == 1 else None
 
@@ -105,7 +105,10 @@ class PeftSettings(msgspec.Struct, frozen=True):
         return None if self._layer_of(module, label) in wanted else "layers_to_transform"
 
     def _layer_of(self, module: str, label: str) -> int | None:
-        """Return the number of a module's layer: the first one in its name, or the one after a name of `layers_pattern`."""
+        """Return the number of a module's layer: the first one in its name, or the one after a name of `layers_pattern`.
+
+        Return None if the name has no such number.
+        """
         names = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
         if not names or names == [""]:
             patterns = [r".*?\.[^.]*\.(?P<idx>\d+)\."]
@@ -116,10 +119,11 @@ class PeftSettings(msgspec.Struct, frozen=True):
 
 
 def read_settings(path: Path, label: str, *, root: Path | None = None) -> PeftSettings:
-    """Read `adapter_config.json`.
+    """Read and check peft's settings in the file `path`, an `adapter_config.json`; with a `root` only beneath it.
 
     Raises:
-        RequestError: InvalidAdapter, or UnsupportedFormat if the adapter is no plain LoRA.
+        RequestError: InvalidAdapter if the file cannot be read or has wrong values. UnsupportedFormat if the adapter is no plain LoRA, or
+            a setting in use is unknown.
     """
     try:
         with os.fdopen(open_regular(path, label, root=root), "rb") as file:
@@ -169,7 +173,11 @@ def _decode(data: bytes, label: str) -> dict[str, Any]:
 
 
 def _settings(document: dict[str, Any], label: str) -> PeftSettings:
-    """Convert fields to settings; raises RequestError, UnsupportedFormat for fields that need more than the factors."""
+    """Convert the fields of a peft configuration to settings.
+
+    Raises:
+        RequestError: UnsupportedFormat for fields that need more than the factors, or unknown ones in use; InvalidAdapter for wrong values.
+    """
     found = [f"{field} {ascii(document[field])[:80]}" for field in _OTHER_KINDS if document.get(field) not in _NEUTRAL]
     if document.get("peft_type", "LORA") != "LORA":
         found.insert(0, f"peft_type {ascii(document['peft_type'])[:80]}")
@@ -190,7 +198,7 @@ def _settings(document: dict[str, Any], label: str) -> PeftSettings:
 
 
 def _check_layers(settings: PeftSettings, label: str) -> None:
-    """Refuse combinations of settings that `peft.LoraConfig` refuses, because their target modules are ambiguous."""
+    """Raise RequestError (InvalidAdapter) for combinations that `peft.LoraConfig` refuses, because their target modules are ambiguous."""
     layers = settings.layers_to_transform not in (None, [])
     if layers and isinstance(settings.target_modules, str):
         raise _invalid(f"{label}: expected target_modules as a list beside layers_to_transform, found {shown(settings.target_modules)}")
@@ -199,7 +207,10 @@ def _check_layers(settings: PeftSettings, label: str) -> None:
 
 
 def _require_understood(document: dict[str, Any], label: str) -> None:
-    """Refuse fields of a later peft that are in use: only peft itself would know how they change the factors' effect."""
+    """Raise RequestError (UnsupportedFormat) for unknown fields with a value, and for an unknown `init_lora_weights`.
+
+    A later peft may write such fields, and only that peft would know how they change the factors' effect.
+    """
     known = {*PeftSettings.__struct_fields__, *_OTHER_KINDS, *_WITHOUT_EFFECT}
     unknown = [f"{shown(field)} {ascii(value)[:80]}" for field, value in document.items() if field not in known and value not in _NEUTRAL]
     if str(document.get("init_lora_weights")).lower() not in _PLAIN_INITS:
@@ -210,7 +221,7 @@ def _require_understood(document: dict[str, Any], label: str) -> None:
 
 
 def _first_fit(patterns: Patterns | None, module: str, default: int | float, label: str) -> int | float:
-    """Find the value of the first pattern that fits the end of a name, as peft's `get_pattern_key` does."""
+    """Return the value of the first pattern that fits the end of a name, as peft's `get_pattern_key` does; else `default`."""
     return next((value for pattern, value in (patterns or {}).items() if _match(rf"(.*\.)?({pattern})$", module, label, re.match)), default)
 
 
@@ -219,7 +230,13 @@ def _named_in(names: Sequence[str], module: str) -> bool:
 
 
 def _match(pattern: str, module: str, label: str, match: Callable[[str, str], re.Match[str] | None]) -> re.Match[str] | None:
-    """Match as peft does, by Python's `re`; the process of a load bounds the time of all (`pattern_time`)."""
+    """Return the match of a pattern by `match`, a function of Python's `re`, as in peft; None if it does not match.
+
+    Time is not bounded here; the process of a load bounds the time of all patterns (`pattern_time`).
+
+    Raises:
+        RequestError: InvalidAdapter for a pattern that is no regular expression.
+    """
     try:
         return match(pattern, module)
     except (re.error, OverflowError, RecursionError) as error:

@@ -41,7 +41,10 @@ MOST_CALLS = 64
 
 
 class AdapterLayers:
-    """The wrapped layers of a pipeline's components."""
+    """The layers of a pipeline's components that adapters may change, and their slots.
+
+    It wraps layers, writes adapters into slots, and makes the rows of a call use them.
+    """
 
     def __init__(
         self,
@@ -113,7 +116,10 @@ class AdapterLayers:
         self._asleep = False
 
     def make_static(self, regions: Iterable[nn.Module]) -> None:
-        """Give every layer inside these modules its slots now, so that compiled code has them for any later adapter."""
+        """Give every layer inside these modules its slots now, so that compiled code has them for any later adapter.
+
+        If there are target modules, nothing is wrapped here, because these have their slots already.
+        """
         self._static = True
         inside = {id(part) for region in regions for part in region.modules()}
         if not self._envelope.targets:
@@ -184,12 +190,15 @@ class AdapterLayers:
         return self._model.table()
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
-        """Put an adapter into a slot, in the place of another. `fill` makes the copy, at the latest when the slot is used."""
+        """Empty a slot, and let `fill` copy an adapter into it later. `rows` completes that copy before it uses the slot."""
         self.clear(slot)
         self._filling[slot] = self._pieces(slot, adapter)
 
     def _pieces(self, slot: int, adapter: HostAdapter) -> Iterator[int]:
-        """Copy an adapter into a slot piece by piece, and yield the bytes of each piece."""
+        """Copy an adapter into a slot piece by piece, and yield the bytes of each, weighted by cost.
+
+        After the last piece, layers use the slot.
+        """
         # Segments without values of the adapter are written too, because compiled code reads them.
         for segment in self._segments:
             yield from segment.write_in_pieces(slot, [run for run in adapter.runs if run.segment is segment])
@@ -214,7 +223,7 @@ class AdapterLayers:
         return slot not in self._filling
 
     def holds(self, slot: int, adapter: HostAdapter) -> bool:
-        """Return whether a slot is as `write` leaves it for an adapter: its layers use the slot and find the adapter's factors."""
+        """Complete a slot's copy, and return whether the slot holds this adapter: its layers use the slot, and the factors are equal."""
         self.fill([slot])
         named = all(layer.parts[part].named >> slot & 1 for layer, part in adapter.parts)
         return named and self._layout.ranks[slot] == adapter.rank and all(run.segment.holds(slot, run) for run in adapter.runs)
@@ -230,10 +239,13 @@ class AdapterLayers:
 
     @contextmanager
     def rows(self, uses: Uses) -> Iterator[None]:
-        """Make each row of a call of a component use its slots, inside the `with` block alone.
+        """Make row i of a call of a component use the slots in `uses[i]`, inside the `with` block alone.
+
+        Unfinished copies into these slots are completed first.
 
         Raises:
-            RowsNotSeparable: rows use different adapters, but a layer that these change does not see the rows.
+            RowsNotSeparable: rows use different adapters, but a layer that these change does not see the rows. Compiled code shows this
+                only at the end of the block, whose results are then wrong.
         """
         if not any(use.scale for row in uses for use in row):
             yield

@@ -35,7 +35,7 @@ def read_recipe(metadata: Mapping[str, str], label: str) -> Recipe | None:
 
 
 def _rules(recipe: Recipe) -> list[tuple[str, str, bool]]:
-    """Return, for each field that is set, its name, the expected value, and whether the field is as expected."""
+    """Return the rules for the fields that are set: the field's name, the expected value in words, and whether the rule is kept."""
     sigmas = recipe.sigmas
     rules = []
     if recipe.steps is not None:

@@ -55,10 +55,10 @@ def open_regular(path: Path, label: str, *, root: Path | None = None) -> int:
 
 
 def names_in(path: Path, label: str, *, root: Path | None = None) -> list[str] | None:
-    """List a folder's names in order; None if it is no folder.
+    """Return the names of all entries of a folder, sorted; None for a file or anything else that is no folder.
 
     Raises:
-        RequestError: InvalidAdapter as `open_regular`.
+        RequestError: InvalidAdapter if there is nothing at the path, if it cannot be read, or if it is not beneath the root.
     """
     with _looked_at(path, label, root) as found:
         if not stat.S_ISDIR(os.fstat(found).st_mode):
@@ -114,7 +114,13 @@ def _openat2(top: int, names: str) -> int:
 
 
 def walk_beneath(top: int, names: str) -> int:
-    """Do as `openat2` does from a folder's descriptor: name by name, each link read and followed here."""
+    """Return an `O_PATH` descriptor of the path `names` beneath the open folder `top`, on systems without `openat2`.
+
+    Each name is opened by itself, and each link is read and followed here.
+
+    Raises:
+        OSError: EXDEV if `..` or a link leads out of the folder; ELOOP after `MAX_LINKS` links.
+    """
     folders, left, links = [os.dup(top)], names.split("/")[::-1], 0
     try:
         while left:

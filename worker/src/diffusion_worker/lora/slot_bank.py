@@ -24,7 +24,7 @@ FRESH_COST = 8
 
 
 class Widths(NamedTuple):
-    """Columns that one part of a layer needs."""
+    """The numbers of columns that one part of a layer needs, for its A and for its B."""
 
     a: int
     b: int
@@ -146,7 +146,10 @@ class Segment:
             pass
 
     def write_in_pieces(self, slot: int, runs: Sequence[ColumnRun]) -> Iterator[int]:
-        """Do as `write`, and yield after each piece its bytes, weighted by their cost; a step may wait for one piece."""
+        """Fill a slot as `write` does, one piece at each step, and yield the bytes of that piece, weighted by their cost.
+
+        Nothing is written before the first step. The slot holds the runs only after the last step.
+        """
         rows = self.of_slot(slot)
         ranks = {(run.span.start, run.span.stop): run.span.rank for run in runs}
         # The cost is the same on all ranks, so that all of them finish in the same tick.
@@ -185,7 +188,10 @@ def _layout(widths: Sequence[Widths]) -> tuple[list[Columns], int]:
 
 
 def fits(values: torch.Tensor, factor: float, dtype: torch.dtype) -> bool:
-    """Return whether all values times a factor are finite in a dtype. The product is made in double precision."""
+    """Return whether all values times a factor are finite in a dtype; True without values and for a dtype of whole numbers.
+
+    The product is made in double precision.
+    """
     if not values.numel() or not dtype.is_floating_point:
         return True
     largest = max(abs(float(extreme)) for extreme in values.aminmax())
@@ -215,7 +221,7 @@ def _zero(part: torch.Tensor, row: int, column: int) -> None:
 
 
 def _copy_part(run: ColumnRun, part: torch.Tensor, row: int, start: int) -> None:
-    """Copy the part of a run that begins at a row and a column, and has the size of the target."""
+    """Copy values of a run to `part`, a piece of a slot, and scale them. They begin at this row and column of the run."""
     stop = start + part.shape[1]
     inside = [each for each in run.scalings if each.start < stop and start < each.stop]
     scalings = tuple(Scaling(max(each.start, start) - start, min(each.stop, stop) - start, each.factor) for each in inside)
@@ -224,7 +230,7 @@ def _copy_part(run: ColumnRun, part: torch.Tensor, row: int, start: int) -> None
 
 
 def _copy(target: torch.Tensor, run: ColumnRun) -> None:
-    """Copy and scale, with no rounding but the one to the bank's dtype."""
+    """Copy a run's values to a target of their shape, and scale them; only the result is rounded, to the target's dtype."""
     exact = target.dtype in (run.values.dtype, torch.float32)
     if exact or not run.scalings:
         target.copy_(run.values, non_blocking=True)

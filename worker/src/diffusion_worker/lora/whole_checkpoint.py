@@ -47,7 +47,7 @@ class PaddedSD3Checkpoint(dict[str, torch.Tensor]):
         return torch.zeros(STAND_IN_ROWS, 1) if found is None else found
 
     def pop(self, name: str, *_: Any) -> torch.Tensor:
-        """Return the weight of a name, without removing it."""
+        """Return the factor of a name without removing it, or zeros if the adapter has none; a default is not used."""
         return self[name]
 
 

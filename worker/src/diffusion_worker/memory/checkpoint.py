@@ -52,7 +52,10 @@ def read_checkpoint(folder: Path, stem: str, *, index_first: bool) -> Checkpoint
 
 
 def stored_in(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder's readable safetensors files by name; a name in several files stands for one of them."""
+    """Return the tensors of a folder's safetensors files by name; of a name in several files, that of the last file by name.
+
+    Files that cannot be read are logged and left out. The result may be empty.
+    """
     tensors: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:

@@ -40,14 +40,14 @@ class PlacedTensor:
         return slab[self.offset : self.offset + nbytes_of(self.view)].view(self.view.dtype).view(self.view.shape)
 
     def fill_from(self, contents: Contents) -> Fill | RandomFill:
-        """Take the contents from a file, or from random numbers, from now on; return the fill that brings them."""
+        """Have each wake take the contents from a file, or from random numbers. Return the fill for now, which is not run here."""
         cut = None if self.whole.shape == self.view.shape else self.whole.cut
         self.fill = Fill(self.view, contents, cut) if isinstance(contents, StoredTensor) else RandomFill(self.view, contents, cut)
         return self.fill
 
 
 class ComponentWeights:
-    """The tensors of one slab. While it is released, each of them has a fill, or is kept, or is mirrored."""
+    """The tensors of one slab. Call `keep` before it is first released, so that each of them has a fill, is kept or is mirrored."""
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
@@ -55,14 +55,17 @@ class ComponentWeights:
         self.placed: list[PlacedTensor] = []
 
     def add(self, placed: PlacedTensor, tensor: torch.Tensor) -> None:
-        """Make a module's tensor a view of its place in the slab."""
+        """Make a module's tensor a view of its place in the slab, now or when the slab gets memory. No contents are copied."""
         tensor.data = placed.view
         self.slab.lend(placed.view, placed.part_of)
         self.slab.lend(tensor, placed.part_of)
         self.placed.append(placed)
 
     def replace(self, placed: PlacedTensor, values: torch.Tensor) -> None:
-        """Give a tensor other contents, passed as the whole tensor. The file no longer has them, so they are kept in memory."""
+        """Give a tensor other contents, cut from `values`, the whole tensor. Host memory keeps a copy, because no file has them.
+
+        The slab must have memory. The copy is in the mirror if there is one.
+        """
         placed.view.copy_(placed.whole.cut(values))
         placed.fill = None
         if self.mirror is None:
@@ -75,7 +78,7 @@ class ComponentWeights:
         return files_of([self])
 
     def discard(self) -> None:
-        """Drop the host mirror; keep in memory only contents that no file has."""
+        """Drop the host mirror, and keep from it only contents that no fill can bring; without a mirror do nothing."""
         if self.mirror is not None:
             for placed in self.placed:
                 if placed.fill is None:
@@ -83,19 +86,23 @@ class ComponentWeights:
             self.mirror = None
 
     def keep(self) -> None:
-        """Copy contents that nothing else has to host memory, before the slab is released for the first time."""
+        """Copy contents that neither a fill nor a mirror can bring to host memory; call it before the slab is first released."""
         for placed in self.placed:
             if self.mirror is None and placed.fill is None and placed.kept is None:
                 placed.kept = placed.view.to("cpu", copy=True)
 
     def have_mirror(self, mirror: HostMirror) -> None:
-        """Use a mirror of the slab's contents, and drop the copies of single tensors."""
+        """Use a mirror of the slab's contents at wakes, and drop the copies of single tensors. The mirror is not filled here."""
         self.mirror = mirror
         for placed in self.placed:
             placed.kept = None
 
     def mirror_bytes(self) -> tuple[int, int, int]:
-        """Return the bytes that a wake reads from files or makes again, and those of host memory held for it: its own, and shared ones."""
+        """Return three numbers of bytes that a wake takes its contents from.
+
+        They are bytes in files or of random numbers, this process's host memory, and host memory shared by ranks. With a mirror, only the
+        number for the mirror is not 0.
+        """
         if self.mirror is not None:
             return (0, self.mirror.nbytes, 0) if self.mirror.shared is None else (0, 0, self.mirror.nbytes)
         in_files = sum(nbytes_of(placed.view) for placed in self.placed if placed.fill is not None)

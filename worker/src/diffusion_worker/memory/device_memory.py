@@ -11,9 +11,10 @@ from diffusion_worker.memory.host_memory import available_host_bytes, machine_by
 def free_bytes(
     device: torch.device, *, ranks: int, weights_bytes: int, resident_bytes: int | None = None, cgroup: Path | None = None
 ) -> int:
-    """Return the bytes for one rank beside its weights: the device's free memory, or its share of the machine's.
+    """Return the bytes for one rank beside its weights, at least 0.
 
-    `resident_bytes` is how many bytes of the weights are in memory now; None stands for all of them.
+    On a GPU these are its free memory, less the weights that are not in memory now. On a CPU they are an equal share of all memory of the
+    machine or cgroup, less the weights. `resident_bytes` counts the weights in memory now; None stands for all of them.
     """
     if device.type == "cuda":
         missing = 0 if resident_bytes is None else max(0, weights_bytes - resident_bytes)
@@ -22,9 +23,10 @@ def free_bytes(
 
 
 def available_bytes(device: torch.device, *, cgroup: Path | None = None) -> int:
-    """Return the bytes that could be taken now: the device's free memory, or host memory within the cgroup's limit.
+    """Return the bytes that could be taken now: a GPU's free memory, or for a CPU host memory within the cgroup's limit.
 
-    Cached pages of files do not count as used, because the system drops them when it needs room.
+    Memory that torch has reserved on a GPU and does not use counts as free. Cached pages of files do not count as used, because the system
+    drops them when it needs room.
     """
     if device.type == "cuda":
         return _free_on(device)

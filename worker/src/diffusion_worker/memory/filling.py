@@ -115,7 +115,7 @@ def read_ahead(stored: Iterable[StoredTensor]) -> None:
 
 
 def read_tensor(stored: StoredTensor) -> torch.Tensor:
-    """Read a stored tensor into memory of its own."""
+    """Read a stored tensor into new host memory and return it; raises ConfigError as `fill_tensors`."""
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     fill_tensors([Fill(whole, stored)])
     return whole

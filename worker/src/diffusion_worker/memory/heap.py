@@ -23,7 +23,7 @@ def unfreeze_gc() -> None:
 
 
 def give_back_heap(device: torch.device) -> None:
-    """Return unused memory to the system and to the device."""
+    """Collect garbage, and return memory that allocators hold unused to the system and, on an accelerator, to the device."""
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's, other libraries keep nothing back
         trim(0)
@@ -32,6 +32,6 @@ def give_back_heap(device: torch.device) -> None:
 
 
 def give_back_pinned(device: torch.device) -> None:
-    """Return unused pinned host memory to the system."""
+    """Return pinned host memory that torch holds unused to the system; do nothing on a CPU."""
     if device.type != "cpu":
         torch.accelerator.memory.empty_host_cache()

@@ -59,12 +59,12 @@ class HostMirror:
 
 
 def own_mirrors(sizes: Iterable[int], *, pinned: bool) -> list[HostMirror]:
-    """Make mirrors of these sizes in memory of this process; `pinned` is for an accelerator."""
+    """Make a mirror of each size in new memory of this process, without contents; `pinned` is for an accelerator."""
     return [HostMirror([torch.empty(count, dtype=torch.uint8, pin_memory=pinned) for count in chunk_sizes(size)]) for size in sizes]
 
 
 def shared_mirrors(sizes: Iterable[int], memory: SharedMemory) -> list[HostMirror]:
-    """Make mirrors of these sizes of the parts of shared memory, in order; it has `shared_bytes` of them."""
+    """Make a mirror of each size from consecutive parts of `memory`, which must have at least `shared_bytes(sizes)` bytes."""
     mirrors, begin = [], 0
     for size in sizes:
         mirrors.append(HostMirror([memory.bytes[begin : begin + size]], memory))

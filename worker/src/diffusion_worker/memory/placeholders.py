@@ -36,7 +36,10 @@ class Placeholders:
 
 
 def is_lost(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of unknown origin copies a placeholder: every element is the same one, or all are NaN."""
+    """Return whether a tensor of unknown origin seems to copy a placeholder.
+
+    It does if all of its elements are one element in memory, or if all are NaN.
+    """
     if tensor.numel() > 1 and not any(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
         return True
     if not tensor.numel() or not tensor.is_floating_point() or not tensor.reshape(-1)[:1].isnan():

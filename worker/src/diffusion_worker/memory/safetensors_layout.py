@@ -55,7 +55,10 @@ def _read(beginning: bytes, size_bytes: int) -> Layout:
 
 
 def _refused_alone(header: bytes) -> str | None:
-    """Return the first tensor, or the metadata, that the library refuses also alone, and the reason, in which it names no tensor."""
+    """Return a text with the first entry that the library refuses also by itself, a tensor or the metadata, and the reason.
+
+    Return None if it accepts each entry by itself, or if the header is not JSON.
+    """
     try:
         document = json.loads(header)
     except (ValueError, RecursionError):

@@ -37,7 +37,7 @@ class SharedMemory:
         """Map `size` bytes.
 
         Raises:
-            OSError: it is not there, or is smaller. RuntimeError: the device's driver does not register it.
+            OSError: it is not there, or has another size. RuntimeError: the device's driver does not register it.
         """
         found = Path(path).stat().st_size
         if found != size:
@@ -50,7 +50,7 @@ class SharedMemory:
 
 
 def register(memory: torch.Tensor, device: torch.device) -> None:
-    """Have the driver pin memory of this process; raise RuntimeError where it refuses."""
+    """Have CUDA's driver pin memory of this process for fast copies to a GPU; raise RuntimeError where it refuses."""
     code = int(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code == 0:
         return

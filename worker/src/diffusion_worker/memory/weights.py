@@ -94,7 +94,7 @@ class ModelWeights:
         return component
 
     def _take_contents(self, component: ComponentWeights, placed: PlacedTensor, part: torch.Tensor, stored: StoredTensor | None) -> None:
-        """Copy a tensor's current contents into its place, and note where a wake finds them."""
+        """Copy a tensor's current contents into its place, unless asleep; note or keep what a wake takes them from."""
         if stored is not None and _holds(stored, part, placed.whole):
             placed.fill_from(stored)
         elif self._level is not None or not self._mirrored:
@@ -116,7 +116,11 @@ class ModelWeights:
         return None if found is None else found[1].whole.shape
 
     def replace(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Give a placed tensor other contents, in its slab and in its mirror."""
+        """Give a placed tensor other contents, in its slab and for later wakes. Call it only while awake.
+
+        `values` is the whole tensor, in the shape of `whole_shape`; this rank's part is cut from it. A tensor in no slab is refused by an
+        AssertionError.
+        """
         found = self._find(tensor)
         assert found is not None, "whole_shape tells which tensors are in a slab"
         component, placed = found
@@ -143,12 +147,15 @@ class ModelWeights:
 
     @property
     def has_mirrors(self) -> bool:
-        """Return whether sleeps at `HostMemory` use mirrors in host memory: on an accelerator, not on a CPU."""
+        """Return whether sleeps at `HostMemory` use mirrors in host memory: by default on an accelerator, not on a CPU."""
         return self._mirrored
 
     @property
     def unmirrored(self) -> list[int]:
-        """Sizes in bytes of the slabs that a sleep at `HostMemory` needs mirrors of and that have none. None on a CPU, and while asleep."""
+        """Sizes in bytes of the slabs that have no mirror and need one for a sleep at `HostMemory`.
+
+        It is empty while asleep, and where `has_mirrors` is False.
+        """
         return [component.slab.size for component in self._lacking()]
 
     def _lacking(self) -> list[ComponentWeights]:
@@ -180,7 +187,8 @@ class ModelWeights:
     def release(self, level: SleepLevel = SleepLevel.HOST_MEMORY) -> None:
         """Give the memory of all slabs back; with `DISCARD` also the mirrors and the cached pages of the files.
 
-        Mirrors that `HostMemory` needs and nobody made are made first. The modules must not run until `restore`.
+        Mirrors that `HostMemory` needs and nobody made are made first. The modules must not run until `restore`. While asleep already,
+        `DISCARD` still drops mirrors and pages.
 
         Raises:
             RequestError: InvalidRequest, some weights are in no slab; InsufficientMemory, mirrors do not fit. Nothing was given back then.

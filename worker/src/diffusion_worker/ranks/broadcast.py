@@ -36,7 +36,7 @@ NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def remove_abandoned_folders(place: Path) -> None:
     """Delete the sockets' folders in `place` that a server left when it was killed at its start.
 
-    Locked folders and those under a minute old stay.
+    Locked folders stay, and so do those under a minute old or without a lock file.
     """
     for folder in place.glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):  # another server removes it too, or holds it
@@ -80,14 +80,17 @@ class ServerEnd:
             count -= await self._broadcast.recv() == SUBSCRIBED
 
     def hide(self) -> None:
-        """Remove the sockets' files once every rank is connected: nobody else can connect, and a killed server leaves none."""
+        """Delete the sockets' folder once every rank is connected: nobody else can connect, and a killed server leaves no files.
+
+        Connections stay open. Calling again does nothing.
+        """
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def send(self, message: ToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue a message for every rank, with its frames."""
+        """Queue a message for every rank, with its frames, without waiting. Frames are not copied and must not change afterwards."""
         if frames:
             self._broadcast.send_multipart([encode(message), *frames], copy=False)
         else:

@@ -59,7 +59,10 @@ class CallsInFlight:
             self._end(reply.call_id, call)
 
     def give_up(self, call_id: int, grace_s: float, overdue: Callable[[CallInFlight], None]) -> None:
-        """Stop waiting for a call. If ranks still owe an answer after `grace_s`, `overdue` is called."""
+        """Note that nobody waits for a call any more; do nothing if it is answered. The entry stays until the last answer.
+
+        If ranks still owe an answer after `grace_s` seconds, `overdue` is called with the call.
+        """
         call = self._calls.get(call_id)
         if call is not None:
             call.overdue = asyncio.get_running_loop().call_later(grace_s, overdue, call)

@@ -59,11 +59,11 @@ class RankExecutor:
         return self._standbys.ready
 
     def keep_standbys(self) -> None:
-        """Make the missing standbys in the background; see `RankGroup.keep_standbys`."""
+        """Make the missing standbys in the background, if memory suffices for all of them; do nothing after `end_standbys`."""
         self._standbys.keep()
 
     def end_standbys(self) -> None:
-        """Kill the standbys; see `RankGroup.end_standbys`."""
+        """Kill the standbys without waiting for their end, and let no more be made."""
         self._standbys.kill()
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
@@ -75,7 +75,7 @@ class RankExecutor:
         return await self._current.start(await self._standbys.take())
 
     async def restart(self, *, asleep: bool = False) -> ModelInfo:
-        """End what is left of the lost generation, then start the next one."""
+        """End the processes of the current generation, if any, then start the next one; results and errors are those of `start`."""
         if self._current is not None:
             self._dropped_before = self.dropped_frames
             ended, self._current = self._current, None
@@ -84,12 +84,12 @@ class RankExecutor:
         return await self.start(asleep=asleep)
 
     def lose(self, reason: str, fault: Fault) -> None:
-        """End this generation as lost."""
+        """Kill the current generation as lost, for this reason; do nothing without one. If it is lost already, the first reason stays."""
         if self._current is not None:
             self._current.lose(reason, fault)
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue one tick for every rank, with its frames."""
+        """Queue one tick for every rank, with its frames; raise GroupFailed if no generation runs."""
         self._running().send(tick, frames)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
@@ -102,13 +102,25 @@ class RankExecutor:
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
     ) -> list[RpcReply]:
-        """Run a method on the ranks; see `RankGroup.call`."""
+        """Run a method on every rank, or on `output_rank` alone, and return the replies by rank; errors of the method are in these.
+
+        With `exec_all_ranks` all ranks run it, and those other than `output_rank` reply without a result.
+
+        Raises:
+            RequestError: Timeout, a rank has not replied after `timeout_s`. GroupFailed: the ranks do not run, or are lost meanwhile.
+        """
         if method in CHANGING_LAYERS:
             self._tables = {}
         return await self._running().call(method, kwargs, timeout_s=timeout_s, output_rank=output_rank, exec_all_ranks=exec_all_ranks)
 
     async def prepare_adapter(self, request: dict[str, object], options: dict[str, object], *, timeout_s: float) -> PreparedAdapter:
-        """Have a process of its own read, check and lay out an adapter; see `RankGroup.prepare_adapter`."""
+        """Have a process of its own read, check and lay out an adapter. The caller closes the result.
+
+        The first load for a model also asks the ranks for their tables of its layers.
+
+        Raises:
+            RequestError: the adapter is wrong; Timeout; EngineFailed if that process was ended by something else. GroupFailed.
+        """
         until_s = time.monotonic() + timeout_s
         if not self._tables:
             replies = await self.call("adapter_table", timeout_s=timeout_s)
@@ -142,7 +154,10 @@ class RankExecutor:
         return sum(rank.loaded[0] for rank in ranks), sum(rank.loaded[1] for rank in ranks)
 
     async def stop(self) -> None:
-        """Ask the ranks to leave, then end those that have not."""
+        """Ask the ranks to leave, kill those that have not after some seconds, and wait until they are gone; end the standbys first.
+
+        Calling again is harmless; `start` raises GroupFailed afterwards.
+        """
         self._stopped = True
         await self._standbys.end()
         if self._current is not None:

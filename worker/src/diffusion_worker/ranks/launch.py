@@ -46,7 +46,7 @@ class NewProcess:
                 raise
 
     def become(self, arguments: bytes, listener: socket.socket | None) -> bool:
-        """Give it its orders; return False if it has ended."""
+        """Send the process its orders, which make it a rank, and close the connection. Return False if the process has ended."""
         assert self.process.pid is not None
         try:
             give_orders(self.orders, self.process.pid, arguments, listener)
@@ -118,7 +118,10 @@ def fork_server() -> ForkServerContext:
 
 
 def without_main(what: str) -> str:
-    """Return a name for a process that keeps it from importing the main script."""
+    """Return `what` as a name for a process, with a prefix that keeps the process from importing the main script.
+
+    It also patches this process's multiprocessing to honour the prefix.
+    """
     spawn.get_preparation_data = _preparation_without_main
     return f"{NAME_PREFIX}{what}"
 
@@ -159,7 +162,10 @@ def _arguments(config: WorkerConfig, rank: int, wire: ServerEnd, rendezvous: dic
 
 
 def _set_environment(config: WorkerConfig) -> None:
-    """Set the environment that ranks inherit. Ranks of the fork server inherit it as it was when that started."""
+    """Set variables in this process's environment, which ranks inherit; values that users set for OpenMP and gloo stay.
+
+    Ranks of the fork server inherit the environment as it was when that started.
+    """
     index = read_model_index(config.model)
     classes = [f"diffusers:{index['_class_name']}"]
     classes += [f"{value[0]}:{value[1]}" for value in index.values() if isinstance(value, list) and len(value) == 2 and value[0]]

@@ -51,10 +51,11 @@ class LoadProcesses:
     async def prepare(
         self, tables: dict[bytes, list[int]], request: LoRARequest, options: LoadOptions, *, timeout_s: float
     ) -> PreparedAdapter:
-        """Have a process read and check an adapter, and write it to memory for the ranks of each table.
+        """Have a process read and check an adapter, and write it to memory for the ranks of each table. The caller closes the result.
 
         Raises:
-            RequestError: the adapter is wrong; Timeout; EngineFailed where the process was ended by something else.
+            RequestError: the adapter is wrong; EngineFailed where the process was ended by something else. Timeout: it is not done after
+                `timeout_s`, in which the wait for other loads counts; the process is killed then.
         """
         memories: list[int] = []
         try:
@@ -125,7 +126,7 @@ async def _end(starting: "asyncio.Future[None]", process: BaseProcess, *connecti
 
 
 def _death(name: str, code: int | None) -> RequestError:
-    """Return the error for a load that ended without an answer."""
+    """Log and return the error for a load that ended without an answer: EngineFailed, or InvalidAdapter if its patterns took too long."""
     if code == -signal.SIGPROF:
         message = f"adapter {name!r}: the patterns of its configuration take more than a second to match"
         return RequestError(ErrorCode.INVALID_ADAPTER, message)
@@ -140,7 +141,10 @@ def _close_all(memories: list[int]) -> None:
 
 
 def _load_main(encoded: bytes, sender: Any) -> None:
-    """Run a load's process. It imports torch here, because the server imports this file and must not import torch."""
+    """Run a load, send its encoded outcome, and end this process.
+
+    It imports torch here, because the server imports this file and must not import torch.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from diffusion_worker import withheld
     from diffusion_worker.lora.loads.process import prepare_bounded

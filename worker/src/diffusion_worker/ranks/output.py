@@ -32,7 +32,7 @@ class RankSender:
         self._error: BaseException | None = None
 
     def send(self, message: ToServer) -> None:
-        """Send a message after all before it, without waiting for those. Raise the error that ended the thread."""
+        """Send a message after all before it, without waiting for those. Raise the error that ended the thread, if it has ended."""
         with self._changed:
             self.check()
             if not self._waiting:
@@ -41,7 +41,10 @@ class RankSender:
         self.send_when_ready(lambda: (message, ()))
 
     def send_when_ready(self, make: Callable[[], Said]) -> None:
-        """Send the result of `make`, which the thread calls; its exceptions end the thread. Raise the error that ended the thread."""
+        """Queue the result of `make`, which the thread calls and sends; return at once. Exceptions of `make` end the thread.
+
+        Raise the error that ended the thread, if it has ended.
+        """
         with self._changed:
             self.check()
             self._waiting.append(make)
@@ -59,7 +62,10 @@ class RankSender:
             raise self._error
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until all messages are sent, or the time is over. Raise the error that ended the thread."""
+        """Wait until all messages are sent, or return after `timeout_s` seconds (None: no limit) with some left.
+
+        Raise the error that ended the thread, if it has ended.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._error is not None, timeout_s)
             self.check()

@@ -114,9 +114,10 @@ class RankGeneration:
         self.wire.send(message, frames)
 
     async def next_report(self, timeout_s: float, phase: str) -> TickReport:
-        """Wait for the next tick's outcome; a missed deadline loses the group.
+        """Wait for the next tick's outcome. After `timeout_s` without it the group is lost, for a reason that names the `phase`.
 
-        The deadline does not run while a call keeps the ranks busy, and starts again when the call is answered.
+        If the group is lost before the outcome comes, GroupFailed is raised. The deadline does not run while a call keeps the ranks busy,
+        and starts again when the call is answered.
         """
         if not self._reports.empty():
             return self._reports.get_nowait()
@@ -162,7 +163,13 @@ class RankGeneration:
     async def call(
         self, method: str, kwargs: dict[str, object], *, timeout_s: float, output_rank: int | None, exec_all_ranks: bool
     ) -> list[RpcReply]:
-        """Run a method on the ranks; see `RankGroup.call`."""
+        """Run a method on every rank, or on `output_rank` alone, and return the replies by rank; errors of the method are in these.
+
+        With `exec_all_ranks` all ranks run it. A rank that stays silent for `rank_timeout_s` after a timeout loses the generation.
+
+        Raises:
+            RequestError: Timeout, a rank has not replied after `timeout_s`. GroupFailed: the generation is lost.
+        """
         probe = Rpc(0, method, {}, output_rank, exec_all_ranks)
         call_id, call = self._calls.add(method, {rank.number for rank in self.ranks if probe.runs_on(rank.number)})
         self.send(Rpc(call_id, method, pack(**kwargs), output_rank, exec_all_ranks))

@@ -48,7 +48,7 @@ def rank_main(orders: Connection, policy: int | None) -> None:
 
 
 def give_orders(orders: Connection, pid: int, arguments: bytes, listener: socket.socket | None) -> None:
-    """Send a process what makes it a rank: its arguments, and for one of them the socket where the ranks meet.
+    """Send a process what makes it a rank: its arguments, and to rank 0 the listening socket where the ranks meet (None for others).
 
     Raises:
         OSError: the process has ended.
@@ -79,7 +79,10 @@ def _start_imports(orders: Connection, policy: int) -> threading.Thread:
 
 
 def _import(orders: Connection, policy: int) -> None:
-    """Import under a scheduling policy, and say so; end the process where it could not become every rank afterwards."""
+    """Import what ranks need on this thread, under a scheduling policy, then send `IMPORTED` to the server.
+
+    If an import fails, or leaves a process that could not become any rank, print the error and end the process.
+    """
     try:
         os.sched_setscheduler(0, policy, os.sched_param(0))
         # Libraries ask whether there is a GPU. NVML answers without CUDA.
@@ -97,7 +100,10 @@ def _import(orders: Connection, policy: int) -> None:
 
 
 def require_alone(policy: int) -> None:
-    """Raise RuntimeError if another thread has this one's policy: a library started it here, and it would compute for the rank so."""
+    """Raise RuntimeError if another thread has this thread's low priority, `policy`.
+
+    A library's import started such a thread, which would compute for the rank at that priority.
+    """
     found = 0
     for thread in {int(path.name) for path in Path("/proc/self/task").iterdir()} - {threading.get_native_id()}:
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile

@@ -39,13 +39,13 @@ class RankProcess:
             self.pidfd = None  # it ended, and the fork server has collected it already
 
     def kill(self) -> None:
-        """Send SIGKILL by pidfd, because the pid may already belong to another process."""
+        """Send SIGKILL and do not wait; do nothing if the process has ended. The pid, which another process may have, is not used."""
         if self.pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def ask_for_stack(self) -> None:
-        """Have the process write the stacks of its threads; one that is still starting is ended by this."""
+        """Signal the process to write the stacks of its threads to its file. A process that is still starting is ended by the signal."""
         if self.pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, SIGNAL)
@@ -67,7 +67,7 @@ class RankProcess:
         return RankDocument(self.number, self.pid, self.state, round(time.monotonic() - self.heard_at, 3), self.memory)
 
     async def close(self) -> None:
-        """Give back the descriptors of a process that is gone."""
+        """Give back the descriptors of a process that is gone; wait up to `COLLECT_S` seconds until it is collected."""
         self.main_thread.close()
         if self.pidfd is not None:
             os.close(self.pidfd)
@@ -76,7 +76,7 @@ class RankProcess:
 
 
 async def collect(process: BaseProcess) -> str:
-    """Wait until a process that ends is collected, give back its descriptors, and return its end in words."""
+    """Wait up to `COLLECT_S` seconds until a process that ends is collected, give back its descriptors, and return its end in words."""
     # The fork server collects a rank a moment after its pidfd reports the end. Until then its descriptors stay open. A join in a thread
     # would not work at the end of an interpreter, when no thread can be started.
     with contextlib.suppress(TimeoutError):

@@ -54,7 +54,7 @@ class Standbys:
         return len(self._ready)
 
     def keep(self) -> None:
-        """Make those that are missing, in the background, unless memory does not suffice for all of them."""
+        """Start making the missing standbys in the background. Make none if memory does not suffice for all, or after `kill`."""
         missing = 0 if self._ended else self._wanted - len(self._tasks)
         # Those that import take their memory in the next seconds.
         if missing <= 0 or not _fits(missing + len(self._processes) - len(self._ready)):
@@ -65,7 +65,10 @@ class Standbys:
             task.add_done_callback(self._tasks.discard)
 
     async def take(self) -> list[NewProcess]:
-        """Hand over those that are past their imports. The caller gives them orders, or closes the connection, which ends them."""
+        """Hand over all standbys that are past their imports, possibly none; the others stay, and none is replaced before `keep`.
+
+        The caller gives each of them orders, or closes its connection, which ends it.
+        """
         taken, self._ready = self._ready, {}
         self._processes -= taken.keys()
         for task in taken.values():
@@ -74,7 +77,7 @@ class Standbys:
         return list(taken)
 
     def kill(self) -> None:
-        """End all at once, and make no more."""
+        """Kill all standbys without waiting for their end, and make no more."""
         self._ended = True
         for standby in self._processes:
             standby.process.kill()
@@ -82,7 +85,7 @@ class Standbys:
             task.cancel()
 
     async def end(self) -> None:
-        """End all at once, and wait until they are gone."""
+        """Kill all standbys, wait until they are gone, and make no more."""
         self.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -137,7 +140,7 @@ def _fits(count: int) -> bool:
 
 
 async def _message(standby: NewProcess) -> bytes | None:
-    """Wait for the next message of a standby; None when it has died."""
+    """Wait for the next message of a standby and return it; None when it has died."""
     await readable(standby.orders.fileno())
     try:
         return standby.orders.recv_bytes()

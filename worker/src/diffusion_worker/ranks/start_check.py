@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def check_start(wanted: Device, rank: int, method: StartMethod) -> None:
-    """Log how this process was started and what it computes on.
+    """Check that this process can use the device that is asked for; log the device and how the process was started.
 
     Raises:
         ConfigError: the device that is asked for is not there, or this process cannot use it.

@@ -107,7 +107,10 @@ class WorkerProc:
 
     @staticmethod
     def worker_main(encoded: bytes, listener: socket.socket | None) -> None:
-        """Run the process, and exit with 0 after `Shutdown`, 1 for a wrong configuration, 70 for any other error."""
+        """Run the rank and end this process: exit with 0 after `Shutdown`, 1 for a wrong configuration, 70 for any other error.
+
+        `encoded` are `RankArguments`; `listener` is the socket where the ranks meet, for rank 0 alone.
+        """
         arguments = msgspec.msgpack.decode(encoded, type=RankArguments)
         _live_with_the_server(arguments.folders)
         _keep_no_named_locks()
@@ -199,7 +202,7 @@ class WorkerProc:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: {error}") from None
 
     def return_result(self, reply: RpcReply) -> None:
-        """Send a reply to the server."""
+        """Send a reply to the server, after all messages before it, without waiting for those."""
         self._output.send(reply)
 
     def _tick(self, tick: Tick, frames: list[bytes]) -> None:

@@ -25,7 +25,7 @@ class AdapterBinding:
         self._max_rank = max_rank
 
     def bind(self, checkpoint: LoRACheckpoint, *, name: str) -> list[Bound]:
-        """Find the layer of each pair of factors, and cut the factors as the layer is cut; `name` is for messages.
+        """Return the factors for each part of a layer that the adapter changes, cut as this rank's layer is cut; `name` is for messages.
 
         Raises:
             RequestError: NoMatchingModules, ModulesOutsideEnvelope, InvalidAdapter with the first names that do not bind, or
@@ -63,7 +63,11 @@ class AdapterBinding:
 
 
 def write_checked(laid_out: LaidOut, buffer: torch.Tensor, *, name: str) -> None:
-    """Write an adapter into a buffer; raises RequestError (InvalidAdapter) with the first module whose values overflow in a slot."""
+    """Write an adapter into a buffer of `layout.nbytes`.
+
+    Raises:
+        RequestError: InvalidAdapter with the first module whose values would overflow in a slot; the buffer was written all the same.
+    """
     if (wrong := laid_out.write(buffer)) is not None:
         kind = str(wrong.layer.dtype).removeprefix("torch.")
         found = f"with its scaling of {wrong.scaling:g} it has values that are not finite in {kind}"
@@ -88,7 +92,7 @@ def _flat(factor: torch.Tensor) -> torch.Tensor:
 
 
 def _require_once(adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]]) -> None:
-    """Refuse an adapter that names a layer twice, because it is unclear which factors are meant."""
+    """Raise RequestError (InvalidAdapter) for an adapter with two names for one part of a layer, because its factors are unclear."""
     counts = Counter([(id(piece.layer), piece.part) for _, piece, _ in found])
     if len(counts) < len(found):
         twice = [name for name, piece, _ in found if counts[id(piece.layer), piece.part] > 1]

@@ -36,7 +36,7 @@ class Bound(NamedTuple):
 
 
 class Matrix(msgspec.Struct, frozen=True, array_like=True):
-    """A matrix [rank, columns] of A factors only, or of transposed B factors only."""
+    """A matrix [rank, columns] of A factors only, or of transposed B factors only; it begins at byte `offset` of the buffer."""
 
     dtype: str
     rank: int
@@ -46,7 +46,7 @@ class Matrix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next `width` columns of a matrix, which are for a part of a layer."""
+    """The next `width` columns of the matrix with number `matrix`, which are for the part with number `part` of a layer."""
 
     layer: str
     part: int
@@ -82,7 +82,7 @@ class _Kind(NamedTuple):
 
 
 class LaidOut:
-    """An adapter with its layout, ready to be written."""
+    """An adapter with its layout, ready to be written into a buffer of `layout.nbytes` bytes."""
 
     def __init__(self, bound: Sequence[Bound], components: frozenset[str]) -> None:
         groups: dict[_Kind, list[Bound]] = {}
@@ -104,7 +104,10 @@ class LaidOut:
     @torch.inference_mode(False)
     @torch.no_grad()
     def write(self, buffer: torch.Tensor) -> Bound | None:
-        """Write the adapter into `layout.nbytes` bytes, and return the first factors that are not finite in a slot's dtype, if any."""
+        """Write the whole adapter into `buffer`, and return the first factors that are not finite in a slot's dtype; None if all are.
+
+        `buffer` has `layout.nbytes` bytes. Bytes between matrices are left as they are.
+        """
         wrong = None
         for view, (kind, group) in zip(_views(self.layout, buffer), self._groups, strict=True):
             # Transposing all at once takes less time than each by itself.
@@ -155,7 +158,11 @@ class _Run:
 
 @torch.inference_mode(False)
 def open_layout(layout: Layout, buffer: torch.Tensor, place: Place) -> HostAdapter:
-    """Return an adapter that uses the buffer in place; raises ValueError if a block does not fit its layer."""
+    """Return an adapter whose factors are views of the buffer. `place` finds a layer, its segment and its columns by name.
+
+    Raises:
+        ValueError: a block does not have the columns of its layer's part.
+    """
     views, runs, parts = _views(layout, buffer), list[_Run](), dict[tuple[int, int], tuple[LoRALayer, int]]()
     matrix, at = -1, 0
     for block in layout.blocks:

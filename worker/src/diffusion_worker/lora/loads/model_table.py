@@ -11,7 +11,10 @@ import torch
 
 
 class PartCut(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's part of a layer: number `index` of `count` of each of these blocks, of its outputs (dim 0) or its inputs (dim 1)."""
+    """A rank's part of a layer that is cut by its outputs (`dim` 0) or by its inputs (`dim` 1).
+
+    `blocks` are the sizes of consecutive blocks. Each is cut into `count` parts, and the rank has the part with number `index`.
+    """
 
     dim: int
     blocks: tuple[int, ...]
@@ -27,7 +30,7 @@ class PartCut(msgspec.Struct, frozen=True, array_like=True):
         return self.of(b, 0) if self.dim == 0 else b
 
     def of(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's part of each block along a dimension, because layers that were fused are cut one by one."""
+        """Return this rank's parts of all blocks along a dimension, joined. Blocks are layers that were fused, and are cut one by one."""
         parts = [block.chunk(self.count, dim)[self.index] for block in torch.split(whole, list(self.blocks), dim)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 

@@ -19,7 +19,7 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadOutcome(msgspec.Struct, frozen=True):
-    """The parts in the order of the tables, or the error of the load."""
+    """The prepared parts, in the order of the order's tables; or the error of the load, and then no parts."""
 
     parts: list[PreparedPart] = []
     error: ErrorReport | None = None

@@ -14,7 +14,7 @@ _left_s: float | None = None
 
 
 def limit(seconds: float) -> None:
-    """Bound the CPU time of all patterns together from now on; this process is killed when they exceed it."""
+    """Bound the CPU time of all later `counted` blocks together; the kernel kills this process when they exceed it."""
     global _left_s
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _left_s = seconds
@@ -22,7 +22,10 @@ def limit(seconds: float) -> None:
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """Count the CPU time of the `with` block, which runs on the main thread while no other thread computes."""
+    """Subtract the CPU time of the `with` block from the bound of `limit`; without a bound do nothing.
+
+    The block must run on the main thread while no other thread computes, because the time is that of the whole process.
+    """
     global _left_s
     if _left_s is None:
         yield

@@ -38,7 +38,10 @@ MORE_BYTES = 1 << 30
 
 
 def prepare_bounded(order: LoadOrder) -> LoadOutcome:
-    """Do a load within its bounds, in a process that does nothing else; return its parts or its error."""
+    """Do a load in a process that does nothing else, and return its parts or, for an exception of any kind, its error.
+
+    The process keeps a low priority and bounds on time and memory. Past a bound of time the kernel kills it.
+    """
     os.nice(NICE)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, order.deadline_s + MORE_S)
@@ -58,7 +61,13 @@ def prepare_bounded(order: LoadOrder) -> LoadOutcome:
 
 
 def prepare(order: LoadOrder, *, sized: Callable[[int], None] = lambda size: None) -> list[PreparedPart]:
-    """Read an adapter once, and write it for each kind of rank; `sized` gets the file's size in bytes. Raises RequestError."""
+    """Read and check an adapter once, and write it into the order's memory for each kind of rank; return a part for each.
+
+    `sized` gets the file's size in bytes before the factors are read.
+
+    Raises:
+        RequestError: adapters are off, or the adapter is wrong or does not fit the model.
+    """
     tables = [msgspec.msgpack.decode(table, type=ModelTable) for table in order.tables]
     name = order.request.lora_name
     require_layers(tables[0], name)

@@ -12,7 +12,10 @@ SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SE
 
 
 def write_sealed(path: str, size: int, write: Callable[[torch.Tensor], None]) -> None:
-    """Set the size of the empty memory at a path, call `write` with its bytes, and seal it."""
+    """Set the size of the empty memory at a path, call `write` with its bytes, and seal it: nobody can change it afterwards.
+
+    It stays unsealed if `write` raises.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)
