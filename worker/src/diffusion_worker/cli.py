@@ -53,7 +53,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NumberRange(click.FloatRange):
-    """A range of numbers without nan, which passes the comparisons with both bounds."""
+    """The click type of a number between two bounds. It refuses nan too, which passes the comparisons with both."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -88,7 +88,10 @@ QUEUE = ("max_queued", "max_queued_seconds", "max_queued_bytes")
 
 
 def _bound(option: str, kind: click.ParamType[Any], default: float, text: str) -> Callable[[F], F]:
-    """Return an option that an environment variable may set too: older images ignore an unknown variable, but refuse an unknown option."""
+    """Return the decorator for a click option of type `kind` with the help `text`, which the variable `DIFFUSION_WORKER_<OPTION>` sets too.
+
+    An older image ignores an unknown variable, but refuses an unknown option.
+    """
     variable = f"DIFFUSION_WORKER_{option.removeprefix('--').replace('-', '_').upper()}"
     return click.option(option, type=kind, default=default, show_default=True, envvar=variable, show_envvar=True, help=text)
 
@@ -392,7 +395,13 @@ def the_model(argument: str | None, option: str | None) -> str:
 
 
 def config_of(options: dict[str, Any]) -> WorkerConfig:
-    """Convert the command line's options to a config; an option without a conversion has its field's name. Raises ConfigError."""
+    """Convert the options of `serve` to a config. An option that needs no conversion must have its field's name.
+
+    The options are not compared with each other, which `check` does, and nothing is fetched.
+
+    Raises:
+        ConfigError: a value is malformed. click.UsageError: the model is given twice, or not at all.
+    """
     plain = dict(options)
     rendezvous_host, rendezvous_port = parse_address(plain.pop("rendezvous_address"))
     place = locate_model(the_model(plain.pop("model"), plain.pop("model_option")), plain["claims_dir"])
@@ -419,7 +428,11 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
 
 
 def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
-    """Return the source of every `--lora NAME=SOURCE` by its name; raises ConfigError for a wrong or repeated name, or without a source."""
+    """Return the text SOURCE of every `--lora NAME=SOURCE` by its name; `check` parses the text later.
+
+    Raises:
+        ConfigError: a name is malformed or given twice, or a source is missing.
+    """
     found: dict[str, str] = {}
     for option in options:
         name, separator, path = option.partition("=")
@@ -435,10 +448,10 @@ def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
 
 
 def parse_dtypes(options: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of the config that `--dtype DTYPE` and each `--dtype COMPONENT=DTYPE` set.
+    """Return the fields `dtype` (auto without a plain `--dtype DTYPE`) and `component_dtypes` (from each `--dtype COMPONENT=DTYPE`).
 
     Raises:
-        ConfigError: a name of a dtype is unknown, or two options are for the same thing.
+        ConfigError: a dtype is unknown, a component's is auto, or the same component or the plain dtype is given twice.
     """
     usual: list[Dtype] = []
     own: dict[str, Dtype] = {}
@@ -460,7 +473,11 @@ def parse_dtypes(options: tuple[str, ...]) -> dict[str, Any]:
 
 
 def parse_origins(options: tuple[str, ...]) -> list[str]:
-    """Return the origins of every `--cors-origin` as browsers send them; raises ConfigError."""
+    """Return the origins of every `--cors-origin` in lower case, as browsers send them.
+
+    Raises:
+        ConfigError: an origin is neither `*` nor an address of http or https without a path.
+    """
     for option in options:
         if not ORIGIN.fullmatch(option.lower()):
             raise ConfigError(f"--cors-origin: expected an origin without a path, as https://app.example:8443, or *, found {option!r}")
@@ -468,7 +485,7 @@ def parse_origins(options: tuple[str, ...]) -> list[str]:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Split `--rendezvous-address` at its colon; port 0 is allowed, and for an IPv6 address or a missing part there is a ConfigError."""
+    """Return host and port of `--rendezvous-address`, 0 to 65535; raise ConfigError for an IPv6 address, a missing part or another port."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or ":" in host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--rendezvous-address: expected HOST:PORT with a port of 0 to 65535, found {address!r}")
@@ -490,7 +507,13 @@ def request_defaults(steps: int | None, guidance_scale: float | None, size: str 
 
 
 def check(config: WorkerConfig) -> None:
-    """Check everything that can be checked without torch; raises ConfigError with the option's name."""
+    """Check the options and the local files that they name, without torch and without a fetch; make the state folder if it is missing.
+
+    The files are a local model's index, adapters' paths, the cache and profile folders, and the file of `--desired`.
+
+    Raises:
+        ConfigError: the first option that is wrong, by name, or that excludes another.
+    """
     if config.model_source is None:
         try:
             read_model_index(config.model)
@@ -516,7 +539,7 @@ def check(config: WorkerConfig) -> None:
 
 
 def check_requests(config: WorkerConfig) -> None:
-    """Check that requests' defaults lie within their limits; raises ConfigError with the option's name."""
+    """Raise ConfigError, with the option's name, if the default steps, the default size or a warm-up size is over the limit of requests."""
     defaults, limits = config.defaults, config.limits
     if defaults.steps is not None and defaults.steps > limits.max_steps:
         raise ConfigError(f"--default-steps: expected at most --max-steps {limits.max_steps}, found {defaults.steps}")
@@ -531,7 +554,8 @@ def check_requests(config: WorkerConfig) -> None:
 def _check_pipeline(config: WorkerConfig) -> None:
     """Check that `--pipeline` is an import path for the format custom-pipeline, and otherwise a class name or `auto`; raises ConfigError.
 
-    The top package must be found, but nothing is imported: a search for the module itself would run the package's code.
+    The import path's top package must be found, but nothing is imported: a search for the module itself would run the package's code.
+    A class of diffusers is not looked up: any identifier passes.
     """
     if config.load_format is LoadFormat.CUSTOM_PIPELINE:
         if config.pipeline == "auto":
@@ -546,7 +570,10 @@ def _check_pipeline(config: WorkerConfig) -> None:
 
 
 def check_ranks(config: WorkerConfig) -> None:
-    """Check the options of rank processes; raises ConfigError with the option's name."""
+    """Check standby processes, the form of `--worker-extension`, and the state and profile folders; raise ConfigError naming the option.
+
+    A missing state folder is made; the profile folder must exist. Both must be writable.
+    """
     if config.standby_ranks and config.start_method is StartMethod.FORKSERVER:
         raise ConfigError(
             f"--standby-ranks: expected 0 with --start-method forkserver, whose ranks need no imports, found {config.standby_ranks}"
@@ -565,7 +592,10 @@ def check_ranks(config: WorkerConfig) -> None:
 
 
 def main() -> None:
-    """Run the command line: an error in the user's input is one line on stderr and exit code 1."""
+    """Run the command line. An error in the user's input is written to stderr without a traceback, and the exit code is 1.
+
+    Ctrl-C, where the command does not handle it, ends the process with 130.
+    """
     try:
         cli.main(standalone_mode=False)
     except click.ClickException as error:

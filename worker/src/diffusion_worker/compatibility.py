@@ -45,13 +45,16 @@ def check_together(config: WorkerConfig) -> None:
 
 
 def sleep_blocker(config: WorkerConfig) -> str | None:
-    """Return the option, as given, that keeps the worker from sleeping; None if it can sleep."""
+    """Return `--shard` or `--offload` with its value, if one is in use, because neither lets the worker sleep; None if it can sleep."""
     given = given_options(config)
     return next((given[option] for option in NO_SLEEP if option in given), None)
 
 
 def given_options(config: WorkerConfig) -> dict[str, str]:
-    """Return the options in use, as given, keyed by name; an option with a kind is also keyed by name and kind."""
+    """Return the options that may exclude others and are not at their defaults, each as a text such as `--tensor 2`, keyed by name.
+
+    An option with a kind is there twice: under its name, `--offload`, and under name and kind, `--offload group`.
+    """
     kinds = (
         ("--compile", config.compile, Compile.NONE),
         ("--offload", config.offload, Offload.NONE),

@@ -17,7 +17,7 @@ MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
 
 
 class Dtype(enum.StrEnum):
-    """Precision of the weights; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """Precision of the weights; `auto` is bfloat16 on a GPU, and float32 on a CPU and for components that need it."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -26,7 +26,7 @@ class Dtype(enum.StrEnum):
 
 
 class Device(enum.StrEnum):
-    """The device of the ranks; `auto` is an accelerator where torch finds one. `cuda` stands for AMD's as well, as in torch."""
+    """The device of the ranks; `auto` is an accelerator where torch finds one, else the CPU. `cuda` means AMD's as well, as in torch."""
 
     AUTO = "auto"
     CUDA = "cuda"
@@ -42,7 +42,7 @@ class StartMethod(enum.StrEnum):
 
 
 class LoadFormat(enum.StrEnum):
-    """Source of the model: its folder, a pipeline class of yours, or random weights."""
+    """Way to a model: `default` reads its folder's weights, `dummy` makes random ones, `custom-pipeline` runs the user's pipeline class."""
 
     DEFAULT = "default"
     CUSTOM_PIPELINE = "custom-pipeline"
@@ -131,8 +131,8 @@ class RequestDefaults(msgspec.Struct, frozen=True):
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one worker. Times are in seconds.
 
-    The model folder is an ordinary diffusers folder (`model_index.json` at its top). `preload_loras` maps the names of
-    adapters to their peft folders; `desired_path` is a file that names more of them and the sleep policy.
+    `model` is the path of a diffusers folder, with one of MODEL_INDEXES at its top. `preload_loras` maps names of adapters to their
+    sources, as on the command line. `desired_path` is a file that names more adapters and the sleep policy.
     """
 
     model: str
@@ -223,7 +223,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank_timeout_s(self) -> float:
-        """Deadline in seconds for the work of ranks between two ticks, such as sleep."""
+        """Deadline in seconds for the work of ranks between two ticks, such as sleep: `tick_timeout_s`, or 300 if that is unset."""
         return self.tick_timeout_s or 300.0
 
     @property
@@ -236,15 +236,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def served_name_of(model: str) -> str:
-    """Return the served name of a model if none is given: the name of its folder."""
+    """Return the name that a model is served under if none is given: the last part of its path, with links and `..` resolved."""
     return Path(model).resolve().name
 
 
 def read_model_index(model: str) -> dict[str, Any]:
-    """Read the index of a diffusers folder: that of a classic pipeline, else that of a modular one.
+    """Return the decoded index of a diffusers folder: `model_index.json`, or if that is missing `modular_model_index.json`.
 
     Raises:
-        ConfigError: the folder is missing or is no diffusers folder; the message begins with the code that a fetch would report.
+        ConfigError: there is no folder or no index, or the index is no JSON object with a `_class_name`; the message begins with the
+            code that a fetch would report.
     """
     folder = Path(model)
     if not folder.is_dir():

@@ -120,7 +120,7 @@ RETRYABLE = frozenset(
 
 
 class Fault(enum.StrEnum):
-    """Kind of an error's cause. The first two are one request's; the others lose the rank group."""
+    """Kind of an error's cause. `Request` ends one request, and `OutOfMemory` does so where it can; the others lose the rank group."""
 
     REQUEST = "Request"
     OUT_OF_MEMORY = "OutOfMemory"

@@ -29,21 +29,30 @@ class Passed(NamedTuple):
 
 
 class OwnMainThread:
-    """The rank's end, of which each process has one. It does nothing before `show`."""
+    """A rank's report on its main thread: passed points, and at each SIGNAL the stacks, in two files that the server has made.
+
+    Each process has a single object, `OWN`. Before `show` nothing is counted or written.
+    """
 
     def __init__(self) -> None:
         self._count = 0
         self._memory: mmap.mmap | None = None
 
     def show(self, folder: Path, rank: int) -> None:
-        """Write into the files of this rank from now on."""
+        """Open this rank's two files in `folder`, which must exist.
+
+        From now on `passed` writes into one of them, and at each SIGNAL the stacks of all threads are appended to the other.
+        """
         with _points(folder, rank).open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), POINTS.size)
         # The descriptor stays open as long as the process.
         faulthandler.register(SIGNAL, file=os.open(_stack(folder, rank), os.O_WRONLY | os.O_APPEND), all_threads=True)
 
     def passed(self) -> None:
-        """Count a point: this rank has done its part, and may now wait for the others."""
+        """Count a point, and write number and time to the file: this rank has done its part, and may now wait for other ranks.
+
+        Do nothing before `show`.
+        """
         if self._memory is not None:
             self._count += 1
             POINTS.pack_into(self._memory, 0, self._count, time.monotonic())
@@ -53,7 +62,7 @@ OWN = OwnMainThread()
 
 
 class SeenMainThread:
-    """The server's end, for one rank. Make it before the rank starts."""
+    """The server's view of one rank's main thread. The constructor makes the rank's two files, so call it before the rank starts."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         _points(folder, rank).write_bytes(bytes(POINTS.size))
@@ -63,17 +72,20 @@ class SeenMainThread:
 
     @property
     def passed(self) -> Passed:
-        """Return the points that the rank has passed."""
+        """The number of points that the rank has passed, and the time of the last one; both 0 before the first. An error after `close`."""
         return Passed(*POINTS.unpack_from(self._memory))
 
     def stack(self) -> str:
-        """Return the stacks of all its threads, which it wrote when it was asked; empty before."""
+        """Return what the rank has written on SIGNAL so far, at most a MiB: each time the stacks of all its threads.
+
+        Empty before the first signal and after `close`. This sends no signal.
+        """
         if self._stack is None:
             return ""
         return os.pread(self._stack, 1 << 20, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Give back the descriptors and the memory."""
+        """Close the mapping and the descriptor, but keep the files; a second call does nothing."""
         self._memory.close()
         if self._stack is not None:
             os.close(self._stack)
@@ -81,7 +93,11 @@ class SeenMainThread:
 
 
 def stage_of(stack: str) -> str | None:
-    """Return the place of the main thread in a dump of all threads: its innermost frame, and the innermost of this package."""
+    """Return where the main thread is in the last dump of `stack`, as `wait (queue.py:5), called by step (runner.py:9)`.
+
+    The first is its innermost frame, the second the innermost frame of this package, left out if it is the same or there is none.
+    None if the dump has no frame.
+    """
     # The oldest thread comes last.
     frames = [(Path(path), line, name) for path, line, name in _FRAME.findall(stack.strip().rpartition("\n\n")[2])]
     if not frames:

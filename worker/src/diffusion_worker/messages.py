@@ -180,9 +180,10 @@ class WakeCheck(enum.StrEnum):
 class Fingerprint(msgspec.Struct, frozen=True):
     """A digest of a rank's contents and results, to compare it with itself before a sleep.
 
-    `weights` is a checksum of all weights on the device. `adapters` maps each registered adapter's id to its identity and a checksum
-    of its kept copy. `probe` is the SHA-256 of the result of one step from a fixed seed; None if the model cannot run such a step. `cells`
-    are levels, 0 to 255, of the same image in few large cells. `check` says how later probes compare with this one.
+    `weights` is a checksum of all weights on the device. `adapters` maps each registered adapter's id to one text: its identity, a
+    checksum of its kept copy, and `misapplied` if its slot differs from the copy. `probe` is the SHA-256 of the result of one step from a
+    fixed seed; None if the model cannot run such a step. `cells` are levels, 0 to 255, of the same image in few large cells. `check` says
+    how later probes compare with this one.
     """
 
     weights: str
@@ -220,7 +221,7 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class MergeBasis(enum.StrEnum):
-    """The ground on which calls of different requests share one: the model's record, a check by this worker, or none: each runs alone."""
+    """The ground on which model calls of different requests are merged: the model's record, a check by this worker, or none (`alone`)."""
 
     RECORD = "record"
     VERIFIED = "verified"
@@ -228,7 +229,7 @@ class MergeBasis(enum.StrEnum):
 
 
 class ModelMerging(msgspec.Struct, frozen=True, rename="camel"):
-    """The merging of calls of `method` of a component: its class, the ground, and the reason in words.
+    """The merging of model calls of `method` of a component: `model` is its class, `basis` the ground, and `why` the reason in words.
 
     `to_verify` means that the options want it verified, and that there is no verdict yet.
     """
@@ -242,10 +243,10 @@ class ModelMerging(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class MergeVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check of whether calls of `method` of a component may share one.
+    """The result of a check of whether calls of `method` of a component may be merged into one call.
 
     It holds for a class with this `signature` whose file has the SHA-256 `source`. `arguments` are the sets of arguments that were seen,
-    as `kinds_of` writes them: only such calls are merged. `problem` is the reason why calls run alone, empty if they may share one.
+    as `kinds_of` writes them: only such calls are merged. `problem` is the reason why calls run alone, empty if they may be merged.
     `apart` is how far a call in company was from the same call alone, and `allowed` what rounding explains, both relative.
     """
 
@@ -300,7 +301,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class WarmTick(msgspec.Struct, frozen=True):
-    """The times of a request's warm-up with so many images at once, on one rank.
+    """The times of a request's warm-up with `images` images at once, on one rank.
 
     `step_s` are the denoisers' seconds in its shortest step, and `longest_s` those of its longest tick, with all that comes once.
     `replayed` says what the pipeline was about to do with the shared model where the request was made again as `whole`; empty otherwise.
@@ -321,7 +322,7 @@ class WarmedUp(msgspec.Struct, frozen=True):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load"):
-    """Bytes of weights that a rank has read so far, and those that it has to read."""
+    """Bytes of weights that a rank has read so far, and all that it has to read."""
 
     rank: int
     bytes_done: int
@@ -482,7 +483,7 @@ ToServer = LoadProgress | Ready | Fatal | Dropped | TickDone | RpcReply
 
 
 class Recipe(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """Settings that an adapter requires (few-step adapters): its requests get them, and may not contradict them. None leaves it open."""
+    """Settings that a few-step adapter requires: its requests get them, and may not contradict them. None leaves a setting open."""
 
     steps: int | None = None
     guidance_scale: float | None = None
@@ -532,7 +533,7 @@ _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer
 
 
 def encode(message: ToRank | ToServer) -> bytes:
-    """Encode a message for the wire."""
+    """Encode a message in MessagePack. Frames of images are not in it: they are sent beside it."""
     return _encoder.encode(message)
 
 

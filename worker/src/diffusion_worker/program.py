@@ -11,7 +11,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Install a handler for SIGTERM, which the server later replaces by its own, and run `cli.main`."""
+    """Install a handler for SIGTERM that exits with 143, and run `cli.main`; the server later replaces the handler by its own."""
     signal.signal(signal.SIGTERM, _end)
     from diffusion_worker.cli import main as run
 

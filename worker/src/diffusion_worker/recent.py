@@ -8,7 +8,10 @@ V = TypeVar("V")
 
 
 class Recent(dict[K, V]):
-    """The `most` entries that were set last, the newest last. To set a key again makes it the newest; the oldest one goes."""
+    """A dict of the `most` entries that were set last: `d[key] = value` makes a key the newest, at the end, and drops the oldest.
+
+    Reading changes no order. Only this form is bounded, not `update`, `setdefault` or the like.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()

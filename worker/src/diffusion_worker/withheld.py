@@ -23,7 +23,10 @@ _serving = False
 
 
 class WithheldRecord(logging.LogRecord):
-    """A log record without text that may come from a request. A record class applies to every logger, even one that does not propagate."""
+    """A log record that, after `withhold`, has no text that may quote a request: a library's message, or that of its exception.
+
+    Messages of this package and of uvicorn stay. The class applies to every logger, even one that does not propagate.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,7 +62,10 @@ def withhold(serving: bool = True) -> None:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Format a traceback as Python does, without messages that may quote a request."""
+    """Format an error's traceback after those of its causes, with a note in place of each message that may quote a request.
+
+    Python's sentences between the tracebacks are left out. Before `withhold` every message is shown.
+    """
     return "\n".join(part for one in reversed(list(_chain(error))) for part in (_frames(one), words_of(one)) if part)
 
 
@@ -70,7 +76,7 @@ def words_of(error: BaseException) -> str:
 
 
 def _may_be_told(error: BaseException) -> bool:
-    """Return whether an error's message quotes no request, and so may be logged.
+    """Return whether an error's message may be logged, because it quotes no request; always True before `withhold`.
 
     Errors of options and of ranks quote no prompt, and torch sees none. A refused request's message reaches its client anyway.
     """

@@ -42,7 +42,9 @@ class WantedAdapter(NamedTuple):
 
 
 def wanted_adapters(lora_request: AdapterArgument, lora_scale: Scales) -> list[WantedAdapter]:
-    """Return a call's adapters with the scales of a list. A single scale is only checked here; the engine applies it.
+    """Return a call's adapters, each with its scale in the list `lora_scale`, else with None; an empty list for None.
+
+    A single scale is only checked here; the engine applies it. No file is read.
 
     Raises:
         RequestError: InvalidRequest that names the argument.
@@ -88,9 +90,9 @@ class RequestedAdapters:
         self._seen: dict[str, tuple[Source, Fingerprint]] = {}
 
     async def load(self, engine: Engine, wanted: Sequence[WantedAdapter]) -> None:
-        """Load the adapters that have a path, one after another; skip those whose path and files are unchanged.
+        """Load the adapters that have a source, one after another; skip those that are still loaded from it, with unchanged files.
 
-        The first failure raises its RequestError.
+        Adapters without a source are not looked up. The first failure raises its RequestError, and the rest are not loaded.
         """
         for adapter in wanted:
             if adapter.source is not None:

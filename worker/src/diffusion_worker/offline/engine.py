@@ -155,7 +155,7 @@ class DiffusionEngine:
 async def _make(
     engine: Engine, wanted: list[GenerationParams], listener: Callable[[int], Callable[[RequestEvent], None]]
 ) -> list[Generation]:
-    """Make the images of all requests at once; the first error cancels the other requests."""
+    """Make the images of all requests at once, and return them in order; the first error cancels the other requests and is raised."""
     tasks = [asyncio.create_task(engine.generate(params, on_event=listener(index))) for index, params in enumerate(wanted)]
     try:
         return await asyncio.gather(*tasks)

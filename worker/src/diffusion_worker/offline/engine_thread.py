@@ -35,7 +35,10 @@ def nothing() -> None:
 
 
 class EngineThread:
-    """An engine with its ranks. Call its methods from any thread but its own, and `close` from any thread."""
+    """An engine with its ranks, and the thread of its event loop. The thread starts at once, engine and ranks with `start`.
+
+    Call its methods from any thread but its own, and `close` from any thread.
+    """
 
     def __init__(self, config: WorkerConfig, make_ranks: Callable[[], RankGroup]) -> None:
         self._config = config
@@ -52,7 +55,7 @@ class EngineThread:
 
     @property
     def engine(self) -> Engine:
-        """The engine, once it has started; raises RequestError (Terminating) when it is closed."""
+        """The engine. RequestError (Terminating) is raised before `start` has made it, and after `close`."""
         if self._ending is not None or self._engine is None:
             raise RequestError(ErrorCode.TERMINATING, "the engine is closed")
         return self._engine
@@ -92,7 +95,10 @@ class EngineThread:
         return future.result()
 
     def close(self) -> None:
-        """End the ranks and the thread; return when they are gone. Do nothing in a child of this process, or when already closed."""
+        """End the ranks and the thread; return when they are gone, or after a time limit. A second call changes nothing.
+
+        Do nothing in a child of this process. On the engine's own thread, return without waiting.
+        """
         if os.getpid() != self._owner:
             return
         with self._lock:
@@ -104,7 +110,7 @@ class EngineThread:
         self._thread.join(STOP_TIMEOUT_S)
 
     def _submit(self, work: Work[T]) -> concurrent.futures.Future[T]:
-        """Run `work()` on the loop, and return what becomes its result. To cancel that cancels the work.
+        """Begin `work()` on the loop, and return a future of its result without waiting. To cancel the future cancels the work.
 
         The coroutine is made in the loop's thread, which no Ctrl-C interrupts. The caller's could be interrupted before it hands one over,
         and Python would warn of a coroutine that nobody awaited.

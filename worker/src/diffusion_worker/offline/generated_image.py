@@ -40,16 +40,17 @@ class GeneratedImage:
 
     @cached_property
     def image(self) -> Image.Image:
-        """The image for Pillow."""
+        """A Pillow image in RGB of the pixels, made at the first use and then kept."""
         return Image.frombytes("RGB", (self.made.width, self.made.height), bytes(self.made.pixels))
 
     def save(self, path: str | PathLike[str], *, quality: int | None = None) -> Path:
         """Encode the image in the format of the suffix (.png, .jpg, .jpeg, .webp), with its metadata, and return the path.
 
-        A PNG takes no `quality`.
+        An existing file is replaced. `quality`, by default 90, is for JPEG and WebP only.
 
         Raises:
-            RequestError: InvalidRequest for another suffix, or a `quality` for a PNG or outside 0 to 100. OSError: writing failed.
+            RequestError: InvalidRequest for another suffix, a `quality` for a PNG or outside 0 to 100, or a side too long for the format.
+                OSError: writing failed.
         """
         target = Path(path)
         if target.suffix.lower() not in FORMATS:

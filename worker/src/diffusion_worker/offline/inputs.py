@@ -13,7 +13,7 @@ from diffusion_worker.server.encoding.input_images import decoded
 
 
 def image_fields(image: Image | Sequence[Image] | None, mask: Image | None, strength: float | None) -> dict[str, object]:
-    """Return the fields of a request that starts from images; none without an image.
+    """Return the fields of a request that starts from images: task, images, mask and strength; an empty dict without an image.
 
     Raises:
         RequestError: InvalidRequest, for something else than images, or a mask or a strength without an image.
@@ -39,7 +39,7 @@ def _image(image: object) -> InputImage:
 
 
 def _mask(image: object) -> InputImage:
-    """Convert to diffusers' convention: the white part is painted again."""
+    """Convert a mask to levels of grey, turned by its EXIF; white is to be painted again. Raise RequestError unless it is a PIL image."""
     grey = ImageOps.exif_transpose(_required("mask", image)).convert("L")
     return InputImage(grey.tobytes(), grey.height, grey.width, 1)
 

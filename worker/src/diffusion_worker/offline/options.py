@@ -26,7 +26,7 @@ PLACE = re.compile(r" - at `\$\.?(.*)`$")
 def worker_config(
     model: str | PathLike[str], ranks: int, loras: Mapping[str, str | PathLike[str]], options: Mapping[str, object]
 ) -> WorkerConfig:
-    """Make the settings of an engine from a script's arguments; raise ConfigError with the name of a wrong option."""
+    """Make an engine's settings from a script's arguments, checked as by `cli.check`; raise ConfigError with the name of a wrong option."""
     allowed = set(WorkerConfig.__struct_fields__) - NOT_HERE - GIVEN
     if unknown := sorted(set(options) - allowed):
         raise ConfigError(f"{unknown[0]}: unknown option of the engine, expected one of {', '.join(sorted(allowed))}")

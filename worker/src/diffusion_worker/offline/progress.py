@@ -52,7 +52,7 @@ class StepCounts:
 
 @contextmanager
 def step_bar(counts: StepCounts, progress: bool | None) -> Iterator[Callable[[], None]]:
-    """Show a bar for a call; yield the function that redraws it."""
+    """Show a bar for a call until the end of the block, if `wanted(progress)`; yield the function that redraws it."""
     with tqdm(total=None, unit="step", disable=not wanted(progress)) as bar:
 
         def draw() -> None:
@@ -65,7 +65,10 @@ def step_bar(counts: StepCounts, progress: bool | None) -> Iterator[Callable[[],
 
 @contextmanager
 def load_bar(name: str, loaded: Callable[[], tuple[int, int]], progress: bool | None) -> Iterator[Callable[[], None]]:
-    """Show a bar for the load of a model; yield the function that redraws it. `loaded` returns the bytes done and in all."""
+    """Show a bar for the load of a model until the end of the block, if `wanted(progress)`; yield the function that redraws it.
+
+    `loaded` returns the bytes done and in all, 0 in all if unknown.
+    """
     with tqdm(total=None, desc=f"loading {name}", bar_format=WEIGHTS_FORMAT, unit_scale=True, disable=not wanted(progress)) as bar:
 
         def draw() -> None:

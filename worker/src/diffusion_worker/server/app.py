@@ -98,7 +98,10 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
 
 
 def _require(app: FastAPI, token_file: TokenFile, what: str, guards: Callable[[str], bool]) -> list[params.Depends]:
-    """Guard paths by a token in a middleware; return dependencies that check nothing but put the token into the OpenAPI document."""
+    """Add a middleware that requires the token for each path of which `guards` returns True; `what` names the token in its errors.
+
+    The returned dependencies check nothing, but put the token into the OpenAPI document. Raise ConfigError if there is no token.
+    """
     token_file.require()
     app.add_middleware(RequireToken, token_file=token_file, what=what, guards=guards)
     return [Depends(HTTPBearer(auto_error=False))]

@@ -84,13 +84,16 @@ class Listener(uvicorn.Server):
 
 
 class Watchdog:
-    """A timer in another thread that ends the process after its deadline, even if the loop hangs."""
+    """A timer in another thread that ends the process at its deadline, even if the loop hangs. It runs from `arm` to `disarm`."""
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
 
     def arm(self, ending: Ending, timeout_s: float) -> None:
-        """Give the process `timeout_s` from now on to end."""
+        """Give the process `timeout_s` from now on to end.
+
+        After that it ends at once, with the code of `ending`, or 70 if that is 0. The reason goes to the logs.
+        """
         self._timer = threading.Timer(timeout_s, _end_at_once, (ending, timeout_s))
         self._timer.daemon = True
         self._timer.start()
@@ -122,9 +125,10 @@ def run(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup
 
 
 async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], RankGroup], watchdog: Watchdog) -> Ending:
-    """Start engine and listeners, wait for a signal or the engine's end, shut down in order, and return the reason.
+    """Start engine and listeners, wait for a signal or the engine's end, shut down in order, and return exit code and reason.
 
-    After a signal requests are drained first; after a failure clients only get their errors. The watchdog bounds both.
+    After a signal requests are drained first, and the code is 0. After a failure clients only get their errors. The watchdog, armed
+    here, bounds both; the caller disarms it. ConfigError is raised only for a port or a token.
     """
     stop = _stop_on_signals()
     engine = Engine(config, make_ranks(), boot_id=uuid.uuid4().hex, pod_uid=os.environ.get(POD_UID_VARIABLE, ""))
@@ -164,7 +168,7 @@ def _start_listeners(engine: Engine, config: WorkerConfig, listen: Listen) -> tu
 
 
 async def _life(engine: Engine) -> Ending:
-    """Start the engine and wait until it cannot go on; return the worker's end."""
+    """Start the engine and wait until it cannot go on. Return the worker's end for any error: 1 for the configuration, 70 for others."""
     try:
         await engine.start()
         log.info("started state=%s", engine.state)
@@ -227,7 +231,10 @@ def _listener(app: FastAPI, protocol: type[BoundedConnection]) -> Listener:
 
 
 async def _close(engine: Engine, listeners: list[Listener], serving: list[asyncio.Task[None]]) -> None:
-    """Stop listening, send finished answers, and close the connections."""
+    """Stop listening, end calls that wait for a change of the state, and wait until all answers are sent and the listeners have ended.
+
+    An answer that is not sent within `SEND_TIMEOUT_S` is cancelled.
+    """
     engine.end_watches()
     for listener in listeners:
         listener.should_exit = True
@@ -242,7 +249,7 @@ def _end_at_once(ending: Ending, timeout_s: float) -> None:
 
 
 def write_termination_log(reason: str) -> None:
-    """Write the reason to the kubelet's termination log, if that file exists."""
+    """Replace the kubelet's termination log by the reason, cut at 4096 bytes. Do nothing if the file is missing or not writable."""
     path = Path(os.environ.get("DIFFUSION_TERMINATION_LOG", TERMINATION_LOG))
     try:
         with path.open("r+b") as file:

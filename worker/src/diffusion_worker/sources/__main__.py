@@ -23,7 +23,7 @@ MORE_S = 30
 
 
 def main() -> None:
-    """Run the job and report every outcome."""
+    """Read a job from standard input, run it, print its progress and outcome, and keep its files leased until the input ends."""
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     _bound(job)
     with ExitStack() as leases:

@@ -33,7 +33,8 @@ TELL_S = 0.1
 class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file at an address.
 
-    `identity` names the content: different contents have different identities. `size`, `sha256` and `etag` are set if known beforehand.
+    `what` begins messages about it. `identity` names the content: different contents have different identities. `size`, `sha256` and
+    `etag` are set if known beforehand.
     """
 
     url: str
@@ -115,6 +116,8 @@ class Downloader:
     def bring(self, file: RemoteFile) -> tuple[Blob, Lease]:
         """Return a file's blob in the cache, downloaded if necessary; it is kept from eviction until the lease is closed.
 
+        While another thread or process downloads the same file, wait for it.
+
         Raises:
             RequestError: see `Fetcher.fetch_adapter`.
         """
@@ -155,7 +158,10 @@ class Downloader:
         return blob, lease
 
     def _fill(self, partial: Partial, file: RemoteFile) -> Blob:
-        """Download the whole file into `partial` and return its digest and size. Wrong content is deleted."""
+        """Download the whole file into `partial` and return its digest and size; start again if a wrong digest may come from old bytes.
+
+        A file with a wrong digest, over the limit or of a refused format is deleted, and any failure is a RequestError.
+        """
         resumed = partial.size > 0
         try:
             while True:
@@ -202,7 +208,12 @@ class Transfer:
         self._digest = hashlib.sha256()
 
     def run(self, client: httpx2.Client, stall_s: float, stop: threading.Event) -> Blob:
-        """Download the missing rest of the file and return its digest and size; give up after `MAX_VAIN_TRIES` without a new byte."""
+        """Download the missing rest of the file and return its digest and size; nothing is requested if no byte is missing.
+
+        Raises:
+            RequestError: NetworkError after `MAX_VAIN_TRIES` tries in a row without a new byte, or if the content changed twice. Others at
+                once, such as TooLarge.
+        """
         self._read_what_is_here()
         vain, changes = 0, 0
         while self._size is None or self._done < self._size or self._size == 0:
@@ -232,14 +243,18 @@ class Transfer:
             self._restart()
 
     def _restart(self) -> None:
-        """Discard the received part, and begin again with the content that the source has now."""
+        """Discard the received part and the size and ETag that were seen, so that the file begins again at its first byte."""
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         self._done, self._digest = 0, hashlib.sha256()
         self._etag, self._size = self._file.etag, self._file.size
 
     def _receive(self, client: httpx2.Client, stall_s: float) -> None:
-        """Request the missing part; return when the source has sent all of it."""
+        """Request the missing part; return when the source has sent all of it.
+
+        Raises:
+            Interrupted, Changed: another try may succeed. RequestError: none would.
+        """
         what = self._file.what
         try:
             with client.stream("GET", self._file.url, headers=self._request_headers()) as response:
@@ -267,7 +282,11 @@ class Transfer:
         return headers
 
     def _accept(self, response: httpx2.Response) -> None:
-        """Check whether an answer continues the partial file or begins again, before its body is read."""
+        """Check an answer before its body is read; if it is the whole file and not the missing part, discard the received part.
+
+        Raises:
+            Changed: the source has other content now. Interrupted, RequestError: the answer is an error, or compressed.
+        """
         status = response.status_code
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and self._done:
             raise Changed("the source has no bytes beyond those read so far")
@@ -323,7 +342,10 @@ class Transfer:
 
 
 def raise_for_status(response: httpx2.Response, what: str) -> None:
-    """Raise the error for an answer's status. Only the status is reported, because an answer may repeat secrets."""
+    """Raise the error for the status of an answer that is no file: Interrupted for 429 and 5xx, else RequestError.
+
+    Only the status is reported, because an answer may repeat secrets.
+    """
     status = response.status_code
     found = f"the source answered {status}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):

@@ -69,8 +69,10 @@ class Fetcher:
     ) -> Fetched:
         """Fetch an adapter, which messages call `name`. The file stays until it is released, or this process ends.
 
+        An adapter at a path or on a claim is only located: `check_adapter` reads it and checks its digest.
+
         Args:
-            digest: the required digest of the weights file, as `sha256:<hex>`; a cached file needs no network.
+            digest: the required digest of a remote weights file, as `sha256:<hex>`; a cached file needs no network.
             report: called on the event loop as bytes arrive.
             public_only: the addresses that the source names must be global.
 
@@ -114,6 +116,9 @@ class Fetcher:
         self, source: Source, *, deadline_s: float, report: Report, revision: str | None = None, digest: str | None = None
     ) -> Fetched:
         """Fetch a model's folder, which stays while this process lives. Raises RequestError as `fetch_adapter` does.
+
+        A model at a path or on a claim is only located, whatever `revision` and `digest` are. If a remote source is not
+        reached or found and no `revision` is required, the version that was fetched last is returned.
 
         Args:
             revision: the required revision, as an earlier fetch found it; a cached one needs no network.
@@ -181,7 +186,7 @@ class Fetcher:
         return Fetched(done.path, done.digest, done.revision, done.size_bytes, root=job.cache_dir)
 
     def _adopt(self, job: FetchJob, done: FetchDone) -> None:
-        """Take a lease on the fetched files, before the process that fetched them gives up its own."""
+        """Take a lease on fetched files, before the fetching process gives up its own; raise RequestError (CacheFull) if one is gone."""
         lease = FileCache(Path(job.cache_dir)).lease(dict.fromkeys(done.blobs))
         if lease is None:
             raise RequestError(ErrorCode.CACHE_FULL, f"{job.what}: was removed from the cache while it was fetched")
@@ -209,5 +214,5 @@ class Fetcher:
 
 
 def _stamps(look: Callable[..., Path], found: Path, what: str, root: Path | None) -> tuple[FileStamp, ...]:
-    """Return the stamps of an adapter's files, taken before the files are read, so that a write meanwhile counts as a change."""
+    """Return the stamps of an adapter's files, taken before a reader opens them, so that a write meanwhile counts; none for a model."""
     return adapter_stamps(found, what, root=root) if look is local_adapter else ()

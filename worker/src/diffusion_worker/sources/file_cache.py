@@ -56,7 +56,10 @@ class Lease:
 
 
 class FileCache:
-    """A folder of fetched files. The methods block; they are for the fetching process, except `lease`."""
+    """A folder of fetched files, made if it is missing; RequestError (CacheFull) if that fails. `limit_bytes` bounds its files.
+
+    The methods block; they are for the fetching process, except `lease`.
+    """
 
     def __init__(self, folder: Path, *, limit_bytes: int | None = None) -> None:
         self.folder = folder
@@ -79,7 +82,10 @@ class FileCache:
             return None
 
     def lease(self, blobs: Mapping[str, int | None]) -> Lease | None:
-        """Keep these blobs (with their lengths where known) from eviction; return None if one is absent or has another length."""
+        """Keep these blobs (with their lengths where known) from eviction, and mark them as used now.
+
+        Return None, and keep none of them, if one is absent, has another length or is being evicted.
+        """
         lease = Lease([])
         for sha256, size in blobs.items():
             descriptor = self._open_shared(self.blob(sha256), size)
@@ -90,7 +96,7 @@ class FileCache:
         return lease
 
     def open_partial(self, key: str) -> "Partial | None":
-        """Open the partial file of a key, which keeps bytes received earlier; return None while another holder has it open."""
+        """Open the partial file of a key, with bytes received earlier, or a new one; return None while another holder has it open."""
         path = self.folder / "partial" / key
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -104,14 +110,17 @@ class FileCache:
         return Partial(path, descriptor)
 
     def partial_size(self, key: str) -> int:
-        """Return the received bytes of a file that is being fetched."""
+        """Return the size of a key's partial file, the bytes received so far; 0 if there is none."""
         try:
             return (self.folder / "partial" / key).stat().st_size
         except OSError:
             return 0
 
     def put(self, partial: "Partial", sha256: str) -> None:
-        """Turn a whole file, whose digest the caller has computed, into a blob. An existing blob stays, because it may be in use."""
+        """Turn a whole file, whose digest the caller has computed, into a blob.
+
+        An existing blob of the same size stays, because it may be in use, and the partial file is deleted.
+        """
         os.fsync(partial.descriptor)
         with self._exclusively():
             if self.size(sha256) == partial.size:
@@ -120,7 +129,7 @@ class FileCache:
                 partial.path.rename(self.blob(sha256))
 
     def tree(self, files: Mapping[str, Blob]) -> tuple[Path, str]:
-        """Return a folder of links to these blobs, built if it does not exist, and the digest of its names and contents."""
+        """Return a folder of links to these blobs, built if it is missing, under the keys of `files`, and a SHA-256 of keys and contents."""
         lines = (f"{files[name].sha256}  {name}\n" for name in sorted(files))
         digest = hashlib.sha256("".join(lines).encode()).hexdigest()
         folder = self.folder / "trees" / digest
@@ -139,7 +148,7 @@ class FileCache:
         unfinished.rename(folder)
 
     def read_record(self, key: str) -> Record | None:
-        """Return the record under a key; `lease` checks whether its blobs still exist."""
+        """Return the record under a key; None if there is none that can be read. Its blobs may be gone: `lease` shows that."""
         try:
             return msgspec.json.decode((self.folder / "records" / f"{key}.json").read_bytes(), type=Record)
         except (OSError, msgspec.DecodeError):
@@ -153,10 +162,10 @@ class FileCache:
         unfinished.rename(path)
 
     def make_room(self, need_bytes: int, what: str) -> None:
-        """Evict unused files, the least recently used first, until `need_bytes` more fit.
+        """Evict unused files, the least recently used first, until `need_bytes` more fit; do nothing if they fit. Messages begin with `what`.
 
         Raises:
-            RequestError: CacheFull.
+            RequestError: CacheFull, everything unused is evicted and they still do not fit.
         """
         if self._missing(need_bytes) <= 0:
             return
@@ -174,14 +183,14 @@ class FileCache:
             )
 
     def _missing(self, need_bytes: int) -> int:
-        """Return the number of bytes to evict before `need_bytes` fit."""
+        """Return the number of bytes to evict before `need_bytes` fit, 0 or less if they fit already."""
         missing = need_bytes + RESERVE_BYTES - shutil.disk_usage(self.folder).free
         if self._limit_bytes is not None:
             missing = max(missing, sum(size for _, size, _ in self._files()) + need_bytes - self._limit_bytes)
         return missing
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """Yield for each file the time of its last use, its bytes on the disk, and its path."""
+        """Yield for each blob and partial file the time of its last use, its bytes on the disk, and its path."""
         for name in ("blobs", "partial"):
             for path in (self.folder / name).iterdir():
                 if path.name == UNFINISHED_TREE:
@@ -242,7 +251,7 @@ class Partial:
         return os.fstat(self.descriptor).st_size
 
     def remove(self) -> None:
-        """Delete the file."""
+        """Delete the file, if it is there; the descriptor stays open."""
         self.path.unlink(missing_ok=True)
 
 

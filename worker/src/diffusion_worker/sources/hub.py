@@ -71,7 +71,11 @@ def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
 
 
 def _choose(source: HuggingFaceSource, paths: list[str], wanted: ArtifactKind, what: str) -> dict[str, str]:
-    """Choose the files to fetch, and return their paths in the repository by local name; raises RequestError."""
+    """Choose the files to fetch, and return their paths in the repository by local name.
+
+    Raises:
+        RequestError: SourceNotFound for a missing `file` or `subfolder`; see also `adapter_files` and `model_files`.
+    """
     if wanted is ArtifactKind.ADAPTER and source.file is not None:
         path = f"{source.subfolder}/{source.file}" if source.subfolder else source.file
         single_adapter(path, what)

@@ -54,6 +54,8 @@ def local_adapter(path: Path, what: str, *, inside: Path | None = None) -> Path:
 def adapter_stamps(path: Path, what: str, *, root: Path | None = None) -> tuple[FileStamp, ...]:
     """Return stamps of an adapter's weights and configuration, which differ as soon as one of these files was written.
 
+    A missing file has no stamp.
+
     Raises:
         RequestError: InvalidAdapter, UnsupportedFormat, SourceNotFound.
     """
@@ -68,7 +70,7 @@ def adapter_stamps(path: Path, what: str, *, root: Path | None = None) -> tuple[
 
 
 def local_model(path: Path, what: str, *, inside: Path | None = None) -> Path:
-    """Check that a path is a folder, and return it. With `inside`, no link beneath it may lead out of that folder.
+    """Check that a path is a folder, and return it; its files are not read. With `inside`, no link beneath it may lead out of that folder.
 
     Raises:
         RequestError: SourceNotFound.

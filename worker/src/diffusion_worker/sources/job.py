@@ -99,7 +99,10 @@ class FetchProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class FetchDone(msgspec.Struct, frozen=True, tag="done"):
-    """The result of a fetch: a path in the cache, and the digests (without `sha256:`) of the blobs it needs."""
+    """The result of a fetch: a path in the cache, and the digests (without `sha256:`) of the blobs it needs.
+
+    `digest` is that of an adapter's weights or of a model's folder, as `sha256:<hex>`; `size_bytes` is the size of all blobs.
+    """
 
     path: str
     digest: str

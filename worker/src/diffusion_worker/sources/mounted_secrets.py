@@ -12,7 +12,8 @@ def read_secret(folder: Path, name: str, key: str) -> str:
     """Read a key of a Secret, without whitespace around it.
 
     Raises:
-        RequestError: SecretMissing with both names; InvalidRequest for a name that is no single part of a path.
+        RequestError: SecretMissing with both names, if the file is missing, empty or no printable text; InvalidRequest for a name that
+            is no single part of a path.
     """
     for part in (name, key):
         if not part or "/" in part or part in (".", ".."):
@@ -32,5 +33,5 @@ def read_secret(folder: Path, name: str, key: str) -> str:
 
 
 def read_optional_secret(folder: Path, name: str, key: str) -> str | None:
-    """Read a key of a Secret as `read_secret` does; None if the key is absent."""
+    """Read a key of a Secret as `read_secret` does; None if the key's file is absent. An empty one is still an error."""
     return read_secret(folder, name, key) if (folder / name / key).exists() else None

@@ -30,7 +30,10 @@ class ModelPlace(msgspec.Struct, frozen=True):
 
 
 def locate_model(text: str, claims_dir: str) -> ModelPlace:
-    """Return the place of the model that `--model` names; raises ConfigError."""
+    """Return the place of the model that `--model` names; raise ConfigError for an http address, an unmounted claim or no source.
+
+    A path is not looked up. The folder of a remote model is a new name below the temporary folder, where nothing is yet.
+    """
     try:
         source = parse_source(text)
         check_names(source)
@@ -51,7 +54,7 @@ def locate_model(text: str, claims_dir: str) -> ModelPlace:
 
 
 def lora_defaults(max_loras: int) -> dict[str, int]:
-    """Return the other bounds of adapters if only the number of slots is given."""
+    """Return the defaults of `max_cached_loras` and `max_loras_per_request` for a number of slots, `max_loras`."""
     return {
         "max_cached_loras": max(USUAL_CACHED, max_loras),
         "max_loras_per_request": min(USUAL_PER_REQUEST, max_loras or USUAL_PER_REQUEST),
@@ -59,7 +62,10 @@ def lora_defaults(max_loras: int) -> dict[str, int]:
 
 
 def check_sources(config: WorkerConfig) -> None:
-    """Check sources and the places they need; raises ConfigError with the option's name."""
+    """Check the cache folder, the form and scheme of the model's and the adapters' sources, and that adapters' paths are there.
+
+    Nothing remote and no claim is looked up. Raise ConfigError with the option's name.
+    """
     if config.cache_dir is not None and not (Path(config.cache_dir).is_dir() and os.access(config.cache_dir, os.W_OK)):
         raise ConfigError(f"--cache-dir: expected a folder that can be written to, found {config.cache_dir!r}")
     if config.model_source is not None:
@@ -106,7 +112,7 @@ def check_names(source: Source) -> None:
 
 
 def shown(text: str) -> str:
-    """Cut off the query of a source's text, so that no signature appears in messages."""
+    """Return a source's text up to its first question mark, so that no signature appears in messages."""
     return text.partition("?")[0]
 
 

@@ -16,7 +16,7 @@ FORMS = "a path, hf://org/name@revision, s3://bucket/key, pvc://claim/path, http
 
 
 def parse_source(text: str) -> Source:
-    """Parse a source from a path, a URI or JSON; raises ConfigError."""
+    """Parse a source from a JSON object, a URI, or a path, which is any text without a scheme; raise ConfigError. Nothing is looked up."""
     if text.lstrip().startswith("{"):
         try:
             return msgspec.json.decode(text, type=Source)

@@ -48,10 +48,12 @@ async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[Fetch
 
 
 async def check_in_process(job: CheckJob) -> str | None:
-    """Check an adapter's file in a child process, and return its digest if one is required. The caller bounds its time.
+    """Check an adapter's file in a child process. Return the required digest, which the file has, or None if none is required.
+
+    The caller bounds its time.
 
     Raises:
-        RequestError: the error that the child reports.
+        RequestError: the error that the child reports; NetworkError if it dies.
     """
     async with _answers(job) as lines:
         checked = await _follow(lines, job, lambda done, total: None)
@@ -84,7 +86,11 @@ async def _answers(job: Job) -> AsyncIterator[asyncio.StreamReader]:
 
 
 async def _follow(lines: asyncio.StreamReader, job: Job, report: Report) -> FetchDone | Checked:
-    """Read the child's events: pass progress to `report`, and return the outcome; raises RequestError."""
+    """Read the child's events: pass progress to `report`, and return the outcome.
+
+    Raises:
+        RequestError: the error that the child reports; NetworkError if it dies, or its progress stands still for `stall_s`.
+    """
     last: FetchProgress | None = None
     moved_at = time.monotonic()
     while True:

@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Write nothing: an address may hold a signature."""
 
     def _connect(self, host: str, port: int) -> socket.socket | None:
-        """Return a connection to an allowed address; None after an error was sent as the answer."""
+        """Check the password and the host, and return a connection to its first address; None after an error was sent as the answer."""
         self.close_connection = True
         if not secrets.compare_digest(self.headers.get("Proxy-Authorization", ""), self.server.expected):
             self.send_error(HTTPStatus.PROXY_AUTHENTICATION_REQUIRED)
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def relay(reach: Reach, *, allow_http: bool) -> Iterator[str]:
-    """Yield the address of a proxy, with its password, until the end of the block."""
+    """Run a proxy on loopback until the end of the block; yield its address, with the password in it. `allow_http` lets plain http pass."""
     with _Relay(reach, allow_http=allow_http) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), name="relay", daemon=True).start()
         try:

@@ -25,7 +25,10 @@ class ResolveContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a source by local name; `folder` if they form a folder, else there is a single file."""
+    """The files of a source by local name, not downloaded yet; `folder` if they form a folder, else there is a single file.
+
+    `revision` is the source's name for its present state, None if it has none.
+    """
 
     files: dict[str, RemoteFile]
     revision: str | None

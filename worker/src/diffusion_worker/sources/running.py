@@ -26,7 +26,9 @@ UNREACHABLE = frozenset({ErrorCode.NETWORK_ERROR, ErrorCode.SOURCE_NOT_FOUND})
 
 
 def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: ExitStack) -> FetchDone:
-    """Fetch what a job wants into the cache; its files cannot be evicted until `leases` is closed.
+    """Fetch a job's model or adapter into the cache; its files cannot be evicted until `leases` is closed.
+
+    A model whose source is not reached or found is returned as it was fetched last, with a note, unless a revision is required.
 
     Raises:
         RequestError: see `Fetcher.fetch_adapter`.
@@ -72,7 +74,10 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
 
 
 def resolve(source: Source, question: ResolveContext) -> Resolved:
-    """List a source's files; the library of a kind is imported only for a source of that kind. Raises RequestError."""
+    """Find the wanted files of a remote source and their addresses, without a download; raise RequestError, also for a path or a claim.
+
+    The library of a kind is imported only for a source of that kind.
+    """
     if source.http is not None:
         return resolve_http(source.http, question)
     if source.hugging_face is not None:
@@ -87,7 +92,11 @@ def resolve(source: Source, question: ResolveContext) -> Resolved:
 
 
 def _pinned(job: FetchJob) -> str | None:
-    """Return the digest that an adapter's weights must have, in hex; None if any. Raises RequestError (DigestMismatch)."""
+    """Return the digest that an adapter's weights must have, in hex; None if any digest is right, and for a model.
+
+    Raises:
+        RequestError: DigestMismatch if the job and its http source name two digests; InvalidRequest for a malformed one.
+    """
     pinned = job.digest.lower().removeprefix("sha256:") if job.digest and job.wanted is ArtifactKind.ADAPTER else None
     if job.source.http is None:
         return pinned
@@ -122,7 +131,7 @@ def _moved(job: FetchJob, resolved: Resolved) -> RequestError:
 
 
 def _known(job: FetchJob, cache: FileCache, pinned: str | None, leases: ExitStack) -> FetchDone | None:
-    """Return cached content that needs no network: of a pinned digest or revision, or of a commit, which never changes."""
+    """Return cached content that needs no network: of a pinned digest or revision, or of a commit, which never changes; else None."""
     if job.revision is not None:
         return _recorded(job, cache, job.revision, leases)
     if pinned is not None:
@@ -144,7 +153,7 @@ def _is_single(source: Source) -> bool:
 
 
 def _recorded(job: FetchJob, cache: FileCache, state: str, leases: ExitStack) -> FetchDone | None:
-    """Return a state of the source that was fetched before, if all its files are still cached."""
+    """Return a state of the source that was fetched before; None if it was not, or if one of its files is not cached any more."""
     record = cache.read_record(_state_key(job, state))
     return _done(job, cache, record, leases) if record is not None else None
 

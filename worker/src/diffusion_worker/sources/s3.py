@@ -61,7 +61,7 @@ def resolve_s3(source: S3Source, question: ResolveContext) -> Resolved:
 
 
 class Bucket:
-    """The target of an `s3://` address, with its credentials."""
+    """The bucket and key of an `s3://` address, with endpoint and credentials. The constructor checks them; it may raise RequestError."""
 
     def __init__(self, source: S3Source, question: ResolveContext) -> None:
         parts = urlsplit(source.uri)
@@ -85,7 +85,7 @@ class Bucket:
         self._store = S3Store(self._name, config=self._config, client_options={"allow_http": question.allow_http})
 
     def list(self) -> dict[str, Any]:
-        """List the objects below the key, by their paths there. Raises RequestError."""
+        """Return obstore's metadata of all objects below the key, by their paths below it; raise RequestError, also if there are none."""
         try:
             with relay(self._reach, allow_http=self._allow_http) as proxy:
                 found = obstore.list(self._listing_store(proxy), self.key or None).collect()

@@ -22,10 +22,13 @@ MAX_DEPTH = 8
 
 
 def adapter_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
-    """Choose the files of an adapter's folder, its weights and its config if there is one, and return them by local name.
+    """Choose the files of an adapter's folder, its weights and its config if there is one, and return their names by local name.
+
+    Only files at its top that match one of `patterns`, if there are any, count. The weights are `adapter_model.safetensors` or the only
+    *.safetensors file.
 
     Raises:
-        RequestError: UnsupportedFormat, InvalidAdapter.
+        RequestError: UnsupportedFormat, only pickles or archives; InvalidAdapter, no weights, or several to choose from.
     """
     here = [name for name in names if "/" not in name and _matches(name, patterns)]
     weights = [name for name in here if name.endswith(WEIGHTS)]
@@ -39,10 +42,12 @@ def adapter_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = 
 
 
 def model_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
-    """Choose the files of a model's folder, and return them by local name; with `patterns` those that match one, but never pickles.
+    """Choose the files of a model's folder, and return their names by local name, which is the same.
+
+    With `patterns` they are those that match one, else the usual ones of a diffusers folder; never hidden files, pickles or archives.
 
     Raises:
-        RequestError: UnsupportedFormat, TooLarge.
+        RequestError: UnsupportedFormat, no index, no weights but pickles, or an unsafe name; TooLarge, too many files.
     """
     visible = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     allowed = [name for name in visible if not name.lower().endswith(REFUSED_ENDINGS)]

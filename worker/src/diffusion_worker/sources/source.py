@@ -22,7 +22,10 @@ class SecretName(_Source, frozen=True):
 
 
 class HuggingFaceSource(_Source, frozen=True):
-    """A repository of a hub. An adapter is one `file` of it, or the peft folder at `subfolder` (its top without one)."""
+    """A repository of a hub. A model is the folder at `subfolder`, or without it the top. An adapter is such a folder, or a `file` there.
+
+    `allow_patterns` choose among a folder's files.
+    """
 
     repo: str
     revision: str = "main"

@@ -34,7 +34,8 @@ class CheckedBackend(httpcore2.SyncBackend):
         """Resolve a host, check all its addresses, and try them in turn until a connection succeeds.
 
         Raises:
-            RequestError: NetworkError for a host with an address out of bounds. ConnectError, ConnectTimeout: the last address failed too.
+            RequestError: NetworkError for an unknown host, or one with any address out of bounds. ConnectError, ConnectTimeout: the
+                last address failed too.
         """
         failure: Exception = httpcore2.ConnectError("no address")
         for address in allowed_addresses(host, port, self._reach):

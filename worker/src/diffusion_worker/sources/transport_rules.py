@@ -21,7 +21,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Reach(enum.IntEnum):
-    """The addresses that a source may be at; each value includes those before it."""
+    """The addresses that a source may be at; each value includes those before it. Metadata and link-local addresses are in none."""
 
     GLOBAL = 0
     PRIVATE = 1
@@ -88,7 +88,7 @@ def _inner(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
 
 
 def allowed_addresses(host: str, port: int, reach: Reach) -> list[str]:
-    """Look up a host's distinct addresses, for a connection to one of them without a second lookup.
+    """Look up a host's distinct addresses and check all of them, for a connection to one of them without a second lookup.
 
     Raises:
         RequestError: NetworkError, the name cannot be resolved, or a source may not be at one of the addresses.

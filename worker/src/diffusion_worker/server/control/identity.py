@@ -52,7 +52,7 @@ async def identity(query: Annotated[IdentityQuery, Query()], request: Request) -
 
 
 def _address(request: Request) -> str:
-    """Return the address that was called, in the form that both sides agree on."""
+    """Return the local IP address that the client has called, an IPv4 one always in IPv4's form; empty if it is unknown."""
     host = (request.scope.get("server") or ("", 0))[0]
     try:
         address = ipaddress.ip_address(host)
@@ -63,7 +63,7 @@ def _address(request: Request) -> str:
 
 
 class NamePod:
-    """ASGI middleware that adds the pod's UID to every answer."""
+    """ASGI middleware that adds the pod's UID as `X-Pod-UID` to every answer of the application that it wraps."""
 
     def __init__(self, app: ASGIApp, pod_uid: str) -> None:
         self._app = app

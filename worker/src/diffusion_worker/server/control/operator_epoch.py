@@ -22,10 +22,12 @@ async def admit_epoch(
         ),
     ] = None,
 ) -> None:
-    """Refuse a call of a replaced leader. A call without the header, of another program or an earlier operator, is served.
+    """Note the epoch in a call's header, and refuse a call other than GET or HEAD if a higher epoch was seen before.
+
+    A call without the header, of another program or an earlier operator, is served.
 
     Raises:
-        RequestError: StaleEpoch.
+        RequestError: StaleEpoch, a change by a replaced leader.
     """
     engine: Engine = request.app.state.engine
     if x_operator_epoch is None:

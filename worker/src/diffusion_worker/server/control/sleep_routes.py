@@ -162,7 +162,11 @@ async def _woken(engine: Engine, tags: list[MemoryTag] | None) -> OperationResul
 
 
 async def _over(engine: Engine, operation_id: str, kind: str) -> OperationResult | None:
-    """Wait for an operation and return its result, None if there was nothing to do; raise RequestError if it failed."""
+    """Wait for an operation and return its result; None if there was nothing to do, or an operation of another kind ended it.
+
+    Raises:
+        RequestError: the operation's own error, or Timeout after `OVER_TIMEOUT_S`, while the operation goes on.
+    """
     try:
         async with asyncio.timeout(OVER_TIMEOUT_S):
             result = await engine.operation_over(operation_id)
@@ -207,7 +211,7 @@ def _require_stage(body: OmniBody) -> None:
 
 
 def _cannot_sleep(engine: Engine, request: Request) -> Response | None:
-    """Return the reference's answer for a model that cannot sleep, with the option that excludes it; None if it can."""
+    """Return an answer 501, as vLLM gives it, that names the option with which this worker cannot sleep; None if it can."""
     option = sleep_blocker(engine.config)
     if option is None:
         return None

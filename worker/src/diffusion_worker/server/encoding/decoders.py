@@ -29,7 +29,7 @@ INHERITED = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR")
 
 
 class Decoders:
-    """Decoders of files, one at a time for each core, each in a process of its own."""
+    """The decoding of clients' files: as many at once as there are usable cores, each in a process of its own. Further ones wait."""
 
     def __init__(self) -> None:
         self.waited, self.worked = Durations(), Durations()
@@ -40,7 +40,8 @@ class Decoders:
         """Return the image of a file. A cancelled call kills the file's process.
 
         Raises:
-            RequestError: InvalidRequest that names the field; Busy, the machine has no time or memory for the file.
+            RequestError: InvalidRequest that names the field, for a file that cannot be used or takes over its time or memory.
+                Busy, the machine has no time, or no decoder begins. EngineFailed, decoding cannot be confined, or gives too many pixels.
         """
         asked = time.monotonic()
         async with self._turns:
@@ -103,12 +104,12 @@ class DecodingProcess:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kill the process; files that are being decoded already are not affected."""
+        """Kill the process and wait for its end; files that are being decoded already are not affected."""
         self._process.kill()
         self._process.wait()
 
     def send(self, content: bytes, job: DecodeJob) -> socket.socket:
-        """Hand a file over; return the socket on which its outcome comes."""
+        """Hand a file over; return the socket on which its outcome comes. If the process has ended, the socket is at its end at once."""
         ours, theirs = socket.socketpair()
         file = os.memfd_create("upload")
         try:
@@ -122,7 +123,11 @@ class DecodingProcess:
 
 
 async def _read(reader: asyncio.StreamReader, job: DecodeJob) -> DecodedImage:
-    """Read an outcome, and refuse one that does not fit the job, as the process may be compromised."""
+    """Read an outcome and return its image. The process may be compromised, so more pixels than the job allows are refused.
+
+    Raises:
+        RequestError: InvalidRequest for a refused file; EngineFailed. asyncio.IncompleteReadError: the process ended early.
+    """
     length = int.from_bytes(await reader.readexactly(4))
     outcome = msgspec.json.decode(await reader.readexactly(min(length, MAX_OUTCOME_BYTES)), type=Outcome)
     if isinstance(outcome, Refused):

@@ -60,7 +60,10 @@ def _import_all() -> None:
 
 
 def _answer(job: DecodeJob, file: int, answer: int, large: int) -> None:
-    """Decode one file, send the outcome, and end this process."""
+    """Send this process's pid, wait for the server's byte, decode the file, send the outcome, and end this process.
+
+    If the server closes the socket instead, nothing is decoded. The call never returns.
+    """
     try:
         os.write(answer, os.getpid().to_bytes(4))
         if os.read(answer, 1):
@@ -71,7 +74,7 @@ def _answer(job: DecodeJob, file: int, answer: int, large: int) -> None:
 
 
 def _parts(job: DecodeJob, file: int, large: int) -> list[bytes]:
-    """Return the outcome as it is sent: its length, the outcome itself, and the pixels."""
+    """Decode a job's file, and return the outcome as it is sent: its length, the outcome itself, and the pixels if there are any."""
     outcome, pixels = _decoded(job, file, large)
     header = msgspec.json.encode(outcome)
     return [len(header).to_bytes(4), header, *pixels]

@@ -58,7 +58,8 @@ def encode(
 ) -> bytes:
     """Return the file of one image from its rows of RGB bytes.
 
-    `compression` is the quality of JPEG and WebP, 0 to 100. PNG ignores it, as it is lossless and always compressed the fastest way.
+    `compression` is the quality of JPEG and WebP, 0 to 100, or None for 90. PNG ignores it, as it is lossless and always compressed the
+    fastest way. `metadata` is embedded in the file as JSON.
 
     Raises:
         RequestError: InvalidRequest for a side that the format cannot have.
@@ -73,7 +74,7 @@ def encode(
 
 
 def check_sides(output_format: OutputFormat, height: int | None, width: int | None) -> None:
-    """Check that an image of this size fits the format; an unknown side is not checked.
+    """Check that no side is longer than the format allows; an unknown side (None) is not checked.
 
     Raises:
         RequestError: InvalidRequest.

@@ -47,7 +47,7 @@ LIGHT = 128
 class DecodedImage(NamedTuple):
     """A decoded image of at most the allowed pixels. `height` and `width` are those of the file.
 
-    `mask` is 255 where the file is fully transparent; None if every pixel is opaque.
+    `mask` is 255 where the file is fully transparent and 0 elsewhere; None if every pixel is opaque.
     """
 
     image: InputImage
@@ -99,9 +99,10 @@ def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContex
 
 
 def decoded(image: Image, target: tuple[int, int]) -> DecodedImage:
-    """Convert an opened file to RGB pixels, scaled to `target` (width, height), and mask its fully transparent pixels.
+    """Convert an opened file to RGB pixels and, unless every pixel is opaque, a mask of the fully transparent ones.
 
-    Transparency is blended with white, and sixteen-bit grey reduced to eight. The result's `height` and `width` are those before scaling.
+    Both are scaled to `target` (width, height). Transparency is blended with white, and sixteen-bit grey reduced to eight. The result's
+    `height` and `width` are those before scaling.
     """
     height, width = image.height, image.width
     if image.mode in SIXTEEN_BITS:
@@ -124,7 +125,7 @@ def decoded(image: Image, target: tuple[int, int]) -> DecodedImage:
 
 
 def mask_by_luminance(image: InputImage) -> InputImage:
-    """Return a mask of an image without transparency: 255 where it is light."""
+    """Return a mask of an RGB image: 255 where its grey is `LIGHT` or lighter, else 0."""
     grey = frombytes("RGB", (image.width, image.height), image.pixels).convert("L")
     return _pixels(grey.point(lambda value: 255 if value >= LIGHT else 0), 1)
 
@@ -144,7 +145,7 @@ def _check_pixels(field: str, width: int, height: int) -> None:
 
 
 def _fitting(width: int, height: int, max_pixels: int) -> tuple[int, int]:
-    """Return width and height scaled down to at most `max_pixels`, each at least 1."""
+    """Return width and height scaled down alike to at most `max_pixels`, each at least 1; unchanged if they fit."""
     scale = min(1.0, math.sqrt(max_pixels / (width * height))) if width and height else 1.0
     return max(1, int(width * scale)), max(1, int(height * scale))
 
@@ -177,7 +178,11 @@ def _png_size(content: bytes) -> tuple[int, int] | None:
 
 
 def _webp_size(content: bytes) -> tuple[int, int] | None:
-    """Return the size from a WebP's header, as the reader allocates memory for all pixels before it reports their number."""
+    """Return width and height from a WebP's header, as the reader allocates memory for all pixels before it reports their number.
+
+    Raises:
+        ValueError: the file has no image.
+    """
     kind = content[12:16]
     if kind == b"VP8X":
         return 1 + int.from_bytes(content[24:27], "little"), 1 + int.from_bytes(content[27:30], "little")

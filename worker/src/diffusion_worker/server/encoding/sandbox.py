@@ -70,7 +70,7 @@ def limit(*, cpu_s: int, memory_bytes: int) -> None:
 
 
 def filter_calls() -> None:
-    """Allow this process only the calls of its architecture's list, from now on.
+    """Allow this process only the system calls of CALLS from now on, for good; any other fails with EPERM.
 
     Raises:
         OSError: the kernel has no such filter, or the architecture has no list.
@@ -88,7 +88,7 @@ def filter_calls() -> None:
 
 
 def _instructions(architecture: int, calls: Sequence[int]) -> list[bytes]:
-    """Return the filter: refuse another architecture's calls, allow these, refuse the rest."""
+    """Return the filter's encoded instructions, which allow only `calls`, by number, of this architecture."""
     checks = [_instruction(JUMP_IF_EQUAL, call, where_true=len(calls) - index) for index, call in enumerate(calls)]
     return [
         _instruction(LOAD_WORD, ARCHITECTURE_AT),

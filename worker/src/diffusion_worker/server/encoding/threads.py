@@ -26,8 +26,9 @@ T = TypeVar("T")
 
 
 class EncodingThreads:
-    """A pool for work on images: half of the usable cores, at most `MAX_THREADS`, at a lower priority than the event loop.
+    """A pool for work on images, at a lower priority than the event loop.
 
+    Without `threads` it has one for every two usable cores, at least 1 and at most `MAX_THREADS`.
     `pending` counts work that waits or runs; `waited` and `worked` measure it.
     """
 

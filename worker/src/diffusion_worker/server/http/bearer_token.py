@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class TokenFile:
-    """A file with one token, given to `option`. While it is unreadable or empty, every token is wrong."""
+    """A file with one token, read again whenever it changes; `option` is the command line's option that names it.
+
+    While the file is unreadable or empty, every token is wrong.
+    """
 
     def __init__(self, path: Path, option: str) -> None:
         self._path = path
@@ -63,7 +66,10 @@ class TokenFile:
 
 
 class RequireToken:
-    """ASGI middleware in front of a port: a request to a guarded path is parsed only with the right token."""
+    """ASGI middleware that answers 401, without reading the body, to a request to a guarded path that lacks the right token.
+
+    A path is guarded if `guards` returns True for it; `what` names the token in the answer.
+    """
 
     def __init__(self, app: ASGIApp, token_file: TokenFile, *, what: str, guards: Callable[[str], bool]) -> None:
         self._app = app

@@ -25,7 +25,10 @@ SLOWEST_BYTES_PER_S = 16_384
 
 
 class BodyLimit:
-    """ASGI middleware that refuses bodies over `max_bytes`, or over their path's limit in `larger`, and those that arrive too slowly."""
+    """ASGI middleware that refuses bodies over `max_bytes`, or over their path's limit in `larger` (413), and too slow ones (408).
+
+    A body may take `grace_s`, and a second more for each `SLOWEST_BYTES_PER_S` received.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, *, larger: Mapping[str, int] | None = None, grace_s: float = GRACE_S) -> None:
         self._app = app
@@ -47,7 +50,10 @@ class BodyLimit:
 
 
 class _Body:
-    """The messages of one request, within the limits. FastAPI passes on no exception from here but HTTPException."""
+    """The messages of one request's body. `receive` raises HTTPException for a body that is too large, too slow or cut off.
+
+    FastAPI passes on no other exception from here.
+    """
 
     def __init__(self, receive: Receive, max_bytes: int, grace_s: float) -> None:
         self._receive = receive

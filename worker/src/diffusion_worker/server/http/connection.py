@@ -18,7 +18,10 @@ BEYOND_HEAD_TIMEOUT_S = 5.0
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that closes itself if a head is not complete in time, counted from its opening or from the head's first byte."""
+    """A connection that closes itself if a head is not complete in time, counted from its opening or from the head's first byte.
+
+    With a `limit` the connection is counted there, and beyond that bound it serves only probes and metrics.
+    """
 
     head_timeout_s: float = HEAD_TIMEOUT_S
     # None: any number of connections.
@@ -42,13 +45,16 @@ class BoundedConnection(H11Protocol):
         self._unwatch_head()
 
     def _count(self, limit: ConnectionLimit, transport: asyncio.Transport) -> None:
-        """Count the connection; serve only probes if there are too many."""
+        """Count the connection; if there are too many, let it serve only probes and metrics, with a shorter deadline for the head."""
         if not limit.opened(transport):
             self.app = limit.only_probes(self.app)
             self.head_timeout_s = min(self.head_timeout_s, BEYOND_HEAD_TIMEOUT_S)
 
     def _watch_head(self) -> None:
-        """Start or stop the deadline: it runs from a head's first byte to its last. A refused body's rest counts as a head."""
+        """Stop the deadline while a request is in progress, else start it unless it runs already; past it the connection is closed.
+
+        The rest of a refused body counts as a head.
+        """
         if self.cycle is not None and not self.cycle.response_complete:
             self._unwatch_head()
         elif self._head_due is None:

@@ -26,7 +26,10 @@ MOST_BEYOND = 64
 
 
 class ConnectionLimit:
-    """The count of one port's connections. A request over a connection beyond the bound is refused, and ends it."""
+    """The count of one port's connections, at most `most` of which are served as usual.
+
+    A connection beyond them gets one answer, an error unless it asks for a path of EXEMPT, and ends.
+    """
 
     def __init__(self, application: Starlette, most: int) -> None:
         self.most = most
@@ -37,7 +40,10 @@ class ConnectionLimit:
         self._beyond: dict[asyncio.Transport, None] = {}
 
     def opened(self, transport: asyncio.Transport) -> bool:
-        """Count an opened connection; return whether it is within the bound."""
+        """Count an opened connection; return whether it is within the bound.
+
+        If more than `MOST_BEYOND` connections are beyond it, the oldest of those is aborted.
+        """
         self.open += 1
         if self.open - len(self._beyond) <= self.most:
             return True
@@ -52,7 +58,7 @@ class ConnectionLimit:
         self._beyond.pop(transport, None)
 
     def only_probes(self, served: ASGIApp) -> ASGIApp:
-        """Return the application for a connection beyond the bound: it serves probes, refuses all else, and then closes."""
+        """Wrap the application of a connection beyond the bound: serve probes and metrics, refuse other paths, close after one answer."""
 
         async def answered(scope: Scope, receive: Receive, send: Send) -> None:
             async def send_last(message: Message) -> None:

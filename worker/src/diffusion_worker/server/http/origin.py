@@ -25,7 +25,10 @@ Place = tuple[str, int]
 
 
 class OwnOrigin:
-    """ASGI middleware that refuses changes by other origins, and with `local` every `Host` but loopback and hosts of allowed origins."""
+    """ASGI middleware that answers 403 to a change by a page of an origin that is neither the host's own nor `allowed` (`*`: any).
+
+    A request without `Origin`, as programs send it, passes. With `local`, every `Host` is refused but loopback and hosts of `allowed`.
+    """
 
     def __init__(self, app: ASGIApp, *, allowed: Sequence[str] = (), local: bool = False) -> None:
         self._app = app
@@ -72,7 +75,7 @@ def _is_place_of(origin: str, host: str) -> bool:
 
 
 def _place(address: str) -> Place | None:
-    """Return host and port of an address; None if it has none."""
+    """Return the host of a URL, and its port or its scheme's default one; None for a malformed URL or one without a host."""
     try:
         parts = urlsplit(address)
         port = parts.port or DEFAULT_PORTS[parts.scheme]

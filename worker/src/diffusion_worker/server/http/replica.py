@@ -11,7 +11,10 @@ DRAWN = re.compile(r"([A-Za-z0-9_-]{1,63})\.[0-9a-f]{32}")
 
 
 def replica_name() -> str:
-    """Return the first label of this machine's host name, which in a pod is the pod's name."""
+    """Return the first label of this machine's host name, which in a pod is the pod's name.
+
+    Other characters than letters, digits, `_` and `-` become `-`; without a host name the result is `worker`.
+    """
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])[:63] or UNNAMED
 
 
@@ -21,6 +24,6 @@ def draw_id(replica: str) -> str:
 
 
 def replica_of(request_id: str) -> str | None:
-    """Return the replica that drew an id; None for an id that a client made."""
+    """Return the replica that an id of the form of `draw_id` names, even if a client made up the id; None for any other form."""
     drawn = DRAWN.fullmatch(request_id)
     return drawn[1] if drawn else None

@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """ASGI middleware that adds `X-Request-ID` and `X-Replica` to every answer; it never reads a prompt."""
+    """ASGI middleware that adds `X-Request-ID`, the client's if that is harmless, and `X-Replica` to every answer.
+
+    A request to an image route is logged and counted when it ends, in success or not. No prompt is read.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, replica: str) -> None:
         self._app = app

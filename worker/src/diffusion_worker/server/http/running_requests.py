@@ -26,7 +26,7 @@ class RunningRequests:
 
     @contextmanager
     def running(self, owner: bytes, request_id: str) -> Iterator[asyncio.Event]:
-        """Yield an event that is set when the owner cancels the request."""
+        """Register a request until the end of the block, and yield an event that is set when the owner cancels the request."""
         cancelled, key = asyncio.Event(), (owner, request_id)
         self._cancelled.setdefault(key, []).append(cancelled)
         try:
@@ -37,7 +37,7 @@ class RunningRequests:
                 del self._cancelled[key]
 
     def cancel(self, owner: bytes, request_id: str) -> bool:
-        """Cancel the requests that an owner runs under an id; return False if there are none."""
+        """Cancel all requests that an owner runs under an id, without waiting for their end; return False if there are none."""
         found = self._cancelled.get((owner, request_id), [])
         for cancelled in found:
             cancelled.set()
@@ -76,7 +76,7 @@ async def run_cancellable(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it when the client closes the connection.
+    """Await `work` and return its result or raise its error; cancel it when the client closes the connection. The body must have been read.
 
     Raises:
         ClientGone: nobody is there to be answered.

@@ -61,7 +61,7 @@ class EditForm(NamedTuple):
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a nullable field for a form, which has no null."""
+    """Return the schema of a nullable field for a form, which has no null, without its default. Return any other schema unchanged."""
     kinds = [kind for kind in schema.get("anyOf", []) if kind.get("type") != "null"]
     rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
     return rest | kinds[0] if len(kinds) == 1 else schema
@@ -103,7 +103,7 @@ async def edit_images(request: Request) -> Response:
 
 
 async def _read_form(request: Request) -> EditForm:
-    """Return the form; large files are kept on disk, in files without a name.
+    """Read the body as a form and return its parts, sorted; large files are kept on disk, without a name, and the caller closes them.
 
     Raises:
         RequestError: InvalidRequest, the body is no form, or has parts that no edit has.
@@ -124,7 +124,11 @@ async def _read_form(request: Request) -> EditForm:
 
 
 def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
-    """Return the parts of a form, sorted into texts, images and mask; raise RequestError (InvalidRequest)."""
+    """Return the parts of a form, sorted into texts, images and mask.
+
+    Raises:
+        RequestError: InvalidRequest for a text in place of a file or the reverse, a second mask, a second text of a name, or `markup`.
+    """
     texts: dict[str, str] = {}
     images: list[tuple[str, UploadFile | str]] = []
     mask = None
@@ -162,10 +166,11 @@ def _fields(texts: dict[str, str]) -> EditRequest:
 
 
 async def _with_images(request: Request, form: EditForm, params: GenerationParams, strength: float | None) -> GenerationParams:
-    """Return the request with its images, decoded one after the other.
+    """Return the request with its task, strength, images and mask, if there is one; files are decoded one after the other.
 
     Raises:
-        RequestError: InvalidRequest, there is no image, an image cannot be used, or the mask does not fit the image.
+        RequestError: InvalidRequest, there is no image, a file cannot be used, the mask does not fit the first image, or a field or the
+            task is refused. Other codes: see `Decoders.decode`.
     """
     engine: Engine = request.app.state.engine
     decoders: Decoders = request.app.state.decoders

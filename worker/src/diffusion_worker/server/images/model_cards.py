@@ -109,7 +109,7 @@ def _base(engine: Engine, created: int) -> ModelCard:
 
 
 def _of_adapter(base: ModelCard, adapter: AdapterDocument) -> ModelCard:
-    """Copy the base model's card; the recipe overrides its defaults."""
+    """Return an adapter's card: a copy of the base model's with the adapter's own values, in which the recipe overrides the defaults."""
     told = adapter.recipe
     recipe, defaults = None, base.defaults
     if told is not None:

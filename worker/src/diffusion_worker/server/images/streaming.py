@@ -88,7 +88,10 @@ class EventStream(Response):
         await self._send(send, [], more=False)
 
     async def _send_next(self, send: Send, events: asyncio.Queue[RequestEvent | None]) -> None:
-        """Send the next event, or a comment if there is none for long."""
+        """Send the next event, or a comment if there is none within `KEEP_ALIVE_S`, or within `FIRST_WORD_S` before the stream has begun.
+
+        None in the queue marks the end of the events, and sends nothing.
+        """
         try:
             async with asyncio.timeout(KEEP_ALIVE_S if self._begun else FIRST_WORD_S):
                 event = await events.get()
@@ -108,7 +111,10 @@ class EventStream(Response):
         return await self._encoding.run(preview_event, event, self._options, accelerated=accelerated, created=created)
 
     async def _fail(self, send: Send, error: RequestError) -> None:
-        """Send an error as the last event of a stream, in the form on which the SDK raises."""
+        """Send an error as the last event of a stream, in the form on which the SDK raises, and note its code for the log.
+
+        A client that is gone is ignored.
+        """
         self._request.state.error_code = error.code
         try:
             status = settled_status(error.status, retryable=error.retryable)
@@ -117,7 +123,11 @@ class EventStream(Response):
             log.debug("nobody reads the error of this stream any more")
 
     async def _send(self, send: Send, content: Pieces, *, more: bool = True) -> None:
-        """Send all pieces, each in time; raise ClientGone if the client does not read."""
+        """Send all pieces, after the head if this is the first call; without `more`, end the body.
+
+        Raises:
+            ClientGone: the client read nothing for `SEND_TIMEOUT_S`, or its connection failed.
+        """
         try:
             if not self._begun:
                 async with asyncio.timeout(SEND_TIMEOUT_S):

@@ -39,7 +39,7 @@ def histogram(name: str, text: str, durations: Mapping[str, Durations], *, label
 
 
 def by_state(name: str, text: str, states: Iterable[str], counts: Mapping[str, int], *, label: str = "state") -> Metric:
-    """Return a gauge for each state, 0 for states that nothing is in."""
+    """Return one gauge family with a sample for each of `states`, labelled by `label`: its value in `counts`, else 0."""
     family = GaugeMetricFamily(PREFIX + name, text, labels=[label])
     for state in states:
         family.add_metric([str(state)], counts.get(state, 0))
