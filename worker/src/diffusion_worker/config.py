@@ -244,7 +244,7 @@ def read_model_index(model: str) -> dict[str, Any]:
     """Return the decoded index of a diffusers folder: `model_index.json`, or if that is missing `modular_model_index.json`.
 
     Raises:
-        ConfigError: there is no folder or no index, or the index is no JSON object with a `_class_name`; the message begins with the
+        ConfigError: there is no folder or no index, or the index is no JSON object with a `_class_name`. The message begins with the
             code that a fetch would report.
     """
     folder = Path(model)

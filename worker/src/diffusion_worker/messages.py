@@ -180,8 +180,8 @@ class WakeCheck(enum.StrEnum):
 class Fingerprint(msgspec.Struct, frozen=True):
     """A digest of a rank's contents and results, to compare it with itself before a sleep.
 
-    `weights` is a checksum of all weights on the device. `adapters` maps each registered adapter's id to one text: its identity, a
-    checksum of its kept copy, and `misapplied` if its slot differs from the copy. `probe` is the SHA-256 of the result of one step from a
+    `weights` is a checksum of all weights on the device. `adapters` maps each registered adapter's id to one text: identity, a
+    checksum of its kept copy, and `misapplied` if its slot differs from that. `probe` is the SHA-256 of the result of one step from a
     fixed seed; None if the model cannot run such a step. `cells` are levels, 0 to 255, of the same image in few large cells. `check` says
     how later probes compare with this one.
     """

@@ -129,7 +129,7 @@ class FileCache:
                 partial.path.rename(self.blob(sha256))
 
     def tree(self, files: Mapping[str, Blob]) -> tuple[Path, str]:
-        """Return a folder of links to these blobs, built if it is missing, under the keys of `files`, and a SHA-256 of keys and contents."""
+        """Return a folder of links to the blobs, named by the keys of `files`, and a SHA-256 of names and contents; build it if missing."""
         lines = (f"{files[name].sha256}  {name}\n" for name in sorted(files))
         digest = hashlib.sha256("".join(lines).encode()).hexdigest()
         folder = self.folder / "trees" / digest
@@ -148,7 +148,7 @@ class FileCache:
         unfinished.rename(folder)
 
     def read_record(self, key: str) -> Record | None:
-        """Return the record under a key; None if there is none that can be read. Its blobs may be gone: `lease` shows that."""
+        """Return the record under a key; None if there is none that can be read. The blobs may be gone: `lease` shows that."""
         try:
             return msgspec.json.decode((self.folder / "records" / f"{key}.json").read_bytes(), type=Record)
         except (OSError, msgspec.DecodeError):
@@ -162,7 +162,7 @@ class FileCache:
         unfinished.rename(path)
 
     def make_room(self, need_bytes: int, what: str) -> None:
-        """Evict unused files, the least recently used first, until `need_bytes` more fit; do nothing if they fit. Messages begin with `what`.
+        """Evict unused files, the least recently used first, until `need_bytes` more fit; none if they do. The error begins with `what`.
 
         Raises:
             RequestError: CacheFull, everything unused is evicted and they still do not fit.

@@ -12,7 +12,7 @@ def read_secret(folder: Path, name: str, key: str) -> str:
     """Read a key of a Secret, without whitespace around it.
 
     Raises:
-        RequestError: SecretMissing with both names, if the file is missing, empty or no printable text; InvalidRequest for a name that
+        RequestError: SecretMissing with both names, if the file is missing, empty or no printable text. InvalidRequest for a name that
             is no single part of a path.
     """
     for part in (name, key):

@@ -153,7 +153,7 @@ def _is_single(source: Source) -> bool:
 
 
 def _recorded(job: FetchJob, cache: FileCache, state: str, leases: ExitStack) -> FetchDone | None:
-    """Return a state of the source that was fetched before; None if it was not, or if one of its files is not cached any more."""
+    """Return a state of the source that was fetched before; None if it was not, or if a file of it is evicted."""
     record = cache.read_record(_state_key(job, state))
     return _done(job, cache, record, leases) if record is not None else None
 

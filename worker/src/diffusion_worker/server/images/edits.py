@@ -169,8 +169,8 @@ async def _with_images(request: Request, form: EditForm, params: GenerationParam
     """Return the request with its task, strength, images and mask, if there is one; files are decoded one after the other.
 
     Raises:
-        RequestError: InvalidRequest, there is no image, a file cannot be used, the mask does not fit the first image, or a field or the
-            task is refused. Other codes: see `Decoders.decode`.
+        RequestError: InvalidRequest: no image, a file that cannot be used, a mask that does not fit the first image, or a refused field
+            or task. Other codes: see `Decoders.decode`.
     """
     engine: Engine = request.app.state.engine
     decoders: Decoders = request.app.state.decoders
