@@ -34,7 +34,10 @@ def program() -> str:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Run a browser during the block. Playwright keeps an event loop in this thread, so nothing else can run one meanwhile."""
+    """Start a headless Chromium, yield it, and close it at the end of the block; installed first if it is missing.
+
+    Playwright keeps an event loop in this thread, so nothing else can run one meanwhile.
+    """
     # Chromium's own sandbox does not start as root; /dev/shm is small in containers.
     arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-background-networking", "--hide-scrollbars"]
     with sync_playwright() as playwright:

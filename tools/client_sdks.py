@@ -16,7 +16,7 @@ INSTALL_TIMEOUT_S = 300
 
 
 def javascript() -> Path:
-    """Return a folder with OpenAI's SDK and Vercel's in its `node_modules`.
+    """Return a folder with OpenAI's SDK and Vercel's in its `node_modules`; npm installs them once into the cache.
 
     Raises:
         PrerequisiteMissing: Node.js or npm is not there.
@@ -30,7 +30,7 @@ def javascript() -> Path:
 
 
 def go(sources: Path) -> Path:
-    """Return the program of a Go module, whose `go.mod` names the SDK.
+    """Build the Go program in a folder, whose `go.mod` names the SDK, unless the cache has it; return the path of the program.
 
     Raises:
         PrerequisiteMissing: Go is not there.

@@ -23,7 +23,7 @@ CHOSEN = f'{{namespace="$namespace", {MODEL}="$model"}}'
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """A graph: what it tells, the unit of its values, and its expressions by the names of their lines."""
+    """A graph of the dashboard: its title and description, the unit of its values, and a PromQL expression for each name of a line."""
 
     title: str
     text: str
@@ -156,14 +156,17 @@ ONE_MODEL = (
 
 
 def chosen(expression: str, *, namespace: str, model: str) -> str:
-    """Return an expression with what Grafana would put in its places, for metrics that are read every two seconds."""
+    """Return an expression with this namespace and model in place of the dashboard's variables, and 20 s as the interval of rates.
+
+    The interval is for metrics that are read every two seconds.
+    """
     for place, value in (("$__rate_interval", "20s"), ("$namespace", namespace), ("$model", model)):
         expression = expression.replace(place, value)
     return expression
 
 
 def rendered() -> str:
-    """Return the dashboard as JSON."""
+    """Build the dashboard from the panels of this module, and return it as Grafana's JSON; nothing is written."""
     board = (
         dashboard.Dashboard("Diffusion models")
         .uid("diffusion-operator")

@@ -38,14 +38,14 @@ SYMBOLS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A line of a panel: its name, and its values by seconds since the beginning."""
+    """A line of a panel: its name, and its values, each after the seconds since the beginning of the data."""
 
     name: str
     values: list[tuple[float, float]]
 
 
 class Source:
-    """A Prometheus that answers and reads no metrics."""
+    """A running Prometheus that is asked for all data it has; `began` and `ended` are the times of the first and the last value."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -54,7 +54,7 @@ class Source:
         self.step = max(1.0, (self.ended - self.began) / POINTS)
 
     def lines(self, panel: Panel, *, namespace: str, model: str) -> list[Line]:
-        """Return the lines of a panel that have any data."""
+        """Return a line for each series that the panel's expressions find and that has a value; values that are no number are left out."""
         found = []
         for name, expression in panel.lines.items():
             query = dashboard.chosen(expression, namespace=namespace, model=model)
@@ -71,13 +71,17 @@ class Source:
 
 
 def named(name: str, labels: dict[str, str]) -> str:
-    """Return the name of a line, with the labels of a series in the places that the dashboard left for them."""
+    """Return the name of a line, each `{{label}}` in it replaced by the series' value of that label, or by nothing if it has none."""
     return re.sub(r"{{(\w+)}}", lambda place: labels.get(place[1], ""), name)
 
 
 @contextmanager
 def answering(data: Path) -> Iterator[Source]:
-    """Start a Prometheus on a folder of data for as long as the block lasts."""
+    """Start a Prometheus on a folder of data and yield it when it answers; end it with the block. It reads no new metrics.
+
+    Raises:
+        SystemExit: it does not answer within 30 s, for instance because the folder holds no data.
+    """
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +107,7 @@ def _ready(url: str, process: subprocess.Popen[bytes]) -> Source:
 
 
 def draw(rows: Sequence[tuple[str, Sequence[tuple[Panel, list[Line]]]]], length_s: float) -> Image.Image:
-    """Draw rows of panels, each row under its title, over the same time."""
+    """Draw an image with the panels of all rows, each row below its title; the time axis of each panel is `length_s` seconds."""
     heights = [40 + HEIGHT * -(-len(panels) // COLUMNS) for _, panels in rows]
     image = Image.new("RGB", (WIDTH * COLUMNS, sum(heights)), "white")
     pen, y = ImageDraw.Draw(image), 0
@@ -140,13 +144,13 @@ def _draw_panel(pen: ImageDraw.ImageDraw, corner: tuple[int, int], panel: Panel,
 
 
 def written(value: float, unit: str) -> str:
-    """Write a value of an axis shortly: `46 MB`, `1.5 s`, `0.25`."""
+    """Return a value of an axis as a short text, such as `46 MB`, `1.5 s` or `0.25`."""
     size, symbol = next(((size, symbol) for size, symbol in SYMBOLS if value >= size), (1.0, ""))
     return f"{value / size:.3g} {symbol}{ {'bytes': 'B', 's': 's'}.get(unit, '') }".rstrip()
 
 
 def main(data: str, namespace: str, model: str, target: str) -> None:
-    """Write the image."""
+    """Draw the dashboard's panels for one model from the Prometheus folder `data`, write the image to `target`, and print a summary."""
     with answering(Path(data)) as source:
         rows = [
             (title, [(panel, source.lines(panel, namespace=namespace, model=model)) for panel in panels])

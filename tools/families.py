@@ -32,7 +32,7 @@ WIDTH = 105
 
 
 def find_class(name: str) -> Any:
-    """Return the model class of this name, which diffusers or transformers export or diffusers has somewhere; None without one."""
+    """Return the class of this name that diffusers or transformers exports, else one in any module of diffusers; None if there is none."""
     for library in LIBRARIES:
         if found := getattr(importlib.import_module(library), name, None):
             return found
@@ -44,7 +44,7 @@ def find_class(name: str) -> Any:
 
 
 def installed(name: str, methods: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """Return the version of a class's library, and the signatures of those methods that it has.
+    """Return the name and version of the library that has this class, and the signature of each of the methods that the class has.
 
     Raises:
         ClickException: there is no such class.
@@ -66,7 +66,7 @@ def differences(record: ModelRecord) -> Iterator[str]:
 
 
 def renewed(source: str) -> str:
-    """Return the source of a family's file with the version and signatures of every model record as installed."""
+    """Return the source of a file with the version and signatures of every model record as installed; nothing is written."""
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -78,7 +78,7 @@ def renewed(source: str) -> str:
 
 
 def _replacements(tree: ast.AST, starts: list[int]) -> Iterator[tuple[int, int, str]]:
-    """Yield start, end and new text of each version and each dictionary of signatures, in bytes."""
+    """Yield, for each version and each dictionary of signatures in the records, its first and last byte and the new text."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == ModelRecord.__name__):
             continue
@@ -96,7 +96,7 @@ def _literal(signatures: dict[str, str]) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Return a text as a literal, or as several in parentheses."""
+    """Return a text as a Python literal, or as several in parentheses if it is too long for a line."""
     parts = textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
     quoted = [f"{part} " for part in parts[:-1]] + parts[-1:]
     literals = ['"' + part.replace("\\", "\\\\").replace('"', '\\"') + '"' for part in quoted]
@@ -104,19 +104,19 @@ def _wrapped(text: str) -> str:
 
 
 def formatted(source: str) -> str:
-    """Return a source as ruff formats it."""
+    """Return a Python source as ruff formats it; raise CalledProcessError if ruff refuses it."""
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(FOLDER / "family.py"), "-"]
     return subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
 
 
 def new_record(name: str) -> str:
-    """Return the source of a record for a class."""
+    """Return the source of a new record for a class, with its installed version and the signatures of the methods that are merged."""
     now, signatures = installed(name, merged_methods(find_class(name)))
     return formatted(f'RECORDS = (ModelRecord("{name}", version="{now}", signatures={_literal(signatures)},),)\n')
 
 
 def family_files() -> list[Path]:
-    """Return the files with records."""
+    """Return the paths of all files of families that have records, sorted."""
     return [path for path in sorted(FOLDER.glob("*.py")) if "\nRECORDS" in path.read_text()]
 
 

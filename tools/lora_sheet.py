@@ -45,7 +45,7 @@ def label_of(mixture: Mixture) -> str:
 
 
 def main(path: str) -> None:
-    """Make every image and say how large the sheet is."""
+    """Make the image of every mixture of adapters, write the sheet with all of them to `path`, and print its size in bytes."""
     with DiffusionEngine(DIGITS / "model", loras={name: DIGITS / "loras" / name for name in NAMES}) as engine:
         rows = [
             [

@@ -100,7 +100,7 @@ class Row(NamedTuple):
 
 
 def row_of(name: str, tested: frozenset[str]) -> Row:
-    """Describe an exported class."""
+    """Return the row of a class that diffusers exports, by its name; `tested` has the names of the tested ones."""
     found = getattr(diffusers, name)
     if not issubclass(found, diffusers.DiffusionPipeline | diffusers.ModularPipeline):
         return Row(name, "", "", "not", f"needs {' and '.join(missing_libraries(found))}, which the worker does not have", "", "")
@@ -148,14 +148,14 @@ def _takes(found: Any) -> str:
 
 
 def tested_classes() -> frozenset[str]:
-    """The classes that have a family in tests/support, whatever variants of them."""
+    """Return the names of the classes that have a family in tests/support; a family's variants count for its class."""
     sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
     families = importlib.import_module("support.families.rig.all").FAMILIES
     return frozenset(family.name.partition(" (")[0] for family in families)
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Build docs/models.md from the installed diffusers and return its text; nothing is written."""
     names = [name for name in sorted(dir(diffusers)) if name.endswith("Pipeline") and name not in BASES]
     tested = tested_classes()
     rows = [row_of(name, tested) for name in names]

@@ -39,21 +39,21 @@ NAME = re.compile(r"[\w.-]+(\[[\w,-]+\])?")
 
 
 def names() -> list[str]:
-    """Return what both distributions and the tests need, without bounds."""
+    """Return the names of all that both distributions and the tests need, with extras but without bounds."""
     needed = dependencies(*DISTRIBUTIONS)
     needed += tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["dev"]
     return [match[0] for each in needed if (match := NAME.match(each))]
 
 
 def changes(pinned: Mapping[str, str], newest: Mapping[str, str]) -> list[str]:
-    """Return a line for each distribution whose newest release is not the pinned one."""
+    """Return a line for each distribution in `newest` whose version is not the pinned one, or that has no pin; sorted by name."""
     return [
         f"  {name:28} {pinned.get(name, 'none'):16} {version}" for name, version in sorted(newest.items()) if pinned.get(name) != version
     ]
 
 
 def environment(lock: str) -> Path:
-    """Return the Python of an environment with the releases of `lock` and our own sources.
+    """Return the path of Python in an environment with the releases of `lock` and our own sources; it is made once into the cache.
 
     Raises:
         CommandFailed: it cannot be made.

@@ -26,7 +26,7 @@ def requirements() -> list[str]:
 
 
 def folder() -> Path:
-    """Return the folder, made once for these bounds: about 1 GB to download, a minute.
+    """Return the folder with the oldest torch and torchvision; unless cached, about 1 GB is downloaded, in a minute.
 
     Raises:
         CommandFailed: pip cannot install them.
@@ -36,7 +36,10 @@ def folder() -> Path:
 
 
 def _install(new: Path, index: str) -> None:
-    """Install without dependencies: CUDA's libraries are those of the environment, which are of the same major release."""
+    """Install the oldest torch into a folder without its dependencies, and remove parts that importing it does not need.
+
+    CUDA's libraries are those of the environment, which are of the same major release.
+    """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"]
     command += [f"--target={new}", *([f"--index-url={index}"] if index else []), *requirements()]
     run_logged(command, what="the oldest torch (about a minute, once)", log=log_dir() / "oldest-torch.log", deadline_s=INSTALL_TIMEOUT_S)

@@ -35,7 +35,7 @@ Docstring = tuple[str, str]
 
 
 def docstrings(content: str) -> Iterator[tuple[str, Docstring]]:
-    """Yield each docstring of a module by its qualified name."""
+    """Yield each docstring of a class or function in a source, nested ones too, by its qualified name; the module's own is left out."""
 
     def below(node: ast.AST, prefix: str) -> Iterator[tuple[str, Docstring]]:
         for child in ast.iter_child_nodes(node):
@@ -69,7 +69,10 @@ def docstrings_at(revision: str) -> dict[Place, Docstring]:
 
 
 def kept_share(before: str, after: str) -> float:
-    """Return the share of a docstring's words after the third that are there, in their order, in the one that replaced it."""
+    """Return the share of the old docstring's words, the first three left out, that the new one has in the same order.
+
+    0 if there are no more than three.
+    """
     old, new = words(before)[FIRST_WORDS:], words(after)
     same = sum(block.size for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks())
     return same / len(old) if old else 0.0
@@ -81,7 +84,7 @@ def words(text: str) -> list[str]:
 
 
 def rewritten(before: Mapping[Place, Docstring], after: Mapping[Place, Docstring]) -> dict[Place, tuple[str, str]]:
-    """Return the docstrings whose words are others, as pairs."""
+    """Return the docstrings of places in both mappings whose words differ, each as a pair of the old and the new text."""
     both = {place: (before[place][1], after[place][1]) for place in before.keys() & after.keys()}
     return {place: pair for place, pair in sorted(both.items()) if words(pair[0]) != words(pair[1])}
 

@@ -70,7 +70,7 @@ class Field:
 
 
 def page(crds: list[Schema]) -> str:
-    """Return the whole page."""
+    """Return the text of docs/reference.md for the parsed CRDs; nothing is written."""
     return "\n".join([INTRODUCTION, *(_kind(crd) for crd in crds)])
 
 
@@ -90,7 +90,7 @@ def fields(schema: Schema, path: str = "", *, replaces: bool = False, experiment
 
 
 def rules(schema: Schema, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each rule's path and message."""
+    """Yield the path and message of each validation rule of a schema and of all schemas below it."""
     for rule in schema.get("x-kubernetes-validations", ()):
         yield f"{path}{rule.get('fieldPath', '')}".removeprefix("."), rule["message"]
     for name, inner in schema.get("properties", {}).items():
@@ -113,7 +113,7 @@ def _kind(crd: Schema) -> str:
 
 
 def _spec_table(rows: list[Field]) -> list[str]:
-    """Return the rows of a spec's table, without the column of replaced pods where no change replaces any."""
+    """Return the lines of the table of a spec; the column about replaced pods is there only if a change of some field replaces them."""
     replaces = [["yes" if row.replaces else ""] if any(one.replaces for one in rows) else [] for row in rows]
     cells = [[f"`{row.path}`", _kind_of(row.schema), _default(row), _meaning(row.schema)] for row in rows]
     header = [*["field", "type", "default", "meaning", "replaces"][: 4 + len(replaces[0])], "stability"]
@@ -143,7 +143,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _kind_of(schema: Schema) -> str:
-    """Type, values and bounds in a few words."""
+    """Return a field's type, possible values and bounds in a few words."""
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("x-kubernetes-int-or-string"):
@@ -198,7 +198,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write docs/reference.md from the CRDs, over the old one."""
     PAGE.write_text(page([yaml.safe_load((ROOT / "crds" / f"{plural}.yaml").read_text()) for plural in KINDS]))
 
 

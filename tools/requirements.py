@@ -18,29 +18,29 @@ RESOLVE_TIMEOUT_S = 180
 
 
 def dependencies(*distributions: str) -> list[str]:
-    """Return the requirements of these distributions, with their bounds."""
+    """Return the requirements that the pyproject.toml of these distributions list, with their bounds; extras are left out."""
     projects = (tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"] for name in distributions)
     return [requirement for project in projects for requirement in project["dependencies"]]
 
 
 def versions(lines: str) -> dict[str, str]:
-    """Return the version of each distribution in lines of `name==version`; names as an index compares them."""
+    """Return the version of each distribution in lines of `name==version`, by its normalized name; other lines are ignored."""
     pairs = (line.partition("==") for line in lines.splitlines() if "==" in line)
     return {re.sub(r"[-_.]+", "-", name).lower(): version.strip() for name, _, version in pairs}
 
 
 def uv(*words: str) -> list[str]:
-    """Return a command of the uv beside this Python."""
+    """Return the words of a call of the uv that is beside this Python."""
     return [str(Path(sys.executable).with_name("uv")), *words]
 
 
 def uv_environment() -> dict[str, str]:
-    """Return the environment for uv, which does not read pip's settings."""
+    """Return this process's environment with PIP_INDEX_URL as uv's index too, because uv does not read pip's settings."""
     return {**os.environ, **({"UV_DEFAULT_INDEX": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {})}
 
 
 def resolve(asked: Iterable[str], *options: str) -> str:
-    """Return the newest releases that meet requirements and go together, a line of `name==version` each.
+    """Return the newest releases that meet the requirements and go together, a line of `name==version` each.
 
     Raises:
         RuntimeError: they do not go together, or no index answers; with uv's own words.

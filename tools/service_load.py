@@ -25,7 +25,10 @@ DEADLINE_S = 300.0
 
 
 def main(plan: Found) -> Found:
-    """All of the plan, from now on; a request never waits for another one's answer."""
+    """Send all requests of a plan, each at its time and in its own thread; return their outcomes and the samples of memory.
+
+    It waits for all answers, and then for `afterwardsSeconds`.
+    """
     began, ended = time.monotonic(), threading.Event()
     found: Found = {"began": time.time(), "requests": [{} for _ in plan["requests"]], "samples": []}
     clients = [
@@ -86,7 +89,10 @@ def _look(every_s: float | None, began: float, ended: threading.Event, samples: 
 
 
 def _sample() -> Found:
-    """Sample the engine's state and the kernel's count of all ranks' resident bytes: all of them, and those of the weights."""
+    """Return the engine's state and last operation, the number of held requests, and the ranks' resident bytes.
+
+    These are given in all, and of the weights alone.
+    """
     request = urllib.request.Request(CONTROL, headers={"Authorization": f"Bearer {TOKEN.read_text().strip()}"})
     with urllib.request.urlopen(request, timeout=10) as answer:
         state = json.load(answer)

@@ -50,7 +50,7 @@ def bursts(seed: int, count: int) -> Iterator[float]:
 
 
 def plan(seed: int = SEED, count: int = REQUESTS) -> Found:
-    """Return the input of tools/service_load.py."""
+    """Return a plan for tools/service_load.py: requests in bursts with random prompts, the same for the same seed."""
     chance = random.Random(seed)
     requests = [
         {"at": at, "body": {**BODY, "prompt": chance.choice(PROMPTS), "seed": number}} for number, at in enumerate(bursts(seed, count))
@@ -59,7 +59,10 @@ def plan(seed: int = SEED, count: int = REQUESTS) -> Found:
 
 
 def summary(found: Found, events: Sequence[str]) -> Found:
-    """Return counts and seconds; `events` are the reasons of the deployment's Events, repeated for each one."""
+    """Return the figures of a run: counts of requests, sleeps and wakes, seconds of requests, and the weights' memory.
+
+    `events` has the reason of each of the deployment's Events, repeated for each one.
+    """
     requests, samples = found["requests"], found["samples"]
     served = [one for one in requests if "completed" in one]
     held = [one["seconds"] for one in served if "held" in one]
@@ -82,7 +85,7 @@ def summary(found: Found, events: Sequence[str]) -> Found:
 
 
 def operations(samples: Sequence[Found], kind: str) -> int:
-    """Return how many operations of a kind succeeded during the observation."""
+    """Return how many operations of this kind, `sleep` or `wake`, succeeded after the first sample, as far as samples saw them."""
     ended = [one["lastOperation"] for one in samples[1:] if one["lastOperation"] != samples[0]["lastOperation"]]
     return len({one["operationId"] for one in ended if one["kind"] == kind and not one["error"]})
 
@@ -100,7 +103,7 @@ def spread(seconds: Sequence[float]) -> Found | None:
 
 
 def draw(found: Found, told: Found) -> Image.Image:
-    """Three panels over one time: the ranks' weights in memory, the ranks as a whole, how long each request took."""
+    """Draw three panels over one time: the ranks' weights in memory, the ranks' memory as a whole, and the seconds of each request."""
     samples, requests = found["samples"], found["requests"]
     end = max(one["at"] for one in samples)
     image = Image.new("RGB", (WIDTH, TOP + 3 * (PANEL + GAP)), "white")
@@ -121,7 +124,7 @@ def _mebibytes(samples: Sequence[Found], what: str) -> list[tuple[float, float]]
 
 
 class Panels:
-    """Axes and what is drawn in them; times are seconds since the start."""
+    """Three panels of an image, one below the other, and the methods that draw in them; times are seconds since the start."""
 
     def __init__(self, image: Image.Image, end: float) -> None:
         self._pen = ImageDraw.Draw(image)
@@ -155,7 +158,7 @@ class Panels:
             self._pen.ellipse((x - 3, y - 3, x + 3, y + 3), fill=MOVING if held else AWAKE)
 
     def _axis(self, panel: int, label: str, low: float, high: float) -> Callable[[float], float]:
-        """Draw the frame of a panel; return the function that gives a value's height in it."""
+        """Draw the frame of a panel with its label and scale; return the function from a value to its vertical position in the image."""
         bottom, left, right = TOP + PANEL + panel * (PANEL + GAP), LEFT, WIDTH - RIGHT
         self._pen.line([(left, bottom - PANEL + 20), (left, bottom), (right, bottom)], fill="gray")
         self._pen.text((left + 6, bottom - PANEL), label, fill="black", font=self._font)
@@ -192,7 +195,7 @@ def run(kubectl: Kubectl) -> tuple[Found, list[str]]:
 
 
 def main(image: str, raw: str) -> None:
-    """Measure, write both files, and say what was found."""
+    """Run the load on the development cluster, write the image and the raw JSON, and print the summary."""
     with stage(NAMESPACE) as set_up:
         found, events = run(set_up.kubectl)
     told = summary(found, events)

@@ -43,7 +43,7 @@ _NO_END = re.compile(r"(?:\b(?:e\.g|i\.e|cf|vs|etc|approx)|\.\.)\.$", re.IGNOREC
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence that breaks a rule: the path from the repository's root, the line where its text begins, the rule."""
+    """A sentence that breaks a rule: the path from the repository's root, the line where its text begins, the rule, and the sentence."""
 
     path: str
     line: int
@@ -55,7 +55,7 @@ class Finding:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a text, whitespace folded; a full stop within inline code or an abbreviation ends none."""
+    """Yield the sentences of a text with each run of whitespace as one space. A full stop in inline code or an abbreviation ends none."""
     hidden: list[str] = []
 
     def hide(found: re.Match[str]) -> str:
@@ -75,7 +75,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def broken_rules(sentence: str, kind: Kind) -> Iterator[str]:
-    """Yield a line for each rule that a sentence breaks; code and URLs count as one word and are not read."""
+    """Yield a message for each rule that a sentence breaks; code and URLs count as one word each, and are not looked into."""
     plain = _URL.sub("URL", _CODE.sub("CODE", sentence))
     if (opening := _opening(plain, kind)) is not None:
         yield opening
@@ -87,7 +87,7 @@ def broken_rules(sentence: str, kind: Kind) -> Iterator[str]:
 
 
 def findings(read: Iterable[Text]) -> Iterator[Finding]:
-    """Yield every broken rule of these texts."""
+    """Yield a finding for each rule that a sentence of these texts breaks."""
     for text in read:
         for sentence in sentences(text.text):
             for rule in broken_rules(sentence, text.kind):

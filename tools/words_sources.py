@@ -33,7 +33,7 @@ _FIELD = re.compile(r"^\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*(?: \([^)]*\))?:\s+(?P<t
 
 
 class Kind(enum.Enum):
-    """A text's form, which some rules ask for."""
+    """The form of a text, because some rules are about one form alone."""
 
     PROSE = enum.auto()
     HEADING = enum.auto()
@@ -43,7 +43,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Text:
-    """Prose of one place: the path from the repository's root, the line where it begins."""
+    """A piece of prose, such as a paragraph or a comment: the path from the repository's root, the line where it begins, its words."""
 
     path: str
     line: int
@@ -58,7 +58,7 @@ def texts(root: Path) -> Iterator[Text]:
 
 
 def texts_of(content: str, path: str) -> list[Text]:
-    """Return the prose of one file by the end of its name; none for a kind of file that is not read."""
+    """Return the prose of one file; its name decides how it is read. Empty for a kind of file that is not read."""
     reader = _reader(path)
     return [] if reader is None else list(reader(content, path))
 
@@ -135,7 +135,10 @@ def _comments(content: str, path: str) -> Iterator[Text]:
 
 
 def _strings(node: ast.AST, path: str, seen: set[int], *, message: bool) -> Iterator[Text]:
-    """Yield strings of words; `message` where one begins what a user reads, such as an error's text or help."""
+    """Yield the strings below a node that are prose; strings in `seen` are left out.
+
+    `message` says that the node is part of a text for users, such as an error or help. Such strings may be shorter.
+    """
     if id(node) in seen:
         return
     if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and (text := _literal(node)) is not None:
@@ -152,7 +155,7 @@ def _strings(node: ast.AST, path: str, seen: set[int], *, message: bool) -> Iter
 
 
 def _literal(node: ast.AST) -> str | None:
-    """Return the words of a string, with {} for each value in it; None for what is no string."""
+    """Return the words of a string, an f-string or a sum with one, with {} for each value in it; None for any other expression."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -164,7 +167,7 @@ def _literal(node: ast.AST) -> str | None:
 
 
 def is_text(node: ast.AST) -> bool:
-    """Return whether an expression is a string of the source, or a sum with one."""
+    """Return whether an expression is a literal string, an f-string, or a sum with one."""
     return _literal(node) is not None
 
 
@@ -207,7 +210,7 @@ def _linked(text: str) -> str:
 
 
 def _yaml(content: str, path: str) -> Iterator[Text]:
-    """Yield comments, and what describes a field or an alert; a template of helm has comments only."""
+    """Yield the comments, and the values of keys such as `description` or `summary`; of a template of helm only the comments."""
     yield from _hash_comments(content, path)
     if "/templates/" in path:
         return
@@ -242,7 +245,7 @@ def _hash_comments(content: str, path: str) -> Iterator[Text]:
 
 
 def _page(content: str, path: str) -> Iterator[Text]:
-    """Yield the text that an HTML file of the page shows, or the comments and strings of a script, where they are words."""
+    """Yield the texts in an HTML file of the page, or the comments and strings of a script, if they have at least three words."""
     for number, line in enumerate(content.splitlines(), 1):
         if path.endswith(".html"):
             shown = [*re.findall(r">([^<>]+)<", line), *re.findall(r'(?:title|placeholder|aria-label|alt)="([^"]*)"', line)]
@@ -254,7 +257,7 @@ def _page(content: str, path: str) -> Iterator[Text]:
 
 
 class _Paragraphs:
-    """Collects lines into texts."""
+    """Collects lines of a file into texts: `begin` and `add` take lines, and `all` returns the texts."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -264,23 +267,23 @@ class _Paragraphs:
         self._kind = Kind.PROSE
 
     def begin(self, line: int, text: str, kind: Kind = Kind.PROSE) -> None:
-        """Begin a text at a line; the one before has ended."""
+        """End the text so far, and begin another one at this line."""
         self.end()
         self._kind = kind
         self.add(line, text)
 
     def add(self, line: int, text: str) -> None:
-        """Go on with the text that was begun, or begin one."""
+        """Add words to the text that was begun; if none was, they begin one at this line."""
         self._from = self._from if self._lines else line
         self._lines.append(text)
 
     def end(self) -> None:
-        """End the text; the next line begins another one."""
+        """End the text so far; do nothing if there is none."""
         if self._lines:
             self._texts.append(Text(self._path, self._from, "\n".join(self._lines), self._kind))
         self._lines, self._kind = [], Kind.PROSE
 
     def all(self) -> list[Text]:
-        """End the text and return all."""
+        """End the text so far, and return all texts in their order."""
         self.end()
         return self._texts

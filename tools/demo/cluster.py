@@ -16,7 +16,7 @@ SERVICE_PORT = "http"
 
 @dataclass(frozen=True)
 class Ground:
-    """Everything the demo stands on."""
+    """The ground that the demo stands on: the running cluster with its kubeconfig, kubectl and Helm, and our images in it."""
 
     provider: str
     kubeconfig: Path
@@ -26,7 +26,13 @@ class Ground:
 
 
 def prepare(story: Story) -> Ground:
-    """Each part is made once per content, so that a second run only looks. devcluster tells its progress by itself, on stderr."""
+    """Build our images, start the cluster or find it, load the images into it, and return both; each part is a step of the story.
+
+    Parts that exist are not made again. The progress of the devcluster goes to stderr.
+
+    Raises:
+        DevclusterError: the machine lacks something, or a part cannot be made.
+    """
     provider = cluster.provider()
     with story.step("Build the container images and the cluster's programs") as step:
         cluster.prepare(("operator", "worker"))
@@ -43,5 +49,5 @@ def prepare(story: Story) -> Ground:
 
 
 def address_of(namespace: str, service: str) -> AbstractContextManager[str]:
-    """Forward a local address to the Service during the block."""
+    """Return a block that yields a local URL which leads to the Service's HTTP port while the block lasts."""
     return connect(namespace, service, SERVICE_PORT)

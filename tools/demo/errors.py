@@ -3,8 +3,8 @@
 
 
 class DemoFailed(Exception):
-    """A step did not show what it is there to show; the message says what was expected and what was found."""
+    """A step of the demo did not show its claim, or kubectl or Helm failed; the message says what was found."""
 
 
 class TookTooLong(DemoFailed):
-    """A wait reached its deadline; the message names the object and the last that was seen of it."""
+    """A wait reached its deadline; the message names the object or the command, and its last known state if there is one."""

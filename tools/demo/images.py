@@ -46,12 +46,16 @@ class Refusal:
 
 
 def client_for(url: str) -> openai.OpenAI:
-    """Retries are off: a refusal is to be seen, not waited out."""
+    """Return an OpenAI client for a model's URL, without retries, because a refusal is to be seen and not waited out."""
     return openai.OpenAI(base_url=f"{url}/v1", api_key="not-needed", max_retries=0, timeout=120.0)
 
 
 def ask(client: openai.OpenAI, request: Request) -> DemoImage:
-    """Make an image; retry only while there is no connection yet."""
+    """Make an image; try again for up to 20 s while there is no connection, but not after a timeout or a refusal.
+
+    Raises:
+        DemoFailed: there was no connection, or the answer has no image.
+    """
     end = time.monotonic() + CONNECT_S
     while True:
         try:
@@ -74,7 +78,7 @@ def ask_and_be_refused(client: openai.OpenAI, request: Request) -> Refusal:
 
 
 def ask_once(client: openai.OpenAI, request: Request) -> DemoImage:
-    """Make an image, or raise the SDK's error."""
+    """Make an image by one request; raise the SDK's error if it is refused, and DemoFailed if the answer has no image."""
     lora = {"lora": [{"name": name, "scale": scale} for name, scale in request.adapters]} if request.adapters else {}
     answer = client.images.generate(
         model=request.model,
@@ -94,12 +98,15 @@ def same_bits(first: DemoImage, second: DemoImage) -> bool:
 
 
 def mean_difference(first: DemoImage, second: DemoImage) -> float:
-    """Mean distance of two images' values, in levels of 255."""
+    """Return the mean difference of two images' RGB values, from 0 for equal images to 255."""
     return float(sum(ImageStat.Stat(ImageChops.difference(first.image(), second.image())).mean) / 3)
 
 
 def contact_sheet(columns: Sequence[tuple[str, Sequence[DemoImage]]], rows: Sequence[str]) -> Image.Image:
-    """Draw a column for each stage and a row for each prompt; small images are enlarged without smoothing."""
+    """Draw a sheet with a titled column of images for each stage and a caption from `rows` for each row.
+
+    Images are resized to equal squares without smoothing; a column may have fewer images than there are rows.
+    """
     step = TILE + MARGIN
     sheet = Image.new("RGB", (MARGIN + step * len(columns), CAPTION + (step + CAPTION) * len(rows)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=15)

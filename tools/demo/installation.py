@@ -16,14 +16,14 @@ RELEASE = "diffusion-operator"
 
 @dataclass(frozen=True)
 class Images:
-    """References as the cluster's node knows them."""
+    """The references of our two container images, as the cluster's node knows them."""
 
     operator: str
     worker: str
 
 
 def run_helm(helm: Path, kubeconfig: Path, *words: str, deadline_s: int) -> str:
-    """Run helm, and return what it printed."""
+    """Run helm with these words and return what it printed; raise DemoFailed with its error output if it fails."""
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     done = subprocess.run([helm, *words], capture_output=True, text=True, timeout=deadline_s + 30, env=environment, check=False)
     if done.returncode != 0:
@@ -34,9 +34,9 @@ def run_helm(helm: Path, kubeconfig: Path, *words: str, deadline_s: int) -> str:
 def helm_install(
     helm: Path, kubeconfig: Path, *, namespace: str, images: Images, deadline_s: int, settings: Mapping[str, str] = {}, chart: Path = CHART
 ) -> str:
-    """`helm upgrade --install`, waiting for the operator's pod; what helm printed.
+    """Install or upgrade the operator's release by `helm upgrade --install`, wait for its pod, and return what helm printed.
 
-    It takes the CRDs over from whichever release had them: on a development cluster the newest tree is right.
+    CRDs are taken over from any other release that had them: on a development cluster the newest tree is right.
     """
     repository, _, tag = images.operator.rpartition(":")
     chosen = {"image.repository": repository, "image.tag": tag, "engine.image": images.worker, **settings}

@@ -22,7 +22,10 @@ PATIENCE_S = 45.0
 
 @dataclass(frozen=True)
 class Kubectl:
-    """`command` is kubectl with what it needs to reach the cluster; `namespace` is put on every call."""
+    """Calls of kubectl in one namespace: `command` is kubectl with the words that it needs to reach the cluster.
+
+    A failed call raises DemoFailed.
+    """
 
     command: tuple[str, ...]
     namespace: str
@@ -50,7 +53,10 @@ class Kubectl:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A condition as it shall be, about the newest spec; no reason means any."""
+    """A condition to wait for: its type, its status, and its possible reasons; no reasons means any.
+
+    It must be about the newest spec.
+    """
 
     type: str
     status: str
@@ -84,9 +90,10 @@ def describe_condition(resource: Document, kind: str) -> str:
 def wait_for(
     kubectl: Kubectl, resource: str, wanted: Wanted, *, deadline_s: float, tell: Callable[[str], None] = lambda _: None
 ) -> Document:
-    """Poll until the condition holds, telling each change of it on the way; the object as it then is.
+    """Poll an object until the condition holds, and return the object; `tell` gets a line for each change of the condition.
 
-    Gives up at the deadline, or earlier where the reason has been a hopeless one for a while.
+    Raises:
+        TookTooLong: the deadline is over, or the reason has for 45 s been one that does not pass by itself.
     """
     end, told, hopeful = time.monotonic() + deadline_s, "", time.monotonic()
     while True:

@@ -25,7 +25,9 @@ class Stage:
 
 @contextmanager
 def stage(namespace: str) -> Iterator[Stage]:
-    """Empty but for the operator. A cluster that was not running before is ended with it.
+    """Install the operator in an empty namespace of the development cluster, and yield it; delete the namespace afterwards.
+
+    The cluster is started if it does not run, and then ended too.
 
     Raises:
         DemoFailed, DevclusterError: there is no cluster to be had, or the chart cannot be installed.

@@ -31,7 +31,10 @@ class Story:
 
     @contextmanager
     def step(self, title: str) -> Iterator[Step]:
-        """Print a heading with the time since the start, and after the block its result and its duration."""
+        """Print a heading with the time since the start, yield the step, and print its result and duration after the block.
+
+        If the block raises, the step's result is FAILED and only the table shows it.
+        """
         step = Step(title)
         began = self.clock()
         self._write(f"\n{_minutes(began - self._began)}  {title}")
@@ -50,7 +53,7 @@ class Story:
             self._write(f"{INDENT}{line}".rstrip())
 
     def table(self) -> str:
-        """Format the steps with their results and durations."""
+        """Return a table of the ended steps, with their seconds and results, and the seconds in all."""
         total = Step("in all", self.clock() - self._began)
         rows = [("what", "seconds", "result"), *((s.title, f"{s.seconds:.1f}", s.result) for s in [*self.steps, total])]
         wide = [max(len(row[column]) for row in rows) for column in range(3)]

@@ -147,7 +147,11 @@ def wake_it_by_a_request(demo: Demo, step: Step) -> None:
 
 
 def ask_again(demo: Demo, step: Step) -> None:
-    """Make the other images again with the model that slept twice, and compare all with those from before."""
+    """Make the base and adapter images again with the model that slept twice, and compare them bit by bit with those from before.
+
+    Raises:
+        DemoFailed: an image differs.
+    """
     demo.images["base-after-waking"] += _take(demo, MODEL, "base-after-waking", prompts=PROMPTS[1:])
     demo.images["adapter-after-waking"] = _take(demo, ADAPTER, "adapter-after-waking")
     for name, model in (("base", MODEL), ("adapter", ADAPTER)):
@@ -191,7 +195,10 @@ STEPS: Sequence[tuple[str, Callable[[Demo, Step], None]]] = (
 def _take(
     demo: Demo, model: str, name: str, *, adapters: tuple[tuple[str, float], ...] = (), prompts: Sequence[str] = PROMPTS
 ) -> list[DemoImage]:
-    """Make an image for each prompt, one after the other: a request alone is bit for bit the same every time."""
+    """Make an image for each prompt, one after the other, save it as a file, and return all.
+
+    A request alone gives the same bits every time.
+    """
     taken = []
     mixed = " and ".join(f"{scale:g} of {adapter!r}" for adapter, scale in adapters)
     with demo.connect(MODEL) as url:

@@ -29,7 +29,7 @@ AddressRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank's weights; `resident` is what the kernel counts, `reported` what the worker says of the same."""
+    """Bytes of one rank: `weights` in all, `resident` as the kernel counts them in memory, `reported` as the worker counts these."""
 
     rank: int
     pid: int
@@ -39,7 +39,7 @@ class RankMemory:
 
 
 def read_state(kubectl: Kubectl, pod: str) -> dict[str, Any]:
-    """Ask the control port for `/v1/state` by a Python program run in the pod, where the token's file is mounted."""
+    """Return the worker's state document, read from its control port by a Python program in the pod, where the token's file is mounted."""
     state: dict[str, Any] = json.loads(kubectl.text("exec", pod, "--container", CONTAINER, "--", "python3", "-c", READ_STATE))
     return state
 
@@ -64,13 +64,16 @@ def _rank_memory(kubectl: Kubectl, pod: str, rank: dict[str, Any]) -> RankMemory
 
 
 def parse_range(text: str) -> AddressRange:
-    """Two hexadecimal addresses as the kernel writes them: `7f00-7f80`."""
+    """Return the two addresses of a range that the kernel writes in hexadecimal, such as `7f00-7f80`."""
     low, high = text.split("-")
     return int(low, 16), int(high, 16)
 
 
 def resident_bytes(smaps: str, ranges: Sequence[AddressRange]) -> int:
-    """Rss of the mappings that overlap one of the ranges; the kernel may have joined a neighbour to one, never split one off."""
+    """Return the resident bytes of all mappings in the text of smaps that overlap one of the ranges.
+
+    A mapping counts as a whole, also with a neighbour that the kernel joined to it.
+    """
     total, inside = 0, False
     for line in smaps.splitlines():
         head, _, rest = line.partition(" ")
@@ -91,7 +94,11 @@ def megabytes(size: int) -> str:
 
 
 def check_given_back(before: Sequence[RankMemory], after: Sequence[RankMemory]) -> str:
-    """Return the figures in words; raise DemoFailed if a sleep freed too little or the worker's figure is not the kernel's."""
+    """Return the figures of a sleep in words, from each rank's memory before it and during it.
+
+    Raises:
+        DemoFailed: more than 2 % stayed, the weights were not in memory before, or the worker's figure is not the kernel's.
+    """
     awake, asleep = total_resident(before), total_resident(after)
     if awake < sum(rank.weights for rank in before):
         raise DemoFailed(f"while awake the weights' mapping has {awake} bytes in memory, less than the weights have")

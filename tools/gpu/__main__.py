@@ -27,7 +27,7 @@ TOTAL_S = 480.0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Read the options."""
+    """Parse the command line; an unknown item or option ends the program with a message."""
     parser = argparse.ArgumentParser(prog="make gpu", description="The first minutes on a machine with one GPU.")
     parser.add_argument("items", nargs="*", metavar="ITEM", help=f"all by default; there are {', '.join(item.name for item in ITEMS)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cuda by default")
@@ -44,13 +44,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def chosen(names: list[str], *, tiny: bool) -> list[Item]:
-    """Return the items of these names, or all; the device is always looked at first. Tiny models share a process, to save its imports."""
+    """Return the items of these names in their fixed order, or all without names; the item that finds the device is always the first.
+
+    With `tiny` the models share a process, to save its imports.
+    """
     found = [item for item in ITEMS if not names or item.name in names or item is ITEMS[0]]
     return [replace(item, process="models") if tiny and item.process in MODELS else item for item in found]
 
 
 def environment(options: argparse.Namespace, *packages: Path) -> dict[str, str]:
-    """Return the environment of the items: our own code and the packages come first, and nothing reaches for a network."""
+    """Return the environment for the items' processes: `packages` and our own code come first in PYTHONPATH, and no model is downloaded."""
     judge = options.wheels / JUDGE
     path = [*map(str, packages), str(ROOT), str(ROOT / "worker" / "src"), str(ROOT / "tests")]
     path += [place for place in [os.environ.get("PYTHONPATH")] if place]
@@ -64,12 +67,15 @@ def environment(options: argparse.Namespace, *packages: Path) -> dict[str, str]:
 
 
 def exit_code(outcomes: list[Outcome]) -> int:
-    """Return 0 if everything that could run ran and nothing failed."""
+    """Return 1 if an item failed, found no time or no device, else 0; other skipped items and missed targets do not count."""
     return int(any(outcome.status in (FAILED, NO_TIME) or outcome.error == NO_DEVICE for outcome in outcomes))
 
 
 def main(arguments: list[str]) -> int:
-    """Run the items and print their outcome."""
+    """Unpack the carried packages, run the chosen items, print and write the outcome, and return the exit code.
+
+    Without wheels for this Python it returns 1 and runs nothing.
+    """
     options = parse(arguments)
     with tempfile.TemporaryDirectory(prefix="gpu-packages-") as temporary:
         own, packages = Path(temporary) / "own", options.packages

@@ -20,7 +20,12 @@ GIGA = 1e9
 
 
 def tell(run: Run) -> None:
-    """Report the device and the versions of libraries; raise torch's own words where it has no such device."""
+    """Report the device and the versions of libraries, and compute a product on it.
+
+    Raises:
+        RuntimeError: torch has no such device; in torch's own words.
+        AssertionError: the product is wrong.
+    """
     run.note(f"{', '.join(f'{name} {_version(name)}' for name in LIBRARIES)}; {len(os.sched_getaffinity(0))} cores")
     if not run.on_gpu:
         run.note("device: the CPU; its figures say nothing of a GPU")
@@ -40,7 +45,7 @@ def synchronize(device: str) -> None:
 
 
 def memory_bytes(device: str) -> int:
-    """Return the memory in use: the whole device's as its driver says, or on a CPU this process's pages."""
+    """Return the memory in use: that of the whole GPU as its driver counts, or on a CPU the resident bytes of this process."""
     if device == "cpu":
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
@@ -50,7 +55,7 @@ def memory_bytes(device: str) -> int:
 
 
 def seconds_of(call: Callable[[], Any], device: str, *, times: int) -> float:
-    """Return the median seconds of a call, which runs once before it is timed."""
+    """Call once, then `times` times more, and return the median seconds of those; each is timed until the device is done."""
     call()
     found = []
     for _ in range(times):

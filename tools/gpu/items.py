@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Item:
-    """A function of a module of this package, the process that it runs in, and the seconds that it may take on a GPU."""
+    """An item of `make gpu`: its function as `module:name`, the process that runs it, and the seconds that it may take on a GPU.
+
+    Items in a row with the same process share it.
+    """
 
     name: str
     process: str

@@ -49,7 +49,7 @@ class Classifier:
 
 
 def parts_of(trained: Any) -> dict[str, Any]:
-    """Return what a trained classifier of scikit-learn consists of."""
+    """Return the arrays of a trained support vector classifier of scikit-learn that `Classifier` computes with."""
     return {
         "vectors": trained.support_vectors_.astype(np.float32),
         "weights": trained.dual_coef_,
@@ -61,20 +61,20 @@ def parts_of(trained: Any) -> dict[str, Any]:
 
 
 def load(path: Path) -> Classifier:
-    """Read a classifier."""
+    """Read a classifier from a file that `main` wrote."""
     with np.load(path) as parts:
         return Classifier(dict(parts))
 
 
 def carried_file() -> Path:
-    """Return the file that the environment names; raise RuntimeError where it names none."""
+    """Return the path in the environment variable DIFFUSION_GPU_JUDGE; raise RuntimeError if it is not set. The file may be missing."""
     if not (named := os.environ.get(FILE)):
         raise RuntimeError(f"{FILE}: expected the file that `make gpu-wheels` writes, found nothing")
     return Path(named)
 
 
 def main(path: str) -> None:
-    """Train the judge's classifier and write it."""
+    """Train the judge's classifier with scikit-learn, and write it to a file, whose folder is made if it is missing."""
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
     trained = importlib.import_module("support.runner.digit_judge").classifier()
     Path(path).parent.mkdir(parents=True, exist_ok=True)

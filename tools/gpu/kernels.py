@@ -31,7 +31,7 @@ TIMES = 5
 
 
 def profile(run: Run) -> None:
-    """Profile three steady steps of an image, and hold a step against the rate of a large product of matrices (P13)."""
+    """Profile three steady steps of an image, and report their time, the kernels, and the denoiser's rate against a matrix product."""
     loaded = load_named(run, run.subject)
     # The first step encodes the prompt and the last one decodes the image.
     step = begin(loaded, steps=STEADY + 3)
@@ -76,7 +76,11 @@ def _against_the_roof(run: Run, loaded: Loaded) -> None:
 
 
 def attention(run: Run) -> None:
-    """Time the denoiser with each attention backend of diffusers that is there."""
+    """Time the denoiser with each attention backend of diffusers; one that refuses is noted and left out.
+
+    Raises:
+        AssertionError: the native backend does not run.
+    """
     loaded = load_named(run, run.subject)
     call, model = _denoiser_call(loaded), loaded.transformer
     found: dict[str, float] = {}
@@ -92,7 +96,11 @@ def attention(run: Run) -> None:
 
 
 def fp8(run: Run) -> None:
-    """Time one block in fp8, with dynamic scales, against the same block in bfloat16."""
+    """Time one block in fp8, with dynamic scales, against the same block in bfloat16.
+
+    Raises:
+        Skip: torchao is not there, or the device is no GPU.
+    """
     if importlib.util.find_spec("torchao") is None:
         raise Skip("torchao is not there")
     if not run.on_gpu:
@@ -108,7 +116,11 @@ def fp8(run: Run) -> None:
 
 
 def compiled(run: Run) -> None:
-    """Compile the repeated blocks in the default mode, and time the denoiser with a single row."""
+    """Compile the repeated blocks in the default mode, and time the denoiser with a single row, compiled and before.
+
+    Raises:
+        AssertionError: the blocks were not compiled by regions.
+    """
     loaded = load_named(run, run.subject)
     call = _denoiser_call(loaded)
     eager_s = _seconds(call, run)
@@ -123,13 +135,13 @@ def compiled(run: Run) -> None:
 
 
 def _denoiser_call(loaded: Loaded) -> Callable[[], Any]:
-    """Return a call of the denoiser with the arguments that it has in a step."""
+    """Return a function that calls the denoiser with the arguments that it had in the last step of a real image."""
     args, kwargs = _arguments(loaded, loaded.transformer)
     return lambda: loaded.transformer(*args, **kwargs)
 
 
 def _arguments(loaded: Loaded, module: Any) -> tuple[Any, Any]:
-    """Return the arguments of a module's last call in an image of two steps."""
+    """Make an image of two steps, and return the positional and named arguments of the module's last call in it."""
     seen: list[tuple[Any, Any]] = []
     hook = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, dict(kwargs))), with_kwargs=True)
     try:

@@ -21,12 +21,16 @@ SETTINGS = Path(__file__).with_name("pytest.ini")
 
 
 def files() -> list[str]:
-    """Return the files of tests that have the mark. They import nothing but what is carried, torch and pytest."""
+    """Return the paths of the test files that have the mark `gpu`. They import nothing but what is carried, torch and pytest."""
     return sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text())
 
 
 def run_tests(run: Run) -> None:
-    """Run the marked tests with pytest alone: no plugin, and none of the fixtures that need more than is carried."""
+    """Run the tests marked `gpu` with pytest alone, without plugins and conftest files, and report how many passed.
+
+    Raises:
+        AssertionError: a test failed, or none passed.
+    """
     words = [sys.executable, "-m", "pytest", "-c", str(SETTINGS), f"--rootdir={ROOT}", "--noconftest", "-q", "-m", "gpu", *files()]
     environment = {**os.environ, "DIFFUSION_TEST_DEVICE": "cuda:0" if run.on_gpu else "cpu", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -19,7 +19,11 @@ MOST_LEVELS = 2
 
 
 def sleep(run: Run) -> None:
-    """Sleep once and wake once; the image after the wake must be the one from before."""
+    """Make an image, sleep, wake, and make it again; report the times and the memory.
+
+    Raises:
+        AssertionError: the second image differs from the first by more than 2 of 255 levels.
+    """
     loaded = load_named(run, "sd3")
     runner = loaded.runner
     before = image(loaded, "before", steps=2)

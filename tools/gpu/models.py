@@ -16,7 +16,7 @@ MODEL_NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
 
 
 def description(name: str, *, tiny: bool) -> dict[str, Any]:
-    """Return the description of a model: its pipeline, its parts and the size of an image; `tiny` has parts of a few thousand numbers."""
+    """Read the committed description of a model: its pipeline, its parts and the size of an image; `tiny` makes the parts very small."""
     found: dict[str, Any] = json.loads((CONFIGS / f"{name}.json").read_text())
     small = found.pop("tiny")
     if tiny:
@@ -27,7 +27,7 @@ def description(name: str, *, tiny: bool) -> dict[str, Any]:
 
 
 def write_model(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
-    """Write the folder that `--load-format dummy` loads, and return the model's description."""
+    """Write a model folder without weights, which `--load-format dummy` loads, and return the model's description."""
     described = description(name, tiny=tiny)
     index: dict[str, Any] = {"_class_name": described["pipeline"], "_diffusers_version": diffusers.__version__}
     index |= {part: [None, None] for part in described["absent"]}
@@ -47,7 +47,7 @@ def write_model(name: str, folder: Path, *, tiny: bool) -> dict[str, Any]:
 
 
 def _letters(length: int) -> Any:
-    """Make a tokenizer with a token for each character."""
+    """Make a tokenizer with a token for each printable ASCII character and one for all others; at most `length` tokens."""
     characters = ["<pad>", "<s>", "</s>", "<unk>", *map(chr, range(32, 127))]
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({text: n for n, text in enumerate(characters)}, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")

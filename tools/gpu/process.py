@@ -24,7 +24,7 @@ ERROR_CHARS = 600
 
 
 class Skip(Exception):
-    """Raised by an item that does not apply here, with the reason."""
+    """An item does not apply on this device or with these libraries; the message is the reason, and the item counts as skipped."""
 
 
 class Run:
@@ -43,26 +43,32 @@ class Run:
 
     @property
     def on_gpu(self) -> bool:
-        """True for a GPU."""
+        """True if the device is a GPU, false for the CPU."""
         return self.device != "cpu"
 
     def figure(self, name: str, value: float, target: str | None = None) -> float:
-        """Report a figure; it is held against the target unless sizes are tiny."""
+        """Report a figure, rounded to four digits behind the point, and return the value as it was given.
+
+        A target such as `<= 50` is only reported: it raises nothing when missed.
+        """
         self._send({"figure": name, "value": round(float(value), 4), "target": target})
         return value
 
     def note(self, text: str) -> None:
-        """Report a line for people."""
+        """Report a line of text for people."""
         self._send({"note": text})
 
     def require(self, held: bool, expected: str) -> None:
-        """Raise AssertionError with what was expected unless it held."""
+        """Raise AssertionError unless `held`; `expected` completes its message "expected …"."""
         if not held:
             raise AssertionError(f"expected {expected}")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the items named as `NAME=MODULE:FUNCTION`; a module without a dot is one of this package."""
+    """Run the items given as `NAME=MODULE:FUNCTION` one after another, send lines of JSON about each into the pipe, and return 0.
+
+    A module without a dot is one of this package. An item that raises is reported as failed, and the next one runs.
+    """
     parser = argparse.ArgumentParser(prog="python -m tools.gpu.process")
     parser.add_argument("--device", required=True)
     parser.add_argument("--tiny", action="store_true")

@@ -13,7 +13,7 @@ _COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 @dataclass
 class Outcome:
-    """The end of an item. Figures stay even if it failed after them."""
+    """The end of an item: its status, figures with targets, notes, and an error if there was one. Figures stay even if it failed later."""
 
     name: str
     status: str = FAILED
@@ -25,22 +25,22 @@ class Outcome:
 
     @property
     def missed(self) -> list[str]:
-        """Names of the figures that are beyond their target."""
+        """The names of the figures that do not meet their target; figures without one do not count."""
         return [name for name, target in self.targets.items() if name in self.figures and not meets(self.figures[name], target)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return all fields and the missed figures as a dictionary for JSON."""
         return {**asdict(self), "missed": self.missed}
 
 
 def meets(value: float, target: str) -> bool:
-    """Return whether a figure meets a target such as `>= 0.95`."""
+    """Return whether a figure meets a target such as `>= 0.95` or `<= 50`."""
     sign, bound = target.split()
     return bool(_COMPARE[sign](value, float(bound)))
 
 
 def summary(outcomes: list[Outcome], *, device: str, tiny: bool, seconds: float) -> dict[str, Any]:
-    """Return the last line of a run; figures of a tiny run are held against no target."""
+    """Return the data of a run's last line: the device, counts by status, missed figures, and all outcomes."""
     counts = {status: sum(outcome.status == status for outcome in outcomes) for status in (PASSED, FAILED, NO_TIME, SKIPPED)}
     return {
         "device": device,

@@ -44,7 +44,7 @@ class Settings:
 
 
 class Runner:
-    """Runs items; `say` gets each line for the person who waits."""
+    """Runs items in processes of their own and prints progress through `say`, a line at a time. Seconds count from when it is made."""
 
     def __init__(
         self,
@@ -63,11 +63,14 @@ class Runner:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the beginning."""
+        """The seconds since this runner was made."""
         return time.monotonic() - self._began
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
-        """Run all items in their order and return how each ended."""
+        """Run all items in their order and return how each ended, in the same order; a failed one does not stop the others.
+
+        Without a device, or after the time in all, the rest is skipped. The log in the output folder is begun again.
+        """
         self._settings.output.mkdir(parents=True, exist_ok=True)
         self._log.write_bytes(b"")
         outcomes: list[Outcome] = []
@@ -94,7 +97,10 @@ class Runner:
         return outcome
 
     def _run_process(self, items: Sequence[Item], extra_s: float) -> list[Outcome]:
-        """Run items in one process until all are through, or one of them ends it; return how those ended. The first has more time."""
+        """Run items in one process until all are through, or one of them ends it or is over its time; return the outcomes so far.
+
+        The first item gets `extra_s` more seconds. The process is killed at the end with all that it started.
+        """
         reading, writing = os.pipe()
         words = ["--device", self._settings.device, "--pipe", str(writing), *(["--tiny"] if self._settings.tiny else [])]
         try:
@@ -134,7 +140,10 @@ class Runner:
         return outcomes
 
     def _take(self, outcome: Outcome, lines: Lines, until: float) -> bool:
-        """Fill an outcome from the lines of its item; return False if the process ended before the item did."""
+        """Fill an outcome from the lines of its item until it ends or the time is over; return False if the process ended first.
+
+        After the time the outcome's status is NO_TIME, and the item still runs.
+        """
         while (line := lines.next(until)) is not None:
             if line == "":
                 return False
@@ -175,7 +184,7 @@ class Runner:
 
 
 class Lines:
-    """The lines that come out of a pipe, each waited for until a time of the monotonic clock."""
+    """The lines that come out of a pipe, read one by one with a deadline."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -183,7 +192,10 @@ class Lines:
         self._until = 0.0
 
     def next(self, until: float) -> str | None:
-        """Return the next line; an empty one at the end of the pipe, None at the time."""
+        """Wait for the next line and return it without its end; return "" at the end of the pipe.
+
+        None if there is none before `until`, a time of the monotonic clock; a later call may still get it.
+        """
         self._until = until
         return next(self._waiting, "")
 

@@ -38,7 +38,7 @@ MOST_LEVELS = 2
 
 @dataclass
 class Loaded:
-    """A model that is loaded: its runner and the size of its images."""
+    """A loaded model: its name and device, whether it is a tiny one, its runner, and the size of its images."""
 
     name: str
     device: str
@@ -48,17 +48,17 @@ class Loaded:
 
     @property
     def transformer(self) -> Any:
-        """The denoiser."""
+        """The denoiser of the loaded pipeline."""
         return self.runner.pipeline.transformer
 
 
 def load(run: Run) -> None:
-    """Load the model of this process."""
+    """Load the model that the item's name begins with, and report load time and memory; do nothing if this process has it already."""
     load_named(run, run.subject)
 
 
 def load_named(run: Run, name: str) -> Loaded:
-    """Load a model, or return it if an earlier item of this process did."""
+    """Return the model of this name: loaded by an earlier item of this process, else loaded now, with random weights."""
     if name not in run.kept:
         run.kept[name] = _load(run, name)
     loaded: Loaded = run.kept[name]
@@ -87,7 +87,11 @@ def _load(run: Run, name: str) -> Loaded:
 
 
 def alone(run: Run) -> None:
-    """Make an image of four steps alone, and compare time and image with diffusers' own call (P1)."""
+    """Make an image of four steps alone, and compare time and image with diffusers' own call.
+
+    Raises:
+        AssertionError: the images differ by more than 2 of 255 levels.
+    """
     loaded = load_named(run, run.subject)
     apart = _levels(_diffusers(loaded, 1)[0], image(loaded, "seen", steps=STEPS))
     run.figure("levels_apart", apart)
@@ -98,7 +102,7 @@ def alone(run: Run) -> None:
 
 
 def batch(run: Run) -> None:
-    """Make four images at once, against diffusers' own batch of four (P8)."""
+    """Make four images at once, and report the time and how it compares with diffusers' own batch of four."""
     loaded = load_named(run, run.subject)
     pairs = _pairs(run, loaded, "diffusers' own batch", lambda: _diffusers(loaded, ROWS), lambda: images(loaded, ROWS))
     run.figure("batch_s", pairs.ours(pairs.by))
@@ -106,7 +110,11 @@ def batch(run: Run) -> None:
 
 
 def adapters(run: Run) -> None:
-    """Make four images with an adapter each, against the same batch without adapters (P2)."""
+    """Make four images with an adapter each, and report the throughput against the same batch without adapters.
+
+    Raises:
+        AssertionError: the adapters did not all get a slot.
+    """
     loaded = load_named(run, run.subject)
     loras = loaded.runner.loras
     assert loras is not None
@@ -118,12 +126,16 @@ def adapters(run: Run) -> None:
 
 
 def image(loaded: Loaded, name: str, *, steps: int) -> Any:
-    """Make one image and return its pixels."""
+    """Make one image of so many steps and return its pixels; raise RuntimeError if the request fails."""
     return _finish(loaded, [_spec(loaded, name, seed=1, steps=steps)])[name]
 
 
 def images(loaded: Loaded, rows: int, loras: Sequence[list[LoRAUse]] = ()) -> dict[str, Any]:
-    """Make images of four steps that begin at once, and return their pixels by name."""
+    """Make `rows` images of four steps that begin at once, and return their pixels by name; `loras` has the adapters of each.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
     specs = [_spec(loaded, f"row-{row}", seed=1 + row, steps=STEPS) for row in range(rows)]
     if loras:
         specs = [msgspec.structs.replace(spec, loras=uses) for spec, uses in zip(specs, loras, strict=True)]
@@ -131,7 +143,7 @@ def images(loaded: Loaded, rows: int, loras: Sequence[list[LoRAUse]] = ()) -> di
 
 
 def begin(loaded: Loaded, *, steps: int) -> Callable[[], None]:
-    """Begin one image and return a function that takes its next step."""
+    """Run the first step of an image, and return a function that runs its next step and raises RuntimeError if the request fails."""
     runner = loaded.runner
     _require_good(runner.execute_stepwise(Tick(0, [_spec(loaded, "steady", seed=1, steps=steps)])))
     return lambda: _require_good(runner.execute_stepwise(Tick(1)))
@@ -154,7 +166,7 @@ def _finish(loaded: Loaded, specs: list[RequestSpec]) -> dict[str, Any]:
 
 
 def _require_good(output: Any) -> None:
-    """Raise RuntimeError where a request failed or was sent back."""
+    """Raise RuntimeError if a request failed, or was sent back because it must run alone."""
     for error in output.errors.values():
         raise RuntimeError(error.message)
     for reason in output.replays.values():
@@ -174,7 +186,10 @@ def _diffusers(loaded: Loaded, rows: int) -> Any:
 
 
 def _pairs(run: Run, loaded: Loaded, what: str, baseline: Callable[[], Any], ours: Callable[[], Any]) -> Pairs:
-    """Compare in adjacent pairs: by the clock on a GPU, and by processor time on a CPU. Both sides end with pixels in host memory."""
+    """Measure `ours` between two runs of `baseline`, in pairs: by the clock on a GPU, and by processor time on a CPU.
+
+    Each runs once before. Both sides have to end with pixels in host memory.
+    """
     for warm in (baseline, ours):
         warm()
     by = "s" if run.on_gpu else "cpu_s"

@@ -46,7 +46,11 @@ def this_python() -> str:
 
 
 def download(python: str, base: Path = FOLDER) -> int:
-    """Download the carried wheels for a Python, and return their bytes; raise SystemExit where they are too large to travel."""
+    """Download the carried wheels for a Python into its folder, in place of those there, and return their bytes.
+
+    Raises:
+        SystemExit: they are too large to travel.
+    """
     target, pinned = folder_for(python, base), versions(CONSTRAINTS.read_text())
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.whl"):
@@ -63,7 +67,7 @@ def download(python: str, base: Path = FOLDER) -> int:
 
 
 def unpack(wheels: Sequence[Path], folder: Path) -> None:
-    """Unpack wheels into a folder for PYTHONPATH."""
+    """Unpack wheels into a folder that can be put in PYTHONPATH; raise RuntimeError if a wheel has a part for another place."""
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
@@ -73,7 +77,7 @@ def unpack(wheels: Sequence[Path], folder: Path) -> None:
 
 
 def write_own_metadata(folder: Path) -> None:
-    """Write the metadata that an installed worker has, which it takes its version from."""
+    """Write the metadata of an installed worker into a folder for PYTHONPATH: the worker reads its own version there."""
     project = tomllib.loads((ROOT / "worker" / "pyproject.toml").read_text())["project"]
     place = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     place.mkdir(parents=True)

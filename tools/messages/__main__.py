@@ -10,7 +10,7 @@ from tools.messages.page import PAGE, page
 
 
 def main() -> None:
-    """Write the file."""
+    """Write docs/development/messages.txt from the sources, over the old one."""
     PAGE.write_text(page())
 
 

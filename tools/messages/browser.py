@@ -27,7 +27,7 @@ LABELLED = re.compile(r'(?:element\("\w+", |title: |setText\("[\w-]+", |announce
 
 
 def html_texts(content: str) -> Iterator[str]:
-    """Yield the texts of a page, each after its element or attribute."""
+    """Yield the texts that a page of HTML shows, each after the name of its element, or of the element and the attribute."""
     reader = _Reader()
     reader.feed(content)
     reader.close()
@@ -35,7 +35,7 @@ def html_texts(content: str) -> Iterator[str]:
 
 
 class _Reader(HTMLParser):
-    """Collects the texts of a page."""
+    """Collects in `texts` the texts of a page that is fed to it, in their order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _Reader(HTMLParser):
         self._words = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begin an element; its attributes may be texts of their own."""
+        """Begin an element: end the text before it unless it is inline, and take its attributes that are shown as texts."""
         if tag not in INLINE:
             self._end_text()
         self.texts += [f"{tag} {name}: {value}" for name, value in attrs if name in SHOWN and value]
@@ -52,13 +52,13 @@ class _Reader(HTMLParser):
             self._open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        """End an element, and with it the text in it."""
+        """End an element, and with it the text in it unless the element is inline."""
         if tag not in INLINE:
             self._end_text()
         self._open.pop()
 
     def handle_data(self, data: str) -> None:
-        """Go on with the text of an element."""
+        """Add words to the text of the open element; a script's or a style sheet's are dropped."""
         if not NO_TEXT & {*self._open}:
             self._words += data
 
@@ -86,13 +86,13 @@ def script_texts(content: str) -> Iterator[str]:
 
 
 def _end_of_object(content: str, begin: int) -> int:
-    """Return where an object ends, by its line or the one that closes it."""
+    """Return the position where an object literal of JavaScript ends: at the end of its line, or before the next line `};`."""
     line_end = content.index("\n", begin)
     return line_end if content[:line_end].endswith("};") else content.index("\n};", begin)
 
 
 def _is_shown(text: str, before: str) -> bool:
-    """Return whether a text of fewer than two words is one for a reader."""
+    """Return whether a text that is no prose is still shown to a reader, judged by the code before it and its marks."""
     if not re.search(r"[A-Za-z]{2}", VALUE.sub("", text)):
         return False
     return LABELLED.search(before) is not None or text.endswith((".", "…")) or re.search(r"[a-z] \{|\} [a-z]|\} ?[(×]", text) is not None

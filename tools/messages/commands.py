@@ -11,7 +11,7 @@ WIDTH = 140
 
 
 def helps() -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield a title and the lines of the help of each command."""
+    """Yield, for each command of the operator's and the worker's program, a title and the lines of its help."""
     from diffusion_operator.__main__ import main as operator
     from diffusion_worker.cli import cli as worker
 

@@ -23,13 +23,13 @@ Texts = Mapping[str, Sequence[ast.expr]]
 
 
 def texts_within(function: ast.FunctionDef | ast.AsyncFunctionDef, names: Texts) -> Texts:
-    """Return the names that stand for texts within a function: those around it that are no parameters, and its own."""
+    """Return the names that stand for texts within a function: those of `names` that are no parameters of it, and its own."""
     parameters = {node.arg for node in walk(function.args) if isinstance(node, ast.arg)}
     return {name: texts for name, texts in names.items() if name not in parameters} | texts_by_name(function.body)
 
 
 def texts_by_name(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
-    """Return the names that stand for texts only, in these statements and those in them."""
+    """Return the names to which these statements, or those within them, assign texts and nothing else, with all the texts."""
     texts: dict[str, list[ast.expr]] = {}
     assigned: Counter[str] = Counter()
     for node in chain.from_iterable(map(walk, body)):
@@ -46,7 +46,10 @@ def _chooses_text(node: ast.expr) -> bool:
 
 
 def code_of(node: ast.AST, constants: Mapping[str, str]) -> str | None:
-    """Return a code or a reason: of a literal, a constant, a member of an enumeration, or a choice with one of these."""
+    """Return the code or reason that an expression is: a literal, a constant, a member of an enumeration, or a choice with one of these.
+
+    None for any other expression. A part that is a value is shown as `…`.
+    """
     match node:
         case ast.Constant(value=str(text)) if CODE.fullmatch(text):
             return text
@@ -64,7 +67,7 @@ def code_of(node: ast.AST, constants: Mapping[str, str]) -> str | None:
 
 @cache
 def children(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes directly below a node that have fields themselves."""
+    """Return the nodes directly below a node, in its order, without those that have no fields, such as operators."""
     return [child for child in ast.iter_child_nodes(node) if child._fields]
 
 

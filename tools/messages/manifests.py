@@ -16,7 +16,7 @@ FAIL = re.compile(r'\{\{-?\s*fail\s+(?:\(printf\s+)?"((?:[^"\\]|\\.)*)"')
 
 
 def fields_of_kinds(folder: Path) -> Iterator[str]:
-    """Yield each field, rule and column of the CRDs with its description or message."""
+    """Yield a line for each kind, field, rule and column of the CRDs in a folder, with its description or message."""
     for plural in KINDS:
         crd: Schema = yaml.safe_load((folder / f"{plural}.yaml").read_text())
         (version,) = crd["spec"]["versions"]
@@ -28,7 +28,7 @@ def fields_of_kinds(folder: Path) -> Iterator[str]:
 
 
 def values(path: Path) -> Iterator[str]:
-    """Yield each value of the chart with the comment above it."""
+    """Yield each value of the chart that has a comment right above it, by its path, with that comment."""
     keys: list[tuple[int, str]] = []
     comment: list[str] = []
     for line in path.read_text().splitlines():
@@ -52,7 +52,7 @@ def refusals(folder: Path) -> Iterator[str]:
 
 
 def notes(path: Path) -> Iterator[str]:
-    """Yield the lines of the chart's notes; a line that only decides something is left out."""
+    """Yield the lines of the chart's notes; a line that is only an expression of the template is left out."""
     return (line for line in path.read_text().splitlines() if not re.fullmatch(r"\{\{-[^}]*\}\}", line))
 
 
@@ -64,6 +64,6 @@ def alerts(path: Path) -> Iterator[str]:
 
 
 def panels(path: Path) -> Iterator[str]:
-    """Yield each panel of the dashboard with its description, below the title of its row."""
+    """Yield the title of each row of the dashboard, and each panel with its title and description."""
     for panel in json.loads(path.read_text())["panels"]:
         yield panel["title"] if panel["type"] == "row" else f"    {panel['title']}: {panel['description']}"

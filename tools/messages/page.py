@@ -22,13 +22,13 @@ name. A condition or an Event begins with its type and reason, an error with its
 
 
 def page() -> str:
-    """Return the whole file."""
+    """Build the text of the whole file of messages from the sources and return it; nothing is written."""
     return "\n".join([INTRODUCTION, *map(part, PARTS)])
 
 
 @cache
 def part(name: str) -> str:
-    """Return a part of the file by its name in `PARTS`."""
+    """Build one part of the file, by its name in `PARTS`, and return its text; a second call returns the same."""
     return "\n".join(_section(title, lines) for title, lines in PARTS[name]())
 
 
@@ -49,7 +49,7 @@ def _worker_page() -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _messages(program: str, folder: str, default: Kind) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield the messages of a program, by kind and file."""
+    """Yield, for each kind of message that a program has, a title and the lines: the files, and the messages below each."""
     by_path = Package(ROOT / folder, default).messages()
     for kind in Kind:
         lines: list[str] = []

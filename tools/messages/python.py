@@ -29,7 +29,7 @@ NO_MESSAGES = {"cast", "compile", "findall", "match", "search", "sub", "create_t
 
 
 class Kind(enum.StrEnum):
-    """A section of the file."""
+    """The kind of a message, which is the section of the file that has it."""
 
     CONDITION = "Conditions and Events"
     ERROR = "Errors"
@@ -40,7 +40,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """A text that users read, or a part of one: the kind of message, its code, and the line where it begins."""
+    """A text that users read, or a part of one: its kind, the line where it begins, its code or level, and the text."""
 
     kind: Kind
     line: int
@@ -53,7 +53,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Maker:
-    """A function that only makes an error of its parameters."""
+    """A function that does nothing but make and return an error: its parameters, the texts in it, and the error."""
 
     parameters: Sequence[str]
     texts: Texts
@@ -69,13 +69,13 @@ class Package:
         self.trees = {path.relative_to(folder).as_posix(): ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
 
     def messages(self) -> dict[str, list[Message]]:
-        """Return the messages of each module that has some, in its order."""
+        """Return the messages of each module that has some, by the module's path, in the order of the source."""
         found = {path: _Module(tree, self).messages() for path, tree in self.trees.items()}
         return {path: messages for path, messages in found.items() if messages}
 
     @cached_property
     def errors(self) -> set[str]:
-        """Names of the classes of errors, those of builtins among them."""
+        """The names of all exception classes: those of builtins, and those of the package that derive from one."""
         found = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)}
         classes = [node for tree in self.trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
         while more := {one.name for one in classes if found & {last_name(base) for base in one.bases}} - found:
@@ -84,19 +84,19 @@ class Package:
 
     @cached_property
     def codes(self) -> dict[str, str]:
-        """Constants that are a code or a reason, by name."""
+        """The names of constants at the top of modules whose value is a code or a reason, with that value."""
         assigned = [node for tree in self.trees.values() for node in tree.body if isinstance(node, ast.Assign)]
         return {last_name(node.targets[0]): code for node in assigned if (code := code_of(node.value, {})) is not None}
 
     @cached_property
     def makers(self) -> dict[str, Maker]:
-        """Functions that only make an error, by name."""
+        """The functions at the top of modules that do nothing but make and return an error, by name."""
         functions = chain.from_iterable(self.functions(tree) for tree in self.trees.values())
         return {function.name: maker for function in functions if (maker := self.maker(function)) is not None}
 
     @staticmethod
     def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-        """Yield the functions of a module that belong to no class."""
+        """Yield the functions at the top of a module; methods, nested functions and coroutines are left out."""
         return (node for node in tree.body if isinstance(node, ast.FunctionDef))
 
     def maker(self, function: ast.FunctionDef) -> Maker | None:
@@ -109,7 +109,7 @@ class Package:
 
 
 class _Module:
-    """Reads one module."""
+    """Reads the messages of one module of a package."""
 
     def __init__(self, tree: ast.Module, package: Package) -> None:
         self._tree = tree
@@ -119,7 +119,10 @@ class _Module:
         self._functions = {node.name for node in walk(tree) if isinstance(node, ast.FunctionDef)}
 
     def messages(self) -> list[Message]:
-        """Return the messages of the calls that make one, and then the other texts of the module as its commonest kind."""
+        """Return all messages of the module by their lines: those of calls that make one, and its other texts.
+
+        The other texts get the commonest kind of the module's messages, log lines left out.
+        """
         constants = texts_by_name([node for node in self._tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)])
         made = list(self._made(self._tree, constants))
         kinds = Counter(one.kind for one in made if one.kind is not Kind.LOG)
@@ -161,14 +164,17 @@ class _Module:
         return None
 
     def _made_error(self, call: ast.Call, maker: Maker, names: Texts) -> Message | None:
-        """Return the message of an error that a function makes of the arguments of this call."""
+        """Return the message of a call of a function that makes an error, with this call's arguments in the text."""
         given = dict(zip(maker.parameters, call.args, strict=False)) | {one.arg: one.value for one in call.keywords if one.arg}
         arguments = {name: [ast.Constant(self._text(value, names))] for name, value in given.items()}
         message = self._coded(maker.error, {**maker.texts, **arguments}, Kind.ERROR)
         return message and replace(message, line=call.lineno)
 
     def _coded(self, call: ast.Call, names: Texts, kind: Kind) -> Message | None:
-        """Return the message of a call whose arguments are codes or reasons, and a text; None if both are values."""
+        """Return the message of a call whose arguments are codes or reasons, and a text.
+
+        None if it has no code and its text is a mere value.
+        """
         arguments = [*call.args, *(one.value for one in call.keywords if one.arg in ("reason", "message"))]
         codes = [code for argument in arguments if (code := self._code(argument)) is not None]
         texts = [one for one in arguments if self._code(one) is None and self._is_known(one, names)]
@@ -180,7 +186,10 @@ class _Module:
         return Message(kind, call.lineno, " ".join(codes) or (called if kind is Kind.ERROR else ""), text)
 
     def _others(self, node: ast.AST, names: Texts, owner: str) -> Iterator[tuple[int, str]]:
-        """Yield the texts that no message contains yet, after the name of what holds them."""
+        """Yield the line and text of each prose string that no message contains yet.
+
+        Before the text stands the name of the function or variable that holds it.
+        """
         match node:
             case ast.Assert() | ast.arg() | ast.Compare(ops=[ast.In()]):
                 return
@@ -216,7 +225,7 @@ class _Module:
         return is_text(node) or (isinstance(node, ast.Name) and node.id in names) or isinstance(node, ast.IfExp)
 
     def _text(self, node: ast.expr, names: Texts) -> str:
-        """Return what an expression makes a user read."""
+        """Return the text that an expression shows to a user, with values as names in braces, and mark the expression as read."""
         self._read.add(id(node))
         match node:
             case ast.Constant(value=value):

@@ -22,7 +22,7 @@ from .version import PACKAGES, released_version
 
 
 def main() -> int:
-    """Run the step of the command line; give the exit code."""
+    """Run the step of the command line, and return 0, or 1 after printing an error of the devcluster."""
     arguments = parser().parse_args()
     try:
         run(arguments)
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run one step and print what it made."""
+    """Run one step of a release; `image` and `chart` print the name and digest that they pushed, `sbom` prints nothing."""
     if arguments.step == "sbom":
         write_sbom(arguments.image, arguments.file)
         return
@@ -47,7 +47,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def write_sbom(image: str, file: str) -> None:
-    """List the packages in a container image of a registry, Debian's and Python's, without their files: GitHub takes 16 MB."""
+    """Write the bill of materials of a container image in a registry to a file, as JSON of CycloneDX.
+
+    It lists packages of Debian and Python, without their files, because GitHub takes only 16 MB.
+    """
     scan = [str(programs.syft()), "scan", f"registry:{image}", "--output", f"cyclonedx-json={file}"]
     environment = {**os.environ, "SYFT_FILE_METADATA_SELECTION": "none", "SYFT_CHECK_FOR_APP_UPDATE": "false"}
     run_logged(scan, what=f"bill of materials of {image}", log=log_dir() / "sbom.log", env=environment)
@@ -73,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def by_digest(reference: str) -> str:
-    """Return the reference of a container image if it names a digest."""
+    """Return the reference unchanged if it is NAME@sha256:… with 64 digits; else raise ArgumentTypeError."""
     if not re.fullmatch(r"[^@\s]+@sha256:[0-9a-f]{64}", reference):
         raise argparse.ArgumentTypeError(f"expected NAME@sha256:…, found {reference!r}")
     return reference

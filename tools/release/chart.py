@@ -18,7 +18,7 @@ CHART = REPOSITORY / "charts" / "diffusion-operator"
 
 
 def publish(registry: str, version: str, *, operator: str, worker: str) -> tuple[str, str]:
-    """Package the chart and push it; return its name in the registry and its digest."""
+    """Package the chart with both container images by digest, push it below `registry`, and return its name there and its digest."""
     folder = f"{registry}/charts"
     with tempfile.TemporaryDirectory() as draft:
         log = Path(draft) / "push.log"
@@ -30,7 +30,11 @@ def publish(registry: str, version: str, *, operator: str, worker: str) -> tuple
 
 
 def values_with_images(values: str, *, operator: str, worker: str) -> str:
-    """Fill the names of both container images into the text of values.yaml, which keeps its comments."""
+    """Return the text of values.yaml with both container images in it, by digest; comments stay.
+
+    Raises:
+        DevclusterError: a field for them is missing or not empty.
+    """
     repository, _, digest = operator.partition("@")
     for section, key, value in (("image", "repository", repository), ("image", "digest", digest), ("engine", "image", worker)):
         values, found = re.subn(rf'^({section}:\n(?:  .*\n)*?  {key}: )""$', rf'\g<1>"{value}"', values, flags=re.MULTILINE)

@@ -12,13 +12,17 @@ PACKAGES = ("operator", "worker")
 
 
 def package_version(package: str) -> str:
-    """Return the version that a package carries into its container image."""
+    """Return the version in a package's pyproject.toml, which its container image gets."""
     version: str = tomllib.loads((REPOSITORY / package / "pyproject.toml").read_text())["project"]["version"]
     return version
 
 
 def released_version(tag: str) -> str:
-    """Return the version X.Y.Z of a tag vX.Y.Z; refuse a tag that is not the version of both packages."""
+    """Return the version X.Y.Z of a tag vX.Y.Z.
+
+    Raises:
+        DevclusterError: the tag is not the version of both packages.
+    """
     for package in PACKAGES:
         if tag != f"v{package_version(package)}":
             raise DevclusterError(f"the tag is {tag}, expected v{package_version(package)}, the version in {package}/pyproject.toml")

@@ -17,7 +17,7 @@ from .stages import GROUPS, KIND, KIND_SMOKE, LEDGER, OF_MAKE_TEST, STAGES, Last
 
 
 def stages_of_make_test() -> list[Stage]:
-    """Return all but the smoke on kind, where the cluster's own stage is not on our node: it may be on kind itself."""
+    """Return the stages of `make test`; without the smoke on kind unless the tests of the cluster run on our own node."""
     on_node = cluster.provider_name(os.environ, docker=images.docker_answers()) == "node"
     return [stage for stage in OF_MAKE_TEST if on_node or stage is not KIND_SMOKE]
 

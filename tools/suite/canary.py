@@ -19,13 +19,13 @@ CAPTURED = ("Captured stdout", "Captured stderr", "Captured log")
 
 
 def search(text: str, where: str) -> None:
-    """Raise AssertionError where a text has a prompt's words."""
+    """Raise AssertionError if a text has a prompt's words; `where` says in the message what the text is."""
     if found := places(text):
         raise AssertionError(f"{where}: expected no text of a request, found one in {found}")
 
 
 def places(text: str) -> str:
-    """Return the numbers of the lines that have a prompt's words, with what stands before these; nothing where there are none."""
+    """Return up to three lines that have a prompt's words, by number and with the text before the words; "" if there are none."""
     lines = enumerate(text.splitlines(), 1)
     found = [f"line {number} after {line[: match.start()][-60:]!r}" for number, line in lines if (match := PROMPT.search(line))]
     return ", ".join(found[:3])
@@ -33,7 +33,7 @@ def places(text: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a phase of a test that passed with a prompt in what was captured of it."""
+    """Turn a passed phase of a test into a failed one if the output or log captured in it has a prompt's words."""
     report = yield
     captured = [(name, text) for name, text in report.sections if name.startswith(CAPTURED) and name.endswith(report.when)]
     found = [f"{name}: {places(text)}" for name, text in captured if places(text)]

@@ -41,7 +41,7 @@ _END = re.compile(r" +done in ([\d.]+) s")
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the run; seconds since its beginning."""
+    """A step of the run: its name, when it began in seconds since the run's beginning, and how many seconds it took."""
 
     name: str
     began: float
@@ -49,7 +49,10 @@ class Step:
 
 
 def steps_of(lines: Iterable[tuple[float, str]]) -> list[Step]:
-    """Return the steps in the order of their beginnings, from lines with the seconds at which each was written."""
+    """Return the steps that lines of the run report, in the order of their beginnings; steps of less than 2 s are left out.
+
+    Each line comes with the seconds at which it was written.
+    """
     found, heading = [], ""
     for now, line in lines:
         if match := _HEADING.match(line):
@@ -65,7 +68,7 @@ def steps_of(lines: Iterable[tuple[float, str]]) -> list[Step]:
 
 
 def timeline(steps: Iterable[Step], whole_s: float) -> list[str]:
-    """Return a table with a bar for each step."""
+    """Return the lines of a Markdown table with a bar for each step."""
     rows = []
     for step in steps:
         before, length = round(step.began / whole_s * WIDTH), max(1, round(step.seconds / whole_s * WIDTH))
@@ -75,13 +78,19 @@ def timeline(steps: Iterable[Step], whole_s: float) -> list[str]:
 
 
 def empty_caches(folder: Path) -> dict[str, str]:
-    """Return the environment of a run whose caches are all in the folder."""
+    """Return this process's environment with all caches in the folder; nothing is made or emptied there."""
     caches = {"XDG_CACHE_HOME": "cache", "GOCACHE": "go-build", "GOMODCACHE": "go-modules", "UV_CACHE_DIR": "uv", "PIP_CACHE_DIR": "pip"}
     return {**os.environ, **{name: str(folder / place) for name, place in caches.items()}}
 
 
 def run(folder: Path, target: str) -> tuple[list[tuple[float, str]], float]:
-    """Run make in a clone in the folder; return its lines with their seconds, and how long it took."""
+    """Run `make` in a clone of the repository in the folder; return its lines with their seconds, and how long it took.
+
+    The cluster is ended afterwards.
+
+    Raises:
+        ClickException: make failed or was not done in time.
+    """
     clone = folder / "clone"
     subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True, timeout=60)
     environment, began, lines = empty_caches(folder), time.monotonic(), []

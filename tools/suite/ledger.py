@@ -27,7 +27,7 @@ class TestCost(msgspec.Struct):
 
 
 class ProcessCost(msgspec.Struct):
-    """The cost of one test process; times in seconds since the epoch."""
+    """The cost of one test process: times in seconds since the epoch, its processor time in seconds, and the cost of each test."""
 
     name: str
     began: float
@@ -38,19 +38,19 @@ class ProcessCost(msgspec.Struct):
 
 
 class Ledger:
-    """Takes the time of every test of one process."""
+    """A pytest plugin that notes the cost of every test of its process, and writes all to a file at the session's end."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path = path
         self._cost = ProcessCost(name, _process_began(), 0.0, 0.0, 0.0, [])
 
     def pytest_collection_finish(self) -> None:
-        """Note the end of collection."""
+        """Note the time at which the tests were collected."""
         self._cost.collected = time.time()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Take the time of one test."""
+        """Run a test with its fixtures, and note its seconds and processor time, also if it fails."""
         began, cpu_s = time.time(), _cpu_s()
         try:
             return (yield)
@@ -59,13 +59,16 @@ class Ledger:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
-        """Write the file."""
+        """Note the end of the process, and write its costs to `PATH.PROCESS.json`."""
         self._cost.ended, self._cost.cpu_s = time.time(), _cpu_s()
         self._path.with_name(f"{self._path.name}.{self._cost.name}.json").write_bytes(msgspec.json.encode(self._cost))
 
 
 def read(folder: Path, stage: str) -> list[ProcessCost]:
-    """Return the processes of a stage that ran tests, by name."""
+    """Return the costs of the test processes of a stage that the folder has, in the order of file names.
+
+    Processes without tests are left out.
+    """
     costs = [msgspec.json.decode(path.read_bytes(), type=ProcessCost) for path in sorted(folder.glob(f"{stage}.*.json"))]
     return [cost for cost in costs if cost.tests]
 
@@ -81,12 +84,12 @@ def _process_began() -> float:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--ledger`."""
+    """Add the option `--ledger` to pytest."""
     parser.addoption("--ledger", metavar="PATH", help="write what each test cost to PATH.PROCESS.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the time in each process; the first removes what an earlier run left."""
+    """Register a Ledger for this process if `--ledger` is given; the main process first removes the files of an earlier run."""
     if not (option := config.getoption("--ledger")):
         return
     path, process = Path(option), getattr(config, "workerinput", {}).get("workerid", "main")

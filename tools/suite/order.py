@@ -17,17 +17,20 @@ SECONDS = Path(__file__).parents[2] / "tests" / "seconds.json"
 
 
 def file_of(name: str) -> str:
-    """Return the file of a test by its name."""
+    """Return the file in a test's id: the part before `::`."""
     return name.partition("::")[0]
 
 
 def longest_first(files: list[str], seconds: Mapping[str, float]) -> list[str]:
-    """Return the files in the order of their seconds; those without a record come first."""
+    """Return the files in descending order of their seconds; those without a record come first."""
     return sorted(files, key=lambda file: -seconds.get(file, float("inf")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Bring the tests into the order in which `--dist loadfile --no-loadscope-reorder` hands out their files."""
+    """Sort the tests by their files, those that take longest first, in a worker process of pytest-xdist; in others do nothing.
+
+    `--dist loadfile --no-loadscope-reorder` hands out files in that order.
+    """
     if not hasattr(config, "workerinput") or not SECONDS.exists():
         return
     files = list(dict.fromkeys(file_of(item.nodeid) for item in items))

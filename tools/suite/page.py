@@ -31,14 +31,14 @@ So a worker that several tests share counts for the last of them. Waiting is the
 
 
 def stages_table(runs: Mapping[str, StageRun]) -> list[str]:
-    """Return a row for each stage: its time, the machine's load before and during it, and the cores that were busy."""
+    """Return a table with a row for each stage that ran: its time, the machine's load before and during it, and the busy cores."""
     ran = [(stage.name, runs[stage.name]) for stage in STAGES if stage.name in runs]
     rows = [[name, seconds(run.seconds), f"{run.load_before:.1f}", f"{run.load:.1f}", f"{run.busy_cores:.1f}"] for name, run in ran]
     return table(["stage", "time", "load before", "mean load", "busy cores"], rows)
 
 
 def processes_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
-    """Return a row for each test process: starting, testing, idle at the end."""
+    """Return a table with a row for each test process: its tests, and the seconds of starting, testing, waiting and idling at the end."""
     rows = []
     for stage, processes in costs.items():
         end = max(cost.ended for cost in processes)
@@ -51,7 +51,7 @@ def processes_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
 
 
 def files_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
-    """Return a row for each of the files that take longest."""
+    """Return a table with a row for each of the 40 files that take longest, with their tests, time and CPU."""
     files: dict[tuple[str, str], list[TestCost]] = defaultdict(list)
     for stage, test in _tests(costs):
         files[stage, file_of(test.name)].append(test)
@@ -63,7 +63,7 @@ def files_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
 
 
 def tests_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
-    """Return a row for each of the slowest tests."""
+    """Return a table with a row for each of the 20 slowest tests, with their time and CPU."""
     slowest = sorted(_tests(costs), key=lambda item: -item[1].seconds)[:SLOWEST_TESTS]
     return table(
         ["stage", "test", "time", "CPU"], [[stage, f"`{test.name}`", seconds(test.seconds), seconds(test.cpu_s)] for stage, test in slowest]
@@ -71,7 +71,7 @@ def tests_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
 
 
 def file_seconds(costs: Mapping[str, list[ProcessCost]]) -> dict[str, float]:
-    """Return the seconds of each file; of one that has tests in two stages, those in the longer."""
+    """Return the seconds of each file's tests; for a file with tests in several stages, those of the longest stage."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for stage, test in _tests(costs):
         found[file_of(test.name)][stage] += test.seconds
@@ -79,7 +79,7 @@ def file_seconds(costs: Mapping[str, list[ProcessCost]]) -> dict[str, float]:
 
 
 def recorded(new: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of all files that there are: those of the last run, and earlier ones of files that it left out."""
+    """Return these seconds merged over those in tests/seconds.json, without files that no longer exist."""
     old: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
     return {file: value for file, value in sorted((old | dict(new)).items()) if (REPOSITORY / file).exists()}
 
@@ -89,12 +89,12 @@ def _tests(costs: Mapping[str, list[ProcessCost]]) -> Iterable[tuple[str, TestCo
 
 
 def seconds(value: float) -> str:
-    """Return seconds, with a digit behind the point where they are few."""
+    """Return seconds as a text without a unit, with a digit behind the point below 10."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
 
 

@@ -25,7 +25,7 @@ SECOND_LOOK_FILES = 2
 
 
 def describe(stages: Sequence[Stage], last: dict[str, StageRun]) -> str:
-    """Return the list of stages with what each does and how long it took the last time."""
+    """Return a line for each stage: what it does, and how long it took the last time on this machine."""
     width = max(len(stage.name) for stage in stages)
     return "\n".join(f"  {stage.name:{width}}  {stage.what} ({_last_time(last.get(stage.name))})" for stage in stages)
 
@@ -37,7 +37,7 @@ def _last_time(run: StageRun | None) -> str:
 
 
 def minutes(seconds: float) -> str:
-    """Return a duration as people say it."""
+    """Return a duration as a short text: in seconds below two minutes, else in minutes."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
@@ -69,7 +69,10 @@ def _wait(processes: Sequence[_Running]) -> None:
 
 
 def _second_look(first: _Running) -> bool:
-    """Run the files of a stage's failed tests again, alone; return whether they pass. More than two files are not run again."""
+    """Run the files of a stage's failed tests again, alone; return whether they pass.
+
+    Return False at once if pytest named none, or they are in more than two files.
+    """
     name, failed = first.stage.name, first.failed_tests()
     files = sorted(set(failed.values()))
     if not 0 < len(files) <= SECOND_LOOK_FILES:
@@ -88,7 +91,7 @@ def _second_look(first: _Running) -> bool:
 
 
 class _Running:
-    """A stage in a process group of its own, so that its tests' processes end with it."""
+    """A stage that runs, started when this is made, in a process group of its own; a thread prints its output."""
 
     def __init__(self, stage: Stage, *, prefix: bool) -> None:
         self.stage = stage
@@ -107,7 +110,10 @@ class _Running:
         self._shown.start()
 
     def lives(self) -> bool:
-        """Return whether it still runs; take the load at times."""
+        """Return whether the stage still runs; the first call after its end notes its seconds and verdict.
+
+        Calls also sample the machine's load, so it has to be called again and again.
+        """
         now = time.monotonic() - self._began
         if len(self._loads) <= now / LOAD_EVERY_S:
             self._loads.append(os.getloadavg()[0])
@@ -119,7 +125,7 @@ class _Running:
         return False
 
     def end(self) -> None:
-        """End it with its tests; pytest's fixtures end what they started."""
+        """Interrupt the stage and its tests, so that pytest's fixtures end what they started; kill them all after a minute."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGINT)
         try:
@@ -129,7 +135,7 @@ class _Running:
             self._process.wait(10)
 
     def result(self) -> StageRun:
-        """Return how it went."""
+        """Return the record of the stage's run, after its end: seconds, load, busy cores and verdict."""
         load, busy_cores = sum(self._loads) / len(self._loads), self._busy_s / self.seconds
         return StageRun(round(self.seconds, 1), round(load, 2), round(self._loads[0], 2), round(busy_cores, 2), self.passed)
 
@@ -139,12 +145,15 @@ class _Running:
         return {match[1].decode(): match[2].decode() for match in found if match}
 
     def show_failures(self) -> None:
-        """Show the last lines about its failed tests once more."""
+        """Print the last 25 lines of the output that are about failed tests again."""
         for line in self._of_failures[-SHOWN_AGAIN:]:
             self._print(line[:300])
 
     def _show(self) -> None:
-        """Show whole lines, and a part of one that has waited for its end too long: pytest's dots make a line in minutes."""
+        """Print the stage's output until it ends, by whole lines; a part of a line that has waited 20 s is printed too.
+
+        Pytest's dots take minutes for a line.
+        """
         assert self._process.stdout is not None
         part, shown = b"", time.monotonic()
         while read := os.read(self._process.stdout.fileno(), 65536):

@@ -26,7 +26,7 @@ class Stage(msgspec.Struct, frozen=True):
     paths: tuple[str, ...] = ()
 
     def only(self, files: Sequence[str]) -> Stage:
-        """Return the stage with the tests of some files alone. It keeps no record of what they cost."""
+        """Return a copy of the stage that runs the tests of these files alone, and keeps no record of what they cost."""
         return Stage(self.name, self.what, tuple(word for word in self.command if not word.startswith("--ledger=")), tuple(files))
 
 
@@ -80,7 +80,7 @@ STAGES = (*OF_MAKE_TEST, KIND)
 
 
 class StageRun(msgspec.Struct, frozen=True):
-    """The last run of a stage.
+    """The record of one run of a stage.
 
     `load` is the mean of the machine's load meanwhile, `load_before` the load at its beginning. `busy_cores` is the mean number of
     cores that were not idle, whatever process they worked for.
@@ -94,20 +94,20 @@ class StageRun(msgspec.Struct, frozen=True):
 
 
 class LastRuns:
-    """The last run of each stage, kept in a folder for the next `make test`."""
+    """The record of each stage's last run, kept in a file of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "times.json"
 
     def read(self) -> dict[str, StageRun]:
-        """Return the last runs by stage; none where the file is missing or of another version."""
+        """Return the last runs by the stage's name; none if the file is missing or cannot be read."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=dict[str, StageRun])
         except (FileNotFoundError, msgspec.MsgspecError):
             return {}
 
     def note(self, stage: Stage, run: StageRun) -> None:
-        """Keep this run as the stage's last."""
+        """Write this run into the file as the stage's last; the folder is made if it is missing, and other stages' runs stay."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(".new")
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(self.read() | {stage.name: run})))
