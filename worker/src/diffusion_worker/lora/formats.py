@@ -15,7 +15,11 @@ from diffusion_worker.lora.located import shown
 
 
 class Format(enum.StrEnum):
-    """The naming of a file's tensors: `KOHYA` uses modules of the original model, as Kohya's and other trainers do."""
+    """The naming of a file's tensors.
+
+    `PEFT` is that of peft's folders, and `DIFFUSERS` begins with a component's name or nothing. `KOHYA` uses modules of the original
+    model, as Kohya's and other trainers do.
+    """
 
     PEFT = "peft"
     DIFFUSERS = "diffusers"
@@ -90,7 +94,7 @@ def refuse_other_kinds(names: Iterable[str], label: str) -> None:
 
 
 def take_apart(name: str) -> TensorName | None:
-    """Split a tensor's name into module and part; return None if it is no part of a LoRA."""
+    """Split a tensor's name into module and part; return None if the name does not end like a factor or an alpha."""
     if name.endswith(_COMMON_ENDS) and len(name) > _COMMON_LENGTH:
         return TensorName(name[:-_COMMON_LENGTH], _COMMON_PARTS[name[-8]])
     match = _FACTOR.fullmatch(name)

@@ -18,7 +18,7 @@ LOW_RANK = "lora"
 
 
 class ModuleChange(NamedTuple):
-    """A module that an adapter changes, by `component.path`, and how."""
+    """A module that an adapter changes, by `component.path`, with the kind, rank and scaling of the change."""
 
     module: str
     kind: str

@@ -23,7 +23,7 @@ class Slots(Protocol):
 
     @property
     def max_rank(self) -> int:
-        """The largest rank that fits."""
+        """The largest rank of an adapter that fits into a slot."""
 
     def register_module(self, name: str) -> bool:
         """Give slots to the layers of this name; return False if all of them have slots already."""
@@ -252,7 +252,7 @@ class LRUCacheLoRAModelManager(LoRAModelManager):
         return True
 
     def pin_adapter(self, lora_int_id: int) -> bool:
-        """Give an adapter a slot, which no other may take, and return True. `unpin_adapter` or its removal end this.
+        """Give an adapter a slot, which no other may take, keep it registered, and return True. `unpin_adapter` or its removal end this.
 
         Raises:
             ValueError: it is not registered. RequestError: CapacityExceeded, all slots are pinned or in use.

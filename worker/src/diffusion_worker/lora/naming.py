@@ -46,7 +46,10 @@ class AdaptedModel(NamedTuple):
         return True
 
     def own_name(self, module: str) -> str:
-        """Return the model's name for a module: some CLIP text encoders lack the inner `text_model` that names in a file begin with."""
+        """Return the model's name for a module: without `text_model.` if the model's text encoder lacks this inner module.
+
+        Some CLIP text encoders do, while names in a file have it. Any other name is returned as it is.
+        """
         if not module.startswith("text_encoder"):
             return module
         component, _, path = module.partition(".")

@@ -167,7 +167,9 @@ class AdapterLayers:
         return self._adopt(LaidOut(bound, frozenset(self._components)), "dummy")
 
     def pack(self, checkpoint: LoRACheckpoint, *, name: str) -> HostAdapter:
-        """Check and lay out an adapter here, as the process of a load does it elsewhere; `name` is for messages.
+        """Check and lay out an adapter here, as the process of a load does it elsewhere, and give its layers slots.
+
+        `name` is for messages.
 
         Raises:
             RequestError: see `AdapterBinding.bind`; InvalidAdapter for factors that no slot can hold.

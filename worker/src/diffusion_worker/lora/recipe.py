@@ -18,7 +18,7 @@ def read_recipe(metadata: Mapping[str, str], label: str) -> Recipe | None:
     """Read the recipe from a file's metadata; None if there is none.
 
     Raises:
-        RequestError: InvalidAdapter that names the field.
+        RequestError: InvalidAdapter that names the field, if the recipe is not JSON of that form or a value is out of bounds.
     """
     text = metadata.get(METADATA_KEY)
     if text is None:

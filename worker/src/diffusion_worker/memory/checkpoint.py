@@ -38,7 +38,7 @@ def read_checkpoint(folder: Path, stem: str, *, index_first: bool) -> Checkpoint
     are used.
 
     Raises:
-        ConfigError: there are no weights, or they are not what their headers and their index say.
+        ConfigError: there are no weights, or only several variants, or they are not what their headers and their index say.
     """
     for variant in (None, *_only_variant(folder, stem)):
         single, index = _names(stem, variant)

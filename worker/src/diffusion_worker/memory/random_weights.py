@@ -43,7 +43,7 @@ class RandomTensor(NamedTuple):
 
 
 def random_tensor(name: str, like: torch.Tensor, *, mean: float, spread: float) -> RandomTensor:
-    """Describe random contents for a tensor; the seed comes from its name."""
+    """Return a description of random contents in the dtype and shape of `like`; the seed comes from the name. No numbers are made."""
     seed = zlib.crc32(name.encode()) & 0x7FFFFFFF
     return RandomTensor(seed, like.dtype, like.shape, mean, spread)
 

@@ -31,7 +31,7 @@ def new_memory(size: int) -> Iterator[str]:
 
 
 class SharedMemory:
-    """The memory file at a path, mapped here, and registered with the device so that copies to it run beside other work."""
+    """The memory file at a path, mapped here. For a GPU it is registered with the driver, so that copies to it run beside other work."""
 
     def __init__(self, path: str, size: int, device: torch.device) -> None:
         """Map `size` bytes.

@@ -54,7 +54,7 @@ class ModelWeights:
         unread: Placeholders = NOTHING_UNREAD,
         report: ReportBytes = lambda count: None,
     ) -> int:
-        """Move every parameter and buffer of a module into a slab of its own; return their bytes.
+        """Move all parameters and buffers of a module into one new slab; return the slab's size in bytes, 0 if there are none to move.
 
         Tensors already in a slab, because another module shares them, stay there. `unread` has the placeholders, whose contents are read
         from their files or made now. `checkpoint` is the folder of the module's safetensors files, which need not exist. A wake reads the
@@ -175,7 +175,7 @@ class ModelWeights:
         self.have_mirrors(own_mirrors(self.unmirrored, pinned=self._device.type != "cpu"))
 
     def drop_mirrors(self) -> None:
-        """Forget the mirrors while awake, because they may not be complete."""
+        """Forget all mirrors, which may be incomplete. Call it only while awake, because nothing is copied from them."""
         for component in self._components:
             component.mirror = None
 
@@ -241,7 +241,7 @@ class ModelWeights:
         fill_again(placed for component in unmirrored for placed in component.placed)
 
     def report(self) -> MemoryReport:
-        """Report the weights' current memory by place."""
+        """Return a report of the weights' current memory by place; its fields for adapters, caches and sleep stay empty."""
         mirrors = [component.mirror_bytes() for component in self._components]
         slabs = [component.slab for component in self._components]
         elsewhere = sum(map(nbytes_of, self._elsewhere))
@@ -256,7 +256,9 @@ class ModelWeights:
 
 
 def read_in_place(module: torch.nn.Module, unread: Placeholders, report: ReportBytes) -> None:
-    """Read the contents of a module's placeholders into memory of their own, outside of slabs; `report` gets each count of bytes.
+    """Read the contents of a module's placeholders into new host memory, outside of slabs. Other tensors stay as they are.
+
+    `report` gets each count of bytes that are in place, those of the other tensors too.
 
     Raises:
         ConfigError: a file cannot be read to its end, or was written to meanwhile.

@@ -97,9 +97,9 @@ class ServerEnd:
             self._broadcast.send(encode(message))
 
     async def receive(self) -> tuple[ToServer, list[bytes | memoryview]]:
-        """Return the next message that a rank sends, and its frames as buffers that were not copied.
+        """Wait for the next message of a rank, and return it with its frames as buffers that were not copied.
 
-        `dropped` counts messages that cannot be decoded.
+        Messages that cannot be decoded are skipped and counted in `dropped`.
         """
         while True:
             head, *frames = await self._answers.recv_multipart(copy=False)

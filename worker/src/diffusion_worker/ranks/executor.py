@@ -67,7 +67,10 @@ class RankExecutor:
         self._standbys.kill()
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
-        """Start the processes and return the model's description once all have loaded; raise ConfigError, LoadTimeout or GroupFailed."""
+        """Start the processes, standbys first, and return the model's description once all have loaded.
+
+        With `asleep` they hold no weights before the first wake. Raises ConfigError, LoadTimeout or GroupFailed, also after `stop`.
+        """
         if self._stopped:
             raise GroupFailed("the ranks were ended")
         self._tables = {}
@@ -93,9 +96,10 @@ class RankExecutor:
         self._running().send(tick, frames)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
-        """Return the next tick's results with their frames. After `timeout_s` without any, the ranks are killed.
+        """Wait for the next tick's results and return them with their frames. After `timeout_s` without any, the ranks are killed.
 
-        GroupFailed then names the `phase` and the rank that hangs. Time in which the ranks run a call does not count.
+        GroupFailed then names the `phase` and the rank that hangs; it is raised for any other loss too. Time in which the ranks run a
+        call does not count.
         """
         return await self._running().next_report(timeout_s, phase)
 

@@ -32,7 +32,7 @@ class NewProcess:
     """A process without orders. It imports what a rank needs, a standby at idle priority, and then waits for what makes it a rank."""
 
     def __init__(self, method: StartMethod, name: str, *, standby: bool) -> None:
-        """Start it. The call blocks: the first start from the fork server waits some seconds for its imports."""
+        """Start the process. The call blocks: the first start from the fork server waits some seconds for its imports."""
         context = _context(method)
         self.orders, theirs = context.Pipe()
         self.process = context.Process(

@@ -140,7 +140,10 @@ class RankGeneration:
         raise GroupFailed(self.loss.result().reason)
 
     async def _who_hangs(self) -> str:
-        """Name the rank whose main thread holds the others up, and the place where it stands; log the stacks of its threads."""
+        """Return a text with the rank whose main thread holds the others up, and the place where that thread stands.
+
+        Log the stacks of that rank's threads, for which it has two seconds.
+        """
         ranks = self._alive()
         if not ranks:
             return "no rank is left"
@@ -191,7 +194,10 @@ class RankGeneration:
         self._kill_all()
 
     async def end(self) -> None:
-        """End every process, with `Shutdown` first if the generation still lives, and free all that belongs to it."""
+        """End every process and wait for that: by `Shutdown` if the generation still lives, and after some seconds by SIGKILL.
+
+        Then free all that belongs to the generation, and mark it as lost if it was not.
+        """
         self._ending = True
         if not self.loss.done():
             self.wire.send(Shutdown())
@@ -284,7 +290,7 @@ class RankGeneration:
             self.lose(f"an answer of the ranks cannot be read: {error}", Fault.DEFECT)
 
     def _on_message(self, message: ToServer, frames: list[bytes | memoryview]) -> bool:
-        """Act on a message; return False if none of these ranks can have sent it."""
+        """Act on a message; return False, without effect, for an unknown rank or for a `TickDone` whose frames do not fit it."""
         number = 0 if isinstance(message, TickDone) else message.rank
         if not 0 <= number < len(self.ranks):
             return False

@@ -51,6 +51,6 @@ def require_untouched_device() -> None:
 
 
 def _warn_of_unused(node: Path | None, wanted: Device, device: torch.device) -> None:
-    """Warn where a rank computes on the CPU beside a GPU that torch cannot use."""
+    """Log a warning if this rank computes on the CPU by `--device auto`, although there is a GPU, which torch cannot use then."""
     if node is not None and wanted is Device.AUTO and device.type == "cpu":
         log.warning("this rank computes on the CPU although %s is there: %s", node, why_no_accelerator())

@@ -76,7 +76,10 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
 
 
 class RankArguments(msgspec.Struct, frozen=True):
-    """Start arguments of a rank process."""
+    """The arguments that make a process a rank: its number, the configuration, the wire's addresses, and where the ranks meet.
+
+    `folders` are those that the ranks remove after a server that was killed.
+    """
 
     config: WorkerConfig
     rank: int
@@ -161,7 +164,7 @@ class WorkerProc:
         self._output.send(Dropped(self._rank, count))
 
     def execute_rpc(self, rpc: Rpc) -> RpcReply | None:
-        """Call the method that a message names; return None if it is for other ranks.
+        """Call the method that a message names and return the reply; return None if the call is for other ranks.
 
         A RequestError is answered with its code, another error as RankFailed or InsufficientMemory, and the loop goes on. An error that the
         rank cannot survive ends it.

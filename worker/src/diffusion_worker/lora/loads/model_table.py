@@ -56,7 +56,10 @@ class ConverterTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelTable(msgspec.Struct, frozen=True, array_like=True):
-    """The model of a rank. `modules` has the class of each module by `component.path`, `components` those of the components."""
+    """The model of a rank. `modules` has the class of each module by `component.path`, `components` the class of each component.
+
+    `targets` are the deployment's target modules. `slots` is 0 if adapters are off.
+    """
 
     denoiser: str
     components: dict[str, str]
