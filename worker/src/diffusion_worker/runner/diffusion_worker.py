@@ -70,7 +70,11 @@ class DiffusionWorker:
         self._profiler = RankProfiler(config.profile_dir, rank=rank)
 
     def init_device(self) -> None:
-        """Choose the device, share the cores between the ranks, and join the process group."""
+        """Choose the device, try it if it is a GPU, give torch this rank's share of the cores, and join the process group.
+
+        Raises:
+            ConfigError: the device does not fit the options. RankFault: the GPU cannot be used.
+        """
         torch.set_num_threads(max(1, usable_cores() // self._config.ranks))
         self.device = device_of(self._config.device, self._rank)
         if self.device.type == "cuda":
@@ -102,7 +106,10 @@ class DiffusionWorker:
         return PrefixStore(f"generation-{place.generation}", store)
 
     def load_model(self, report: ReportProgress, *, asleep: bool = False) -> ModelInfo:
-        """Load the model, without its weights if `asleep`, and return its description. Raises ConfigError."""
+        """Load the model, without its weights if `asleep`; return its description, with the memory that is free beside the weights.
+
+        Raises ConfigError.
+        """
         check_device(self._config.offload, self.device)
         model = self.model_runner.load_model(report, asleep=asleep)
         freeze_gc()

@@ -63,7 +63,10 @@ def adapter_contents(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]], m
 
 
 class Probe:
-    """The probe of one pipeline: `tasks` has the bodies of its requests, and `compute` calls the `modules`."""
+    """The maker of a fingerprint's small image, by a request of its own beside all others, without adapters and prompt cache.
+
+    `tasks` builds the request's body, and `compute` calls the `modules`.
+    """
 
     def __init__(self, tasks: TaskPipelines, parallel: Parallel, modules: dict[str, torch.nn.Module], compute: Compute) -> None:
         self._tasks = tasks

@@ -122,7 +122,7 @@ def _share(weights: ModelWeights, parallel: Parallel, device: torch.device, need
 
 @contextlib.contextmanager
 def _new_memory(size: int) -> Iterator[tuple[str, str]]:
-    """Provide the path of new shared memory and no problem, or no path and the problem; neither for no bytes."""
+    """Yield the path of new shared memory and an empty problem, or an empty path and the problem; two empty texts if `size` is 0."""
     with contextlib.ExitStack() as stack:
         path = problem = ""
         try:

@@ -322,7 +322,11 @@ class DiffusionModelRunner:
         return torch.no_grad() if self._config.shard > 1 else torch.inference_mode()
 
     def _have_own_weights(self, otherwise: str) -> None:
-        """Take offloaded weights home for work on the weights; raise RequestError while asleep or while requests run."""
+        """Bring offloaded weights home, before work on the weights.
+
+        Raises:
+            RequestError: Asleep; Busy while requests run. The message begins with `otherwise`, the consequence.
+        """
         self._memory.require_awake(otherwise)
         if self._states:
             raise RequestError(ErrorCode.BUSY, f"{otherwise} while {len(self._states)} requests run")

@@ -78,7 +78,7 @@ class TileShape(enum.Enum):
 
 
 class Positions(msgspec.Struct, frozen=True, kw_only=True):
-    """The table of a model's positions, where the module that has it does not say its size in patches a side."""
+    """The facts about a model's position table, for models whose modules do not give its size in patches along a side."""
 
     side: int | None = None
     """Patches a side of a table that no module keeps."""

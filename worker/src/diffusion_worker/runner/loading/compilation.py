@@ -60,7 +60,8 @@ class Compilation:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Run calls in this context uncompiled, because they must be bit-equal to diffusers' or change the model."""
+        """Run the regions uncompiled in this context, for calls that must be bit-equal to diffusers', or during which the model may change.
+        """
         before, self._eager = self._eager, True
         try:
             yield
@@ -95,7 +96,10 @@ class Compilation:
         return call
 
     def _give_up(self, region: nn.Module, error: Exception) -> None:
-        """Run everything uncompiled from now on: compiling in vain at each call would be slow."""
+        """Run all regions uncompiled from now on, keep the reason for `features`, and log a warning.
+
+        Compiling in vain at each call would be slow.
+        """
         words = next((line.strip() for line in str(error).splitlines() if line.strip()), "no words")
         self._reason = f"{type(error).__name__}: {words}"[:REASON_CHARS]
         log.warning("--compile %s: %s cannot be compiled, the model runs uncompiled: %s", self._kind, type(region).__name__, self._reason)
@@ -116,9 +120,10 @@ def regions_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _let_rows_vary(arguments: Iterable[Any]) -> None:
-    """Mark the rows of tensors as dynamic where there are several, because joining requests change their number.
+    """Mark the first dimension of tensors as one that varies, because joining requests change the number of rows.
 
-    Image sizes stay fixed: they do not change from tick to tick, and fixed sizes make faster code.
+    It applies to tensors with as many rows as the first one, and to none if that has a single row. Image sizes stay fixed: they do not
+    change from tick to tick, and fixed sizes make faster code.
     """
     tensors = [value for value in arguments if isinstance(value, torch.Tensor) and value.dim() > 0]
     rows = tensors[0].shape[0] if tensors else 1

@@ -39,7 +39,10 @@ def class_of(name: str, library: str, kind: str) -> Any:
 
 
 def is_loadable(kind: Any) -> bool:
-    """Return whether `load_component` can load the class; the pipeline loads the others."""
+    """Return whether `load_component` can load the class: a torch module whose `from_pretrained` is that of its library.
+
+    Diffusers' pipeline loads the other components.
+    """
     return isinstance(kind, type) and issubclass(kind, torch.nn.Module) and is_known(kind)
 
 

@@ -101,7 +101,10 @@ def _of_diffusers(kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Check
 
 
 def _dtype_in_diffusers(kind: Any, name: str, stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return a tensor's dtype: integers keep theirs, and the class keeps tensors in float32 by parts of their names."""
+    """Return the dtype that diffusers gives a tensor: integers keep their `stored` one, other tensors get `dtype`.
+
+    Floating tensors with a part of their name in the class's list for it get float32 instead.
+    """
     if not stored.is_floating_point:
         return stored
     kept = kind._keep_in_fp32_modules or ()

@@ -89,7 +89,7 @@ class _Home(NamedTuple):
 
 
 class Residence:
-    """The location of a module's weights: at home in host memory, and for a while on the device."""
+    """The location of a module's weights: at home in host memory, and for a while on the device. The constructor brings them home."""
 
     def __init__(self, module: nn.Module) -> None:
         homes: dict[int, _Home] = {}

@@ -129,7 +129,8 @@ def _modules(
 ) -> dict[str, torch.nn.Module]:
     """Return modules by component name: random ones for the format `dummy`, otherwise those of classes that `load_component` can load.
 
-    Diffusers loads every component that is missing here. Without `unread` these are all, except for `dummy`. Raises ConfigError.
+    Diffusers itself loads the components that are missing in the result. For other formats without `unread` that is every one. Raises
+    ConfigError.
     """
     folder = Path(config.model)
     if config.load_format is LoadFormat.DUMMY:
@@ -152,7 +153,10 @@ def _holds_weights(kind: Any) -> bool:
 
 
 def _classes_of(index: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return library and class of each component of an index: a pair, with a third entry in a modular index."""
+    """Return library and class by component of an index, whose entries are pairs, with a third item in a modular index.
+
+    Entries without a library or a class, such as those of absent components, are left out.
+    """
     entries = {name: value for name, value in index.items() if isinstance(value, list) and len(value) in (2, 3)}
     classes = {}
     for name, (library, kind, *spec) in entries.items():

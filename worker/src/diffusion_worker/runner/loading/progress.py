@@ -10,7 +10,7 @@ PART = 0.01
 
 
 class LoadingProgress:
-    """The bytes loaded so far, reported with the bytes in all."""
+    """A count of the bytes loaded so far. `report` is called with the count and `total` as it grows."""
 
     def __init__(self, total: int, report: ReportProgress) -> None:
         self._total = total

@@ -64,7 +64,10 @@ def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _named_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers by their names in a checkpoint: tied ones by each, those of wrapped layers without the wrapper."""
+    """Yield parameters and buffers with their names in a checkpoint, after the component's name.
+
+    Tied tensors come under each of their names. Those of a layer wrapped for adapters have the names from before it was wrapped.
+    """
     for component, module in modules.items():
         wrapped = [f"{name}." for name, part in module.named_modules() if isinstance(part, LoRALayer)]
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):

@@ -38,9 +38,10 @@ class Comparison(msgspec.Struct):
 
 
 def compare(one: ModelCall, other: ModelCall, run: Run, outcome: Comparison) -> Iterator[None]:
-    """Compare two calls alone with both as one, and rows of a call alone with all of them; fill in `outcome`.
+    """Call two calls alone and both as one, and a row of a call alone too, and judge the differences; fill in `outcome`.
 
-    It yields after each call of the module, so that its caller can do other work.
+    It yields after each call of the module, so that its caller can do other work. Calls that cannot be merged are not made: `unknown` says
+    why.
     """
     if group_key(one) is None or group_key(one) != group_key(other):
         outcome.unknown = "its calls have no rows, or an argument of a kind that cannot be merged"
@@ -83,7 +84,10 @@ def _judge(outcome: Comparison, twins: list[Any], pairs: list[tuple[Any, Any]], 
 
 
 def apart(found: Any, expected: Any) -> float:
-    """Return the largest relative difference of the tensors in two outputs, by the norm of each; infinite for other shapes."""
+    """Return the largest relative difference of the floating tensors in two outputs, by the norm of each expected one; 0 without any.
+
+    It is infinite if the number or the shapes of the tensors differ, or a difference is not finite.
+    """
     pairs = list(zip(tensors_of(found), tensors_of(expected), strict=False))
     if len(tensors_of(found)) != len(tensors_of(expected)) or any(a.shape != b.shape for a, b in pairs):
         return math.inf

@@ -31,7 +31,7 @@ def other_call(one: ModelCall, other: ModelCall) -> ModelCall:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every value in nested dicts, lists and tuples, with its path."""
+    """Yield every value in nested dicts, lists and tuples, with its path of keys and indices; nothing for empty ones."""
     if isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, (*path, key))
@@ -40,7 +40,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def cloned(value: Any) -> Any:
-    """Copy nested dicts, lists and tuples with a copy of each tensor in them."""
+    """Copy nested plain dicts, lists and tuples with a copy of each tensor in them; other values are not copied."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if type(value) is dict:

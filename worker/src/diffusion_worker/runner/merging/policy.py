@@ -56,7 +56,11 @@ class Merging:
         self._verdicts: dict[tuple[str, str], MergeVerdict] = {}
 
     def allows(self, call: ModelCall) -> bool:
-        """Return whether rows of other requests may be in this call, and its own be spread over ranks."""
+        """Return whether rows of other requests may be in this call, and its own be spread over ranks.
+
+        A verdict with a problem forbids it. Otherwise a valid record of the class allows it, or a verdict on calls with arguments of these
+        kinds.
+        """
         model_class = type(call.module) if call.module is not None else self._classes.get(call.component, type(None))
         trusted = self._trusted(model_class, call.method).ok
         verdict = self._verdicts.get((call.component, call.method))

@@ -57,7 +57,7 @@ class ModelCall(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The size of its leading tensor; only the number of rows where that is a list, nothing without any."""
+        """The size of its leading tensor; `(rows,)` if that is a list, `()` if no argument has rows."""
         value = self._led_by()
         return () if value is None else tuple(value.shape) if isinstance(value, torch.Tensor) else (len(value),)
 
@@ -126,7 +126,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class _Layout:
-    """The layout of a call's arguments over its rows."""
+    """The roles of a call's arguments, by its leading argument and the model's record. ValueError is raised if no argument has rows."""
 
     def __init__(self, call: ModelCall) -> None:
         self.record = model_record(type(call.module))

@@ -70,9 +70,9 @@ def classify(error: BaseException) -> Fault:
 
 
 def require_usable_rank(error: BaseException) -> None:
-    """Turn an error of the device or of a collective into RankFault, which ends this process.
+    """Raise RankFault, which ends this process, if an error is one of the device or of a collective.
 
-    Other errors, even out of memory, are left to the caller.
+    For other errors, even out of memory, return and leave them to the caller.
     """
     fault = classify(error)
     if fault in _GROUP_FAULTS:

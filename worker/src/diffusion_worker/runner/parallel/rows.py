@@ -129,11 +129,17 @@ class Parallel:
         return self._spread(lambda: merge(calls), execute, self.everybody)
 
     def _built(self, build: Callable[[], ModelCall], *, agreed: bool) -> ModelCall:
-        """Return a call that ranks wait for each other in. A merged one has to be there on all of them before any rank enters it."""
+        """Return the result of `build`, a call in which ranks wait for each other.
+
+        If `agreed`, all ranks have built it when this returns, or all raise CallFailed. Otherwise an error is raised as it is.
+        """
         return self.agree(build) if agreed else build()
 
     def agree(self, run: Callable[[], T], *, size: Callable[[T], int] = lambda output: 0) -> T:
-        """Return the result of `run`; raise `CallFailed` on all ranks if it raised on any, or if its `size` differs between ranks."""
+        """Return the result of `run`; raise `CallFailed` on all ranks if it raised on any, or if its `size` differs between ranks.
+
+        All ranks call this together. An error of the device or of a collective becomes RankFault on this rank.
+        """
         try:
             output, message, found = run(), "", 0
             found = size(output)
@@ -247,7 +253,7 @@ def _failure(words: str) -> CallFailed:
 
 
 def _message_of(rank: int, mine: str) -> str:
-    """Send the message of one rank to all, and return it."""
+    """Send `mine` of the rank `rank` to all ranks, cut to `MESSAGE_BYTES`, and return it. All ranks call this together."""
     words = mine.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
     shared = torch.frombuffer(bytearray(words), dtype=torch.uint8)
     dist.broadcast(shared, rank)

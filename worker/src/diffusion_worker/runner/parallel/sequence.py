@@ -92,7 +92,10 @@ def check_model(name: str, model: nn.Module, size: int) -> None:
 
 
 def describe(info: ModelInfo, token_pixels: int, size: int) -> ModelInfo:
-    """Add the sizes that can be made to a model's description; raise ConfigError if its default size is none of them."""
+    """Return a model's description with the token's size added, and the number that must divide an image's tokens.
+
+    Raises ConfigError if the tokens of the default size are no multiple of `size`.
+    """
     if info.default_height and info.default_width:
         tokens = (info.default_height // token_pixels) * (info.default_width // token_pixels)
         if tokens % size:

@@ -75,7 +75,7 @@ class ParallelKinds:
             self._parallel.decode_tiles(name, vae_tiles.VaeTiles(module, self._parallel).decode)
 
     def part_of(self, layer: str) -> LinearPart | None:
-        """Return this rank's part of a layer (`transformer.blocks.0.attn.to_q`), for its adapters; None if the layer is whole."""
+        """Return this rank's part of a layer (`transformer.blocks.0.attn.to_q`), for its adapters; None if --tensor does not cut it."""
         component, _, path = layer.partition(".")
         return self._cuts[component].part(path) if component in self._cuts else None
 

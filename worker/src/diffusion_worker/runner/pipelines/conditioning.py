@@ -46,7 +46,7 @@ class ImageInputs(msgspec.Struct, frozen=True):
 
     @property
     def task(self) -> Task:
-        """The class's task for a request with images."""
+        """The class's task for a request with images: inpainting if a mask is needed, otherwise an edit."""
         return Task.EDIT if self.mask is None else Task.INPAINT
 
 
@@ -82,7 +82,7 @@ def works_from_words(pipeline: Any) -> bool:
 
 
 def masked_inputs(pipeline: Any) -> ImageInputs | None:
-    """Return a modular pipeline's arguments for an image and its mask; None for others."""
+    """Return a modular pipeline's arguments for an image and its mask; None if it lacks either or a prompt, and for classic pipelines."""
     both = _is_modular(pipeline) and {"prompt", "image", "mask_image"} <= inputs_of(pipeline).keys()
     return ImageInputs("image", "mask_image") if both else None
 
@@ -154,7 +154,10 @@ def _image(item: ImageInput, frames: Sequence[bytes]) -> Image.Image:
 
 
 def needs_more(pipeline: Any) -> bool:
-    """Return whether words and an image are not enough: another input has no default, or another kind of image is needed."""
+    """Return whether a prompt and an image are not enough for the class, or it takes no prompt.
+
+    Then another argument has no default, or it takes several kinds of images. A modular pipeline with a prompt needs no more.
+    """
     takes = inputs_of(pipeline)
     if "prompt" not in takes:
         return True

@@ -141,7 +141,10 @@ def _marking(scheduler: Any, view: Any) -> Any:
 
 
 def steps_of(view: Any, scheduler: Any) -> int | None:
-    """Return the number of steps of the loop that steps this scheduler: the pipeline's count, or the remaining time steps."""
+    """Return the number of steps of the loop that steps this scheduler; None if neither the pipeline nor the scheduler has one.
+
+    It is the pipeline's own count, or else that of the scheduler's time steps from its first one on.
+    """
     inner = (part for part in vars(view).values() if isinstance(part, diffusers.DiffusionPipeline))
     for pipeline in (view, *inner):
         counted = vars(pipeline).get("_num_timesteps")

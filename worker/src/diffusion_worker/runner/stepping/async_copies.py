@@ -36,7 +36,10 @@ class AsyncCopies(TorchFunctionMode):
 
 
 def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Make a tensor of numbers on the host and send it; one that is a tensor already is sent or kept."""
+    """Do as `torch.tensor` or `torch.as_tensor` for an accelerator: make the tensor on the host, and send it through pinned memory.
+
+    A tensor that is on an accelerator is left to the function itself.
+    """
     if isinstance(args[0], torch.Tensor) and args[0].is_cuda:
         made: torch.Tensor = func(*args, **kwargs)
         return made
@@ -60,7 +63,10 @@ def _through_pinned(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 
 
 def _can_be_pinned(tensor: torch.Tensor) -> bool:
-    """Return whether to copy a tensor by pinned memory. The owner of a pinned one may write to it once a plain copy has returned."""
+    """Return whether to copy a tensor by pinned memory: a plain one on the host, of at most `MOST_BYTES`, that is not pinned yet.
+
+    The owner of a pinned one may write to it once a plain copy has returned.
+    """
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return plain and tensor.device.type == "cpu" and tensor.nbytes <= MOST_BYTES and not tensor.is_pinned()
 

@@ -41,12 +41,12 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def rows(self) -> list[int]:
-        """Rows of each request."""
+        """The number of rows of each call, in the order of `items`."""
         return [item.call.rows for item in self.items]
 
     @property
     def loras(self) -> list[list[LoRAUse]]:
-        """The adapters of each row."""
+        """The adapters of each row, with an entry for every row of every call."""
         return [item.state.spec.loras for item, count in zip(self.items, self.rows, strict=True) for _ in range(count)]
 
     def alone(self) -> list["InputBatch"]:

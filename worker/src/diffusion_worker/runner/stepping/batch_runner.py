@@ -218,7 +218,7 @@ class BatchRunner:
 
 
 def _means(error: BaseException, kind: type[Exception]) -> bool:
-    """Return whether an error was caused by one of a kind.
+    """Return whether an error stands for one of class `kind`, met here or on another rank.
 
     An error of this rank has it as its cause. An error from another rank only has its name in the text.
     """

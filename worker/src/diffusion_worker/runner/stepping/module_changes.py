@@ -60,11 +60,11 @@ class Attributes:
                     self.weights.setdefault(id(weight), (f"{path}.{name}", weight, weight.data))
 
     def changed(self) -> Iterator[Copied]:
-        """Yield the containers that have changed since."""
+        """Yield the containers that have changed since the snapshot."""
         return (container for container in self.containers.values() if not _same(container.now, container.before))
 
     def moved(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield the weights that have moved since or have another precision, each with its path and its earlier data."""
+        """Yield the weights that have other memory or another precision since the snapshot, each with its path and its earlier data."""
         for path, weight, before in self.weights.values():
             if weight.dtype != before.dtype or weight.data_ptr() != before.data_ptr():
                 yield path, weight, before
@@ -115,7 +115,7 @@ class ModuleChanges:
             self._undo.append(_undo_weight(weight, data))
 
     def put_back(self) -> None:
-        """Undo all changes, the last one first."""
+        """Undo all changes noted by `end_run`, the last one first, and forget them; a second call undoes nothing."""
         while self._undo:
             self._undo.pop()()
         self._begun, self.first = False, None

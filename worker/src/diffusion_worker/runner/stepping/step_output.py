@@ -18,9 +18,10 @@ class PreviewOutput(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct):
-    """The results of a tick on this rank: bodies' outputs (images), errors, and the number of model calls made for them.
+    """The results of a tick on this rank: bodies' outputs (images), errors and replays by request id, progress, previews, and figures.
 
-    `clocks` has the costs of each image. The figures and the progress are those of `TickDone`.
+    `clocks` has the costs of each image. `calls` counts all model calls, a merged one once, and `rows` the rows of denoiser calls only. The
+    other figures and the progress are those of `TickDone`.
     """
 
     images: dict[str, Any] = {}

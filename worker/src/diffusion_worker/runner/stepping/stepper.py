@@ -129,7 +129,10 @@ class Stepper:
         return None if self._loras is None else self._loras.identity_in(call.component, state.spec.loras)
 
     def _take(self, events: list[Event], pending: list[Pending]) -> list[Pending]:
-        """Act on the events at which the requests stopped; return the pending calls with theirs added."""
+        """Act on the events at which the requests stopped, and return the pending calls with theirs added.
+
+        Results, errors and progress go into the output, requests that ended leave `states`, and previews that are due begin.
+        """
         broken = {state.spec.request_id: _report(state, event) for state, event in events if isinstance(event, Broken | NeedsModelAlone)}
         failures = failures_of_all(self._parallel, broken)
         begun: list[Event] = []

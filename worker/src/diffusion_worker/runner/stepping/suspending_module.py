@@ -46,7 +46,7 @@ class SuspendingModule(SharedPart):
 
     @contextlib.contextmanager
     def cache_context(self, name: str, **_where: Any) -> Iterator[None]:
-        """Name the calls inside for the step cache, for this request only: with its prompt, or without."""
+        """Give the calls in this context a `name` for the step cache (`cond`, `uncond`), for this request only."""
         before, self.__dict__["_context"] = self._context, name
         try:
             yield
