@@ -152,7 +152,10 @@ class Engine:
         self._parts.pausing.release(Pauser.CALL)  # running work may be finished
 
     async def _finish(self, within_s: float) -> None:
-        """Wait until no request is left; past the time, end requests with an error."""
+        """Cancel a sleep or wake, and wait until no request is left; after `within_s` seconds end the rest with an error.
+
+        An engine that failed does not wait, as its requests have ended.
+        """
         await self._parts.sleep_calls.end()
         if self.state is EngineState.TERMINATING:
             await self._steps.drain(within_s, ErrorCode.TERMINATING, "the worker is shutting down")
@@ -306,7 +309,7 @@ class Engine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Return whether memory is freed, about to be, or being restored."""
+        """Return whether memory is freed, about to be, or being restored; False while a sleep still drains."""
         return self.life.state_after_restart in (EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING)
 
     def sleep(self, call: SleepCall) -> bool:
@@ -386,10 +389,12 @@ class Engine:
         return adapter.document(self.config.ranks)
 
     async def delete_adapter(self, name: str, *, operation_id: str, boot_id: str | None, drain_s: float) -> None:
-        """Unload an adapter, in every state; requests for it get 404 at once, running ones may finish within `drain_s`.
+        """Remove an adapter, in every state, and wait until it is unloaded, unless the model sleeps.
+
+        Requests for it get 404 at once; running ones may finish within `drain_s` seconds.
 
         Raises:
-            RequestError: NotFound, WrongBoot, Timeout.
+            RequestError: NotFound, WrongBoot, RankFailed, Timeout.
         """
         self._check_boot(boot_id)
         self._note_call(name)
@@ -410,7 +415,7 @@ class Engine:
         return ProfileDocument(running=False, files=[path for path in paths if path])
 
     def _note_call(self, name: str) -> None:
-        """Record the time of a call about a name, as the newer of calls and mounted files counts."""
+        """Record the time of a call about a name, as the newer of calls and mounted files counts; no effect without mounted files."""
         if self.config.desired_path is not None:
             self._parts.declared.called_at_s[name] = time.time()
 

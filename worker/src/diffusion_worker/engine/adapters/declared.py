@@ -36,7 +36,7 @@ Call = tuple[str, AdapterCall]
 
 
 class Changes(NamedTuple):
-    """Differences of the files from the files before."""
+    """The names of adapters that left the mounted files since they were last read, and the adapters that are new or changed in them."""
 
     removed: list[str]
     put: list[DesiredAdapter]
@@ -66,9 +66,10 @@ class DeclaredAdapters:
         self._waiting: asyncio.Task[None] | None = None
 
     async def load_at_start(self, deadline_s: float) -> None:
-        """Try to load the most wanted adapters once. A failed one is kept as Failed and does not stop the model from serving.
+        """Make the adapters of options and mounted files known, and load the most wanted ones, for at most `deadline_s` seconds.
 
-        Shards that the kubelet has not brought yet are waited for. A load that is not over at the deadline goes on while the model serves.
+        Shards that the kubelet has not brought yet are waited for within that time. A load that is not over then goes on while the model
+        serves. A failed one is kept as Failed and does not stop the model from serving.
 
         Raises:
             ConfigError: an option's source cannot be read.
@@ -86,7 +87,7 @@ class DeclaredAdapters:
                 )
 
     async def follow(self, deadline_s: float) -> None:
-        """Apply the files where they changed; wait for loads of new adapters until the deadline."""
+        """Apply the files where they changed, and wait for loads of new adapters, for at most `deadline_s` seconds; late ones go on."""
         before = set(self._tasks)
         await self._take_up({})
         if loading := self._tasks - before - {self._waiting}:
@@ -99,7 +100,7 @@ class DeclaredAdapters:
                 )
 
     def end(self) -> None:
-        """Cancel all reading and loading."""
+        """Begin no further load, and wait for no more files; a load that runs goes on (see `AdapterRunner.stop`)."""
         for task in self._tasks:
             task.cancel()
 
@@ -148,11 +149,14 @@ class DeclaredAdapters:
         return missing
 
     def _is_older(self, name: str, written_s: float) -> bool:
-        """Return whether the last call about a name is older than the files."""
+        """Return whether the last call about a name is older than the files; True if there was none."""
         return self.called_at_s.get(name, -1.0) < written_s
 
     def _known(self, calls: dict[str, AdapterCall]) -> list[Call]:
-        """Make all these adapters known, and return those to load now, the most wanted first."""
+        """Declare those of these adapters that are new, and return those to load now: of new ones the most wanted, then all known ones.
+
+        A new one that cannot be declared, or has the base model's name, is logged and left out.
+        """
         changed = [(name, call) for name, call in calls.items() if self._table.newest(name)]
         new = {name: call for name, call in calls.items() if self._may_be(name) and not self._table.newest(name)}
         wanted = [(name, new[name]) for name in self._table.most_wanted(new)]

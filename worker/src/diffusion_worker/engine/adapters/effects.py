@@ -35,7 +35,7 @@ class Answer(Effect, frozen=True):
 
 
 class Release(Effect, frozen=True):
-    """Give a file back that is not read any more."""
+    """Give a fetched file back to the fetcher, because the adapter does not read it any more."""
 
     fetched: Fetched
 

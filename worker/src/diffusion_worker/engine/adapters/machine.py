@@ -63,8 +63,9 @@ def passes(problem: ProblemReport | RequestError) -> bool:
 def put(
     table: AdapterTable, name: str, call: AdapterCall, *, deadline_s: float | None, changed: Fetched | None = None, deferring: bool = False
 ) -> Iterator[Effect]:
-    """Put an adapter under a name; without a deadline it is declared only, and loaded by a later call or a request.
+    """Put an adapter under a name and load it; without a deadline it is only declared, and a later call or a request loads it.
 
+    An OnDemand one that is not in memory also waits for a request, and a deferred one for the wake.
     `changed` is the source's content where that differs from the loaded one's. `deferring` is true while the ranks load nothing.
     """
     adapter, current, on_demand = table.newest(name), table.get(name), call.residency is Residency.ON_DEMAND
@@ -110,7 +111,7 @@ def ended(table: AdapterTable, reason: RequestError) -> Iterator[Effect]:
 
 
 def taken(table: AdapterTable, adapters: Sequence[Adapter], request_id: str, at_s: float) -> None:
-    """Record that a request uses adapters from now on."""
+    """Record that a request uses adapters from `at_s` on: count it in their usage, and make them the last used ones."""
     for adapter in adapters:
         adapter.users.add(request_id)
         adapter.usage.requests += 1
@@ -120,7 +121,7 @@ def taken(table: AdapterTable, adapters: Sequence[Adapter], request_id: str, at_
 
 @transition
 def given_back(table: AdapterTable, adapters: Sequence[Adapter], request_id: str) -> Iterator[Effect]:
-    """Record that a request does not use adapters any more."""
+    """Record that a request does not use adapters any more, and wake those that wait for them to become unused."""
     for adapter in adapters:
         adapter.users.discard(request_id)
         adapter.touch()
@@ -163,7 +164,7 @@ def _new_load(table: AdapterTable, adapter: Adapter, deadline_s: float, *, asked
 
 
 def file_came(table: AdapterTable, adapter: Adapter, fetched: Fetched, seconds: float) -> None:
-    """Record the file of a load; its fetch counts where bytes were sent."""
+    """Record the fetched file of a load, which becomes Loading; `seconds` and bytes count as a fetch only if progress was reported."""
     adapter.fetched = fetched
     _go(adapter, LOADING)
     if adapter.progress is not None:
@@ -183,7 +184,7 @@ def prepared(table: AdapterTable, adapter: Adapter) -> bool:
 def wake_reached(table: AdapterTable, adapter: Adapter, deadline_s: float) -> Iterator[Effect]:
     """Begin the load of a deferred adapter on awake ranks.
 
-    Without room for it beside more wanted ones it becomes Cached, as if it had been evicted.
+    Without room for it beside more wanted ones it becomes Cached, as if it had been evicted; a current OnDemand one always does.
     """
     victims = room_for(table, adapter)
     on_demand = adapter.call.residency is Residency.ON_DEMAND and table.get(adapter.name) is adapter
@@ -231,7 +232,10 @@ def loaded(table: AdapterTable, adapter: Adapter, found: LoadedLoRA, kept: list[
 
 @transition
 def slept(table: AdapterTable, adapter: Adapter, fetched: Fetched) -> Iterator[Effect]:
-    """End a load that found the ranks asleep, and its file right as far as it can be read without them."""
+    """End a load without an error, as the ranks sleep and its file was checked without them: the adapter becomes Deferred.
+
+    The file of one that has left the table is given back instead.
+    """
     load = _end(adapter)
     adapter.fetched = fetched
     if adapter in table:
@@ -400,7 +404,7 @@ def _problem(table: AdapterTable, error: RequestError) -> ProblemReport:
 
 
 def _fail(table: AdapterTable, adapter: Adapter, error: RequestError) -> Iterator[Effect]:
-    """Mark an adapter as Failed: it leaves memory, and only a call tries it again."""
+    """Mark an adapter as Failed and give its file back; only a call tries it again. Unless its name is in `keep_failed`, it expires."""
     _go(adapter, FAILED)
     adapter.error, adapter.loaded = _problem(table, error), None
     yield from _release(adapter)

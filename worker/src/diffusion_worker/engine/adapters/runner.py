@@ -101,7 +101,10 @@ class AdapterRunner:
         self.perform(machine.put(self._table, name, call, deadline_s=None))
 
     def load(self, adapter: Adapter, timeout_s: float) -> "asyncio.Future[RequestError | None]":
-        """Begin to load an adapter for a request, or join the load that runs; return the outcome, an error as `put` raises or None."""
+        """Begin to load an adapter for a request, or join the load that runs, and return the future of the outcome: an error or None.
+
+        Errors are those of `put`; for a Deferred adapter of a sleeping model it is Asleep, and no load begins.
+        """
         if adapter.state is AdapterState.DEFERRED and self.deferring:
             outcome = asyncio.get_running_loop().create_future()
             message = f"adapter {adapter.name!r}: the model is asleep, and loads the adapter when it wakes"
@@ -112,9 +115,10 @@ class AdapterRunner:
         return self._outcome(adapter.load)
 
     async def delete(self, name: str, *, drain_s: float) -> None:
-        """Remove a name at once, then unload its adapter when no request uses it or the time is over.
+        """Remove a name at once, and wait until its adapter is unloaded, once no request uses it.
 
-        Sleeping ranks unload it when they wake, before they serve; this call does not wait for that.
+        Requests that still use it after `drain_s` seconds end with AdapterRemoved. Sleeping ranks unload it when they wake, before they
+        serve; this call does not wait for that.
 
         Raises:
             RequestError: NotFound, RankFailed, Timeout.
@@ -128,7 +132,7 @@ class AdapterRunner:
         log.info("adapter=%s removed", name)
 
     def stop(self, reason: RequestError) -> None:
-        """End all loads with an error for their waiters."""
+        """Give `reason` as error to the waiters of all loads, and cancel the loads that have not reached the ranks."""
         self.perform(machine.ended(self._table, reason))
 
     async def moved(self) -> None:
@@ -395,7 +399,7 @@ class AdapterRunner:
             await self.moved()
 
     async def _unload(self, adapter: Adapter) -> None:
-        """Unload a leaving adapter that nobody uses from the ranks; raise RequestError."""
+        """Unload a leaving adapter that nobody uses from the ranks; raise RequestError. No effect if it is being unloaded or all ends."""
         if adapter.unloading or self._life.state_after_restart in ENDING:
             return
         adapter.unloading = True
@@ -496,7 +500,7 @@ class AdapterRunner:
             self.perform(machine.reload_failed(self._table, adapter, error))
 
     async def _load_when_serving(self) -> None:
-        """Load adapters that were deferred too late for a wake, once the wake is over."""
+        """Wait until the model serves, and begin to load adapters that were deferred too late for a wake; give up if the engine ends."""
         while self._life.state not in (EngineState.READY, EngineState.DRAINING):
             if self._life.state_after_restart in ENDING:
                 return

@@ -41,7 +41,7 @@ class Load:
 
 
 class Usage:
-    """The requests that used the adapters of one name. Times are monotonic."""
+    """The number of requests that used adapters of one name, and the monotonic time of the last; None before it."""
 
     requests = 0
     last_s: float | None = None
@@ -123,7 +123,7 @@ class Adapter:
 
     @property
     def serves(self) -> bool:
-        """Return whether its name could be served if the ranks were awake."""
+        """Return whether its name could be served if the ranks were awake: it is Loaded, or Deferred after it was loaded once."""
         return self.state is AdapterState.LOADED or (self.state is AdapterState.DEFERRED and self.loaded is not None)
 
     @property
@@ -140,12 +140,12 @@ class Adapter:
 
     @property
     def pinned_identity(self) -> str | None:
-        """The identity that every load of it must find, unless another converter named it."""
+        """The identity that every load of it must find, unless another converter named it; None accepts any."""
         return self.loaded.identity if self.loaded else self.call.identity
 
     @property
     def pinned(self) -> str | None:
-        """The digest that every load of it must find."""
+        """The digest that every load of it must find; None accepts any."""
         return self.loaded.digest if self.loaded else self.call.digest
 
     @property

@@ -147,7 +147,10 @@ def check_form(params: GenerationParams, limits: RequestLimits) -> None:
 
 
 def check_defaults(defaults: RequestDefaults, limits: RequestLimits, model: ModelInfo) -> None:
-    """Check that the loaded model can make the default request; raises ConfigError with the option's name."""
+    """Check that the loaded model can make the default size, or without one, that `--max-pixels` allows the model's own size.
+
+    Raises ConfigError with the option's name.
+    """
     if defaults.width is None or defaults.height is None:
         _check_own_size(limits, model)
         return

@@ -40,7 +40,7 @@ class NoLongerServing(Exception):
 
 
 class HeldOutcome(enum.StrEnum):
-    """The end of a request's wait, or of one that may not wait."""
+    """The outcome of a request for a cold model: served after its wait, held for too long, too many held, cancelled, or refused."""
 
     SERVED = "served"
     TIMED_OUT = "timed_out"
@@ -136,7 +136,7 @@ class Life(Protocol):
 
 
 class HoldBudget:
-    """A request's allowance to be held. It may be held more than once, and `held_s` counts all its waits together."""
+    """The seconds for which a request was held so far, and its listener. It may be held more than once, and all waits count together."""
 
     def __init__(self, on_event: Callable[[RequestEvent], None] | None = None) -> None:
         self.on_event = on_event

@@ -43,7 +43,7 @@ class QueuePlace:
         self._clock = clock
 
     def start(self) -> None:
-        """Note that the first image of the request joins a step."""
+        """Note that the first image of the request joins a step; harmless when repeated."""
         self._bounds.start(self._place, self._clock())
 
     def submitted(self, image_ids: Sequence[str]) -> None:

@@ -160,7 +160,7 @@ class QueueBounds:
                 self._pace.begin(now_s)
 
     def revise(self, place: Place, estimate: Callable[[], float]) -> None:
-        """Replace the estimate of an admitted request by a better one."""
+        """Replace the estimate of an admitted request by a better one, whose present result counts as all its work."""
         place.estimate = estimate
         place.work_s = estimate()
         self._left_s += place.work_s - place.left_s

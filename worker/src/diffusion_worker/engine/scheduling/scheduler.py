@@ -198,7 +198,10 @@ class StepScheduler:
         return again
 
     def next_tick(self, now_s: float) -> Tick | None:
-        """Return the next tick, with a step of one class and the requests that leave; None if there is neither."""
+        """Return the next tick, with a step of one class and the requests that leave; None if no request can step and none leaves.
+
+        The tick counts as sent from now on.
+        """
         self._reserve_slots(now_s)
         chosen = self._choose(now_s)
         if not chosen:
@@ -219,7 +222,7 @@ class StepScheduler:
         return Tick(number, [request.spec for request in join], leave, [request.spec.request_id for request in chosen])
 
     def leave_tick(self) -> Tick | None:
-        """Return a tick that only removes leaving requests from the ranks; None without any."""
+        """Return a tick that only removes leaving requests from the ranks; None without any. It counts as sent from now on."""
         if not self._leaving:
             return None
         leave, self._leaving = self._leaving, []
@@ -228,7 +231,10 @@ class StepScheduler:
         return Tick(number, [], leave, [])
 
     def held_until_s(self) -> float | None:
-        """Return the time at which the first request stops waiting for company; None if none waits."""
+        """Return the earliest time at which a class that has not started stops waiting for company; it may be past.
+
+        None if all classes have started, or there is no window.
+        """
         held = [queue.oldest.arrived_s + self._window_s for queue in self._queues.values() if not queue.started]
         return min(held, default=None) if self._window_s else None
 

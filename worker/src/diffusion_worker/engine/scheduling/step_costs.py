@@ -33,7 +33,7 @@ class StepCosts:
         return curve is not None and curve.measured
 
     def step_s(self, kind: RequestClass, batch: int) -> float:
-        """Estimate the seconds of a step of so many requests of a class."""
+        """Estimate the seconds of a step of `batch` requests of a class; without measurements of the class a guess by its pixels."""
         curve = self._curves.get(kind)
         measured = curve.seconds(batch) if curve else None
         return kind.load * (self._pixel_s or GUESSED_PIXEL_S) * batch if measured is None else measured

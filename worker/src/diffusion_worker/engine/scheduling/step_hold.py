@@ -10,7 +10,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 
 
 class Pauser(enum.Enum):
-    """Callers that can stop steps."""
+    """The two that can hold the steps: a call of `pause`, and a sleep."""
 
     CALL = "pause"
     SLEEP = "sleep"

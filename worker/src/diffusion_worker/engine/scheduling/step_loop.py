@@ -45,7 +45,7 @@ OnEvent = Callable[[RequestEvent], None]
 
 
 class FinishedPixels(msgspec.Struct, frozen=True):
-    """A finished image: rows of RGB bytes, and the seconds of its stages. `queued_s` is the time until it joined."""
+    """A finished image: rows of RGB bytes, and the seconds of its stages. `queued_s` are those from its submission to its first step."""
 
     pixels: bytes | memoryview
     height: int
@@ -55,7 +55,7 @@ class FinishedPixels(msgspec.Struct, frozen=True):
 
 
 class Submission(msgspec.Struct, eq=False):
-    """A submitted request: image `index` of its caller's. `joined_s` is the time at which it first went to the ranks."""
+    """A submitted request for one image, number `index` of its caller's. `joined_s` is the time at which it first went to the ranks."""
 
     spec: RequestSpec
     outcome: "asyncio.Future[FinishedPixels]"
@@ -181,7 +181,7 @@ class StepLoop:
 
     @property
     def waiting(self) -> int:
-        """Images that wait for a place in the batch."""
+        """Images that wait for their first step."""
         return self._scheduler.waiting
 
     def submit(

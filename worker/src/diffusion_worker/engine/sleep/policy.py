@@ -97,7 +97,7 @@ class SleepRules:
 
 
 def _stamp(path: str | None) -> tuple[int, int, int] | None:
-    """Return a stamp that changes with the file: for a mounted ConfigMap, its link is pointed to another file."""
+    """Return a stamp that changes with the file, also if its link is pointed to another file; None without a path or a readable file."""
     if path is None:
         return None
     try:

@@ -135,7 +135,7 @@ class MergeVerification:
             self._spent_s += asyncio.get_running_loop().time() - began_s
 
     async def _step(self, *, more: bool) -> list[MergeVerdict] | None:
-        """Let all ranks take a step of the verification; return the verdicts at its end, None before it."""
+        """Let all ranks take a step of the verification; return the verdicts at its end, None before it. Without `more` it ends now."""
         replies = await self._call_all("verify_merging", timeout_s=self._config.rank_timeout_s, more=more)
         found = [msgspec.msgpack.decode(reply.result or b"", type=list[MergeVerdict] | None) for reply in replies]
         done = [verdicts for verdicts in found if verdicts is not None]

@@ -112,7 +112,7 @@ class Supervisor:
         self._stepping = asyncio.create_task(self._steps.run())
 
     async def _start_again(self) -> None:
-        """Start the group into the requested state: one that is to sleep allocates nothing."""
+        """Start the next generation into the requested state: with its adapters, or asleep, without memory for them."""
         asleep = self._life.state_after_restart is EngineState.ASLEEP
         self._life.stage = LoadStage.STARTING_RANKS
         await self._preparation.begin(await self._ranks.restart(asleep=asleep), asleep=asleep)

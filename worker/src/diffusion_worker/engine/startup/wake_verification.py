@@ -108,7 +108,10 @@ def _probe_difference(before: Fingerprint, now: Fingerprint) -> str | None:
 
 
 def check_of(first: Fingerprint, second: Fingerprint) -> WakeCheck:
-    """Return how later probes of a rank are compared with the first of two that one load made. Pure."""
+    """Return how later probes of a rank are compared, by two that one load made. Pure.
+
+    It is EXACT if both are equal, TOLERANCE if their cells differ by at most `LOAD_TOLERANCE`, else CHECKSUMS, also without a probe.
+    """
     if first.probe is None or second.probe is None:
         return WakeCheck.CHECKSUMS
     if first.probe == second.probe:

@@ -39,7 +39,7 @@ class OperationsDone:
 
 
 class _Running(msgspec.Struct, frozen=True):
-    """An operation and its task."""
+    """The operation in progress: its id, its kind, the monotonic time of its start, and its task."""
 
     operation_id: str
     kind: str

@@ -46,7 +46,7 @@ class Prepare(Protocol):
 class RankGroup(Protocol):
     """N ranks that live and die together, in one generation of processes after the other.
 
-    Once a generation is lost every method raises `GroupFailed`, until `restart` has started the next one.
+    Once a generation is lost, `broadcast_tick`, `next_report` and `call` raise `GroupFailed`, until `restart` has started the next one.
     """
 
     @property
@@ -84,7 +84,7 @@ class RankGroup(Protocol):
         """End the standbys at once, and have no more made."""
 
     def lose(self, reason: str, fault: Fault) -> None:
-        """End this generation as lost, as its results cannot be trusted; harmless if it is lost already."""
+        """End this generation as lost, as its results cannot be trusted, for the given reason; no effect if it is lost already."""
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
         """Queue one tick for every rank, with the frames that `tick.frames` counts; does not wait."""
@@ -119,7 +119,7 @@ class RankGroup(Protocol):
         """Block while this generation lives, and return the reason for its loss; many may wait, and each may be cancelled alone."""
 
     def documents(self) -> list[RankDocument]:
-        """Describe every rank of `--ranks` for the state document, also those without a process, which are starting."""
+        """Describe every rank of `--ranks` for the state document, in order; one without a process is shown as starting."""
 
     def load_progress(self) -> tuple[int, int]:
         """Return (done, total) bytes of the load, summed over the ranks; (0, 0) until the first rank reports."""

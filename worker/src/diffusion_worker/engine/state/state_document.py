@@ -38,7 +38,8 @@ class LoadStage(enum.StrEnum):
 class AdapterState(enum.StrEnum):
     """The life of an adapter; requests run with it only while it is `Loaded`.
 
-    A `Cached` one has its file here, but is on no rank. A `Deferred` one came during a sleep, or left the ranks in one: the wake loads it.
+    A `Cached` one is on no rank, and its file may be here: a request or a call loads it. A `Deferred` one came during a sleep, or left
+    the ranks in one: the wake loads it.
     """
 
     FETCHING = "Fetching"
@@ -106,7 +107,10 @@ class Operation(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class OperationResult(msgspec.Struct, frozen=True, rename="camel"):
-    """The sleep or wake that ended last. `freed_bytes` are the bytes that a sleep freed, over all ranks."""
+    """The result of a sleep or wake; `error` is None if it succeeded.
+
+    `freed_bytes` are the bytes that a sleep freed, over all ranks; None for a wake or a failure.
+    """
 
     operation_id: str
     kind: str
@@ -117,7 +121,7 @@ class OperationResult(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class HeldDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """Requests that wait until the model can serve them."""
+    """The number of requests that wait until the model can serve them, and the seconds of the first of them, None without any."""
 
     current: int = 0
     oldest_age_seconds: float | None = None
@@ -358,7 +362,7 @@ class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class DesiredShard(msgspec.Struct, frozen=True):
-    """A file with adapters beside the desired file, and their number."""
+    """The name of a file with adapters beside the desired file, the sha256 that it must have, and the number of its adapters."""
 
     file: str
     sha256: str
