@@ -60,8 +60,7 @@ class Compilation:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Run the regions uncompiled in this context, for calls that must be bit-equal to diffusers', or during which the model may change.
-        """
+        """Run the regions uncompiled in this context, for calls that must be bit-equal to diffusers', or while the model may change."""
         before, self._eager = self._eager, True
         try:
             yield
