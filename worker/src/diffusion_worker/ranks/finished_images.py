@@ -43,7 +43,7 @@ class ImageReport:
     def make(self) -> Said:
         """Convert images and previews to frames, and return them with the completed `TickDone`. An error in an image fails that request.
 
-        A preview that cannot be made is logged and left out.
+        A preview whose pixels raise RequestError is logged and left out; any other error of a preview is raised.
 
         Raises:
             RankFault: the device cannot be used any more.
@@ -63,7 +63,7 @@ class ImageReport:
         return msgspec.structs.replace(self._done, finished=finished, failed=failed, previews=previews), frames
 
     def _made_previews(self, frames: list[memoryview]) -> Iterator[Preview]:
-        """Yield the previews that can be made, and append their pixels to `frames`."""
+        """Yield the previews that can be made, of a video with its first frame only, and append their pixels to `frames`."""
         for preview in self._previews:
             try:
                 pixels = pixels_of(preview.image)
