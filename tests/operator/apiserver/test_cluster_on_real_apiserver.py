@@ -264,7 +264,7 @@ SECRETS: list[tuple[str, dict[str, Any], str]] = [
 async def test_patches_tell_whose_a_secret_is_and_change_nothing(
     cluster: KubernetesCluster, name: str, more: dict[str, Any], expected: str
 ) -> None:
-    """The operator has no right to read a Secret, so the answer to a patch that changes nothing shows whose it is."""
+    """Find out by patches whose a Secret is, since the operator has no right to read it. Only the patch that adopts one may change it."""
     metadata = {"name": f"s-{name}", "namespace": NAMESPACE, **more}
     await cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"token": "YQ=="}})
 
@@ -323,7 +323,8 @@ async def test_a_write_is_not_sent_if_another_may_lead_since_it_was_begun(cluste
     leadership = Leadership()
 
     class StoppedBeforeSending:
-        """The port of a process that is stopped for longer than its Lease after the gate let a write pass."""
+        """A stand-in for the cluster's port whose `create` first ends the leadership, as a stop of the process for longer than the Lease
+        does."""
 
         async def create(self, manifest: dict[str, Any]) -> bool:
             leadership._until = 0.0

@@ -307,7 +307,11 @@ async def test_a_child_that_lost_its_owner_is_adopted_again(place: Place, kind: 
 
 @pytest.mark.parametrize("kind", [SECRET, CONFIG_MAP, SERVICE], ids=lambda kind: kind.kind)
 async def test_a_full_quota_does_not_hide_a_child_that_is_there(everywhere: Everywhere, place: Place, kind: Kind) -> None:
-    """The quota refuses a create before names are compared. A watched child that lost its label is unknown to the operator."""
+    """Check that a deployment serves with a full quota if its child is there.
+
+    The quota refuses a create before names are compared. A watched child also loses its label, which makes it unknown to the operator, and
+    gets it back.
+    """
     before = await place.get(kind, CHILDREN[kind])
     await everywhere.refuse("quota", place, kind)
     await place.eventually(lambda: everywhere._refused(place, kind))
@@ -330,7 +334,8 @@ async def test_a_full_quota_does_not_hide_a_child_that_is_there(everywhere: Ever
 
 
 async def test_a_deployment_made_again_waits_for_the_children_of_the_earlier_one_and_serves(place: Place) -> None:
-    """`kubectl delete` and `kubectl apply` follow at once; the fake garbage collector deletes the children a moment later."""
+    """Delete a deployment and create it again at once; the fake garbage collector deletes the children a moment later. All children must
+    be new."""
     before = {kind: (await place.get(kind, name))["metadata"]["uid"] for kind, name in CHILDREN.items()}
     await place.delete(DEPLOYMENT, "d")
     await place.make(DEPLOYMENT, "d", deployment())

@@ -63,7 +63,7 @@ async def running_operator(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch, *n
 
 
 async def eventually(look: Callable[[], Awaitable[Any]]) -> Any:
-    """Return the first truthy result of `look`; fail after a deadline."""
+    """Return the first truthy result of `look`; TimeoutError after DEADLINE_S."""
     async with asyncio.timeout(DEADLINE_S):
         while not (found := await look()):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -140,7 +140,8 @@ async def test_children_are_made_repaired_and_scaled_and_nothing_is_written_to_t
 async def test_changes_by_somebody_else_are_events_and_those_by_the_operator_are_not(
     kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real API server fills in defaults, and these must not count as changes."""
+    """Check that another client's changes of children are Events, and that the operator's own changes and the API server's defaults are
+    none."""
 
     async def repairs() -> list[str]:
         return sorted(event["note"] for event in await namespace.list("events.events.k8s.io") if event["reason"] == "Repaired")
@@ -324,7 +325,7 @@ POLICY = {
 
 
 async def forbid_variable_b(namespace: Namespace) -> None:
-    """Make a policy for this namespace alone, and wait until the API server knows it."""
+    """Make a policy that refuses pods with the variable B in this namespace alone, and wait until the API server knows it."""
     labels = {"kubernetes.io/metadata.name": namespace.name}
     binding = {
         "apiVersion": POLICY["apiVersion"],
@@ -396,7 +397,7 @@ QUEUED, GATE, HELD = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/admission", "k
 
 
 async def act_as_kueue(namespace: Namespace) -> None:
-    """Have the API server give pods with a queue's label Kueue's gate and finalizer, in place of Kueue's own webhook."""
+    """Have the API server give pods with a queue's label Kueue's gate and finalizer in this namespace, in place of Kueue's own webhook."""
     rules = [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}]
     metadata, spec = (
         f'Object.metadata{{finalizers: ["{HELD}"]}}',
@@ -468,7 +469,7 @@ async def test_what_a_spec_adds_to_a_pod_is_in_the_pod_that_the_api_server_made(
 
 
 async def test_lists_of_a_spec_merge_by_name(kubeconfig_of_apiserver: Path, namespace: Namespace) -> None:
-    """Two clients apply the deployment, each with a variable and a volume of its own."""
+    """Apply the deployment as two clients, each with a variable and a volume of its own, and check that the spec has both."""
     for manager in ("one", "two"):
         spec = {"volumes": [{"name": manager, "emptyDir": {}}], "engine": {"env": [{"name": manager.upper(), "value": "v"}]}}
         await namespace.kubectl("apply", "--server-side", f"--field-manager={manager}", "-f", "-", stdin=json.dumps(deployment(**spec)))

@@ -112,7 +112,8 @@ class Team:
 
 
 def live(cluster: AuditedApiserver, team: Team, documents: list[Document]) -> None:
-    """Take a deployment through its life: adapters, scaling, sleep, options, repairs, a rotated key and its deletion."""
+    """Take a deployment through its life: adapters, scaling, sleep, options, repairs, a rotated key and its deletion. Each step is
+    awaited."""
     options = (f"--host={WORKER_IP}", "--control-port=8001")
     with cluster.operator(documents, [OLD]) as operator:
         cluster.apply(DEPLOYMENT, ADAPTER)
@@ -175,7 +176,8 @@ def test_the_documented_rights_are_those_of_the_chart_and_say_what_a_patch_of_se
 
 
 def test_where_owner_references_are_checked_a_child_takes_the_right_to_its_owners_finalizers(cluster: AuditedApiserver) -> None:
-    """OpenShift checks owner references by admission; this API server is set to do so too."""
+    """Check that a child is refused without the right to its owner's finalizers. This API server checks owner references, as OpenShift
+    does."""
     documents = copy.deepcopy(cluster.rendered(fullnameOverride="poor", watchNamespaces=[TEAM]))
     role = role_of_objects(documents)
     role["rules"] = [rule for rule in role["rules"] if BY_ADMISSION.resource not in rule["resources"]]
@@ -204,8 +206,9 @@ def test_in_every_namespace_it_asks_for_no_more_than_its_cluster_role_gives(clus
 
 
 def test_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_when_they_are_back(cluster: AuditedApiserver) -> None:
-    """The test removes and restores the binding, as happens when a namespace is deleted and made again. This server cannot empty a
-    namespace.
+    """Remove and restore the binding, as happens when a namespace is deleted and made again; this server cannot empty a namespace.
+
+    The other namespace must be served meanwhile.
     """
     documents = cluster.rendered(fullnameOverride="two", watchNamespaces=[TEAM, SECOND])
     cluster.namespace(SECOND)
@@ -253,7 +256,7 @@ PEOPLE = [
 
 @pytest.fixture(scope="module")
 def people(cluster: AuditedApiserver) -> Callable[[str], str]:
-    """Provide a function that returns the user who has a role in the team's namespace."""
+    """Give a user each of the chart's roles for people, in the team's namespace. Provide a function from the role to its user's name."""
     documents = cluster.rendered(fullnameOverride="people")
     cluster.give_rights([one for one in documents if one["kind"] == "ClusterRole"])
     group = "rbac.authorization.k8s.io"

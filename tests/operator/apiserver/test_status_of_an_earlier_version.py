@@ -40,7 +40,7 @@ WRITTEN: dict[Kind, list[dict[str, Any]]] = {
 
 
 def earlier(crd: dict[str, Any]) -> dict[str, Any]:
-    """Change a CRD to the status names of the earlier version and return it."""
+    """Rename a CRD's status fields in place to the names of the earlier version, and return the CRD."""
     kind = crd["spec"]["names"]["kind"]
     for version in crd["spec"]["versions"]:
         status = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]

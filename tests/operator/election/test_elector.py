@@ -103,7 +103,8 @@ async def test_a_leader_that_hears_nothing_closes_its_gate_after_ten_seconds_and
 
 
 async def test_a_leader_whose_renewals_are_done_and_never_answered_leads_on_but_for_moments() -> None:
-    """Otherwise it would go on renewing its Lease without knowing it, and nobody else could ever lead."""
+    """Check that a leader whose renewals are never answered leads on, but for moments. Otherwise it would renew its Lease without
+    knowing it, and nobody else could lead."""
     server = FakeLeases()
     one, two = await pair(server)
     one.client.loses_answers = True

@@ -36,7 +36,7 @@ def methods(protocol: type) -> list[str]:
 
 
 async def call(port: object, protocol: type, name: str) -> None:
-    """Call this method with None for each of its parameters."""
+    """Call the method `name` of the port with None for each parameter that it has in the protocol."""
     parameters = list(inspect.signature(getattr(protocol, name)).parameters.values())[1:]
     given = [None for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     await getattr(port, name)(*given, **{one.name: None for one in parameters if one.kind is one.KEYWORD_ONLY})

@@ -151,9 +151,9 @@ def test_what_is_pinned_is_void_when_there_changes(spec: dict[str, Any], voids: 
 
 
 def test_what_only_a_replica_finds_out_overrules_and_the_adapter_stays_declared() -> None:
-    """Overrule an acceptance by a final error of a replica.
+    """Check that a replica's final error overrules an acceptance, and that `desired` stays.
 
-    `desired` must stay: if workers lost the adapter for it, the error would vanish and the adapter be accepted once more.
+    If workers lost the adapter for the error, the error would vanish and the adapter be accepted once more.
     """
     decision = decided(made())
     found = overruled(decision, [WireError(code="NetworkError"), WireError(code="RankTooLarge", message="rank 128, at most 64")])

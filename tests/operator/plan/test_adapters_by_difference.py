@@ -91,7 +91,7 @@ class World:
             self.adapters[name] = msgspec.structs.replace(one)
 
     def say(self, dice: random.Random) -> None:
-        """Change or drop a replica's report of one adapter."""
+        """Change a replica's report of one adapter at random, or drop it."""
         place, name = dice.randrange(2), dice.choice(NAMES)
         path, state = dice.choice(PATHS), dice.choice([one for one in RecordState if isinstance(one, RecordState)])
         record = msgspec.convert({"name": name, "state": state.value, "source": {"path": path}}, AdapterRecord)
@@ -231,7 +231,7 @@ def test_a_plan_by_difference_is_the_plan_from_nothing(happened: list[tuple[int,
 
 
 def crowd(count: int) -> World:
-    """Return a world whose two replicas have loaded this many adapters."""
+    """Return a world whose two replicas have loaded `count` adapters, with a plan that knows it."""
     world = World()
     world.spec["lora"] = {"maxCached": count}
     world.awake = True
@@ -248,7 +248,7 @@ def loaded(name: str, path: str, **more: Any) -> AdapterRecord:
 
 
 def other_rows(before: AdapterPlan, after: AdapterPlan) -> list[str]:
-    """Return the UIDs of adapters whose row was planned again."""
+    """Return the UIDs of the adapters whose row is new or was planned again."""
     return [uid for uid, one in after.rows.items() if before.rows.get(uid) is not one]
 
 
@@ -311,7 +311,7 @@ def test_of_a_state_that_says_something_else_of_one_adapter_the_others_keep_thei
 
 
 def test_the_time_of_the_last_request_is_the_one_of_the_look_that_brought_it() -> None:
-    """A record that does not change stays the same object for hours, and its age dates from the look that brought it."""
+    """Check that the age in a record that stays the same object for an hour dates from the look that brought it."""
     world = crowd(1)
     used = loaded("a0", "/loras/0", requestsTotal=4, lastRequestAgeSeconds=10)
     world.said[0] = msgspec.structs.replace(world.said[0], adapters=(used,))

@@ -90,7 +90,7 @@ def test_a_replica_that_drains_is_on_its_way_out_and_another_one_takes_its_place
 
 
 def test_the_pod_that_drains_stays_beside_its_successor() -> None:
-    """An older pod of an index is usually deleted at once."""
+    """Check that a draining pod stays beside its successor, though an older pod of an index is usually deleted at once."""
     pods = (pod(), pod(0, 1))
     polls = {pods[0].uid: Poll(state=DRAINS), pods[1].uid: Poll(state=IDLE)}
     result = plan_deployment(Observed(deployment=made(), default_image="worker:1", pods=pods, polls=polls), NOW)

@@ -178,7 +178,7 @@ def test_the_code_in_a_workers_last_words(words: str, code: str | None) -> None:
 
 
 async def started(replicas: int, *revisions: str, **spec: Any) -> Rig:
-    """Start replicas that found these revisions of the source, one each."""
+    """Create a deployment, and start a replica for each revision, which it reports; replicas without a revision do not start."""
     rig = Rig()
     rig.cluster.put(deployment(replicas=replicas, model={"source": HUB}, **spec))
     await rig.run()
@@ -260,7 +260,7 @@ async def test_a_pin_survives_an_operator_and_a_lost_configmap() -> None:
 
 
 async def test_a_source_that_is_gone_stops_new_replicas_and_none_that_runs() -> None:
-    """Running replicas have the model in memory; only a new one needs its source."""
+    """Check that a missing source fails a new replica alone, with a single Event: running ones have the model in memory."""
     rig = await started(1, "a")
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
     await rig.run()
@@ -278,7 +278,7 @@ async def test_a_source_that_is_gone_stops_new_replicas_and_none_that_runs() -> 
 
 
 async def test_a_users_secret_that_is_missing_is_shown_while_the_worker_waits_for_it() -> None:
-    """A missing Secret of a user keeps new workers waiting and stops nothing that runs."""
+    """Check that a user's missing Secret is shown in conditions while a new worker waits for it, and stops nothing that runs."""
     rig = await started(2, "a")
     missing_secret = WireError(code="SecretMissing", message="model: there is no Secret 'hub'", retryable=True)
     worker = rig.start("d-1-0", phase=WorkerPhase.STARTING, failure=missing_secret, load=LoadReport(stage="Fetching"))

@@ -95,7 +95,8 @@ def test_after_an_operators_restart_a_silent_replica_keeps_its_recorded_state() 
 def test_after_an_operators_restart_a_silent_replica_stays_in_service_or_out_of_it(
     status: dict[str, Any], failing_s: int, routable: bool
 ) -> None:
-    """With a status of this version, and with one of a version before, whose names of replicas are gone."""
+    """Check that the routable label of a silent replica stays as it is. The status is of this version, or of one before without names of
+    replicas."""
     pods = (pod(0, routable=routable), pod(1, routable=True))
     polls = {"uid-0-0": Poll(failures=3, failing_for=timedelta(seconds=failing_s)), "uid-1-0": Poll(READY)}
     plan = plan_deployment(Observed(deployment=made(status, replicas=2), default_image="worker:1", pods=pods, polls=polls), NOW)

@@ -44,7 +44,7 @@ def stuck_since(minutes: float, *, served: int = 0, remaining: int = 1, revision
 
 
 def gone(plan: DeploymentPlan) -> list[int]:
-    """Return the indices of pods that are unrouted or deleted now."""
+    """Return the sorted indices of the replicas whose pod the plan takes out of the Service or deletes."""
     names = [one.name for one in plan.pods if isinstance(one, DeletePod) or (getattr(one, "routable", True) is False)]
     return sorted(int(name.split("-")[1]) for name in names)
 
@@ -250,7 +250,7 @@ def test_a_stuck_rollout_keeps_nobody_awake(minutes: float, calls: list[type]) -
 def test_a_share_of_the_replicas_is_rounded_as_kubernetes_does(
     surge: int | str | None, missing: int | str | None, replicas: int, expected: tuple[int, int]
 ) -> None:
-    """Surge and unavailable replicas are never both 0, because then nothing could be replaced."""
+    """Check the numbers of replicas for shares. Surge and unavailable replicas are never both 0, because then nothing could be replaced."""
     rollout = Rollout(max_surge=surge, max_unavailable=missing)
     assert (max_surge(rollout, replicas), max_unavailable(rollout, replicas)) == expected
 
@@ -278,7 +278,7 @@ GATED: dict[str, Any] = {"gated": True, "scheduled": False, "ready": False, "ip"
 
 
 def test_with_a_surge_the_old_replica_serves_until_the_new_one_is_admitted_and_without_one_it_goes_first() -> None:
-    """Without a surge the old replica holds the quota that the new one waits for."""
+    """Check when an old replica goes. Without a surge it goes first, since it holds the quota that the new one waits for."""
     waits = planned(old(0), pod(1, 1, **GATED), replicas=1, rollout=SURGE)
     assert waits.pods == ()
     admitted = planned(old(0), new(1), replicas=1, rollout=SURGE)
@@ -290,6 +290,6 @@ def test_with_a_surge_the_old_replica_serves_until_the_new_one_is_admitted_and_w
 
 @pytest.mark.parametrize("rollout", [{}, SURGE, {"type": "Recreate"}], ids=str)
 def test_a_pod_that_ended_and_that_a_finalizer_holds_counts_as_gone(rollout: dict[str, Any]) -> None:
-    """Kueue's finalizer holds a pod until Kueue has counted its end."""
+    """Check that an ended pod is replaced though a finalizer holds it, as Kueue's does until Kueue has counted the end."""
     held = old(0, terminating=True, finished=True, ready=False, container=Container())
     assert planned(held, replicas=1, rollout=rollout).pods == (CreatePod(index=0, incarnation=1),)

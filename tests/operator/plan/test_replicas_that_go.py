@@ -23,7 +23,7 @@ EVICTED = "EvictionByEvictionAPI: Eviction API: evicting"
 
 
 def events_of(**facts: Any) -> tuple[list[tuple[str, str]], ReplicaStatus]:
-    """Look at a pod once, and return reasons and messages of Events, and its part of the status."""
+    """Plan once for a pod with these facts. Return the reasons and messages of the Events, and the replica's part of the status."""
     deployment = made()
     after = plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=(pod(**facts),)), NOW).status
     return [(event.reason, event.message) for event in deployment_events(deployment.status, after)], after.replica_states[0]

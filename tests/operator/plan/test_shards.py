@@ -157,7 +157,7 @@ def test_the_size_of_an_entry_of_the_list_is_not_underestimated() -> None:
 
 
 def test_twenty_thousand_adapters_fit_with_room_for_what_is_to_come() -> None:
-    """Each has a digest and a commit, which no compression shortens."""
+    """Check that no shard of 20,000 adapters takes half a file. Each adapter has a digest and a commit, which no compression shortens."""
     adapters = []
     for number in range(20_000):
         digest, commit = (hashlib.sha256(f"{what} {number}".encode()).hexdigest() for what in ("digest", "commit"))

@@ -26,7 +26,7 @@ def given_up(kind: str, code: str) -> WorkerState:
 
 
 def told(*states: WorkerState, ready: bool = True, **spec: Any) -> dict[str, str]:
-    """Return each condition's status and reason, by its type."""
+    """Return each condition's status and reason, by its type, after a plan for replicas in these states."""
     plan = planned(*(pod(index, ready=ready) for index in range(len(states))), states=dict(enumerate(states)), **spec)
     return {one.type: f"{one.status.value} {one.reason}" for one in plan.status.conditions}
 

@@ -135,7 +135,7 @@ def edit(rig: Rig, value: str, **more: Any) -> None:
 
 
 async def follow(rig: Rig, seconds: int = 20) -> None:
-    """Run passes with a kubelet that starts each new pod."""
+    """Run passes for `seconds`, one a second, with a kubelet that starts each new pod."""
     for _ in range(seconds):
         await rig.run(1)
         rig.start_all()

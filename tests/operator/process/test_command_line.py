@@ -100,7 +100,7 @@ def test_settings_come_from_the_environment_too(key_file: Path, monkeypatch: pyt
 
 
 def test_only_event_handlers_are_registered_one_for_each_kind_that_users_write() -> None:
-    """Any other handler of kopf would write annotations or finalizers."""
+    """Check that kopf has only event handlers, one for each kind that users write. Any other would write annotations or finalizers."""
     settings = Settings(engine_image="i", operator_key=b"k" * 16)
     registry = build_registry(Process(settings))
     assert {handler.id for handler in registry._watching.get_all_handlers()} == {kind.plural for kind in DECLARED_KINDS}
@@ -110,7 +110,7 @@ def test_only_event_handlers_are_registered_one_for_each_kind_that_users_write()
 
 
 def test_a_watch_that_is_refused_never_ends_the_operator() -> None:
-    """kopf ends when the pauses between its attempts run out, so there is always another one."""
+    """Check that the pauses between kopf's attempts never run out, since kopf ends when they do."""
     backoffs = build_kopf_settings().networking.error_backoffs
     for _ in range(2):
         pauses = list(itertools.islice(backoffs, 1000))  # type: ignore[arg-type]

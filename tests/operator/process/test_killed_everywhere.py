@@ -50,7 +50,7 @@ async def test_the_process_may_be_killed_before_and_after_every_kind_of_action(
     operator = OperatorProcess(tmp_path, kubeconfig, control_port=kubelet.port)
 
     async def unsettled() -> list[str]:
-        """Return the problems, or the places at which the operator has just died."""
+        """Return the problems, or the places at which the operator died in the last QUIET_S seconds; empty without either."""
         before = died_at.read_text()
         if wrong := await there.untrue():
             return [f"{wrong}"]

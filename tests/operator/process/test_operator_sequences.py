@@ -102,7 +102,7 @@ async def test_of_a_storm_of_edits_the_last_one_counts_and_few_writes_are_made(
 
 
 async def _edit_as_fast_as_the_api_allows(client: RestClient, namespace: str) -> int:
-    """Edit by several clients at once until all edits or the time are used up; return the number of edits."""
+    """Edit the deployment `d` by several clients at once until all edits are made or the time is over; return the number of edits."""
     ends, numbers, made = time.monotonic() + EDITS_WITHIN_S, iter(range(1, EDITS + 1)), []
 
     async def edit() -> None:

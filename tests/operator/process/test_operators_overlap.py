@@ -20,7 +20,7 @@ QUIET_S = 6.0
 
 
 def release(name: str) -> tuple[str, ...]:
-    """Return the options that make an operator part of this release."""
+    """Return the command-line options that make an operator part of the release `name`."""
     return ("--all-namespaces", "--lease-namespace=default", f"--lease-name={name}", f"--identity={name}-0")
 
 

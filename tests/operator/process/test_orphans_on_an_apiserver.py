@@ -51,7 +51,8 @@ class There:
         return sorted(one["message"] for one in await self._client.list(EVENT, SPACE) if one["reason"] == reason)
 
     async def unnoted(self, reason: str, *beginnings: str) -> list[str]:
-        """Return the Events of a reason unless they begin as given, one for each; Events are written after the status."""
+        """Return an empty list if the sorted Events of a reason begin as given, one for each. Otherwise return all of them, or a line
+        that there is none."""
         notes = await self.notes(reason)
         as_expected = len(notes) == len(beginnings) and all(map(str.startswith, notes, beginnings))
         return [] if as_expected else notes or [f"no Event {reason}"]
@@ -60,7 +61,7 @@ class There:
         return {one["metadata"]["name"]: one["metadata"]["uid"] for one in await self._client.list(POD, SPACE)}
 
     async def owners(self) -> set[str]:
-        """Return the UIDs of the owners of all children."""
+        """Return the UIDs of the owners of all children other than pods."""
         kinds = (SECRET, CONFIG_MAP, SERVICE, NETWORK_POLICY)
         children = [one for kind in kinds for one in await self._client.list(kind, SPACE)]
         return {owner["uid"] for one in children for owner in one["metadata"].get("ownerReferences", ())}

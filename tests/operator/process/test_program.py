@@ -20,7 +20,10 @@ def catches_sigterm(pid: int) -> bool:
 
 
 def test_a_sigterm_while_it_imports_ends_it_at_once_with_the_code_of_the_signal() -> None:
-    """Without a handler the program would ignore the signal as a container's first process, and die by it elsewhere, with another code."""
+    """Send SIGTERM while the program imports, and check its exit code.
+
+    Without a handler it would ignore the signal as a container's first process, and die by it elsewhere, with another code.
+    """
     with subprocess.Popen([sys.executable, "-c", PROGRAM, "run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         until = time.monotonic() + DEADLINE_S
         while not catches_sigterm(process.pid) and time.monotonic() < until:

@@ -12,7 +12,7 @@ def dies(rig: Rig, pod: str, *, restarts: int, code: int = 70, message: str = "r
 
 
 async def loops(rig: Rig, pod: str, times: int, *, code: int = 70) -> None:
-    """Let a container end and restart in place this many times, and then wait for its next restart."""
+    """Let a pod's container end and restart in place `times` times, and at last wait for another restart."""
     for count in range(1, times + 1):
         ended = {"exitCode": code, "reason": "Error", "message": "rank 1 died", "finishedAt": "2026-01-01T00:00:00Z"}
         rig.cluster.running(pod, "10.9.9.9", restarts=count, last=ended)

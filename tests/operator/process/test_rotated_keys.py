@@ -36,7 +36,7 @@ class Tokens:
 
     @asynccontextmanager
     async def brought(self) -> AsyncIterator[None]:
-        """Bring tokens while the context lasts."""
+        """Bring tokens to the containers until the end of the block."""
         task = asyncio.create_task(self._run())
         try:
             yield

@@ -103,7 +103,7 @@ async def test_a_child_without_owner_and_without_our_mark_goes_with_the_obstacle
 @pytest.mark.apiserver
 @pytest.mark.slow
 async def test_a_status_that_claims_what_is_not_there_is_found(client: RestClient, kubelet: FakeKubelet) -> None:
-    """The test alone writes this status: no operator runs."""
+    """Write a false status, and check that `overclaimed` finds each of its false claims. No operator runs."""
     await client.make_namespace("claimed")
     await client.create(DEPLOYMENT, "claimed", deployment())
     assert await overclaimed(client, kubelet, "claimed", ()) == ["the deployment is not observed"]

@@ -34,7 +34,7 @@ def proxy(kubeconfig: Path) -> Iterator[StallingProxy]:
 
 
 async def stalled_s(operator: OperatorProcess) -> dict[str, float]:
-    """Return the seconds of stalled watches by kind; a kind whose watch is well is left out."""
+    """Return the seconds of stalled watches by kind; a kind whose watch is well is left out. Each kind must have the metric."""
     found = await asyncio.to_thread(operator.metrics)
     name = 'diffusion_operator_watch_stalled_seconds{kind="'
     counted = {key.removeprefix(name).removesuffix('"}'): value for key, value in found.items() if key.startswith(name)}
@@ -59,7 +59,10 @@ async def until_health(operator: OperatorProcess, expected: int) -> None:
 async def test_watches_that_stall_are_opened_anew_and_tell_what_changed_came_and_went_meanwhile(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """No listing helps here: watches are opened again when they brought nothing, not even a bookmark, for their time limit."""
+    """Stall all watches, and check that the operator learns of all changes without a listing.
+
+    A watch is opened again when it brought nothing, not even a bookmark, for its time limit.
+    """
     names = ("edited", "deleted", "made", "bereft")
     there = Namespaces(client, kubelet, *names)
     await there.make()
@@ -97,7 +100,7 @@ async def test_watches_that_stall_are_opened_anew_and_tell_what_changed_came_and
 async def test_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_stalled_fails_the_probe_until_it_tells_again(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """Listings come every two seconds here, so before a watch is opened again."""
+    """Stall all watches while listings come every two seconds, before a watch is opened again. The probe fails until they work."""
     there = Namespaces(client, kubelet, "listed")
     await there.make()
     with running(tmp_path, proxy.kubeconfig(tmp_path), control_port=kubelet.port, resync_s=RESYNC_S, watch_dead_s=DEAD_S) as operator:
@@ -130,7 +133,8 @@ async def test_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_stall
 async def test_an_api_server_that_does_what_it_is_asked_for_and_stays_silent_brings_nothing_about_twice(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """The silence lasts longer than a node's Lease. Afterwards the same process catches up with everything that it missed."""
+    """Silence the API server for longer than a node's Lease while the operator writes. The same process must catch up afterwards, and
+    make no pod of a living deployment twice."""
     names = [f"silent-{number}" for number in range(6)]
     there = Namespaces(client, kubelet, *names)
     await there.make()

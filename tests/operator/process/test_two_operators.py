@@ -41,7 +41,7 @@ class Story:
         self.seconds: list[float] = []
 
     async def first_create(self, namespace: str) -> float:
-        """Apply an object, and return the seconds until its first pod is made."""
+        """Make a namespace with a deployment, and return the seconds until its first pod is made."""
         there, begun = Namespaces(self._client, self._kubelet, namespace), time.monotonic()
         await there.make()
         await self._client.create(DEPLOYMENT, namespace, deployment())
@@ -53,7 +53,8 @@ class Story:
         return time.monotonic() - begun
 
     async def over(self, namespace: str, *, within_s: float) -> None:
-        """Check that the other operator leads and has acted within this time after the fault."""
+        """Make a deployment in a new namespace, and check that its pod is made within `within_s` and that the other operator leads. Add
+        the seconds to `seconds`."""
         self.seconds.append(await self.first_create(namespace))
         assert self.seconds[-1] < within_s
         await self._two.changed(within_s=1)

@@ -175,7 +175,8 @@ class Place:
         return await Objects.look(self._client)
 
     async def until_true(self, words: Mapping[str, str], *, gone: Collection[str] = ()) -> dict[str, Any]:
-        """Wait until every status is true; return the part that must outlast an upgrade."""
+        """Wait until every status is true; return the part of the objects that must outlast an upgrade. `words` has the names of lists
+        in statuses."""
 
         async def untrue() -> list[str]:
             return (await self.look()).untrue(**words, gone=gone)
@@ -245,7 +246,8 @@ async def test_a_replica_that_the_earlier_operator_gave_up_is_tried_again(
 async def test_what_an_earlier_operator_wrote_beside_this_one_is_put_back_when_it_has_ended(
     earlier: EarlierVersion, kubeconfig: Path, tmp_path: Path, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """The earlier pod stays longer than an upgrade takes, while the kinds are new already."""
+    """Run an earlier operator beside this one for longer than an upgrade takes, while the kinds are new already. The earlier one's
+    writes must be put back."""
     place = Place(client, kubelet)
     start = partial(operator, kubeconfig=kubeconfig, control_port=kubelet.port)
     define(kubeconfig, earlier.crds)
@@ -266,7 +268,8 @@ async def test_what_an_earlier_operator_wrote_beside_this_one_is_put_back_when_i
 async def test_an_operator_that_is_newer_than_the_kinds_ends_and_names_what_they_lack(
     earlier: EarlierVersion, kubeconfig: Path, tmp_path: Path
 ) -> None:
-    """`crds.enabled` is false, and nobody has applied this version's kinds. The operator starts once somebody does."""
+    """Start this operator with the earlier kinds, as with `crds.enabled` false. It ends, and names what they lack; with this version's
+    kinds it starts."""
     define(kubeconfig, earlier.crds)
     process = OperatorProcess(tmp_path, kubeconfig)
     process.start()

@@ -31,7 +31,7 @@ async def fetching() -> tuple[Rig, ScriptedWorker]:
 
 
 async def test_a_fetch_shows_its_progress_and_then_the_adapter() -> None:
-    """A slow fetch is no failure: it reports its bytes instead."""
+    """Check that a slow fetch is reported by its bytes and not as a failure, and is not begun twice."""
     rig, worker = await fetching()
     worker.fetched("x", 10 * MIB, 340 * MIB)
     await rig.run(20)
@@ -64,7 +64,7 @@ async def test_progress_is_written_at_most_every_five_seconds_and_in_steps_of_fi
 
 
 async def test_a_fetch_that_fails_after_its_call_backs_off_like_any_other() -> None:
-    """The worker ends a fetch that gets no byte for a minute; to the operator this is an error like others."""
+    """Let the worker end a fetch that gets no byte for a minute; the operator shows the error and tries again after a pause."""
     rig, worker = await fetching()
     worker.refusals["/loras/x"] = WireError(code="NetworkError", message="no byte for 60 s, 12 of 340 MiB")
     worker.finish_load("x")
@@ -120,7 +120,8 @@ async def test_the_old_version_serves_until_the_new_one_is_there() -> None:
 
 
 async def test_an_error_of_the_source_is_said_until_a_try_has_found_out_more() -> None:
-    """A try every ten minutes turned the condition to Unknown and back, and so did each of the quick ones before."""
+    """Check that SourceResolved keeps a source's error while tries are under way. Once each try turned the condition to Unknown and
+    back."""
     rig, worker = await fetching()
     worker.refusals["/loras/x"] = WireError(code="NetworkError", message="no byte for 60 s, 12 of 340 MiB")
     worker.finish_load("x")
@@ -158,7 +159,7 @@ async def test_after_an_edit_nothing_is_said_of_the_earlier_source() -> None:
 
 
 async def test_a_commit_that_a_replica_found_is_resolved_while_its_load_fails_and_is_tried_again() -> None:
-    """The file is there, and the replica has no memory for it."""
+    """Check that the source counts as resolved though the replica has no memory for the adapter's file."""
     rig = await serving()
     worker = worker_of(rig)
     worker.refusals["hf://someone/x@main"] = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
@@ -224,7 +225,7 @@ async def test_other_components_are_another_adapter_even_of_the_same_bytes() -> 
 
 
 async def test_an_edit_that_is_taken_back_at_once_leaves_what_was() -> None:
-    """The spec's generation has moved twice, and its content has not changed."""
+    """Edit an adapter and take the edit back at once. The generation moves twice, and nothing is loaded again."""
     rig = await with_adapter()
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/y"}))
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/x"}))
@@ -267,7 +268,8 @@ async def test_an_evicted_adapter_that_requests_load_again_is_ready() -> None:
 
 
 async def crowded(*evicted: str) -> Rig:
-    """Start a replica with four adapters, one of higher priority, and room for two; then evict those named."""
+    """Start a replica with room for two of its four adapters, of which `d1` has a higher priority. Evict those in `evicted`, and return
+    the rig 30 s later."""
     rig = await serving(lora={"maxLoaded": 1, "maxCached": 2})
     for name in ("a", "b", "c", "d1"):
         rig.cluster.put(adapter(name, f"/loras/{name}", priority=1 if name == "d1" else 0))
@@ -305,7 +307,7 @@ async def test_evicted_adapters_come_back_as_room_allows_by_their_priority_and_n
 
 
 async def test_a_replica_with_less_room_than_the_spec_says_is_not_filled_up() -> None:
-    """The spec's maxCached was raised, and the replica still runs with the lower value."""
+    """Raise the spec's maxCached. A replica that still runs with the lower value must load nothing more."""
     rig = await crowded("a", "d1")
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2, lora={"maxLoaded": 1, "maxCached": 4}))
     await rig.run(30)
@@ -351,7 +353,7 @@ async def test_a_resident_adapter_that_is_evicted_comes_back() -> None:
 
 
 async def test_a_resident_adapter_that_is_evicted_again_and_again_is_loaded_again_after_ten_minutes() -> None:
-    """Each reload would evict another adapter: a loop of reloads is slowed down after three."""
+    """Check that reloads of an evicted adapter pause for ten minutes after three, since each would evict another adapter."""
     rig = await with_adapter(residency="Resident")
     worker = worker_of(rig)
     for _ in range(4):
@@ -383,7 +385,8 @@ async def test_evictions_that_are_far_apart_are_no_loop() -> None:
 
 
 async def test_a_replica_that_found_other_bytes_is_told_from_one_that_has_the_old_source() -> None:
-    """Two replicas resolved a moving branch at different commits."""
+    """Let two replicas resolve a moving branch at different commits. The second is reported as DigestDrift until it has the pinned
+    bytes."""
     rig = await serving(2)
     hub = {"huggingFace": {"repo": "org/style"}}
     for number, commit in ((1, "c1"), (2, "c2")):
@@ -422,7 +425,7 @@ async def test_an_adapter_that_a_wake_found_wrong_says_so_for_as_long_as_its_wor
 
 
 async def test_a_source_that_is_gone_leaves_what_is_loaded_alone() -> None:
-    """A replica that has loaded the adapter needs its source no more."""
+    """Check that a replica keeps an adapter whose source is gone, while a new replica fails to load it until the source is back."""
     rig = await with_adapter()
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
     await rig.run()
@@ -549,7 +552,7 @@ LASTING = {
 
 @pytest.mark.parametrize(("code", "reason"), PASSING.items())
 async def test_a_failure_that_may_pass_is_tried_again(code: str, reason: str) -> None:
-    """The cause of such a failure may go away by itself, so the operator tries again soon."""
+    """Check that the operator soon tries again after a failure whose cause may go away by itself."""
     rig = await serving()
     worker = worker_of(rig)
     worker.refusals["/loras/x"] = WireError(code=code, message="rank 1 says no")
@@ -587,7 +590,7 @@ async def test_a_failure_that_lasts_is_tried_again_every_ten_minutes_after_an_ed
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["same operator", "restarted operator"])
 async def test_a_file_that_is_mended_where_it_lies_is_loaded_without_an_edit(*, restarted: bool) -> None:
-    """The worker may have read the file while somebody copied it."""
+    """Check that a broken file is tried again after ten minutes: the worker may have read it while somebody copied it."""
     rig = await serving()
     worker = worker_of(rig)
     worker.refusals["/loras/x"] = BROKEN
@@ -605,7 +608,7 @@ async def test_a_file_that_is_mended_where_it_lies_is_loaded_without_an_edit(*, 
 
 
 async def test_a_rank_that_a_smaller_deployment_has_no_room_for_is_told_with_both_numbers() -> None:
-    """The worker alone knows the rank, from the file: its error names both numbers."""
+    """Check that the worker's error with both ranks is shown, since the worker alone knows the rank, from the file."""
     rig = await serving(lora={"maxRank": 8})
     rig.cluster.put(adapter())
     await rig.run()
@@ -620,7 +623,7 @@ async def test_a_rank_that_a_smaller_deployment_has_no_room_for_is_told_with_bot
 
 
 async def test_a_replica_that_is_about_to_go_does_not_speak_for_the_new_settings() -> None:
-    """The spec's maxRank was raised: old replicas refuse an adapter that new ones may accept."""
+    """Raise the spec's maxRank. Refusals of old replicas must not count, since new ones may accept the adapter."""
     rig = await serving(2, lora={"maxRank": 8})
     too_large = WireError(code="RankTooLarge", message="rank 16, at most 8")
     for number in (1, 2):

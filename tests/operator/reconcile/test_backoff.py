@@ -89,7 +89,7 @@ async def test_a_pod_that_a_quota_refuses_is_tried_each_minute_at_last_and_the_s
 
 
 async def test_a_child_that_cannot_be_written_delays_nothing_that_is_due_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed pass is repeated after minutes in the end. Steps that do not depend on the failure still come at their time."""
+    """Check that replicas fall asleep in time while a Service is refused, and failed passes are repeated only after minutes."""
     monkeypatch.setattr("support.operator.rig.RETRY_S", 300.0)
     rig = await serving(1, sleep={"policy": "OnIdle", "idleSeconds": 60, "minAwakeSeconds": 20})
     away = ClusterUnavailable("failed calling webhook", status=500, reason="InternalError")

@@ -10,7 +10,7 @@ from support.operator.rig import Rig, adapter, deployment, serving
 
 
 def count_writes(rig: Rig) -> list[str]:
-    """Record every write from now on, by its place."""
+    """Record the place of every write from now on, and return the growing list."""
     points = FaultPoints(lambda place: None)
     rig.runtime.cluster = points.wrap(rig.cluster)
     return points.passed
@@ -81,7 +81,7 @@ async def test_a_pass_reads_the_adapters_that_changed_and_no_others() -> None:
 
 
 async def test_at_rest_only_the_secret_that_cannot_be_read_is_looked_at_again() -> None:
-    """Rest for 1300 s.
+    """Check that nothing but the Secret is written in 1300 s of rest.
 
     The operator may not read Secrets, so it creates the Secret, is refused because there is one, and patches it: twice in this time.
     """
@@ -123,7 +123,8 @@ def _service(rig: Rig) -> Manifest:
 
 
 async def test_the_first_status_waits_for_the_first_pod_also_where_another_operator_made_it() -> None:
-    """A status without that pod would hide its incarnation, and a pod with the same name could be made again."""
+    """Check that every status has the first pod. A status without it would hide its incarnation, and a pod with its name could be made
+    again."""
     rig, statuses = Rig(), []
     create, apply_status = rig.cluster.create, rig.cluster.apply_status
 

@@ -7,7 +7,7 @@ from support.operator.rig import Rig, adapter, deployment, with_adapter
 
 
 def pod_of(rig: Rig, name: str = "d-0-0") -> tuple[str, str]:
-    """Return address and UID."""
+    """Return the address and the UID of the pod of this name, which must be there."""
     found = rig.cluster.find(POD, name) or {}
     return found["status"]["podIP"], found["metadata"]["uid"]
 

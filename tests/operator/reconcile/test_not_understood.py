@@ -36,7 +36,7 @@ async def test_a_deployment_that_is_not_understood_names_the_field_and_serves_on
 
 
 async def test_a_status_that_is_not_understood_says_how_it_can_be_corrected() -> None:
-    """A later release may have written it."""
+    """Check the message about a status that this operator cannot read, as a later release may have written it."""
     rig = await serving()
     found = rig.cluster.find(DEPLOYMENT, "d") or {}
     found["status"]["replicaStates"][0]["state"] = "Dreaming"
@@ -81,7 +81,8 @@ async def test_another_deployment_is_made_and_changed_meanwhile() -> None:
 
 
 async def test_a_status_that_is_refused_is_written_again_and_the_event_is_there() -> None:
-    """An older API server checks the whole object at each write of its status."""
+    """Refuse writes of the status, as an older API server does, which checks the whole object. The status follows later, and the Event
+    comes once."""
     rig = await serving()
     rig.cluster.refuse = lambda verb, manifest: REFUSED if verb == "apply_status" else None
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(WRONG))

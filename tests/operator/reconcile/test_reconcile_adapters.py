@@ -67,7 +67,7 @@ async def test_a_deleted_adapter_leaves_the_file_and_every_replica() -> None:
 
 
 async def test_a_restarted_replica_has_its_adapters_from_the_file_and_nothing_is_pushed() -> None:
-    """The file is the ConfigMap's, which the worker reads by itself, with no operator."""
+    """Restart a replica, which reads its adapters from the ConfigMap's file by itself, and check that the operator calls nothing."""
     rig = await with_adapter()
     worker = rig.restart_container("d-0-0")
     await rig.run()
@@ -77,7 +77,7 @@ async def test_a_restarted_replica_has_its_adapters_from_the_file_and_nothing_is
 
 
 async def test_a_replica_that_restarted_while_the_operator_was_away_is_found_as_it_is() -> None:
-    """The ConfigMap holds the adapters, so the restart needs no operator."""
+    """Restart a replica and the operator. The ConfigMap holds the adapters, so the operator calls nothing."""
     rig = await with_adapter()
     worker = rig.restart_container("d-0-0")
     rig.restart_operator()
@@ -88,7 +88,7 @@ async def test_a_replica_that_restarted_while_the_operator_was_away_is_found_as_
 
 
 async def test_a_new_pod_with_other_bytes_under_the_path_is_refused_by_the_pinned_digest() -> None:
-    """The digest is pinned at the first load, so that all replicas serve the same bytes."""
+    """Check that a new pod that finds other bytes fails with DigestMismatch. The digest was pinned at the first load."""
     rig = await with_adapter()
     rig.cluster.remove(POD, "d-0-0")
     await rig.run()
@@ -171,7 +171,7 @@ async def test_a_source_that_changes_replaces_what_is_loaded_and_voids_the_pinne
 
 
 async def test_a_scale_that_changes_is_pushed() -> None:
-    """A scale is applied at each request, so nothing is loaded again."""
+    """Check that a changed scale reaches the worker, which applies it at each request."""
     rig = await with_adapter()
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(defaultScale="0.5"))
     await rig.run()
@@ -220,7 +220,8 @@ async def test_an_adapter_may_not_have_the_served_name() -> None:
 
 
 async def test_the_resident_adapter_over_the_limit_is_refused_and_the_others_stay() -> None:
-    """A Resident adapter is never evicted, so it takes its place for good."""
+    """Check that a second Resident adapter is refused at a limit of one, since it would never be evicted. It loads once the first is
+    gone."""
     rig = await serving(lora={"maxLoaded": 1})
     rig.cluster.put(adapter("a", "/loras/a", residency="Resident"))
     await rig.run()
@@ -297,7 +298,7 @@ async def test_a_new_strength_reaches_a_sleeping_replica_once() -> None:
 
 
 async def test_an_adapter_deleted_while_its_replica_sleeps_is_gone_before_it_serves() -> None:
-    """The adapter leaves the ConfigMap at once, and the sleeping worker hears of it at once."""
+    """Delete an adapter while its replica sleeps. It leaves the ConfigMap and the sleeping worker at once."""
     rig = await with_adapter()
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "Asleep"}))
     await rig.run()
@@ -375,7 +376,7 @@ async def test_an_adapter_that_fails_on_one_replica_only_is_partially_loaded() -
 
 
 async def test_a_replica_that_comes_while_the_adapter_failed_elsewhere_tries_by_itself() -> None:
-    """Each replica resolves the source by itself, so a failure of one says nothing about another."""
+    """Check that a new replica loads an adapter that failed in another one: each replica resolves the source by itself."""
     rig = await serving()
     rig.workers.at("10.0.0.1").refusals["/loras/x"] = INVALID
     rig.cluster.put(adapter())

@@ -163,7 +163,8 @@ async def test_a_name_in_a_status_that_is_none_of_a_lease_is_never_asked_for(nam
 
 
 async def test_a_claim_that_an_earlier_operator_overwrites_is_made_again_only_after_a_while() -> None:
-    """An operator of commit 3e8db6b drops the name with its next status. Two that write in turn would make 40 versions a second."""
+    """Drop the release's name from a status, as an operator of commit 3e8db6b does. It is written again only later: two that write in
+    turn would make 40 versions a second."""
     rig = our_rig()
     rig.cluster.put(deployment())
     await rig.run()

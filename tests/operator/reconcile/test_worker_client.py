@@ -110,7 +110,8 @@ async def test_pages_that_do_not_go_together_are_no_answer(server: Server, clien
 
 
 async def test_a_page_is_read_up_to_a_mebibyte(server: Server, client: HttpWorkerClient) -> None:
-    """A worker that has a revision sends pages. A worker without one sends its whole document, which may be four times as large."""
+    """Check that a page after a revision is read up to 1 MiB. A worker without a revision sends its whole document, which may be four
+    times as large."""
     server.answer = pages({"features": {"a": "x" * (2 << 20)}})
     assert (await client.state("127.0.0.1", token="t")).revision == "b.7"
     with pytest.raises(ControlUnreachable, match="1048576"):

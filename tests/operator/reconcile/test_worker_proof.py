@@ -153,7 +153,7 @@ async def test_an_answer_that_names_another_pod_is_none(client: HttpWorkerClient
 
 
 async def test_a_proof_that_was_passed_on_from_the_real_worker_proves_nothing(worker: ProvingWorker) -> None:
-    """The thief has the worker's old address, and the worker lives on at another one."""
+    """Let a thief at the worker's old address pass on the proof of the worker, which lives on at another one. The thief gets no token."""
     thief = ProvingWorker()
     async with listening(worker, "127.0.0.3") as port, ClientSession() as session:
 

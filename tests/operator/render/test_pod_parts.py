@@ -88,7 +88,7 @@ def test_host_namespaces_and_privileges_are_rendered_where_the_spec_asks() -> No
     ids=["nothing", "pod", "container", "capabilities"],
 )
 def test_what_nobody_set_changes_no_revision(unset: dict[str, Any]) -> None:
-    """Pods of an earlier operator stay, and so do those of an object that has only the schema's defaults."""
+    """Check that empty values and the schema's defaults give the same revision, so that pods of an earlier operator stay."""
     assert revision(**unset) == revision() == "05201e9e-08071b6f"
 
 

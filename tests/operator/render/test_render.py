@@ -218,7 +218,7 @@ def test_the_claims_that_sources_may_lie_on_are_mounted_read_only() -> None:
 
 
 def test_what_the_operator_is_told_of_secrets_is_their_names() -> None:
-    """A user's Secret reaches the pod by its name alone. No child repeats its content, and no role lets the operator read it."""
+    """Check that a user's Secret reaches the pod by its name alone. No child repeats its content, and no role lets the operator read it."""
     source = AdapterSource(s3=S3Source(uri="s3://b/x.safetensors", credentials_secret_ref=SecretRef(name="keys")))
     content = desired_config(made(lora={"secrets": ["keys"]}), [wanted("x", AdapterLoad(source=source))])["data"]["desired.json"]
     assert json.loads(content)["adapters"][0]["source"] == {"s3": {"uri": "s3://b/x.safetensors", "credentialsSecretRef": {"name": "keys"}}}
@@ -339,7 +339,7 @@ def test_a_spread_is_over_the_pods_of_one_revision_of_the_deployment() -> None:
 
 
 def test_labels_of_the_spec_never_make_a_pod_look_like_what_it_is_not() -> None:
-    """A routable pod gets the requests of the deployment that its labels name, so no spec may set these labels."""
+    """Check that a spec cannot set the operator's labels. A routable pod gets the requests of the deployment that its labels name."""
     asked = {
         "team": "images",
         "diffusion-operator.dev/routable": "true",

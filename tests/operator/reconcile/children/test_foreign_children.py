@@ -30,7 +30,7 @@ ALL = pytest.mark.parametrize("kind", NAMES, ids=lambda kind: kind.kind)
 
 
 def put(rig: Rig, kind: Kind, name: str, **metadata: Any) -> dict[str, Any]:
-    """Put a foreign object with this name into the cluster and return a copy of it."""
+    """Put an object of another owner, with this name and metadata, into the cluster, and return a copy of it."""
     body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, "namespace": "default", **metadata}}
     rig.cluster.put(body | {"spec": {"theirs": True}})
     return copy.deepcopy(rig.cluster.find(kind, name) or {})
@@ -138,7 +138,7 @@ async def test_a_refused_child_is_named_and_the_rest_serves(kind: Kind) -> None:
 
 
 async def test_a_secret_that_is_there_keeps_no_pod_from_being_made_where_no_other_secret_may_be() -> None:
-    """Admission comes first: a full quota refuses a create even of an object that exists."""
+    """Check that a pod is made while creates of Secrets are refused. A full quota refuses a create even of a Secret that exists."""
     rig = await serving(1)
     before = copy.deepcopy(rig.cluster.find(SECRET, NAMES[SECRET]))
     rig.cluster.refuse = lambda verb, manifest: refusal(SECRET) if (verb, manifest["kind"]) == ("create", "Secret") else None
@@ -186,7 +186,8 @@ async def test_a_secret_that_may_not_be_changed_is_named_with_the_servers_words(
 
 
 async def test_a_refused_configmap_and_a_deleted_pod_are_not_called_serving() -> None:
-    """A real cluster showed it so: no pod, Ready=True/Serving, no condition and no Event."""
+    """Check that a refused ConfigMap and no pod are not called Serving, and show in conditions and an Event. A real cluster had shown
+    Ready=True/Serving."""
     rig = await serving()
     rig.cluster.refuse = lambda verb, manifest: refusal(CONFIG_MAP) if manifest["kind"] == CONFIG_MAP.kind else None
     rig.cluster.remove(CONFIG_MAP, "d-desired")
@@ -312,7 +313,7 @@ async def test_a_strangers_pod_is_skipped_by_the_next_incarnation_and_told_once(
 
 
 async def test_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() -> None:
-    """An operator that has just started finds such a pod, and so does one whose watch is late."""
+    """Take the label from a pod while no operator runs. The next operator must take the pod up again, and make no other."""
     rig = await serving()
     pod = rig.cluster.find(POD, "d-0-0") or {}
     pod["metadata"]["labels"].pop(LABEL_DEPLOYMENT)

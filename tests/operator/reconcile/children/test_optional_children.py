@@ -61,7 +61,8 @@ async def test_one_that_an_earlier_process_made_is_removed_too_and_a_strangers_i
 @pytest.mark.parametrize("kind", OFF, ids=lambda kind: kind.kind)
 @pytest.mark.parametrize("wanted", [True, False], ids=["wanted", "not wanted"])
 async def test_one_that_was_left_without_an_owner_is_adopted_or_removed_as_the_spec_asks(kind: Kind, wanted: bool) -> None:
-    """`kubectl delete --cascade=orphan` leaves it, and a new object of the name may ask for something else."""
+    """Delete a deployment without its children, and create it again. The optional child is adopted if the spec wants it, and otherwise
+    removed."""
     rig = await serving()
     (name,) = rig.cluster.names(kind)
     before = copy.deepcopy(rig.cluster.find(kind, name) or {})
@@ -91,7 +92,7 @@ async def test_one_whose_owner_is_edited_away_after_the_spec_did_without_it_is_r
 
 @pytest.mark.parametrize("kind", OFF, ids=lambda kind: kind.kind)
 async def test_a_strangers_with_our_labels_and_name_is_left_and_named_where_the_spec_does_without_it(kind: Kind) -> None:
-    """A restore from a backup writes such objects: they have our labels, and another client made them."""
+    """Check that another client's object with a child's name and labels, as a restored backup writes, stays and is a NameConflict."""
     rig = await serving(**OFF[kind])
     name = "d-control" if kind == NETWORK_POLICY else "d"
     labels = {LABEL_MANAGED_BY: "diffusion-operator", LABEL_DEPLOYMENT: "d"}
@@ -131,7 +132,7 @@ async def test_what_guards_the_control_port_is_told() -> None:
 
 
 async def test_a_cluster_that_refuses_both_serves_all_the_same_and_the_condition_says_why() -> None:
-    """An older Role lacks rights on these kinds."""
+    """Check that a deployment serves while NetworkPolicies and PodDisruptionBudgets are refused, as by an older Role."""
 
     def refuse(verb: str, manifest: dict[str, Any]) -> ClusterRefused | None:
         refused = manifest["kind"] in (NETWORK_POLICY.kind, DISRUPTION_BUDGET.kind)

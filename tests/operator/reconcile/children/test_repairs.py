@@ -129,7 +129,8 @@ async def test_a_pod_that_was_deleted_is_told_and_its_place_taken() -> None:
 
 
 async def test_a_pod_that_lost_its_label_while_no_operator_ran_gets_it_back_and_goes_on() -> None:
-    """Otherwise nobody would find the pod, and it would hold its GPU beside its successor."""
+    """Take the label from a pod while no operator runs. The next one restores it; otherwise the pod would hold its GPU beside its
+    successor."""
     rig = await serving(2)
     edit(rig, POD, "d-0-0", lambda live: live["metadata"]["labels"].pop(LABEL_DEPLOYMENT))
     rig.restart_operator()
@@ -228,7 +229,7 @@ async def test_a_service_that_publishes_pods_which_are_not_ready_is_put_back() -
 
 
 async def fought(kind: Kind, name: str, change: Callable[[dict[str, Any]], object], *, minutes: int) -> tuple[Rig, int]:
-    """Let another client change a child every five seconds, and count how often it is put back."""
+    """Let another client change a child every five seconds for `minutes`. Return the rig, and how often the child was put back."""
     rig = await serving(1)
     repairs = 0
     for _ in range(12 * minutes):
@@ -281,7 +282,7 @@ async def test_a_contested_service_that_leads_elsewhere_is_put_back_every_minute
 
 
 async def test_an_operator_of_another_release_is_no_contest_and_what_it_wrote_is_put_back_when_it_has_ended() -> None:
-    """Here an earlier operator removes `publishNotReadyAddresses` each second, for a minute."""
+    """Let an earlier operator remove `publishNotReadyAddresses` each second for a minute. It is put back a few times, and at the end."""
     rig = await serving(1)
     wanted, repairs = copy.deepcopy(content(rig.cluster.find(SERVICE, "d"))), 0
 

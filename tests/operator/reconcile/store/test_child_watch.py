@@ -79,7 +79,7 @@ class Rig:
         self.changes.append(f"{manifest['metadata']['name']}@{manifest['metadata']['resourceVersion']}")
 
     async def run(self) -> None:
-        """Run the watch until the script ends, so that nothing more is read."""
+        """Run the watch until it has opened all scripted streams, so that nothing more is read. TimeoutError after 5 s."""
         task = asyncio.create_task(self.watch.run())
         try:
             async with asyncio.timeout(5):
@@ -90,7 +90,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that the watch waited before it was opened again; none of them passes."""
+    """Provide the growing list of seconds that the watch waited before it was opened again; none of them passes."""
     waited: list[float] = []
     sleep = asyncio.sleep
 
@@ -165,7 +165,7 @@ async def test_a_watch_that_is_refused_is_tried_for_ever_and_others_are_not_conc
 
 
 async def test_a_listing_that_found_more_than_the_watch_says_so_until_the_watch_brings_an_event() -> None:
-    """An event shows that the watch is alive again."""
+    """Check that a watch counts as stalled until it brings an event, which shows that it is alive again."""
     rig = Rig(Server([event("ADDED", "a", 91)]))
     await rig.listing.list()
     rig.listing._stalled_since = 0.0
@@ -176,7 +176,7 @@ async def test_a_listing_that_found_more_than_the_watch_says_so_until_the_watch_
 
 
 async def test_a_watch_that_was_opened_after_a_listing_of_its_own_is_not_stalled() -> None:
-    """The new watch begins at its own listing, so it has missed nothing."""
+    """Check that a watch that begins at its own listing is not stalled, since it has missed nothing."""
     rig = Rig(Server([GONE]))
     await rig.listing.list()
     rig.listing._stalled_since = 0.0

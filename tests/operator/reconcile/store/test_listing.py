@@ -18,7 +18,7 @@ EVERY_S = 0.01
 
 
 class Pages:
-    """A cluster of the only call that a listing needs."""
+    """A stand-in for the cluster with `pages`, the only call that a listing needs."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
@@ -70,7 +70,7 @@ async def test_a_watch_that_tells_everything_is_not_taken_for_stalled() -> None:
 
 
 async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_stalled_until_it_tells_something() -> None:
-    """A watch can stall without an error; a listing then is the only source of changes."""
+    """Check that a listing finds changes that the watch did not report, and that the watch then counts as stalled until an event."""
     rig = Rig()
     await rig.run()
     rig.store.put(POD, pod("a", 3))
@@ -86,7 +86,7 @@ async def test_what_changed_or_went_unheard_is_found_and_the_watch_is_stalled_un
 
 
 async def test_what_went_before_the_watch_was_open_is_found_soon_and_says_nothing_about_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing could have reported such a change, so it is no proof of a stalled watch."""
+    """Check that an early listing finds an object that went before the watch was open. It is no proof of a stalled watch."""
     monkeypatch.setattr(listing, "CATCH_UP_S", EVERY_S)
     rig = Rig()
     rig.store.put(POD, pod("gone", 4))
@@ -98,7 +98,7 @@ async def test_what_went_before_the_watch_was_open_is_found_soon_and_says_nothin
 
 
 async def test_a_watch_that_tells_a_change_while_the_listing_still_runs_is_not_stalled() -> None:
-    """The watch reports a change while the listing runs, so it is alive."""
+    """Check that a watch that reports an event while the listing runs is not stalled."""
     rig = Rig()
     await rig.run()
     rig.cluster.items, rig.cluster.meanwhile = [pod("a", 5)], rig.listing.record_event

@@ -48,7 +48,8 @@ def test_the_echo_of_an_own_write_is_no_news(store: ObjectStore, changes: Change
 
 
 def test_an_answer_without_a_version_tells_nothing(store: ObjectStore) -> None:
-    """A real API server answers so to a deletion of an object that another client has just deleted."""
+    """Check that the store ignores an object without a version. An API server answers so to a deletion that another client made just
+    before."""
     known = made(version=1)
     store.put(POD, known)
     gone = made(version=2, status={"phase": "Failed"})
@@ -76,7 +77,8 @@ def test_an_answer_that_is_late_brings_nothing_back(store: ObjectStore, changes:
 
 
 def test_what_was_out_of_sight_for_a_while_is_seen_again(store: ObjectStore) -> None:
-    """A watch by labels reports an object that loses them as deleted, and as made when it has them again."""
+    """Check that an object is known again after a removal. A watch by labels reports so an object that loses its labels and gets them
+    back."""
     store.put(POD, made(version=1))
     store.remove(POD, made(version=2))
     store.put(POD, made(version=3))

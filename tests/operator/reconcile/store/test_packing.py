@@ -9,7 +9,7 @@ from diffusion_operator.reconcile.store.packing import Packer, unpack
 
 
 def content(number: int, *, status: str = "") -> bytes:
-    """Return an object of about 3 KB, of which a name and a UID are its own."""
+    """Return an object of about 3 KB in bytes. Objects differ in name, UID and status alone."""
     chance = random.Random(1)
     spec = [chance.randbytes(20).hex() for _ in range(60)]
     return f'{{"name":"d{number}","uid":"{random.Random(number).randbytes(16).hex()}","spec":{spec},"status":"{status}"}}'.encode()

@@ -86,7 +86,7 @@ async def test_calls_end_without_a_word_when_another_process_leads(caplog: pytes
 
 
 async def test_no_call_is_begun_when_the_time_of_one_is_over() -> None:
-    """The next pass looks again first, so a pass never takes much longer than its slowest call."""
+    """Check that a pass begins no call after the time of one call. The next pass looks again first, so passes stay short."""
     rig = await serving()
     rig.runtime.workers = workers = SlowWorkers(rig, put_s=3.0)
     for number in range(20):

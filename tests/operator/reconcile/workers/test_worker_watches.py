@@ -236,7 +236,8 @@ async def test_a_watch_ends_with_its_pod_and_begins_anew_for_another_life_of_it(
 
 
 async def test_a_pod_is_heard_for_an_object_that_was_made_again_in_one_moment(watched: Watched) -> None:
-    """`kubectl delete --cascade=orphan` and `kubectl apply` come at once. The pod is the same, and no pass saw the object gone."""
+    """Check that a pod's watch goes on for an object that was orphaned and made again at once. The pod is the same, and no pass saw the
+    object gone."""
     watched.workers.says("1")
     watched.follow(at("1"))
     await asyncio.sleep(1)
