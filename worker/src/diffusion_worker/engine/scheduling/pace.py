@@ -21,7 +21,7 @@ class Pace:
 
     @property
     def ratio(self) -> float:
-        """Seconds for each second of expected work; 1 before the first sample."""
+        """Seconds for each second of expected work, from `LEAST` to `MOST`; 1 before the first sample."""
         return min(MOST, max(LEAST, self._passed_s / self._work_s))
 
     def begin(self, now_s: float) -> None:

@@ -27,7 +27,7 @@ class Defaults(msgspec.Struct, frozen=True):
 
 
 class RequestClass(msgspec.Struct, frozen=True):
-    """A kind of model call: only requests for which all of these are equal share a step.
+    """A kind of model call: only requests for which all of these are equal share a step, and exact ones run one by one.
 
     An edit that starts from its image is of the same class as an image from text, since its calls do not differ. `references` counts the
     pixels of input images that the model sees in each call. Sizes are None while nobody knows the pipeline's own.

@@ -60,7 +60,10 @@ class Residents:
             self._set(request, held_bytes)
 
     def estimate(self, kind: RequestClass) -> int:
-        """Return the bytes that a request of a class holds between two steps."""
+        """Return the bytes that a request of a class may hold between two steps: the most reported for the class.
+
+        Without a report they are scaled from the class with the nearest load, or guessed from the pixels if nothing was reported.
+        """
         if kind in self._known:
             return self._known[kind]
         if not self._known:

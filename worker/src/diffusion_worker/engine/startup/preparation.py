@@ -66,8 +66,8 @@ class Preparation:
     async def begin(self, model: ModelInfo, *, asleep: bool) -> None:
         """Prepare a generation that has started.
 
-        An awake one is warmed up, and its fingerprints become the reference for later ones. A generation started asleep holds nothing; all
-        of this is done at its first wake.
+        An awake one is warmed up. If it can sleep, its fingerprints become the reference for later ones, and its weights are mirrored if
+        wanted. A generation started asleep holds nothing; its first wake warms it up.
 
         Raises:
             ConfigError: the model cannot make a size, or makes no image. GroupFailed.

@@ -11,7 +11,10 @@ from diffusion_worker.sources.source import Source
 
 
 class EngineState(enum.StrEnum):
-    """The state of the whole server. Requests run in `ready` only, and are kept while it is `restarting`."""
+    """The state of the whole server. Requests are admitted in `ready` only, and kept while it is `restarting`.
+
+    Those that were admitted may also finish in `draining` and `terminating`.
+    """
 
     STARTING = "starting"
     READY = "ready"
@@ -36,7 +39,7 @@ class LoadStage(enum.StrEnum):
 
 
 class AdapterState(enum.StrEnum):
-    """The life of an adapter; requests run with it only while it is `Loaded`.
+    """The life of an adapter; requests take it only while it is `Loaded`, and may finish while it is `Draining`.
 
     A `Cached` one is on no rank, and its file may be here: a request or a call loads it. A `Deferred` one came during a sleep, or left
     the ranks in one: the wake loads it.
