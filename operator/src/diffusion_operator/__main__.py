@@ -116,7 +116,10 @@ def run(
 
 
 def configure_logs(log_format: str) -> None:
-    """`plain` or `json`, for the whole process."""
+    """Set up the logs of the whole process: JSON lines for `json`, plain text for any other word.
+
+    Access logs and kopf's line for each watch event are left out below a warning. Each line of a pass gets its object.
+    """
     kopf.configure(log_format=kopf.LogFormat.JSON if log_format == "json" else kopf.LogFormat.FULL)
     for chatty in ("aiohttp.access", "kopf.objects"):  # a line for each probe, and one for each watch event
         logging.getLogger(chatty).setLevel(logging.WARNING)

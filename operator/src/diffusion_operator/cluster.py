@@ -79,22 +79,34 @@ class Cluster(Protocol):
     async def list(self, kind: Kind, namespace: str, *, labels: Mapping[str, str] | None = None) -> list[Manifest]: ...
 
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
-        """Ask the API server itself, and get the object whole, with its managedFields."""
+        """Read an object from the API server itself, whole with its managedFields; None if it is missing."""
 
     async def create(self, manifest: Manifest) -> bool:
         """Create an object; return False if the name is taken."""
 
     async def try_create(self, manifest: Manifest) -> None:
-        """Ask whether it would be made, and make nothing. Raises what `create` would; a name that is taken is no refusal."""
+        """Let the API server check by a dry run whether it would create an object, and create nothing.
+
+        Raises its refusal as `create` would, except for a conflict (409): a name that is taken is no refusal.
+        """
 
     async def apply(self, manifest: Manifest) -> Manifest:
-        """Server-side apply, bound to the UID and the resourceVersion that the manifest's metadata may have. Return the object after it."""
+        """Apply an object server-side, by force, and return it as it is afterwards.
+
+        A UID or resourceVersion in the manifest's metadata binds the write: another object raises ClusterConflict.
+        """
 
     async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
-        """Send a JSON patch (RFC 6902) and return the object after it. A test that fails is a ClusterRefused with status 422."""
+        """Send a JSON patch (RFC 6902) and return the object after it.
+
+        A `test` operation that fails raises a ClusterRefused with status 422.
+        """
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest, version: str) -> None:
-        """Bound to the version that the status was computed from. An object that is gone is no failure."""
+        """Write an object's status, if the object still has the version that the status was computed from.
+
+        Another version raises ClusterConflict; do nothing if the object is gone.
+        """
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None: ...
 
@@ -116,7 +128,7 @@ class KubernetesCluster:
     """Cluster over the `kubernetes` package; an async context manager that owns the connection pool."""
 
     def __init__(self, configuration: client.Configuration, answered: Answered = _ignore) -> None:
-        """`answered` is given every object as a write left it."""
+        """Call `answered` with each object that a write is answered with; dry runs are left out."""
         self._answered = answered
         self._api = client.ApiClient(configuration)
         self._client: DynamicClient = DynamicClient(self._api, discoverer=_NoDiscovery)
@@ -163,7 +175,8 @@ class KubernetesCluster:
     ) -> AsyncIterator[AsyncIterator[watch_stream.Event]]:
         """Open the stream of changes since a version, which the API server ends. An empty namespace stands for all of them.
 
-        Raises a ClusterError where it is refused, breaks or brings not even a bookmark. With the status 410 the version is forgotten.
+        Raises a ClusterError if the watch is refused, breaks or brings not even a bookmark.
+        With its status 410 the API server no longer knows the version `since`.
         """
         path, what = self._resources[kind].path(namespace=namespace), f"watch {kind.plural} {namespace}/*"
         try:
@@ -181,7 +194,10 @@ class KubernetesCluster:
             raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
 
     async def published_kinds(self) -> Manifest:
-        """Return the OpenAPI document of our kinds, which every account may read; an empty one where it may not, or where there is none."""
+        """Return the OpenAPI document of our kinds, which every account may read.
+
+        It is an empty dict if reading it is forbidden (403), or if there is none (404).
+        """
         what, path = "read the schema of the operator's kinds", f"/openapi/v3/apis/{GROUP}/{VERSION}"
         try:
             response = await self._client.request("get", path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S)
@@ -195,7 +211,10 @@ class KubernetesCluster:
         return content
 
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
-        """Find an object by a list with a field selector, since we have the right to list and not to get."""
+        """Find an object by a list with a field selector; None if it is missing.
+
+        There is the right to list and not to get.
+        """
         page = await self._send("get", kind, namespace, None, field_selector=f"metadata.name={name}")
         found = next(iter(page["items"]), None)
         return {"apiVersion": kind.api_version, "kind": kind.kind, **found} if found is not None else None
@@ -222,7 +241,10 @@ class KubernetesCluster:
         return await self._apply(kind, namespace, name, manifest)
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest, version: str) -> None:
-        """Write a status for one version: the status endpoint ignores a UID, but a recreated object has another version."""
+        """Write a status for one version, or do nothing if the object is gone.
+
+        The status endpoint ignores a UID, but a recreated object has another version.
+        """
         metadata = {"name": name, "namespace": namespace, "resourceVersion": version}
         body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "status": status}
         try:
@@ -232,7 +254,10 @@ class KubernetesCluster:
                 raise
 
     async def set_labels(self, kind: Kind, namespace: str, name: str, *, uid: str, labels: Mapping[str, str | None]) -> None:
-        """Change nothing if the object is gone or its UID differs."""
+        """Set labels of an object, and remove those whose value is None.
+
+        Do nothing if the object is gone or has another UID.
+        """
         try:
             await self._merge(kind, namespace, name, {"metadata": {"uid": uid, "labels": dict(labels)}})
         except ClusterError as error:
@@ -240,7 +265,7 @@ class KubernetesCluster:
                 raise
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
-        """Gone already, or another one by now, is as good as deleted."""
+        """Ask for the deletion of the object with this UID. Do nothing if it is gone, or if another object has its name by now."""
         try:
             await self._send("delete", kind, namespace, name, body={"preconditions": {"uid": uid}})
         except ClusterError as error:
@@ -252,7 +277,10 @@ class KubernetesCluster:
         return await self._send("patch", kind, namespace, name, body=body, content_type=content_type, field_manager=FIELD_MANAGER)
 
     async def merge(self, manifest: Manifest) -> Manifest:
-        """Send a merge patch, bound to the UID and the resourceVersion of the manifest's metadata, and return the object after it."""
+        """Send a merge patch and return the object after it.
+
+        A UID or resourceVersion in the manifest's metadata binds the write: another object raises ClusterConflict.
+        """
         kind, namespace, name = _identity(manifest)
         return await self._merge(kind, namespace, name, manifest)
 
@@ -291,7 +319,10 @@ class KubernetesCluster:
 
 
 async def connect(answered: Answered = _ignore) -> KubernetesCluster:
-    """In a pod by its service account, elsewhere by the kubeconfig. `answered` is given every object as a write left it."""
+    """Return a client that uses the pod's service account, or outside a pod the kubeconfig; it sends nothing yet.
+
+    `answered` is given every object as a write left it. The read size of TLS connections changes for the whole process.
+    """
     configuration = client.Configuration()
     try:
         config.load_incluster_config(client_configuration=configuration)
@@ -322,7 +353,10 @@ def _selector(labels: Mapping[str, str] | None) -> str | None:
 
 
 def _yaml(body: Manifest) -> bytes:
-    """JSON that is YAML, too, which knows no surrogate pairs: `\\ud83d\\ude00` is refused, the character itself is not."""
+    """Encode as JSON that is also YAML, where surrogate pairs are unknown.
+
+    So characters beyond ASCII are escaped up to `\\uffff`, and higher ones stay as they are.
+    """
     text = json.dumps(body, ensure_ascii=False)
     return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text).encode()
 
@@ -346,13 +380,16 @@ def _translate(what: str, error: ApiException) -> ClusterError:
 
 
 def _retry_after_s(error: ApiException) -> float:
-    """Seconds only: the API server sends no dates."""
+    """Return the seconds of the Retry-After header, at most 600; 0 without the header, or if it has a date."""
     text = (error.headers or {}).get("Retry-After", "")
     return min(float(text), RETRY_AFTER_MAX_S) if text.isdigit() else 0.0
 
 
 def _answer(error: ApiException) -> tuple[str, str]:
-    """Return the API server's reason and message, empty if it gave none."""
+    """Return the reason and message of the API server's answer.
+
+    If the body is no Status, the reason is empty and the message is the body, or else the HTTP reason.
+    """
     try:
         status = json.loads(error.body)
         return str(status.get("reason") or _REASONS.get(error.status, "")), str(status["message"])

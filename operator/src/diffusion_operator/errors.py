@@ -54,7 +54,10 @@ class ClusterError(OperatorError):
     """The Kubernetes API did not do what was asked."""
 
     def __init__(self, message: str, *, status: int = 0, reason: str = "", said: str = "", retry_after_s: float = 0.0) -> None:
-        """`reason`, `said` and `retry_after_s` are the API server's own, as `Forbidden` and a sentence; empty where it gave none."""
+        """Keep the API server's own `reason`, `said` and `retry_after_s`, as `Forbidden` and a sentence; empty where it gave none.
+
+        An empty `said` is replaced by `message`.
+        """
         super().__init__(message)
         self.status = status
         self.reason = reason

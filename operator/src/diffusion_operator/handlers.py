@@ -87,7 +87,7 @@ class Process:
         self.calls: WorkerCalls | None = None
 
     async def begin(self, **_: Any) -> None:
-        """Start, or fail with one clear sentence: kopf logs no traceback of an error that it knows."""
+        """Call `start`. Turn an OperatorError into a kopf.PermanentError of one sentence, without a traceback, and keep it in `failure`."""
         try:
             await self.start()
         except OperatorError as error:
@@ -153,7 +153,7 @@ class Process:
         self._election = asyncio.create_task(self._elector.run(), name="election")
 
     def _lead(self, again: bool) -> None:
-        """Look at every object, first at those that nobody has looked at since they were changed.
+        """Begin to lead: open the queue and the watches of workers, and wake every object, first those with unobserved changes.
 
         `again`: nobody else led meanwhile, so what is remembered of the objects still holds.
         """
@@ -179,7 +179,10 @@ class Process:
             telling.add_done_callback(self._telling.discard)
 
     async def _follow(self) -> None:
-        """End all passes, whose writes are held back by then. The memory stays for the case that nobody else leads."""
+        """End all passes, watches of workers and calls, and show no more objects in the metrics.
+
+        The memory of objects stays for the case that nobody else leads.
+        """
         queue, self.queue = self.queue, None
         if queue is not None:
             await queue.close()
@@ -194,7 +197,10 @@ class Process:
             await self.calls.close()
 
     async def _list_first(self) -> None:
-        """List everything once. A named namespace that is gone took its rights with it; the others are served."""
+        """List all scopes once. A named namespace that is gone answers 403, and is set aside while the others are served.
+
+        Raises the refusal if all are refused, and any other error of the cluster.
+        """
         for listing in self.listings:
             try:
                 await listing.list()
@@ -206,7 +212,10 @@ class Process:
                     raise
 
     async def stop(self, **_: Any) -> None:
-        """End what runs, then give the Lease up: another process leads at once."""
+        """End the passes, after up to 5 s of patience, and all tasks; then give the Lease up and close all connections.
+
+        Another process can lead at once.
+        """
         if self.queue is not None:
             await self.queue.close(patience_s=PATIENCE_S)
         await self._call_nobody()
@@ -224,7 +233,10 @@ class Process:
             await self._cluster.__aexit__(None, None, None)
 
     async def probe(self, **_: Any) -> dict[str, int]:
-        """Return the seconds that each watch has been stalled; raise WatchStale for one that stays so, or that ended."""
+        """Return the seconds that each watch has been stalled.
+
+        Raises WatchStale if one is stalled for longer than `watch_dead_s`, or if a task of the process has ended.
+        """
         if ended := [task.get_name() for task in self._tasks if task.done()]:
             raise WatchStale(f"a task that must not end has ended: {', '.join(ended)}")
         stalled = {str(one.scope): round(one.stalled_s) for one in self.listings}
@@ -234,7 +246,10 @@ class Process:
         return stalled
 
     def wake(self, key: Key, *, first: bool = False) -> None:
-        """`first`: before those that wait for their turn without it."""
+        """Queue an object for a pass; with `first`, before those that were queued without it.
+
+        Do nothing while this process does not lead.
+        """
         if self.queue is not None:
             self.queue.wake(key, first=first)
 
@@ -310,7 +325,7 @@ def _scopes(settings: Settings) -> list[Scope]:
 
 
 async def login(**context: Any) -> kopf.ConnectionInfo | None:
-    """In a pod by the environment's address, which needs no DNS; elsewhere by the kubeconfig."""
+    """Return kopf's connection: in a pod by the environment's address, which needs no DNS; elsewhere by the kubeconfig."""
     in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
     return kopf.login_via_client(**context) if in_cluster else kopf.login_with_kubeconfig(**context)
 

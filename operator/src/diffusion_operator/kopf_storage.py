@@ -40,7 +40,10 @@ class NoDiffBase(kopf.DiffBaseStorage):  # type: ignore[misc]
 
 
 class NoMemories(ResourceMemories):  # type: ignore[misc]
-    """kopf's own notes of an object, which are for its daemons and timers: a kilobyte for each, for as long as the object lives."""
+    """Memories of kopf that keep nothing: its notes of an object last for one event only.
+
+    They are for kopf's daemons and timers, and would take a kilobyte for each object.
+    """
 
     async def recall(self, raw_body: kopf.RawBody, **known: Any) -> Any:
         return await super().recall(raw_body, **known | {"ephemeral": True})

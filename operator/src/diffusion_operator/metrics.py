@@ -159,7 +159,7 @@ class Waiting(Collector):
     """Objects that are due and wait for their turn."""
 
     def __init__(self, queue: Callable[[], KeyedQueue | None]) -> None:
-        """Count a queue, which a process that follows does not have."""
+        """Count the queue that `queue` returns; None, while this process does not lead, counts as empty."""
         self._queue = queue
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -178,7 +178,10 @@ class Workers(Collector):
         self._memories = memories
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """In the thread of the metrics server; each copy is one step of the interpreter. Every state is there, as 0."""
+        """Count workers by how they are followed, at each scrape and in its thread. States without a worker show 0.
+
+        Each copy is one step of the interpreter, so the loop may write meanwhile.
+        """
         records = [record for memory in list(self._memories.values()) for record in list(memory.polls.values())]
         counts = collections.Counter(record.followed for record in records)
         family = GaugeMetricFamily("diffusion_operator_workers", "Workers by how the operator reads their state.", labels=["followed"])
@@ -223,7 +226,10 @@ def register(
 
 
 def measured(reconcile: Callable[[Key], Awaitable[Result]], clock: Callable[[], float]) -> Callable[[Key], Awaitable[Result]]:
-    """`clock` counts seconds from anywhere."""
+    """Wrap a reconcile so that each call's time is observed by kind and outcome: `ok`, `gone` or `error`.
+
+    A result with a failure counts as `error`, as an exception does. `clock` counts seconds from anywhere.
+    """
 
     async def timed(key: Key) -> Result:
         begun, outcome = clock(), "error"
@@ -239,5 +245,5 @@ def measured(reconcile: Callable[[Key], Awaitable[Result]], clock: Callable[[], 
 
 
 def serve_metrics(port: int) -> None:
-    """In a thread of its own, so that it answers while the loop is busy."""
+    """Serve the metrics over HTTP and return at once. A thread of its own answers, even while the loop is busy."""
     start_http_server(port, registry=REGISTRY)

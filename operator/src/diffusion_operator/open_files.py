@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 def raise_limit() -> int:
-    """Raise the limit of open files as far as it goes, and return how many workers it is enough for.
+    """Raise the soft limit of open files to the hard one, and return how many workers it is enough for.
 
-    Raises SettingsError where it is enough for hardly any.
+    Raises SettingsError if that is below 64; below 2000 it logs a warning.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -27,7 +27,10 @@ def raise_limit() -> int:
 
 
 def check(limit: int) -> int:
-    """Return how many workers a limit is enough for; say so where they are few."""
+    """Return how many workers a limit of open files is enough for; log a warning below 2000.
+
+    Raises SettingsError below 64.
+    """
     if limit == resource.RLIM_INFINITY:
         return FEW_WORKERS * 1000
     workers = (limit - OWN_FILES) // FILES_A_WORKER

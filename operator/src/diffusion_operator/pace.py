@@ -13,20 +13,20 @@ Result = TypeVar("Result")
 
 
 class Pace:
-    """The time since others had their turn."""
+    """A clock by which long work gives way to other tasks now and then."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
 
     async def keep(self) -> None:
-        """Give way, if that was long ago."""
+        """Let other tasks run, if they last could 10 ms ago or earlier."""
         if time.monotonic() - self._begun >= TURN_S:
             await asyncio.sleep(0)
             self._begun = time.monotonic()
 
 
 async def unhurried(slices: Slices[Result]) -> Result:
-    """Do all of it, and give way in between."""
+    """Run all slices of a piece of work, let other tasks run in between, and return its result."""
     pace = Pace()
     while True:
         try:

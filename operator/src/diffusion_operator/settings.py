@@ -28,7 +28,7 @@ class ElectionSettings(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> str:
-        """The name of the release that these processes are."""
+        """The name of the release, which all its processes share: namespace and name of the Lease, as `namespace/name`."""
         return f"{self.namespace}/{self.name}"
 
 
@@ -67,7 +67,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def election_settings(namespace: str | None, name: str | None, identity: str | None) -> ElectionSettings | None:
-    """From the command line's words."""
+    """Return the settings of the election; None if all three are absent. Raises SettingsError if only some are given."""
     if namespace and name and identity:
         return ElectionSettings(namespace=namespace, name=name, identity=identity)
     if namespace or name or identity:
@@ -76,7 +76,10 @@ def election_settings(namespace: str | None, name: str | None, identity: str | N
 
 
 def read_operator_keys(path: Path) -> tuple[bytes, ...]:
-    """Read the keys, one a line: the current one first, then earlier ones."""
+    """Read the keys, one a line: the current one first, then earlier ones.
+
+    Raises SettingsError if the file cannot be read, has no key or more than three, or has one of less than 16 bytes.
+    """
     try:
         keys = tuple(line.strip() for line in path.read_bytes().splitlines() if line.strip())
     except OSError as error:
@@ -90,7 +93,10 @@ def read_operator_keys(path: Path) -> tuple[bytes, ...]:
 
 
 def operator_pods(namespace: str | None, labels: Sequence[str]) -> OperatorPods | None:
-    """From the command line's words; labels as NAME=VALUE."""
+    """Return the operator's namespace and labels, given as NAME=VALUE; None without both.
+
+    Raises SettingsError for another form, or if only one of the two is given.
+    """
     pairs = [label.partition("=") for label in labels]
     if any(not name or not equals for name, equals, _ in pairs):
         raise SettingsError(f"--operator-label: expected NAME=VALUE, found {', '.join(labels)}")

@@ -23,7 +23,10 @@ class Event(msgspec.Struct, frozen=True):
 
 
 async def read_events(what: str, content: aiohttp.StreamReader) -> AsyncIterator[Event]:
-    """Read lines of any length: a ConfigMap has up to a mebibyte. An ERROR is raised, with the API server's code."""
+    """Yield the events of a watch until it ends, from lines of any length: a ConfigMap has up to a mebibyte.
+
+    An ERROR is raised as ClusterUnavailable, with the API server's code.
+    """
     rest, decoder = b"", msgspec.json.Decoder(Event)
     async for part in content.iter_any():
         *lines, rest = (rest + part).split(b"\n")

@@ -51,16 +51,19 @@ PLAIN = {"Accept-Encoding": "identity"}
 
 
 class WorkerClient(Protocol):
+    """The port to the workers' control API; tests of reconcile script it."""
+
     def expect_proof(self, ip: str, pod_uid: str) -> None:
         """Never take this pod's worker for one of a version that cannot prove itself."""
 
     def forget_pod(self, ip: str, pod_uid: str) -> None:
         """Drop what is remembered of a pod that is gone."""
 
-    """The port; tests of reconcile script it."""
-
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
-        """With `after`, the next one whose revision is another, or the same one after `wait_s`; it may tell changes only."""
+        """Return a worker's state. With `after`, return the next one whose revision is another, or the same one after `wait_s`.
+
+        An answer after a wait may have only the adapters that changed. If another pod than `pod_uid` answers, raise ControlUnreachable.
+        """
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None: ...
 
@@ -74,7 +77,7 @@ class WorkerClient(Protocol):
 
 
 class HttpWorkerClient:
-    """WorkerClient over aiohttp; owns its session."""
+    """WorkerClient over aiohttp; owns its session. A removal of an adapter that is not there is no failure."""
 
     def __init__(
         self, *, poll_timeout_s: float, call_timeout_s: float, port: int = CONTROL_PORT, epoch: Callable[[], int | None] = lambda: None
@@ -173,7 +176,11 @@ class HttpWorkerClient:
         body: dict[str, Any] | None = None,
         most: int = ANSWER_BYTES,
     ) -> bytes:
-        """Return the body of a success, JSON or nothing, of at most `most` bytes; all of it within `timeout_s`."""
+        """Send a request on a connection that the worker has proved itself on, and return the body of the success, JSON or nothing.
+
+        Raises ControlRefused with the worker's error. Raises ControlUnreachable without a complete answer within `timeout_s`.
+        An answer of more than `most` bytes, or of another pod, raises ControlUnreachable, too.
+        """
         what, headers, epoch = f"{method} {path} of {ip}", {"Authorization": f"Bearer {token}", **PLAIN}, self._epoch()
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
@@ -197,7 +204,7 @@ class HttpWorkerClient:
             raise ControlUnreachable(f"{what}: {_fault(error)}") from error
 
     async def _once(self, request: "_Request", *, opens: bool) -> bytes:
-        """Send it; it may open a connection if `opens`. Raises NeedsProof where it may not and there is none."""
+        """Send a request; it may open a connection if `opens`. Raises NeedsProof where it may not and there is none."""
         async with self._session.request(
             request.method,
             request.url,
@@ -306,7 +313,10 @@ async def _read(response: aiohttp.ClientResponse, what: str, most: int) -> bytes
 
 
 async def _bounded(response: aiohttp.ClientResponse, what: str, most: int, found: str = "") -> bytes:
-    """Return the whole body, as a stream that is left at the bound: a worker's words about its length prove nothing."""
+    """Return the whole body. Raises ControlUnreachable if it has more than `most` bytes; `found` is a wrong type of content to name then.
+
+    It is read as a stream that is left at the bound: a worker's words about its length prove nothing.
+    """
     content = bytearray()
     if (response.content_length or 0) <= most:
         async for piece in response.content.iter_any():

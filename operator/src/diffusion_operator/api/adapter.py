@@ -41,7 +41,7 @@ class AdapterFormat(StrEnum):
 class Residency(OpenWord):
     """Time that an adapter stays in memory: always, while there is room, or from its first request on while there is room.
 
-    A newer worker may report another one.
+    A newer worker may report another word, which is kept as text.
     """
 
     RESIDENT = "Resident"
@@ -65,7 +65,7 @@ class AdapterSpec(_Spec, frozen=True):
 
 
 class InstanceState(StrEnum):
-    """An adapter on one replica."""
+    """The state of an adapter on one replica."""
 
     PENDING = "Pending"
     FETCHING = "Fetching"
@@ -150,5 +150,5 @@ class LoRAAdapter(msgspec.Struct, frozen=True, gc=False, rename="camel"):
 
     @property
     def served_name(self) -> str:
-        """The name requests use."""
+        """The name by which requests select the adapter: `spec.adapterName`, else the object's own name."""
         return self.spec.adapter_name or self.metadata.name

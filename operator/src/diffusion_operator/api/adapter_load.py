@@ -33,7 +33,10 @@ class AdapterLoad(msgspec.Struct, frozen=True, gc=False, rename="camel"):
     priority: int = 0
 
     def wire(self) -> dict[str, Any]:
-        """Return it as a worker reads it. A put without an identity has no such field: older workers refuse it."""
+        """Return the description as JSON fields for a worker.
+
+        Without an identity the field `identity` is left out, because older workers refuse it.
+        """
         fields: dict[str, Any] = msgspec.to_builtins(self)
         if self.identity is None:
             del fields["identity"]
@@ -41,7 +44,10 @@ class AdapterLoad(msgspec.Struct, frozen=True, gc=False, rename="camel"):
 
 
 def adapter_load(spec: AdapterSpec, *, digest: str | None, identity: str | None = None) -> AdapterLoad:
-    """`digest` is what the content must hash to, and `identity` its effect, where they are known."""
+    """Build the description of an adapter for a worker from its spec.
+
+    `digest` is the hash that its content must have, and `identity` names its effect; None where it is not known.
+    """
     return AdapterLoad(
         source=spec.source,
         digest=digest,
@@ -61,5 +67,5 @@ def components_of(worker_names: Iterable[str]) -> tuple[str, ...]:
 
 
 def format_of(worker_name: str | None) -> str | None:
-    """Return the format that a worker's name for it stands for; None if unknown."""
+    """Translate a worker's name of a format into the API's; return any other name, and None, unchanged."""
     return _FORMATS[worker_name].value if worker_name in _FORMATS else worker_name

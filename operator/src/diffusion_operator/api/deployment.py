@@ -15,5 +15,5 @@ class DiffusionDeployment(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def served_name(self) -> str:
-        """The schema cannot default to metadata.name, so the operator does."""
+        """The name of the model in requests: `spec.servedName`, else the object's own name."""
         return self.spec.served_name or self.metadata.name

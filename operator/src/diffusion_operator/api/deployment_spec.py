@@ -32,7 +32,7 @@ class PullPolicy(StrEnum):
 
 
 class SleepPolicy(OpenWord):
-    """A newer worker may report another one."""
+    """Choice of when a model sleeps. A newer worker may report another word, which is kept as text."""
 
     ALWAYS_AWAKE = "AlwaysAwake"
     ASLEEP = "Asleep"
@@ -40,7 +40,10 @@ class SleepPolicy(OpenWord):
 
 
 class SleepLevel(OpenWord):
-    """A newer worker may report another one."""
+    """Depth of a sleep: the weights stay in host memory, or are discarded.
+
+    A newer worker may report another word, which is kept as text.
+    """
 
     HOST_MEMORY = "HostMemory"
     DISCARD = "Discard"
@@ -146,7 +149,7 @@ class CacheFolder(_Spec, frozen=True):
 
 
 class Cache(_Spec, frozen=True):
-    """A union; the schema demands exactly one."""
+    """The place where a model's files are cached: a claim, or a folder of the pod. The schema demands exactly one."""
 
     claim: CacheClaim | None = None
     empty_dir: CacheFolder | None = None
@@ -236,27 +239,27 @@ class Lora(_Spec, frozen=True):
 
     @property
     def slots(self) -> int:
-        """Adapters that running requests use at once."""
+        """Number of adapters that running requests can use at once; 0 where `enabled` is false."""
         return self.max_loaded if self.enabled else 0
 
     @property
     def mounted_secrets(self) -> tuple[str, ...]:
-        """Return the Secrets to mount for sources of adapters; empty where `enabled` is false."""
+        """Names of the Secrets to mount for sources of adapters; empty where `enabled` is false."""
         return self.secrets if self.enabled else ()
 
     @property
     def mounted_claims(self) -> tuple[str, ...]:
-        """Return the claims to mount for adapters; empty where `enabled` is false."""
+        """Names of the claims to mount for adapters; empty where `enabled` is false."""
         return self.claims if self.enabled else ()
 
     @property
     def cached(self) -> int:
-        """Adapters in host memory."""
+        """Number of adapters in host memory at most: `max_cached`, or if that is None the larger of 16 and `max_loaded`."""
         return self.max_cached if self.max_cached is not None else max(16, self.max_loaded)
 
     @property
     def per_request(self) -> int:
-        """Adapters that one request may mix."""
+        """Number of adapters that a request may mix: `max_per_request` or 4, but at most `slots` and at least 1."""
         return max(1, min(self.max_per_request or 4, self.slots))
 
 
@@ -400,10 +403,10 @@ class DeploymentSpec(_Spec, frozen=True):
 
     @property
     def wanted_replicas(self) -> int:
-        """Suspending leaves `replicas` alone, which an autoscaler may own."""
+        """Number of replicas to run: 0 while `suspend` is set, else `replicas`. Suspending leaves `replicas` alone for an autoscaler."""
         return 0 if self.suspend else self.replicas
 
 
 def host_namespaces(spec: DeploymentSpec) -> dict[str, bool]:
-    """Return the host namespaces that a pod may share, keyed by field name."""
+    """Return for each of the three host namespaces, by its field name, whether the spec shares it with the pods."""
     return {"hostNetwork": spec.host_network, "hostIPC": spec.host_ipc, "hostPID": spec.host_pid}

@@ -16,7 +16,7 @@ class _Status(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
 
 class ReplicaState(StrEnum):
-    """The machine of a replica; see plan/observed/replica_state.py for what leads to each."""
+    """The state of a replica; plan/observed/replica_state.py says what leads to each."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -97,7 +97,10 @@ class ModelStatus(_Status, frozen=True):
 
 
 class RolloutStatus(_Status, frozen=True):
-    """A template change that is not done. `served` and `remaining` are the best so far."""
+    """A template change that is not done.
+
+    `served` counts replicas that serve with the new template, `remaining` those that have another; both are the best so far.
+    """
 
     revision: str
     served: int

@@ -19,7 +19,10 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 def plain_text(text: str, limit: int) -> str:
-    """Return at most `limit` characters; what is not printable, line breaks too, is escaped as in Python (`\\n`, `\\x1b`, `\\u202e`)."""
+    """Return the text in at most `limit` characters; a longer one is cut and ends with `…`.
+
+    Characters that are not printable, line breaks too, are escaped as in Python (`\\n`, `\\x1b`, `\\u202e`), and the escapes count.
+    """
     cut = text[: limit + 1]
     plain = cut if cut.isprintable() else "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in cut)
     return plain if len(plain) <= limit else plain[: limit - 1] + "…"

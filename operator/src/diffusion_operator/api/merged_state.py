@@ -12,7 +12,10 @@ _FIELDS = tuple(name for name in WorkerState.__struct_fields__ if name != "adapt
 
 
 def together(pages: Sequence[WorkerState]) -> WorkerState:
-    """Return one answer of several pages. A name that comes twice changed meanwhile, and the later page is right."""
+    """Join the pages of one answer: the first page, with the adapters of all pages. A single page is returned as it is.
+
+    A name that comes twice changed meanwhile, and its records in the later page count.
+    """
     first, *others = pages
     if not others:
         return first
@@ -21,7 +24,11 @@ def together(pages: Sequence[WorkerState]) -> WorkerState:
 
 
 def merged(before: WorkerState | None, answer: WorkerState) -> WorkerState:
-    """Return the whole state after an answer that may tell differences only. A record that did not change is the same object."""
+    """Return the whole state of a worker after `answer`, which may have only the adapters that changed since `before`.
+
+    Returns `answer` itself if there is no earlier state, or if the worker restarted since.
+    Records of names without a change are the same objects as in `before`.
+    """
     if before is None or before.boot_id != answer.boot_id:
         return answer
     known = before.named
@@ -42,23 +49,26 @@ def _kept(before: tuple[AdapterRecord, ...], now: tuple[AdapterRecord, ...]) -> 
 
 
 def _says_the_same(known: AdapterRecord, record: AdapterRecord) -> bool:
-    """Compare without the age of the last request. It is dated when it comes, and tells something new only where the total moved."""
+    """Return whether two records are equal, apart from the age of the last request.
+
+    The age is dated when it comes, and is news only where the total moved.
+    """
     if known == record:
         return True
     return msgspec.structs.replace(known, last_request_age_seconds=record.last_request_age_seconds) == record
 
 
 def _with_adapters(state: WorkerState, named: Mapping[str, tuple[AdapterRecord, ...]]) -> WorkerState:
-    """With these adapters, found by name already."""
+    """Return a copy of the state with the adapters of `named`, which it keeps as its index by name."""
     whole = msgspec.structs.replace(state, adapters=tuple(itertools.chain.from_iterable(named.values())))
     vars(whole).update(named=named)
     return whole
 
 
 def _with_adapters_of(before: WorkerState, state: WorkerState) -> WorkerState:
-    """With the adapters of `before`, found by name and counted already.
+    """Return a copy of `state` with the adapters of `before`, and with its index and counts of them.
 
-    All else that did not change is the same object, too: the last plan keeps an answer while later ones come.
+    Each other field that did not change is the same object, too: the last plan keeps an answer while later ones come.
     """
     same = {name: known for name in _FIELDS if (known := getattr(before, name)) == getattr(state, name)}
     whole = msgspec.structs.replace(state, **same | {"adapters": before.adapters})

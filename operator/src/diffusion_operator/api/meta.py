@@ -46,7 +46,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def verdict(type_: str, value: bool | None, reason: str, message: str) -> Verdict:
-    """None stands for Unknown."""
+    """Build a verdict. A `value` of None gives the status Unknown, and the message is cut to 2048 characters."""
     status = ConditionStatus.UNKNOWN if value is None else ConditionStatus.TRUE if value else ConditionStatus.FALSE
     return Verdict(type=type_, status=status, reason=reason, message=message[:2048])
 
@@ -54,7 +54,10 @@ def verdict(type_: str, value: bool | None, reason: str, message: str) -> Verdic
 def settle_conditions(
     verdicts: tuple[Verdict, ...], *, previous: tuple[Condition, ...], generation: int, now: datetime
 ) -> tuple[Condition, ...]:
-    """Give each verdict its time: lastTransitionTime changes only when the status does."""
+    """Return a condition for each verdict; earlier conditions without a verdict are dropped.
+
+    `now` is the lastTransitionTime of a new type or a changed status; otherwise the earlier time stays.
+    """
     before = {condition.type: condition for condition in previous}
     return tuple(
         Condition(
@@ -74,6 +77,6 @@ def condition_of(conditions: tuple[Condition, ...], type_: str) -> Condition | N
 
 
 def reason_of(conditions: tuple[Condition, ...], type_: str) -> str:
-    """Empty where there is no such condition."""
+    """Return the reason of the condition of a type; empty if there is no such condition."""
     condition = condition_of(conditions, type_)
     return condition.reason if condition is not None else ""

@@ -26,7 +26,7 @@ class FieldReference(_Part, frozen=True):
 
 
 class EnvSource(_Part, frozen=True):
-    """A union; the schema demands exactly one."""
+    """Origin of a variable's value: a key of a ConfigMap or Secret, or a field of the pod. The schema demands exactly one."""
 
     config_map_key_ref: KeyReference | None = None
     secret_key_ref: KeyReference | None = None
@@ -110,7 +110,7 @@ class HostPathVolume(_Part, frozen=True):
 
 
 class ExtraVolume(_Part, frozen=True):
-    """A union; the schema demands exactly one."""
+    """A volume that a spec adds to the pods. The schema demands exactly one member beside `name`."""
 
     name: str
     config_map: ConfigMapVolume | None = None

@@ -32,7 +32,7 @@ def missing_fields(document: Mapping[str, Any]) -> list[str]:
 
 
 def _schema_of(document: Mapping[str, Any], kind: Kind) -> Mapping[str, Any] | None:
-    """None where the kind is not published yet: its list fails by itself where it is not there."""
+    """Find the schema of a kind in the document; None if the kind is not published there."""
     group, version = kind.group_and_version
     this = {"group": group, "version": version, "kind": kind.kind}
     schemas = document.get("components", {}).get("schemas", {}).values()

@@ -95,7 +95,7 @@ def _repository(source: AdapterRepository | ModelRepository) -> str:
 
 
 def secret_of(source: ModelSource | AdapterSource) -> str | None:
-    """Return the Secret with the source's credentials, if any."""
+    """Return the name of the Secret with the source's credentials; None if the source names none."""
     if source.hugging_face is not None and source.hugging_face.token_secret_ref is not None:
         return source.hugging_face.token_secret_ref.name
     if source.s3 is not None and source.s3.credentials_secret_ref is not None:
@@ -104,5 +104,5 @@ def secret_of(source: ModelSource | AdapterSource) -> str | None:
 
 
 def claim_of(source: ModelSource | AdapterSource) -> str | None:
-    """Return the claim that holds the source, if any."""
+    """Return the name of the PersistentVolumeClaim that holds the source; None if it lies elsewhere."""
     return source.pvc.claim_name if source.pvc is not None else None

@@ -27,11 +27,14 @@ MOST_RECORDS = 8192
 
 
 class _Wire(msgspec.Struct, frozen=True, gc=False, rename="camel"):
-    """A part of a worker's answer. A worker's words are plain text from here on, as long as a status may have them."""
+    """Base of the parts of a worker's answer.
+
+    Parts with free text make it plain, and short enough for a status, in `__post_init__`.
+    """
 
 
 def _make_plain(struct: msgspec.Struct, **limits: int) -> None:
-    """Replace the fields that are named, where they hold text that is too long or not printable."""
+    """Escape and cut, in place, each named field whose text is longer than its limit or not printable. A field with None stays."""
     for name, limit in limits.items():
         text = getattr(struct, name)
         if text is not None and (len(text) > limit or not text.isprintable()):
@@ -51,7 +54,7 @@ class WorkerPhase(OpenWord):
 
 
 class WireError(_Wire, frozen=True):
-    """The error body, and the error inside records."""
+    """An error of a worker: the body of a refused call, or the error inside a record."""
 
     code: str
     message: str = ""
@@ -111,7 +114,7 @@ class LoadReport(_Wire, frozen=True):
 
 
 class DesiredReport(_Wire, frozen=True):
-    """The mounted files, as the worker has read them."""
+    """A worker's report on its mounted files: the kinds that it reads, and a problem with them."""
 
     reads_shards: bool = False
     """It reads the files of adapters beside the main one."""
@@ -159,7 +162,7 @@ class RecordState(OpenWord):
 
 
 class AdapterRecord(_Wire, frozen=True):
-    """Components and format are in the worker's words; see api/adapter_load.py."""
+    """An adapter as a worker reports it. Components and format are in the worker's words; see api/adapter_load.py."""
 
     name: str
     state: RecordState
@@ -209,7 +212,7 @@ class LossReport(_Wire, frozen=True):
 
 
 class WorkerState(_Wire, frozen=True, gc=True, dict=True):
-    """GET /v1/state. `generation` counts the lives of the rank group in this one of the server process."""
+    """The answer to GET /v1/state. `generation` counts the starts of the rank group in this life of the server process."""
 
     boot_id: str
     state: WorkerPhase
@@ -253,12 +256,15 @@ class WorkerState(_Wire, frozen=True, gc=True, dict=True):
 
     @property
     def sleeps_at(self) -> SleepLevel | None:
-        """The level of its sleep; None while it is awake, and where it does not say."""
+        """The level of the worker's sleep, from the first rank that reports a level; None if no rank does, as while it is awake."""
         return next((rank.memory.level for rank in self.ranks if rank.memory.level is not None), None)
 
     @cached_property
     def named(self) -> Mapping[str, tuple[AdapterRecord, ...]]:
-        """Adapters by name, found once: every one of hundreds is looked up on every replica in every pass."""
+        """The records of each adapter's name, found at the first access and kept.
+
+        A name may have several records, as versions of it may coexist.
+        """
         found: dict[str, tuple[AdapterRecord, ...]] = {}
         for record in self.adapters:
             found[record.name] = (*found.get(record.name, ()), record)
@@ -271,5 +277,5 @@ class WorkerState(_Wire, frozen=True, gc=True, dict=True):
 
     @property
     def in_memory(self) -> int:
-        """Adapters that take a place in memory, or will."""
+        """Number of adapters that take a place in memory, or will: all but Cached and Failed ones."""
         return len(self.adapters) - self.record_states.get(RecordState.CACHED, 0) - self.record_states.get(RecordState.FAILED, 0)

@@ -36,7 +36,10 @@ class Elector:
         random: Callable[[], float],
         timing: Timing | None = None,
     ) -> None:
-        """`lead` is given whether nobody else led since this process did. `random` gives numbers in [0, 1)."""
+        """Call `lead` when this process begins to lead, and await `follow` when it no longer does.
+
+        `lead` is given True if nobody else led since this process did. `random` gives numbers in [0, 1).
+        """
         self._leases = leases
         self._place = place
         self._leadership = leadership
@@ -54,7 +57,7 @@ class Elector:
         self._error = ""
 
     async def run(self) -> None:
-        """Take part, for ever."""
+        """Take part in the election until the task is cancelled; after an unexpected error try again."""
         while True:
             pause_s = self._timing.retry
             try:
@@ -65,7 +68,10 @@ class Elector:
             await asyncio.sleep(pause_s)
 
     async def release(self) -> None:
-        """Give the Lease up, so that another process leads at once. Call it when nothing writes any more and `run` has ended."""
+        """Close the gate and give the Lease up, if this process holds it, so that another process leads at once.
+
+        A write that fails is only logged. Call it when nothing writes any more and `run` has ended.
+        """
         self._leadership.close()
         self._state, lease = give_up(self._state, micro_time(self._wall()))
         if lease is None:
@@ -78,7 +84,10 @@ class Elector:
             log.warning("lease not released, it will expire lease=%s error=%s", self._place.release, error)
 
     async def _turn(self) -> float:
-        """Look and bid, as far as it is due, and return the pause until the next turn."""
+        """Look at the Lease and bid for it, as far as it is due, and return the seconds until the next turn.
+
+        Errors of the API server and timeouts are not raised; a new one is logged.
+        """
         pause_s = self._timing.retry * (1 + self._random()) / 2
         self._state = report(self._state, self._leadership.highest_reported)
         try:
@@ -128,7 +137,7 @@ class Elector:
         return answer
 
     async def _settle(self) -> None:
-        """Open or close the gate, and tell a change."""
+        """Open or close the gate by the state. If the lead began, call `lead`; if it ended, await `follow`."""
         state, now = self._state, self._now()
         leads = state.leads(now, self._timing)
         if leads and state.renewed_at is not None:
@@ -150,7 +159,7 @@ class Elector:
         return self._state.seen.holder if self._state.seen is not None else "nobody"
 
     def _complain(self, error: Exception) -> None:
-        """Once for each error, not every two seconds."""
+        """Log an error of the Lease, unless it is the same as the one before."""
         text = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {self._timing.call:g} s"
         if text != self._error:
             log.warning("lease not read or written lease=%s error=%s", self._place.release, text)

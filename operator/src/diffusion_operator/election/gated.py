@@ -13,7 +13,7 @@ from diffusion_operator.worker_client import WorkerClient
 
 
 class GatedCluster:
-    """A Cluster whose writes raise NotLeading while another process leads."""
+    """A Cluster whose writes and dry runs raise NotLeading unless this process leads. Reads always pass."""
 
     def __init__(self, cluster: Cluster, leadership: Leadership) -> None:
         self._cluster = cluster
@@ -71,7 +71,10 @@ class GatedCluster:
 
 
 class GatedWorkers:
-    """A WorkerClient that calls nobody while another process leads, and reports the epochs that workers have seen."""
+    """A WorkerClient whose calls, reads of a state too, raise NotLeading unless this process leads.
+
+    The epochs that workers have seen are reported to the leadership.
+    """
 
     def __init__(self, workers: WorkerClient, leadership: Leadership) -> None:
         self._workers = workers

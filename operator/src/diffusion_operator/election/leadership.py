@@ -9,7 +9,7 @@ from diffusion_operator.errors import NotLeading
 
 
 class Leadership:
-    """Closed until the elector opens it, and open for ten seconds from each renewal."""
+    """The gate for writes and worker calls: closed until `open`, and then open until the time given there."""
 
     def __init__(self) -> None:
         self.epoch: int | None = None
@@ -26,14 +26,14 @@ class Leadership:
 
     @classmethod
     def for_ever(cls) -> "Leadership":
-        """Return that of an operator without election."""
+        """Return a gate for an operator without election: open from the start, and without an epoch."""
         made = cls()
         made._until = None
         return made
 
     @property
     def is_open(self) -> bool:
-        """Asked from the thread of the metrics server, too."""
+        """True while this process may write. The metrics server's thread asks, too."""
         return self._until is None or self._clock() < self._until
 
     @property
@@ -42,22 +42,25 @@ class Leadership:
         return self._clock() - self._renewed_at if self._until is not None and self.is_open else 0.0
 
     def open(self, epoch: int, *, renewed_at: float, until: float) -> None:
-        """Let what is under way go on until then."""
+        """Open the gate until `until`, and let writes and calls under way go on until then.
+
+        Both times are of the event loop's clock. Call it again after each renewal.
+        """
         self._clock = asyncio.get_running_loop().time
         self.epoch, self._renewed_at, self._until = epoch, renewed_at, until
         self._cut_at(until)
 
     def close(self) -> None:
-        """End what is under way."""
+        """Close the gate, and end writes and calls that are under way: each raises NotLeading."""
         self._until = 0.0
         self._cut_at(0.0)
 
     def report(self, epoch: int) -> None:
-        """Take the epoch that a worker says it has seen."""
+        """Note an epoch that a worker has seen; the highest one is kept."""
         self.highest_reported = max(self.highest_reported, epoch)
 
     def passage(self) -> "Passage":
-        """Around a write or a call. Raises NotLeading where it may not begin, or may not go on."""
+        """Return the async context manager for a write or call. It raises NotLeading if the gate is closed, or closes meanwhile."""
         return Passage(self)
 
     def require(self) -> None:
@@ -66,14 +69,17 @@ class Leadership:
             raise NotLeading
 
     def begin(self) -> asyncio.Timeout:
-        """Return the limit of what begins now. Raises NotLeading where it may not."""
+        """Return a timeout for a write or call that begins now; it runs out when the gate closes.
+
+        Raises NotLeading if the gate is closed. Give the timeout to `end` afterwards.
+        """
         self.require()
         limit = asyncio.timeout_at(self._until)
         self._under_way.add(limit)
         return limit
 
     def end(self, limit: asyncio.Timeout) -> None:
-        """Take note that it is over."""
+        """Forget the timeout of a write or call that is over."""
         self._under_way.discard(limit)
 
     def _cut_at(self, when: float) -> None:
@@ -83,7 +89,10 @@ class Leadership:
 
 
 class Passage:
-    """A write or a call that is under way. A class, because a generator takes a kilobyte for each worker that is watched."""
+    """An async context manager around a write or a call: NotLeading if the gate is closed, or closes meanwhile.
+
+    A class, because a generator takes a kilobyte for each worker that is watched.
+    """
 
     __slots__ = ("_leadership", "_limit")
 

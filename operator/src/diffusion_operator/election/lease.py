@@ -89,5 +89,5 @@ def lease_manifest(place: ElectionSettings, lease: Lease) -> Manifest:
 
 
 def micro_time(now: datetime) -> str:
-    """Format a time as the API server keeps it."""
+    """Format a time as a Lease has it: in UTC, with microseconds."""
     return now.astimezone(UTC).strftime(MICRO_TIME)

@@ -31,7 +31,7 @@ class _Asked:
 
 
 class OtherReleases:
-    """Looks at Leases of other releases, and counts by this process's own clock."""
+    """Leases of other releases, watched by this process's own clock from its first question about each."""
 
     def __init__(self, leases: Leases, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._leases = leases
@@ -39,7 +39,10 @@ class OtherReleases:
         self._asked: dict[str, _Asked] = {}
 
     async def has_expired(self, release: str) -> bool:
-        """Return whether the release's Lease has expired; False too if its Lease may not be read."""
+        """Return whether a release's Lease stayed unchanged, or missing, for its duration since this process first asked; at least 15 s.
+
+        So the first answer is False, as for a Lease that may not be read. The API server is asked every 5 s at most.
+        """
         found, now = self._asked.get(release), self._clock()
         if found is None or now - found.at >= ASK_EVERY_S:
             found = await self._ask(release, found or _Asked(at=now, since=now))
@@ -64,6 +67,9 @@ class OtherReleases:
         return asked
 
     async def _read(self, release: str) -> Manifest | None:
-        """Read a release's Lease; check its name first, because it comes from a status."""
+        """Read a release's Lease; None if it is missing, or if the release's name is malformed.
+
+        The name is checked first, because it comes from a status.
+        """
         name = RELEASE.fullmatch(release)
         return await self._leases.get(LEASE, name[1], name[2]) if name is not None else None

@@ -54,8 +54,9 @@ class Election(msgspec.Struct, frozen=True):
 
 
 def look(state: Election, lease: Lease | None, now: float) -> Election:
-    """Take what was read, or the answer to a bid. A Lease of another holder ends this one's lead at once.
+    """Return the state after a look at the Lease (None: it is missing), or after the answer to a bid.
 
+    A Lease of another holder ends this one's lead at once; a missing Lease does not.
     A bid that is found in it has succeeded, and the lead counts from the time at which it was sent.
     """
     changed = state.seen_at is None or _record(lease) != _record(state.seen)
@@ -73,7 +74,10 @@ def look(state: Election, lease: Lease | None, now: float) -> Election:
 
 
 def report(state: Election, epoch: int) -> Election:
-    """Take an epoch that a worker has seen; the next renewal goes above it."""
+    """Return the state after a worker reported an epoch that it has seen: the next bid goes above a higher one.
+
+    A report raises the highest epoch by 2**32 at most.
+    """
     return msgspec.structs.replace(state, highest=max(state.highest, min(epoch, state.highest + MOST_RISE)))
 
 
@@ -95,7 +99,7 @@ def due_s(state: Election, now: float, timing: Timing) -> float:
 def bid(state: Election, wall: str, now: float, timing: Timing) -> tuple[Election, Lease]:
     """Return the state that knows of the attempt, and the Lease to write. `wall` is the time for people, and unique.
 
-    A renewal keeps its epoch, unless a higher one was seen. Every other Lease is one above all that were seen.
+    A renewal keeps its epoch, unless a higher one was seen. Any other bid has an epoch above all that were seen.
     """
     seen = state.seen
     renews = state.held and 0 < state.epoch >= state.highest
@@ -113,7 +117,7 @@ def bid(state: Election, wall: str, now: float, timing: Timing) -> tuple[Electio
 
 
 def give_up(state: Election, wall: str) -> tuple[Election, Lease | None]:
-    """Return the state of a follower, and the Lease without a holder: None where it is not this process's."""
+    """Return the state of a follower, and the Lease to write, without a holder; None instead if this process does not hold it."""
     lease = msgspec.structs.replace(state.seen, holder="", renewed=wall) if state.seen is not None and state.held else None
     return msgspec.structs.replace(state, renewed_at=None), lease
 

@@ -18,7 +18,10 @@ class AdapterEvent(msgspec.Struct, frozen=True):
 
 
 def plan_removals(before: Departures, adapters: AdapterPlan) -> tuple[Departures, tuple[AdapterEvent, ...]]:
-    """Return what is remembered for the next pass, and the Events of this one."""
+    """Return the departures to remember for the next pass, and the Events of this one.
+
+    An Event says that an adapter drains on a replica while requests use it, or that it has left the replica; each comes once.
+    """
     present = [group for group in adapters.groups if group.document is not None and group.poll.fresh]
     named = {group.boot_id or "": group.document.named for group in present if group.document}
     indices = {group.boot_id or "": group.index for group in present}

@@ -58,7 +58,10 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
 
 
 def plan_deployment(observed: Observed, now: datetime, before: AdapterPlan | None = None) -> DeploymentPlan:
-    """Plan at once; `before` is the plan of adapters of the pass before, if there was one."""
+    """Plan a pass over a deployment in one go; nothing is called or written.
+
+    `before` is the plan of adapters of the pass before, if there was one.
+    """
     return finish(plan_in_slices(observed, now, before or AdapterPlan()))
 
 

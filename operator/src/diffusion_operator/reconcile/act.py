@@ -25,7 +25,11 @@ log = logging.getLogger(__name__)
 async def act_on_pods(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, actions: Sequence[PodAction], *, template: Template
 ) -> bool:
-    """Each by itself: one that fails keeps no other from being done. Return whether a pod came that the plan did not know."""
+    """Carry out actions on pods, and return whether a pod came that the plan did not know.
+
+    An action that fails is kept in `memory` and waits, and the others are done all the same; only NamespaceEnds is raised.
+    No pod is created while the Secret or ConfigMap that it mounts is missing.
+    """
     waits, made, memory.refusal = pods_wait_for(memory.children), False, ""
     for action in actions:
         if isinstance(action, CreatePod) and waits:
@@ -65,7 +69,7 @@ def _remember_failure(memory: DeploymentMemory, action: PodAction, error: Except
 async def _act_on_pod(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: PodAction, *, template: Template
 ) -> bool:
-    """Return whether a pod came that the plan did not know."""
+    """Carry out one action, and return whether a pod came that the plan did not know."""
     namespace = deployment.metadata.namespace
     match action:
         case CreatePod():
@@ -111,7 +115,10 @@ async def _adopt(runtime: Runtime, deployment: DiffusionDeployment, action: Adop
 
 
 async def _is_ours(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, name: str) -> bool:
-    """Look at the pod that has the name already: ours is taken into account from now on, any other's incarnation is skipped."""
+    """Return whether the pod that has the name already is ours; it gets lost labels again.
+
+    The incarnation of any other's pod is skipped from now on, and an Event reports that pod.
+    """
     metadata = deployment.metadata
     live = await runtime.cluster.look_up(POD, metadata.namespace, name)
     if live is not None and is_controlled_by(live, metadata.uid):

@@ -63,7 +63,7 @@ def _unreadable(deployment: Manifest) -> str:
 
 
 def _current_view(runtime: Runtime, adapter: LoRAAdapter, *, deployment_uid: str) -> AdapterView | None:
-    """Return the view if it is about this deployment and the current spec."""
+    """Return the view if it is about this deployment and the current spec; None if there is no such view yet."""
     memory = runtime.memories.get((adapter.metadata.namespace, adapter.spec.deployment_ref.name))
     view = memory.views.get(adapter.metadata.uid) if memory is not None and memory.uid == deployment_uid else None
     return view if view is not None and view.decision.adapter.metadata.generation == adapter.metadata.generation else None

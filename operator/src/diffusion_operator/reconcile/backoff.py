@@ -39,7 +39,10 @@ class Backoffs:
         return wait.error if wait is not None and now < wait.until else ""
 
     def failed(self, action: str, error: Exception, now: datetime) -> None:
-        """Wait for 1, 2, 4 … seconds, and for as long as the API server's Retry-After asks at least."""
+        """Note a failure of an action, which then waits for 1, 2, 4 … seconds, up to five minutes.
+
+        After a refusal it waits a minute at most. A longer Retry-After of the API server counts.
+        """
         before = self._waits.get(action)
         failures = before.failures + 1 if before is not None else 1
         longest = LONGEST_REFUSED if isinstance(error, ClusterRefused) else LONGEST

@@ -31,7 +31,10 @@ class ControlTokens:
         """The token last accepted, by IP: an address identifies a worker for as long as a rotation takes."""
 
     async def call(self, ip: str, send: Callable[[str], Awaitable[Answer]]) -> Answer:
-        """Return the answer, or raise the failure, of `send` with the first token that the worker accepts."""
+        """Return the answer of `send` with the first token that the worker accepts, which is tried first from then on.
+
+        A token that is answered with 401 is followed by the next; the last 401, and any other failure, is raised.
+        """
         tokens = (*self._tokens, *(self._of_object(self._inherited[ip]) if ip in self._inherited else ()))
         first = self._taken.get(ip, tokens[0])
         others = [token for token in tokens if token != first]
@@ -48,7 +51,10 @@ class ControlTokens:
                 return answer
 
     def inherit(self, uids: Mapping[str, str]) -> None:
-        """Take the workers, by IP, whose pods were made for an earlier object of this name. The tokens of that object are tried last."""
+        """Note the workers, by IP, whose pods were made for an earlier object of this name, in place of those noted before.
+
+        The tokens of that object are tried last.
+        """
         self._inherited = dict(uids)
 
     def _of_object(self, uid: str) -> tuple[str, ...]:

@@ -115,9 +115,9 @@ async def _look(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
 
 
 def _next_pass(runtime: Runtime, memory: DeploymentMemory, plan: DeploymentPlan) -> Result:
-    """None of these: nothing changes by time alone, so the next pass is the resync's, or that of a change.
+    """Return the time of the next pass, the soonest at which anything is due, and the first failure of this one.
 
-    A failure keeps nothing else from being done at its time.
+    Without such a time the next pass is the resync's, or that of a change. A failure keeps nothing else from being done at its time.
     """
     now = runtime.now()
     waits = (plan.look_again_s, next_try_s(memory, now), memory.backoffs.next_s(now), memory.withheld_s)
@@ -126,7 +126,10 @@ def _next_pass(runtime: Runtime, memory: DeploymentMemory, plan: DeploymentPlan)
 
 
 async def _gone(runtime: Runtime, key: Key) -> Result:
-    """Owner references collect the children; the adapters that referred to it must hear of it."""
+    """Forget a deployment that is gone, and wake the adapters that referred to it.
+
+    The children are collected by their owner references.
+    """
     runtime.forget(key.namespace, key.name)
     runtime.watches.forget(key.namespace, key.name)
     runtime.ready_reasons.pop(key, None)
@@ -141,7 +144,10 @@ async def _wake_adapters(runtime: Runtime, key: Key) -> None:
 
 
 async def _keep_children(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
-    """Keep them before the pods, which mount some of them. The next pass comes at once where a shard is found to be a stranger's."""
+    """Keep the children as the spec asks, before the pods, which mount some of them.
+
+    The next pass comes at once where a shard turns out to be a stranger's, or no longer is.
+    """
     secret = control_secret(deployment, key=runtime.settings.operator_key)
     files = DesiredFiles(adapters=plan.desired, shards=plan.adapters.shards, model=plan.status.model)
     before = foreign_shards(memory.children)
@@ -151,13 +157,16 @@ async def _keep_children(runtime: Runtime, deployment: DiffusionDeployment, memo
 
 
 def _calls(plan: DeploymentPlan, memory: DeploymentMemory) -> list[WorkerAction]:
-    """Without puts of adapters whose shard was just found to be a stranger's."""
+    """Return the plan's calls, without puts of adapters whose shard was just found to be a stranger's."""
     foreign = foreign_shards(memory.children)
     return [call for call in plan.calls if not (isinstance(call, PutAdapter) and shard_of(call.name) in foreign)]
 
 
 async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, error: Exception) -> None:
-    """Write a status without claims, because the last observations may no longer hold."""
+    """Write Ready=Unknown with the error into the status, and leave the rest of it as it was.
+
+    The last observations may no longer hold, so the message says that the rest may be out of date.
+    """
     failure = f"{type(error).__name__}: {error}"
     text = (
         f"the operator could not reconcile this object: {failure}; the rest of this status may be out of date, and the operator tries again"
@@ -169,7 +178,10 @@ async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, me
 
 
 async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, status: DeploymentStatus) -> None:
-    """Keep a failure for the end of the pass."""
+    """Write a status with its Events, if it is worth writing; news that only count may wait.
+
+    A failure is kept for the end of the pass.
+    """
     metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
     status = msgspec.structs.replace(status, operator=runtime.release)
     runtime.ready_reasons[key] = reason_of(status.conditions, "Ready")
@@ -196,7 +208,7 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
 
 
 async def _publish_views(runtime: Runtime, namespace: str, memory: DeploymentMemory) -> None:
-    """Each adapter's own reconcile writes its status, when what it is computed from has changed."""
+    """Wake the adapters whose view changed enough to be published; their own reconcile writes their status."""
     pace = Pace()
     for view in await unhurried(memory.publish(runtime.now())):
         await pace.keep()

@@ -77,7 +77,10 @@ class KeyedQueue:
         parallel: int,
         random: Callable[[], float],
     ) -> None:
-        """`random` gives numbers in [0, 1)."""
+        """Run at most `parallel` passes at once. A key whose pass names no time comes again after `resync_s`.
+
+        `random` gives numbers in [0, 1), by which pauses differ a little.
+        """
         self._reconcile = reconcile
         self._resync_s = resync_s
         self._free = parallel
@@ -95,18 +98,21 @@ class KeyedQueue:
 
     @property
     def waiting(self) -> int:
-        """Return the number of keys that are due and wait for a slot."""
+        """Number of keys that are due and wait for a slot."""
         return len(self._due) + len(self._first_due)
 
     @property
     def oldest_s(self) -> float:
-        """For how long the first of them waits; 0 where none does. Asked from the thread of the metrics server, too."""
+        """Seconds that the key that is due for the longest has waited; 0 where none waits. The metrics server's thread asks, too."""
         ahead = [key for lane in (self._due, self._first_due) for key in tuple(lane)[:1]]
         lines = [line for key in ahead if (line := self._lines.get(key)) is not None]
         return max((self._time() - due_at for line in lines if (due_at := line.due_at) is not None), default=0.0)
 
     def wake(self, key: Key, *, first: bool = False) -> None:
-        """`first`: its next turn comes before those of keys that were woken without it."""
+        """Have a key reconciled soon, or once more after a pass that runs; wakes until then are joined. Do nothing after `close`.
+
+        `first`: its next turn comes before those of keys that were woken without it.
+        """
         if self._closed:
             return
         line = self._lines.get(key)
@@ -123,7 +129,7 @@ class KeyedQueue:
                 self._in(JOIN_S, key, line)
 
     async def close(self, *, patience_s: float = 0.0) -> None:
-        """Begin no more passes. Those that run have `patience_s` to end."""
+        """Begin no more passes. Those that run have `patience_s` to end; then they are cancelled and waited for."""
         self._closed = True
         lines, self._lines = self._lines, {}
         self._due.clear()

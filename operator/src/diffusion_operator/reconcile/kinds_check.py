@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 async def require_kinds(cluster: KubernetesCluster) -> None:
-    """Return once every field of a status is in the kinds. Raises KindsOutdated."""
+    """Wait until every field of a status is in the published kinds, for about ten seconds.
+
+    Raises KindsOutdated with the missing fields after that.
+    """
     for _ in range(int(PUBLISHED_WITHIN_S / LOOK_AGAIN_S)):
         missing = missing_fields(await cluster.published_kinds())
         if not missing:

@@ -73,7 +73,10 @@ class PollRecord:
         return self.state is None and not self.failures
 
     def succeeded(self, state: WorkerState, now: datetime) -> bool:
-        """Return whether it is news."""
+        """Keep a worker's answer and return whether it is news: the first one, one after failures, or one of another revision.
+
+        From a worker without revisions it is news if more than ages changed, or if a later request came.
+        """
         before, was_failing, asked_at = self.state, self.failures > 0, self._asked_at
         self.state, self.received_at, self.failures, self.failing_since, self.error = state, now, 0, None, ""
         self.reported_lost = False
@@ -91,7 +94,10 @@ class PollRecord:
         return self.received_at - timedelta(seconds=age_s) if self.received_at is not None and age_s is not None else None
 
     def failed(self, error: str, now: datetime) -> bool:
-        """Return whether it is news: it is lost for so long that the worker counts as unreachable. A loss alone asks for no pass."""
+        """Count a failure to reach the worker, and return whether it is news: it had not been heard of, or now counts as unreachable.
+
+        A loss alone asks for no pass.
+        """
         unheard = self.unheard
         self.failures += 1
         self.failing_since = self.failing_since or now
@@ -114,7 +120,7 @@ class PollRecord:
             self._pause_over.set()
 
     async def pause(self, seconds: float) -> None:
-        """Wait between two looks, or until something is done to the worker."""
+        """Wait for so many seconds between two looks, or until `hurry` ends the pause."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._pause_over.wait()
@@ -137,7 +143,10 @@ def life_of(pod: Pod) -> tuple[str, int]:
 
 
 def without_ages(state: WorkerState) -> WorkerState:
-    """Return a document without adapters as two are compared, where the worker gives no revision. Same adapters are the same object."""
+    """Return a state document without ages and adapters, to compare two of a worker that gives no revision.
+
+    Adapters are compared apart: unchanged ones are the same object.
+    """
     return msgspec.structs.replace(
         state,
         held=HeldReport(current=state.held.current),
@@ -160,7 +169,7 @@ class KnownPod(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class DeploymentMemory:
-    """A deployment's memory, by UID: a new object of the same name starts from nothing."""
+    """State that the process keeps of one deployment. A new object of the same name, with another UID, starts from nothing."""
 
     uid: str
     tokens: ControlTokens
@@ -227,14 +236,17 @@ class DeploymentMemory:
     """Views that changed since, by UID."""
 
     def record_of(self, pod: Pod, now: datetime) -> PollRecord:
-        """Return what is known of the pod's worker, in this life of its container."""
+        """Return the record of the pod's worker in this life of its container.
+
+        A new one begins if there is none, or if the pod's address or restarts changed.
+        """
         record, life = self.polls.get(pod.uid), life_of(pod)
         if record is None or record.life != life:
             record = self.polls[pod.uid] = PollRecord(life=life, since=now)
         return record
 
     def withhold(self, seconds: float) -> None:
-        """Have news that only count looked at again then."""
+        """Have the next pass within so many seconds, for news that only count; the shortest of several calls holds."""
         self.withheld_s = seconds if self.withheld_s is None else min(self.withheld_s, seconds)
 
     def hurry(self, poll_every_s: float) -> None:
@@ -253,14 +265,14 @@ class DeploymentMemory:
         self.operation_not_before = {key: when for key, when in self.operation_not_before.items() if key.partition("/")[0] in present}
 
     def learn_images(self, pods: tuple[Pod, ...]) -> None:
-        """Remember the container images whose workers read the shards; two of one name may differ."""
+        """Remember the container images whose workers read the shards. An image is forgotten once a worker of it does not."""
         records = ((pod.image, self.polls.get(pod.uid)) for pod in pods)
         said = {(image, record.state.desired.reads_shards) for image, record in records if record is not None and record.state is not None}
         read, unread = ({image for image, reads in said if reads is wanted} for wanted in (True, False))
         self.images_that_read_shards = (self.images_that_read_shards | read) - unread or NONE
 
     def remember(self, plan: AdapterPlan, seen: Mapping[AttemptKey, Attempt]) -> None:
-        """Keep the plan of adapters for the next one; it knows the attempts in `seen`."""
+        """Keep the plan of adapters for the next pass. The attempts in `seen` are part of it and are dropped here."""
         if plan.rows is not self.adapters.rows and plan.rows.keys() != self.adapters.rows.keys():
             self.views = {uid: view for uid, view in self.views.items() if uid in plan.rows}
             self.published_at = {uid: when for uid, when in self.published_at.items() if uid in plan.rows}

@@ -97,7 +97,10 @@ def _forget_addresses(runtime: Runtime, memory: DeploymentMemory, present: set[s
 
 
 def _expect_proofs(runtime: Runtime, deployment: DiffusionDeployment, pods: Sequence[Pod]) -> None:
-    """Hold the workers that have proved themselves to an earlier process of the operator to a proof."""
+    """Demand a proof from the workers that, as the status says, have proved themselves before.
+
+    So a process that has just begun demands it, too. Orphans are left out.
+    """
     proven = {one.leader_pod for one in deployment.status.replica_states if one.control_proven}
     for pod in pods:
         if pod.name in proven and not pod.orphan:

@@ -30,7 +30,7 @@ def guard(settings: Settings, pod: Manifest) -> None:
 
 
 def _guard_own(settings: Settings, spec: Mapping[str, Any]) -> None:
-    """Check a pod of the operator's own namespace."""
+    """Raise ClusterRefused for a pod with the operator's key or account. Call it for pods of the operator's own namespace."""
     if settings.operator_key_secret and settings.operator_key_secret in _secrets(spec):
         raise ClusterRefused(
             f"the Secret {settings.operator_key_secret} is the operator's own key, and no worker may have it: name another Secret in "
@@ -55,7 +55,7 @@ def _secrets(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _host_access(spec: Mapping[str, Any]) -> Iterator[str]:
-    """Name what of the spec asks for more than the restricted profile gives."""
+    """Yield the settings by which a pod asks for more than the restricted profile gives: host namespaces and paths, privileges."""
     yield from (name for name in HOST_NAMESPACES if spec.get(name))
     yield from (f"the hostPath of volume {volume['name']}" for volume in spec["volumes"] if "hostPath" in volume)
     for container in spec["containers"]:

@@ -30,14 +30,17 @@ log = logging.getLogger(__name__)
 
 
 async def is_anothers(runtime: Runtime, release: str | None) -> bool:
-    """Return whether another release that may be alive manages an object which names this one."""
+    """Return whether `release`, which an object's status names, is another release than this one and may be alive.
+
+    False for None: nobody manages the object.
+    """
     if release is None or release == runtime.release:
         return False
     return runtime.others is None or not await runtime.others.has_expired(release)
 
 
 def step_back(runtime: Runtime, key: Key, release: str | None, *, pause_s: float = LOOK_AGAIN_S) -> Result:
-    """Leave an object to another release."""
+    """Leave an object to another release, with a line in the log at first, and return to look again after `pause_s`."""
     if runtime.ready_reasons.get(key) != ANOTHERS:
         log.warning("object left to another release object=%s release=%s", key, release or "unnamed")
     runtime.ready_reasons[key] = ANOTHERS
@@ -62,7 +65,10 @@ async def claim(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
 
 
 async def _claim(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory) -> Result | None:
-    """Claim a deployment. A refused claim stops nothing, because the status would be refused as well."""
+    """Write this release into a deployment's status, and return to look again.
+
+    Return None if the claim is refused: it stops nothing, because the status would be refused as well.
+    """
     metadata, before = deployment.metadata, deployment.status.operator
     if memory.backoffs.waiting(CLAIM, runtime.now()):
         return None

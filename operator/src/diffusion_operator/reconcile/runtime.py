@@ -78,11 +78,11 @@ class Runtime:
     """The status of every deployment as last computed, written or not, for metrics."""
 
     def now(self) -> datetime:
-        """Whole seconds: what Kubernetes keeps of a time, so that a status read back equals the one written."""
+        """Return the time in whole seconds, as Kubernetes keeps it, so that a status read back equals the one written."""
         return self.clock().replace(microsecond=0)
 
     def forget_all(self) -> None:
-        """Begin as a new process does, because another one acted meanwhile."""
+        """Forget all deployments and the backoffs of adapters, as a new process would begin: another one acted meanwhile."""
         for namespace, name in tuple(self.memories):
             self.forget(namespace, name)
         self.adapter_backoffs.clear()
@@ -94,7 +94,7 @@ class Runtime:
             self.workers.forget_pod(ip, uid)
 
     def show_nothing(self) -> None:
-        """Leave the metrics of objects to the process that leads."""
+        """Clear the metrics of objects, which are left to the process that leads."""
         self.ready_reasons.clear()
         self.statuses.clear()
 
@@ -108,7 +108,7 @@ class Runtime:
         return known
 
     def child_changed(self, namespace: str, deployment: str, kind: str, name: str) -> None:
-        """Note a change of a child, perhaps by another client, for the next pass."""
+        """Note a change of a child, perhaps by another client, and wake its deployment, whose next pass looks at the child."""
         known = self.memories.get((namespace, deployment))
         if known is not None:
             known.doubted |= {child_key(kind, name)}

@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 
 
 async def tell_refusals(runtime: Runtime, election: ElectionSettings | None, listings: Sequence[Listing]) -> None:
-    """Report each namespace that is set aside. Raise nothing: the metric, the alert and the log say it too."""
+    """Report each namespace that is set aside, in an Event about this process's pod. Do nothing without an election.
+
+    No OperatorError is raised: the metric, the alert and the log say it too.
+    """
     if election is None or "_" not in election.identity:
         return
     name, _, uid = election.identity.partition("_")
@@ -33,7 +36,7 @@ async def tell_refusals(runtime: Runtime, election: ElectionSettings | None, lis
 
 
 def _refusals(runtime: Runtime, listings: Sequence[Listing]) -> Iterator[PlannedEvent]:
-    """Yield one for a namespace, at most once an hour."""
+    """Yield an Event for each namespace that is set aside; it is the same Event within an hour."""
     for namespace in sorted({one.scope.namespace for one in listings if one.refusal}):
         error = next(one.refusal for one in listings if one.refusal and one.scope.namespace == namespace)
         message = (

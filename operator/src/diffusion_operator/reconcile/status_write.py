@@ -31,7 +31,10 @@ def worth_writing(old: DeploymentStatus, new: DeploymentStatus, *, last: datetim
 
 
 def write_due_s(old: DeploymentStatus, new: DeploymentStatus, *, last: datetime | None, now: datetime) -> float:
-    """Return the seconds until a status that says something new is to be written."""
+    """Return the seconds until a new status is to be written; 0 or less for now.
+
+    News that only count wait until 5 s after the `last` write, and those that requests make until 60 s after it.
+    """
     if last is None:
         return 0.0
     calm_old, calm_new = _without_traffic(old), _without_traffic(new)
@@ -89,7 +92,10 @@ def _without_traffic(status: DeploymentStatus) -> DeploymentStatus:
 
 
 def _without_progress(status: DeploymentStatus) -> DeploymentStatus:
-    """Stage and presence count, bytes do not; nor how many of many adapters are there by now."""
+    """Drop bytes from the progress of loads, and from the adapters how many of them are loaded by now.
+
+    The stage of a load stays, and so does the fact that there is one.
+    """
     groups = tuple(
         msgspec.structs.replace(group, load=msgspec.structs.replace(group.load, bytes_done=None, bytes_total=None, percent=None))
         if group.load is not None

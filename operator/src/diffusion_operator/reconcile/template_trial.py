@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 async def try_template(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, *, template: Template
 ) -> None:
-    """Make nothing, and raise nothing: no answer is an answer, too."""
+    """Have the API server check a pod of the template in a dry run, and keep its answer in `memory.trial`.
+
+    Nothing is made, and no error is raised: to get no answer is an answer, too.
+    """
     manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
     answer, message = Answer.FINE, ""
     try:

@@ -22,7 +22,7 @@ class Child(NamedTuple):
 
     @property
     def written(self) -> str:
-        """The hash that it carries."""
+        """The hash that the child carries in an annotation; empty where there must be none."""
         return str(self.manifest["metadata"]["annotations"][ANNOTATION_APPLIED]) if self.manifest is not None else ""
 
     @property
@@ -36,7 +36,7 @@ def child_key(kind: str, name: str) -> str:
 
 
 def asked(manifest: Manifest, **annotations: str) -> Child:
-    """Return the child of a manifest, which is given a hash of itself."""
+    """Return the child of a manifest, with these annotations added and a hash of the manifest as another one."""
     metadata, kind = manifest["metadata"], KINDS[manifest["kind"]]
     known = metadata.get("annotations", {}) | annotations
     marked = manifest | {"metadata": metadata | {"annotations": known | {ANNOTATION_APPLIED: _hash(manifest)}}}
@@ -44,7 +44,7 @@ def asked(manifest: Manifest, **annotations: str) -> Child:
 
 
 def absent(kind: Kind, name: str) -> Child:
-    """Return the child that must not be there."""
+    """Return the child of this kind and name without a manifest: it must not be there."""
     return Child(kind, name, None, "")
 
 

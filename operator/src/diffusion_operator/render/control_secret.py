@@ -13,7 +13,10 @@ from diffusion_operator.render.metadata import child_metadata
 
 
 def control_token(key: bytes, owner: ObjectMeta) -> str:
-    """Bound to the UID: a deployment made again under the same name has another token."""
+    """Derive a deployment's control token from a key, and from the namespace, name and UID of the deployment.
+
+    So a deployment made again under the same name has another token.
+    """
     identity = f"{owner.namespace}/{owner.name}/{owner.uid}"
     return hmac.new(key, identity.encode(), hashlib.sha256).hexdigest()
 

@@ -80,7 +80,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def named_shards(main: Manifest) -> tuple[ShardReference, ...]:
-    """Return the index of a live main file; nothing where somebody made it unreadable."""
+    """Return the entries of the shards in a live main file; empty where somebody made it unreadable."""
     try:
         return msgspec.json.decode(main.get("data", {}).get(DESIRED_KEY, ""), type=_Index).shards
     except msgspec.DecodeError:

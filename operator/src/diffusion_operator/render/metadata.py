@@ -32,8 +32,9 @@ def controller_reference(owner: ObjectMeta) -> dict[str, Any]:
 
 
 def with_asked(metadata: dict[str, Any], *, labels: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
-    """With what the spec asks for besides. Ours win, and nothing under our name is taken from a spec: by it pods are found and routed to.
+    """Return the metadata with labels and annotations that the spec asks for besides. Ours win.
 
+    Nothing under our own group's name is taken from a spec: by it pods are found and routed to.
     The schema refuses such names already; an object that was stored under another schema meets this.
     """
     return metadata | {

@@ -70,9 +70,9 @@ def _pod_metadata(deployment: DiffusionDeployment, name: str, labels: dict[str, 
 
 
 def _outside_of_meshes(asked: Mapping[str, str]) -> dict[str, str]:
-    """Keep the control port out of service meshes, which would end its connections in a proxy; other ports are as the spec asks.
+    """Return annotations that keep the control port out of service meshes, which would end its connections in a proxy.
 
-    These are no part of the template's revision, so an operator that knows them replaces no pod for them.
+    Ports that the spec lists there stay listed. These are no part of the template's revision, so they replace no pod.
     """
     ports = {name: [port.strip() for port in asked.get(name, "").split(",") if port.strip()] for name in MESH_ANNOTATIONS}
     return {name: ",".join([*listed, *([] if str(CONTROL_PORT) in listed else [str(CONTROL_PORT)])]) for name, listed in ports.items()}
@@ -93,7 +93,10 @@ def _security_context(asked: SecurityContext) -> Manifest:
 
 
 def _service_account(spec: DeploymentSpec) -> Manifest:
-    """Name the account of the spec. No token of it is mounted: a platform's identity webhook brings one of its own."""
+    """Return the pod's field for the ServiceAccount of the spec; empty without one.
+
+    No token of it is mounted: a platform's identity webhook brings one of its own.
+    """
     return {"serviceAccountName": spec.service_account_name} if spec.service_account_name else {}
 
 
@@ -103,7 +106,10 @@ def _pull_secrets(spec: DeploymentSpec) -> Manifest:
 
 
 def _device_claims(spec: DeploymentSpec) -> Manifest:
-    """Devices by dynamic resource allocation, for the pod; the container says below which of them it uses."""
+    """Return the pod's field with its claims on devices, by dynamic resource allocation; empty without any.
+
+    The container says below which of them it uses.
+    """
     claims = [
         {"name": one.name}
         | ({"resourceClaimName": one.resource_claim_name} if one.resource_claim_name is not None else {})
@@ -175,7 +181,7 @@ def _environment(spec: DeploymentSpec) -> list[Manifest]:
 
 
 def _queue_bounds(limits: RequestLimits) -> list[Manifest]:
-    """List the bounds of the queue that are not the default."""
+    """List variables for the bounds of the queue that are not the default."""
     said = {name: getattr(limits, field) for name, field in _QUEUE_BOUNDS.items()}
     usual = RequestLimits()
     return [{"name": name, "value": str(value)} for name, value in said.items() if value != getattr(usual, _QUEUE_BOUNDS[name])]

@@ -14,7 +14,7 @@ _FORM = re.compile(r"([0-9]+(?:[.][0-9]+)?)([A-Za-z]*)")
 
 
 def quantity_bytes(given: int | str) -> int:
-    """`5Gi`, `1500M`, `0.5Ti` or a plain number, rounded down; raises ValueError."""
+    """Parse a quantity, as `5Gi`, `1500M`, `0.5Ti` or a plain number, and return it in bytes, rounded down. Raises ValueError."""
     found = _FORM.fullmatch(str(given))
     if found is None or found[2] not in _FACTORS:
         raise ValueError(f"expected a quantity as in 5Gi, found {given!r}")

@@ -24,7 +24,10 @@ def pod_scheduling(deployment: DiffusionDeployment, avoided_nodes: Sequence[str]
 
 
 def _elsewhere(nodes: Sequence[str]) -> Manifest:
-    """Exclude nodes; a requirement takes one field value, and a node must meet all."""
+    """Return a preference for nodes other than these, with the highest weight.
+
+    A requirement takes one field value, and a node must meet all.
+    """
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in nodes]
     return {"weight": 100, "preference": {"matchFields": fields}}
 

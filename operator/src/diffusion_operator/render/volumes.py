@@ -73,7 +73,10 @@ def _desired(name: str) -> Iterator[Manifest]:
 
 
 def _api_key(spec: ServiceSpec) -> Iterator[Volume]:
-    """Not optional: a pod waits for its key rather than serve without one, and begins by itself when the Secret is there."""
+    """Yield the volume of the API key, if the spec names a Secret for it.
+
+    It is not optional: a pod waits for its key rather than serve without one, and begins by itself when the Secret is there.
+    """
     wanted = spec.api_key_secret
     if wanted is not None:
         content = {"secret": {"secretName": wanted.name, "defaultMode": SECRET_MODE, "items": [{"key": wanted.key, "path": wanted.key}]}}

@@ -35,7 +35,7 @@ OTHER_WORDS: dict[str, str] = {Compile.DISABLED: "none"}
 
 
 def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
-    """`serve` and its options, the same for the same spec."""
+    """Return the arguments of the worker's command: `serve` and its options, the same for the same spec."""
     spec = deployment.spec
     usual = _tuning(DeploymentSpec(model=Model(source=spec.model.source)))
     options: dict[str, Any] = {
@@ -121,7 +121,10 @@ def _api_key(secret: ApiKeySecret | None) -> dict[str, str]:
 
 
 def _cache_limit(cache: Cache) -> dict[str, int]:
-    """Return the cache limit: below the kubelet's eviction, with a tenth left for the current fetch."""
+    """Return the option for the size of the cache, nine tenths of the folder's limit; empty without a limit.
+
+    So it is below the kubelet's eviction, and a tenth is left for the current fetch.
+    """
     limit = cache.empty_dir.size_limit if cache.empty_dir is not None else None
     return {} if limit is None else {"cache-size-bytes": max(1, quantity_bytes(limit) * 9 // 10)}
 

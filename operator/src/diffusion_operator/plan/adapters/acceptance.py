@@ -48,7 +48,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class Claim(msgspec.Struct, frozen=True, gc=False):
-    """All that older adapters mean for the decision on one."""
+    """All facts about older adapters that the decision on a younger one needs."""
 
     owner: str | None = None
     """The adapter that has its name."""
@@ -57,7 +57,10 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
 
 
 def decide(deployment: DiffusionDeployment, adapter: LoRAAdapter, claim: Claim, *, held: Sequence[AdapterRecord]) -> Decision:
-    """`held` is what awake replicas have under its name."""
+    """Decide whether a deployment serves an adapter. The decision on a suspended adapter has no `desired`.
+
+    `held` are the records that awake replicas have under the adapter's name.
+    """
     refusal = _refusal(deployment, adapter, claim, held=held)
     if refusal is not None:
         reason, message = refusal
@@ -69,7 +72,10 @@ def decide(deployment: DiffusionDeployment, adapter: LoRAAdapter, claim: Claim, 
 
 
 def overruled(decision: Decision, errors: Iterable[WireError]) -> Decision:
-    """Overrule an acceptance with the errors that replicas found."""
+    """Turn an acceptance into a refusal, if an error that replicas found shows that the deployment has no room for the adapter.
+
+    Otherwise return the decision unchanged.
+    """
     error = next((one for one in errors if one.code in DEPLOYMENT_REASONS), None)
     if error is None or not decision.accepted:
         return decision
@@ -86,7 +92,10 @@ def declared(adapter: LoRAAdapter) -> str:
 
 
 def pinned(deployment_uid: str, adapter: LoRAAdapter) -> ResolvedStatus | None:
-    """Return the first report of this source by a replica of this deployment."""
+    """Return the pin in the adapter's status: the first report of this source by a replica of this deployment.
+
+    None if there is none, or if it is of another source or deployment.
+    """
     resolved = adapter.status.resolved
     if resolved is None or adapter.status.deployment_uid != deployment_uid or resolved.source != declared(adapter):
         return None
@@ -96,7 +105,7 @@ def pinned(deployment_uid: str, adapter: LoRAAdapter) -> ResolvedStatus | None:
 def _refusal(
     deployment: DiffusionDeployment, adapter: LoRAAdapter, claim: Claim, *, held: Sequence[AdapterRecord]
 ) -> tuple[str, str] | None:
-    """Reason and message, None for an adapter that is accepted."""
+    """Return reason and message of the refusal; None for an adapter that is accepted."""
     lora, name, where = deployment.spec.lora, adapter.served_name, f"DiffusionDeployment {deployment.metadata.name}"
     if not lora.enabled:
         return "LoRADisabled", f"spec.lora.enabled of {where} is false"
@@ -145,7 +154,10 @@ def _too_large(deployment: DiffusionDeployment, adapter: LoRAAdapter, where: str
 
 
 def _capacity_refusal(adapter: LoRAAdapter, lora: Lora, where: str, *, full: bool) -> tuple[str, str] | None:
-    """Only Resident ones take a place for good; the others take turns."""
+    """Return reason and message if the deployment has no places, or if they are all taken and the adapter is Resident.
+
+    Other adapters take turns; None for them, and for a suspended one.
+    """
     if lora.slots == 0:
         return "CapacityExceeded", f"spec.lora.maxLoaded of {where} is 0, so no adapter can be used: raise it"
     if adapter.spec.suspend or adapter.spec.residency is not Residency.RESIDENT or not full:
@@ -170,7 +182,7 @@ def _desired(deployment: DiffusionDeployment, adapter: LoRAAdapter) -> DesiredAd
 
 
 def _digest(adapter: LoRAAdapter, known: ResolvedStatus | None) -> str | None:
-    """Return the demanded digest, else the digest found; a file at an address must be declared with its digest."""
+    """Return the digest that the spec demands, else the one found before; None without either."""
     http = adapter.spec.source.http
     demanded = adapter.spec.digest or (f"sha256:{http.sha256}" if http is not None else None)
     return demanded or (known.digest if known is not None else None)

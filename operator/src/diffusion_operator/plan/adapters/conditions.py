@@ -28,12 +28,15 @@ def without_deployment(adapter: LoRAAdapter) -> tuple[Verdict, ...]:
 
 
 def not_understood(text: str) -> Verdict:
-    """Ready of an adapter that cannot be read, or whose deployment cannot."""
+    """Return Ready=Unknown for an adapter that cannot be read, or whose deployment cannot. `text` names the field."""
     return verdict("Ready", None, "NotUnderstood", f"{text}; {remedy(text)}")
 
 
 def remedy(text: str) -> str:
-    """Return what to do about a field that is not understood. `kubectl edit` reaches a status with an option only."""
+    """Return the rest of a message about a field that is not understood: nothing changes until it is corrected.
+
+    `text` begins with the field. For one of the status it names the option by which `kubectl edit` reaches it.
+    """
     how = " by `kubectl edit --subresource=status`" if text.startswith("status.") else ""
     return f"the operator leaves everything as it is until the field is corrected{how}, and the rest of this status may be out of date"
 
@@ -72,7 +75,10 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
 
 
 def source_resolved(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedStatus | None) -> Verdict:
-    """Keep what is known while a failed load is tried again: an answer of this generation holds until a replica has a newer one."""
+    """Return SourceResolved: False with a source's error, True with what was found there, else Unknown.
+
+    While a failed load is tried again, an answer of this generation holds until a replica has a newer one.
+    """
     error = _source_error(view)
     if error is not None:
         return verdict("SourceResolved", False, error, _first_error(view))
@@ -176,7 +182,7 @@ def _replicas(instances: tuple[Instance, ...] | list[Instance]) -> str:
 
 
 def _source_error(view: AdapterView) -> str | None:
-    """Return the reason if a replica reports an error code that blames the source."""
+    """Return the condition's reason for the first error of a replica that blames the source; None without one."""
     return next((SOURCE_REASONS[one.error.code] for one in view.instances if one.error and one.error.code in SOURCE_REASONS), None)
 
 

@@ -16,7 +16,10 @@ from diffusion_operator.plan.observed.replica_state import Group
 def decide_all(
     deployment: DiffusionDeployment, roster: Roster, touched: frozenset[str], table: Table, *, before: Mapping[str, Row]
 ) -> Slices[dict[str, Decided]]:
-    """Decide on those that were touched, and on Resident ones that get or lose their place by it."""
+    """Decide on the `touched` UIDs, and on Resident adapters that get or lose their place by it.
+
+    Returns only these decisions, by UID. `before` has the rows of the pass before.
+    """
     decided: dict[str, Decided] = {}
     slots, residents = deployment.spec.lora.slots, 0
     for uid in roster.in_order({*touched, *roster.residents}):
@@ -33,7 +36,7 @@ def decide_all(
 
 
 def asks_another(decided: Mapping[str, Decided], before: Mapping[str, Row]) -> bool:
-    """Return whether replicas should have something else of one of these than before."""
+    """Return whether a decided adapter had no row before, or replicas are to have another content or settings of it than before."""
     return any((known := before.get(uid)) is None or known.accepted.desired != one.accepted.desired for uid, one in decided.items())
 
 

@@ -35,7 +35,7 @@ from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, W
 
 
 class Instance(msgspec.Struct, frozen=True, gc=False):
-    """The record for status, and the push that would bring it forward."""
+    """An adapter on one replica: its entry for the status, the worker's record, and the push that is due, if any."""
 
     status: InstanceStatus
     record: AdapterRecord | None = None
@@ -52,7 +52,10 @@ class Instance(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def done(self) -> bool:
-        """Nothing more will happen by itself soon: in place, or tried and failed. A broken adapter never keeps the base from serving."""
+        """True if nothing more will happen by itself soon: the adapter is in place, or was tried and failed.
+
+        So a broken adapter never keeps the base model from serving.
+        """
         in_place = self.status.state in (InstanceState.LOADED, InstanceState.CACHED) and self.push is None
         return in_place or self.status.state is InstanceState.FAILED
 
@@ -70,7 +73,10 @@ def worker_address(group: Group) -> WorkerAddress | None:
 def instance_of(
     group: Group, desired: DesiredAdapter, records: Sequence[AdapterRecord], *, attempt: Attempt | None, now: datetime
 ) -> Instance:
-    """Judge an adapter on a replica; `records` are the replica's records under its name."""
+    """Return the state of an adapter on a replica, with its error, and with a push if one is due.
+
+    `records` are the replica's records under its name. It is Deferred while the replica takes no calls.
+    """
     if group.document is None or group.state not in ADAPTER_CALL_STATES:
         return Instance(status=_status(group, InstanceState.DEFERRED))
     record = current_record(records, desired)
@@ -123,7 +129,7 @@ def undeclared_removals(group: Group, wanted: Mapping[str, object], *, lora: Lor
 
 
 def _drains(records: Sequence[AdapterRecord]) -> bool:
-    """Return whether all of a name is on its way out already."""
+    """Return whether all records are draining already."""
     return all(one.state is RecordState.DRAINING for one in records)
 
 
@@ -132,7 +138,10 @@ def _steady(record: AdapterRecord) -> AdapterRecord:
 
 
 def _is_wanted(record: AdapterRecord, desired: DesiredAdapter, attempt: Attempt | None) -> bool:
-    """In place, or to be when a sleeper wakes; where something else was pinned before, only after the worker took what is asked for now."""
+    """Return whether the adapter is in place, or will be when a sleeping replica wakes.
+
+    If another version was pinned before, the worker must also have taken a push of this one.
+    """
     told = attempt is not None and attempt.count > 0 and attempt.error is None
     return (in_place(record, desired) or is_deferred(record, desired)) and (told or not desired.changed)
 
@@ -152,13 +161,13 @@ def _state(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attem
 
 
 def _state_asleep(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> InstanceState:
-    """Return Failed for a file that cannot be fetched or parsed; nothing is loaded before the wake."""
+    """Return Fetching or Failed, as for an awake replica, else Deferred: nothing is loaded before the wake."""
     state = _state(record, desired, attempt)
     return state if state in (InstanceState.FETCHING, InstanceState.FAILED) else InstanceState.DEFERRED
 
 
 def _error(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt | None) -> WireError | None:
-    """Ours, if there was a try since; else what a worker says that tried by itself."""
+    """Return the error of the operator's last try, else that of a load that the worker tried by itself; None without either."""
     if attempt is not None and attempt.error is not None:
         return attempt.error
     idle = record is not None and record.state in (RecordState.FAILED, RecordState.CACHED)
@@ -175,7 +184,10 @@ def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt
 
 
 def push_of(group: Group, desired: DesiredAdapter, *, attempt: Attempt | None) -> PutAdapter | None:
-    """None while the replica cannot be called."""
+    """Build the push of an adapter to a replica; None while the replica cannot be called.
+
+    The identity is left out for a worker that does not read it.
+    """
     address = worker_address(group)
     if address is None:
         return None

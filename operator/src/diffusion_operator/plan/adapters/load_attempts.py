@@ -32,12 +32,16 @@ RACES = frozenset({"Busy", "Asleep", "Starting", "Conflict", "WrongBoot", "Stale
 
 
 def attempt_key(group: Group, desired: DesiredAdapter) -> AttemptKey:
-    """For a replica that has answered."""
+    """Return the key under which tries of this spec's adapter on this life of a worker are kept; the replica must have answered."""
     return AttemptKey(adapter_uid=desired.uid, generation=desired.generation, boot_id=group.boot_id or "")
 
 
 def next_attempt(before: Attempt | None, error: ControlError | None, *, now: datetime) -> Attempt:
-    """After a push."""
+    """Return the attempt after a push; `error` is None if the worker took it.
+
+    Without an answer or an error the push may be repeated after 5 s, later after longer pauses.
+    A worker that moved on meanwhile is asked again soon, and the try does not count. Other refusals count as `failed`.
+    """
     before = before or Attempt(count=0, next_retry=now)
     count = before.count + 1
     if not isinstance(error, ControlRefused):
@@ -51,7 +55,10 @@ def next_attempt(before: Attempt | None, error: ControlError | None, *, now: dat
 
 
 def failed(attempt: Attempt, error: WireError, *, now: datetime) -> Attempt:
-    """Record a failed try: schedule another, and ten minutes later if the same bytes would be refused again."""
+    """Return the attempt with its error and the time of the next try: after 10 s, doubled with each try up to 10 minutes.
+
+    It is 10 minutes at once if the same bytes would be refused again. A longer pause that the worker asks for counts.
+    """
     first_s = BACKOFF_MAX_S if error.code in FINAL else BACKOFF_FIRST_S
     backoff_s = min(BACKOFF_MAX_S, first_s * 2 ** min(max(attempt.count - 1, 0), 10))
     delay_s = max(backoff_s, error.retry_after_seconds or 0)
@@ -60,7 +67,10 @@ def failed(attempt: Attempt, error: WireError, *, now: datetime) -> Attempt:
 
 
 def recalled(adapter: LoRAAdapter, boot_id: str, now: datetime) -> Attempt | None:
-    """Return what the adapter's status says of tries on one life of a server process: an earlier process of the operator made them."""
+    """Return the attempt that an earlier process of the operator left in the adapter's status, for one life of a server process.
+
+    None if the status is of another generation, or has no failed try there.
+    """
     if adapter.status.observed_generation != adapter.metadata.generation:
         return None
     said = next((one for one in adapter.status.replica_instances if one.boot_id == boot_id), None)
@@ -73,7 +83,10 @@ def recalled(adapter: LoRAAdapter, boot_id: str, now: datetime) -> Attempt | Non
 
 
 def learned(before: Attempt | None, record: AdapterRecord | None, desired: DesiredAdapter, *, now: datetime) -> Attempt | None:
-    """Return the attempt with what a replica says now, which is awake or asleep and has answered."""
+    """Return the attempt after what an awake or sleeping replica says now; `record` is its record of the adapter, if any.
+
+    It notes a load, an eviction, progress or a failure. None if there was no attempt and there is nothing to note.
+    """
     attempt = _forget_evictions(before, now) if before is not None else Attempt(count=0, next_retry=now)
     if record is not None and in_memory(record, desired):
         loops = attempt.error is not None and attempt.error.code == RELOAD_LOOP and attempt.evictions
@@ -94,7 +107,10 @@ def learned(before: Attempt | None, record: AdapterRecord | None, desired: Desir
 
 
 def _lost(record: AdapterRecord | None, desired: DesiredAdapter) -> bool:
-    """Gone, or out of memory and never meant to leave it. A load that failed meanwhile reports its own error instead."""
+    """Return whether an adapter is gone, or out of memory though it may not leave it.
+
+    A load that failed meanwhile reports its own error instead.
+    """
     return record is None or (record.state is RecordState.CACHED and not in_place(record, desired))
 
 

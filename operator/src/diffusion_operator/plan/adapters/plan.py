@@ -87,7 +87,10 @@ class AdapterPlan(msgspec.Struct, frozen=True):
 def plan_adapters(
     observed: Observed, groups: tuple[Group, ...], now: datetime, *, revision: str, before: AdapterPlan
 ) -> Slices[AdapterPlan]:
-    """`before` is the plan of the pass before, if this process made one."""
+    """Plan the adapters of a deployment on its replicas: decisions, pushes, removals and views. It makes no call.
+
+    `before` is the plan of the pass before, or an empty one; only the differences from it are computed.
+    """
     table = _table(observed, groups, now, revision=revision, before=before)
     frame, enrolled = frame_of(observed.deployment), (yield from enroll(before.roster, observed.adapters))
     whole = frame != before.frame or table.columns != before.columns
@@ -125,13 +128,13 @@ def _table(observed: Observed, groups: tuple[Group, ...], now: datetime, *, revi
 
 
 def _news(table: Table, before: AdapterPlan, now: datetime) -> bool:
-    """Return whether a replica says something else of an adapter, a call came to something, or a time has come."""
+    """Return whether the records of a replica changed, a call had an outcome, or the time has come that the plan before waits for."""
     said = any(then is not named for then, named in zip(before.named, table.named, strict=True))
     return said or bool(table.news) or (before.again_at is not None and before.again_at <= now)
 
 
 def _touched(table: Table, before: AdapterPlan, roster: Roster, now: datetime) -> set[str]:
-    """Return the UIDs of those that there is news of."""
+    """Return the UIDs of adapters whose records changed, whose call had an outcome, or whose time has come."""
     names: set[str] = set()
     for then, named in zip(before.named, table.named, strict=True):
         if then is not named:
@@ -144,7 +147,7 @@ def _touched(table: Table, before: AdapterPlan, roster: Roster, now: datetime) -
 
 
 def _rows(decided: Mapping[str, Decided], refusals: Mapping[str, Refusal], table: Table, *, before: AdapterPlan) -> Slices[dict[str, Row]]:
-    """Return the rows of those that were decided on, and of those that another one has taken the room for."""
+    """Build rows for the decided adapters, and for others whose refusal for lack of room in a file is new, gone or another."""
     others = {uid for uid in refusals.keys() | before.refusals.keys() if uid in before.rows and uid not in decided}
     moved = {uid: before.rows[uid].decided for uid in others if refusals.get(uid) != before.refusals.get(uid)}
     rows: dict[str, Row] = {}
@@ -226,7 +229,10 @@ def _with_views(
 
 
 def _verified(group: Group, place: int, plan: AdapterPlan) -> Group:
-    """Awake is entered through Verifying: once, for each life of the server and each wake. A new adapter does not lead back."""
+    """Return an awake group as Verifying until each adapter there is in place or has failed, and none is to be removed.
+
+    A group that was Awake before, in the same life of the server, stays so: a new adapter does not lead back.
+    """
     if group.state is not ReplicaState.AWAKE:
         return group
     before = group.previous

@@ -15,7 +15,7 @@ USAGE_INTERVAL = timedelta(seconds=60)
 
 
 class Worth(Enum):
-    """When a view is worth a look at its object's status."""
+    """Answer to when a view is worth a write of its object's status."""
 
     NOW = "now"
     LATER = "later"
@@ -23,7 +23,10 @@ class Worth(Enum):
 
 
 def worth_publishing(old: AdapterView | None, new: AdapterView, *, since: timedelta) -> Worth:
-    """`since` the last time that the adapter's view was published."""
+    """Return when a view is to be published: at once if more than its counters changed, never if nothing did.
+
+    `since` is the time since it was last published. Usage alone waits 60 s, and fetched bytes 5 s and a step of 5 %.
+    """
     if old is None or _without_counts(old) != _without_counts(new):
         return Worth.NOW
     (done_then, _), (done_now, total) = _bytes(old), _bytes(new)
@@ -35,7 +38,7 @@ def worth_publishing(old: AdapterView | None, new: AdapterView, *, since: timede
 
 
 def _without_counts(view: AdapterView) -> AdapterView:
-    """Nor with the object's own status, which is written from views."""
+    """Return the view without usage and fetched bytes, and without the object's own status, which is written from views."""
     adapter = msgspec.structs.replace(view.decision.adapter, status=AdapterStatus())
     instances = tuple(
         msgspec.structs.replace(

@@ -34,7 +34,10 @@ def other_version(named: Sequence[AdapterRecord], desired: DesiredAdapter) -> Ad
 
 
 def contradicts(found: str | None, expected: str | None) -> bool:
-    """Return whether two identities are of two effects. Workers of different converters write them differently, and older ones none."""
+    """Return whether two identities of the same converter differ.
+
+    False if either is None, or if their converters differ and so cannot be compared.
+    """
     if found is None or expected is None or converter_of(found) != converter_of(expected):
         return False
     return found != expected
@@ -46,7 +49,10 @@ def converter_of(effect: str) -> str:
 
 
 def has_content(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """Return whether the record has the desired bytes and components, loaded or ready to load."""
+    """Return whether the record has the desired bytes and components, loaded or ready to load.
+
+    If either digest is unknown, the source decides.
+    """
     if record.state not in (RecordState.LOADED, RecordState.CACHED):
         return False
     if record.digest is not None and desired.load.digest is not None:
@@ -58,7 +64,7 @@ def has_content(record: AdapterRecord, desired: DesiredAdapter) -> bool:
 
 
 def in_memory(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """On all ranks or it is not loaded."""
+    """Return whether the record is loaded on all ranks with the desired content."""
     return record.state is RecordState.LOADED and record.ranks_loaded == record.ranks_total and has_content(record, desired)
 
 
@@ -69,7 +75,7 @@ def in_place(record: AdapterRecord, desired: DesiredAdapter) -> bool:
 
 
 def is_deferred(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """Taken by a sleeping replica, which loads it before it serves."""
+    """Return whether a sleeping replica has taken the desired adapter, which it loads before it serves."""
     if record.state is not RecordState.DEFERRED:
         return False
     known = record.digest is not None and desired.load.digest is not None
@@ -77,23 +83,26 @@ def is_deferred(record: AdapterRecord, desired: DesiredAdapter) -> bool:
 
 
 def is_coming(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """At work on what is asked for now, and not on what was asked for before."""
+    """Return whether the replica is fetching or loading the adapter from the source that is desired now, not from an earlier one."""
     return record.state in IN_PROGRESS and comes_from(record, desired)
 
 
 def error_of(record: AdapterRecord, desired: DesiredAdapter) -> WireError | None:
-    """Return the error that keeps the wanted version out: its own, or that of the load that should have replaced the serving version."""
+    """Return the record's error if it keeps the wanted version out; None without one, or if it is of another source.
+
+    It is the wanted version's own, or that of the load that should have replaced the serving version.
+    """
     return record.error if record.state is RecordState.LOADED or comes_from(record, desired) else None
 
 
 def is_told(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """Scale, residency and priority, which a worker takes over without a load."""
+    """Return whether the worker has the desired scale, residency and priority, which it takes over without a load."""
     load = desired.load
     return abs(record.scale - load.scale) < SCALE_TOLERANCE and record.residency is load.residency and record.priority == load.priority
 
 
 def comes_from(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """From the declared source, as it was declared or at the commit it was found to be."""
+    """Return whether the record's source is the declared one, as it was declared or at the commit it was found to be."""
     return identity(record.source) in (desired.declared, identity(desired.load.source))
 
 

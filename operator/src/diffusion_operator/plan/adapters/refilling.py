@@ -20,7 +20,10 @@ Waiting = tuple[DesiredAdapter, Attempt | None]
 
 
 def refills(rows: Collection[Row], table: Table, *, lora: Lora, pushes: Sequence[PutAdapter]) -> Iterator[PutAdapter]:
-    """`pushes` are those that were planned already: they need room too."""
+    """Yield pushes of evicted adapters to awake replicas with room in memory; none where requests load adapters (`on_missing`).
+
+    `pushes` are those that were planned already: they need room too.
+    """
     if lora.on_missing is OnMissing.LOAD:
         return
     for place, group in enumerate(table.groups):
@@ -37,7 +40,7 @@ def refills(rows: Collection[Row], table: Table, *, lora: Lora, pushes: Sequence
 
 
 def _waiting(rows: Collection[Row], place: int, now: datetime) -> list[Waiting]:
-    """Those with the highest priority first."""
+    """Return the evicted adapters of a replica that may be tried now, with their attempts, the highest priority first."""
     waiting = [
         (row.desired, attempt)
         for row in rows

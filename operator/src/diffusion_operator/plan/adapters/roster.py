@@ -29,7 +29,7 @@ class Roster(msgspec.Struct, frozen=True):
         return [uid for uid, _ in sorted(((uid, self.adapters[uid]) for uid in uids), key=_age)]
 
     def owner(self, uid: str) -> str | None:
-        """Return the name of the older adapter that has this one's name, if there is one."""
+        """Return the object name of the oldest adapter that has the same served name; None if this one is the oldest."""
         first = self.by_name[self.adapters[uid].served_name][0]
         return None if first == uid else self.adapters[first].metadata.name
 
@@ -67,7 +67,7 @@ def enroll(before: Roster, given: tuple[LoRAAdapter, ...]) -> Slices[Enrolled]:
 def _by_name(
     before: Mapping[str, tuple[str, ...]], adapters: Mapping[str, LoRAAdapter], *, changed: Iterable[str], left: Iterable[str]
 ) -> dict[str, tuple[str, ...]]:
-    """`left` are names that an adapter may have given up."""
+    """Update the UIDs by name for the `changed` UIDs. `left` are names that an adapter may have given up."""
     by_name = dict(before)
     for name in left:
         having = tuple(uid for uid in by_name[name] if uid in adapters and adapters[uid].served_name == name)

@@ -132,7 +132,10 @@ def column_of(group: Group, *, revision: str) -> Column:
 
 
 def row_of(decided: Decided, refusal: Refusal | None, table: Table, *, known: Row | None) -> Row:
-    """`known` is the adapter's row of the pass before."""
+    """Build an adapter's row, with a cell for each replica. A `refusal` for lack of room in the files overrules the decision.
+
+    `known` is the adapter's row of the pass before, whose unchanged cells are kept.
+    """
     adapter, decision = decided.accepted.adapter, refused(decided.accepted, refusal)
     records = table.records(adapter.served_name)
     before = _cells(known, table, same_spec=known is not None and known.adapter.metadata.generation == adapter.metadata.generation)
@@ -151,7 +154,7 @@ def row_of(decided: Decided, refusal: Refusal | None, table: Table, *, known: Ro
 
 
 def _cells(known: Row | None, table: Table, *, same_spec: bool) -> tuple[Cell | None, ...]:
-    """Return the cells of before, in today's columns; an attempt counts for one generation of the spec."""
+    """Return the cells of the row before, in today's columns; None for new columns. Without `same_spec` attempts are dropped."""
     if known is None:
         return (None,) * len(table.columns)
     cells = (known.cells[one] if one is not None else None for one in table.origins)
@@ -185,7 +188,10 @@ def _cell(column: int, decision: Decision, records: tuple[AdapterRecord, ...], t
 
 
 def _attempt(table: Table, column: int, adapter: LoRAAdapter, known: Cell | None) -> Attempt | None:
-    """Return the newest attempt: a call's answer, or the adapter's status after an operator's start."""
+    """Return the newest attempt: from a call since the pass before, from the cell before, or from the adapter's status.
+
+    None without one, or while the replica has not answered.
+    """
     boot_id = table.columns[column].boot_id
     if boot_id is None:
         return None
@@ -202,7 +208,7 @@ def _evicted(records: Sequence[AdapterRecord], desired: DesiredAdapter) -> bool:
 
 
 def _again_at(attempt: Attempt | None, now: datetime) -> datetime | None:
-    """When it is due, or when an eviction is forgotten."""
+    """Return the next time at which the attempt is due or an eviction is forgotten; None if there is none after `now`."""
     if attempt is None:
         return None
     times = [attempt.next_retry, *(when + THRASH_WINDOW for when in attempt.evictions)]

@@ -42,7 +42,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Shards(msgspec.Struct, frozen=True):
-    """All adapters that are wanted, and their shards. Empty ones are left out."""
+    """All adapters that are wanted, spread over their shards. Shards without adapters are left out."""
 
     wanted: tuple[DesiredAdapter, ...] = ()
     """Oldest first."""
@@ -73,12 +73,15 @@ def entry(one: DesiredAdapter) -> dict[str, Any]:
 
 
 def foreign_shards(children: Iterable[ChildState]) -> dict[int, str]:
-    """Return by number the shards whose ConfigMap belongs to somebody else, with the message."""
+    """Return the message for each shard whose ConfigMap's name belongs to somebody else's object, by the shard's number."""
     return {one.shard: one.message for one in children if one.shard is not None and one.reason == NAME_CONFLICT}
 
 
 def plan_shards(accepted: Iterable[Decision], foreign: Mapping[int, str], before: Shards, *, most: int = MOST_ADAPTERS) -> Slices[Shards]:
-    """Spread the adapters, oldest first, over their shards. `before` are those of the pass before."""
+    """Spread the accepted adapters, given oldest first, over their shards; foreign shards are not made, those past `most` are refused.
+
+    Returns `before`, the shards of the pass before, if nothing changed.
+    """
     kept = tuple(decision.desired for decision in accepted if decision.desired is not None)
     if kept == before.wanted and foreign == before.foreign:
         return before
@@ -96,7 +99,7 @@ def plan_shards(accepted: Iterable[Decision], foreign: Mapping[int, str], before
 
 
 def refusals_of(shards: Shards, deployment: str) -> dict[str, Refusal]:
-    """Return the adapters that have no place in a file, by UID."""
+    """Return reason and message for each adapter that has no place in a file, by UID."""
     return dict(_refusals(shards, deployment))
 
 
@@ -108,7 +111,10 @@ def refused(decision: Decision, refusal: Refusal | None) -> Decision:
 
 
 def listed(adapters: Iterable[DesiredAdapter], *, room: int = FILE_BYTES) -> tuple[DesiredAdapter, ...]:
-    """Return the adapters for workers that read one file only: as many as fit, Resident ones first, then by priority and name."""
+    """Return the adapters for workers that read one file only, sorted by name.
+
+    Resident ones are taken first, then by priority and name, up to the first that does not fit into `room` bytes.
+    """
     taken = []
     for one in sorted(adapters, key=lambda one: (one.load.residency is not Residency.RESIDENT, -one.load.priority, one.name)):
         room -= _listed_bytes(one)
@@ -135,7 +141,7 @@ def _shard(number: int, adapters: tuple[DesiredAdapter, ...], known: Shard | Non
 
 
 def packed(adapters: Iterable[DesiredAdapter]) -> bytes:
-    """Return the file of a shard: the same bytes for the same adapters."""
+    """Return the file of a shard, compressed JSON: the same bytes for the same adapters in any order."""
     entries = [entry(one) for one in sorted(adapters, key=lambda one: one.name)]
     return gzip.compress(msgspec.json.encode({"adapters": entries}), compresslevel=_FAST, mtime=0)
 

@@ -12,7 +12,7 @@ Slices = Generator[None, None, Result]
 
 
 def finish(slices: Slices[Result]) -> Result:
-    """Do all of it at once."""
+    """Run all slices without a pause, and return the result."""
     while True:
         try:
             next(slices)

@@ -18,7 +18,7 @@ INSTANCES_SHOWN = 64
 
 
 def adapter_status(adapter: LoRAAdapter, view: AdapterView | None, *, now: datetime) -> AdapterStatus:
-    """No view means that there is no such deployment: nothing is loaded anywhere and nothing is pinned any more."""
+    """Compute an adapter's status. `view` None means that its deployment is missing: nothing is loaded or pinned any more."""
     resolved = _resolved(adapter, view, now) if view else None
     verdicts = adapter_verdicts(adapter, view, resolved) if view else without_deployment(adapter)
     desired = view is not None and view.decision.desired is not None
@@ -38,13 +38,18 @@ def adapter_status(adapter: LoRAAdapter, view: AdapterView | None, *, now: datet
 
 
 def _earlier(adapter: LoRAAdapter, view: AdapterView | None) -> ResolvedStatus | None:
-    """Return the previous source's pin until the current source is resolved. The pinned line differs then, so replicas must be
-    notified."""
+    """Return the pin that the status has, for the time until the current source is resolved.
+
+    None without a deployment, or if the status is of another one.
+    """
     return adapter.status.resolved if view is not None and adapter.status.deployment_uid == view.deployment_uid else None
 
 
 def _resolved(adapter: LoRAAdapter, view: AdapterView, now: datetime) -> ResolvedStatus | None:
-    """Kept while the source and the deployment stay the same; otherwise what the first replica reports."""
+    """Return the pin while the source and the deployment stay the same, otherwise the first replica's report; None without one.
+
+    Only the identity of a kept pin may change.
+    """
     kept, report = pinned(view.deployment_uid, adapter), view.report
     if kept is not None:
         return msgspec.structs.replace(kept, identity=_identity(kept, view))

@@ -24,7 +24,7 @@ def use_of(records: Sequence[AdapterRecord], heard_at: datetime) -> Use:
 
 
 def usage_of(uses: Sequence[Use], *, before: UsageStatus | None) -> UsageStatus | None:
-    """None while nobody has used it."""
+    """Sum up an adapter's use on all replicas. Return `before` if the sum is 0 or the same; None while nobody has used it."""
     total = sum(one.total for one in uses)
     if total == 0 or (before is not None and total == before.requests_total):
         return before

@@ -54,19 +54,19 @@ class AdapterView(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def report(self) -> AdapterRecord | None:
-        """Return the record of the first replica that has the adapter, in memory or not."""
+        """The record of the first replica that has the adapter, in memory or not, and knows its digest; None without one."""
         has = (one for one in self.instances if one.status.state in (InstanceState.LOADED, InstanceState.CACHED))
         return next((one.record for one in has if one.record is not None and one.record.digest is not None), None)
 
     @property
     def awake(self) -> tuple[Instance, ...]:
-        """On replicas that serve."""
+        """Instances on replicas that serve: those in the states Awake and Verifying."""
         pairs = zip(self.instances, self.group_states, strict=True)
         return tuple(instance for instance, state in pairs if state in ADAPTER_SERVING_STATES)
 
     @property
     def ready(self) -> bool:
-        """Every awake replica would serve it, and there is one."""
+        """True if the adapter is accepted, at least one replica is awake, and every awake one would serve it."""
         return self.decision.accepted and bool(self.awake) and all(self.serves(instance) for instance in self.awake)
 
     def serves(self, instance: Instance) -> bool:
@@ -84,7 +84,7 @@ class AdapterView(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def evicted(self) -> tuple[Instance, ...]:
-        """Out of memory on replicas that answer 503 to a request for it."""
+        """Instances out of memory on awake replicas, which answer 503 to a request for the adapter."""
         return tuple(one for one in self.awake if one.status.state is InstanceState.CACHED and not self.loads_on_request)
 
 
@@ -101,7 +101,10 @@ def frame_of(deployment: DiffusionDeployment) -> Frame:
 
 
 def view_of(frame: Frame, columns: Sequence[Column], row: Row, states: tuple[ReplicaState, ...]) -> AdapterView:
-    """`states` are those of the columns' replicas after verification."""
+    """Build an adapter's view from its row. Errors on replicas with current settings may overrule its acceptance.
+
+    `states` are those of the columns' replicas after verification.
+    """
     current = [error for column, cell in zip(columns, row.cells, strict=True) if column.current for error in cell.errors]
     before = row.adapter.status.usage if row.adapter.status.deployment_uid == frame.uid else None
     on_request = frame.lora.on_missing is OnMissing.LOAD or row.adapter.spec.residency is Residency.ON_DEMAND

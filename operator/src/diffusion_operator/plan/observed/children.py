@@ -55,7 +55,7 @@ UNTOLD = Change("")
 
 
 class ChildState(msgspec.Struct, frozen=True):
-    """A child after a pass."""
+    """The state of a deployment's child object after a pass: present or not, and the reason if it is not as the spec asks."""
 
     kind: str
     name: str
@@ -93,7 +93,10 @@ class ChildTry(msgspec.Struct, frozen=True):
 
 
 def tried(before: ChildTry | None, state: ChildState, *, content: str, now: datetime) -> ChildTry:
-    """Return the record of a try that did not succeed. A stranger is looked at each minute; all else after 1, 2, 4 … 60 s."""
+    """Return the record of a try that did not succeed: the next comes after 1, 2, 4 … 60 s while the reason stays the same.
+
+    A name that a stranger's object has is tried each minute, and a contested child at its `not_before`.
+    """
     same = before is not None and before.state.reason == state.reason
     count, since = (before.count + 1, before.since) if before is not None and same else (1, now)
     wait = PAUSES.get(state.reason) or min(RETRY_MAX, RETRY_FIRST * 2 ** min(count - 1, 10))
@@ -126,7 +129,7 @@ class Repairs(msgspec.Struct, frozen=True):
         return Repairs(times=self.times, contested=True)
 
     def and_now(self, now: datetime) -> "Repairs":
-        """Add a repair."""
+        """Return the repairs with one more at `now`; only the last three are kept."""
         return Repairs(times=(*self.times, now)[-CONTEST_AFTER:], contested=self._goes_on(now))
 
     def _goes_on(self, now: datetime) -> bool:
@@ -167,14 +170,20 @@ def leaving(kind: Kind, name: str) -> ChildState:
 def refused(
     kind: Kind, name: str, *, ours: bool, reason: str, message: str, passing: bool, not_before: datetime | None = None
 ) -> ChildState:
-    """`reason`, `message` and `not_before` are the API server's."""
+    """Build the state of a child that the API server refused; `reason`, `message` and `not_before` are the server's.
+
+    A reason that conditions do not repeat becomes `Refused`.
+    """
     known = reason if reason in REFUSALS else REFUSED
     text = f"{kind.kind} {name} was refused: {message}"
     return ChildState(kind=kind.kind, name=name, ours=ours, reason=known, message=text, passing=passing, not_before=not_before)
 
 
 def children_ready(children: Sequence[ChildState]) -> Verdict:
-    """Name every child that is not as the spec asks; the reason is the first one's, and a stranger's name comes first."""
+    """Return ChildrenReady: False if a child is not as the spec asks, Unknown while that may still pass, else True.
+
+    The message names every such child; the reason is the first one's, and a stranger's name comes first.
+    """
     told = [one for one in children if one.reason and not (one.passing and one.silent and one.ours)]
     missing = sorted(told, key=lambda one: (one.silent, one.reason != NAME_CONFLICT))
     if not missing:

@@ -55,7 +55,7 @@ class Poll(msgspec.Struct, frozen=True):
 
     @property
     def request_age_s(self) -> float | None:
-        """Since its last request; 0 while it has one, None before the first."""
+        """Seconds since the worker's last request; 0 while it has one, None before the first and without a document."""
         return self.aged(self.state.last_request_age_seconds) if self.state is not None else None
 
     def aged(self, age_s: float | None) -> float | None:
@@ -76,7 +76,7 @@ class AttemptKey(msgspec.Struct, frozen=True, gc=False):
 
 
 class Attempt(msgspec.Struct, frozen=True, gc=False):
-    """Outcome of a load of an adapter; error None means that it succeeded or is in progress."""
+    """State of the loads of an adapter on one life of a worker. Without an error the load succeeded, is in progress or has yet to come."""
 
     count: int
     """Pushes."""

@@ -43,12 +43,12 @@ def ownership(live: Mapping[str, Any], owner: ObjectMeta) -> Ownership:
 
 
 def controller_of(live: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the owner reference that controls an object. An object has one at most."""
+    """Return the owner reference that controls an object, which has one at most; None without one."""
     return next((one for one in live["metadata"].get("ownerReferences", ()) if one.get("controller")), None)
 
 
 def is_controlled_by(live: Mapping[str, Any], uid: str) -> bool:
-    """Return whether the object with this UID controls it."""
+    """Return whether the object with this UID controls the live object."""
     controller = controller_of(live)
     return controller is not None and controller.get("uid") == uid
 
@@ -65,7 +65,7 @@ def was_posted(live: Mapping[str, Any]) -> bool:
 
 
 def as_if_applied(live: Mapping[str, Any]) -> list[Operation]:
-    """Return the patch that gives the fields of our creates and patches to our applies.
+    """Return the patch that gives the fields of our creates and patches to our applies; only for an object that `was_posted`.
 
     Server-side apply removes a field only if an earlier apply of the same manager set it. client-go's `csaupgrade` does the same.
     The entries are merged into one. The patch holds for this version of the object only.
@@ -105,7 +105,10 @@ def secret_is_ours(owner: ObjectMeta) -> list[Operation]:
 
 
 def secret_is_leaving(owner: ObjectMeta) -> list[Operation]:
-    """Return a patch that changes nothing and fails where no earlier object of our name owns the Secret."""
+    """Return a patch that changes nothing and fails where the Secret's first owner is not a deployment of our name.
+
+    It does not tell an earlier object of that name from ours.
+    """
     first = "/metadata/ownerReferences/0"
     return [
         {"op": "test", "path": f"{first}/kind", "value": DEPLOYMENT.kind},
@@ -129,7 +132,7 @@ def adopt(live: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Operati
 
 
 def _of_this_version(live: Mapping[str, Any]) -> list[Operation]:
-    """Preconditions: the API server answers 409 where the object is another one, or was changed."""
+    """Return operations that are preconditions: the API server answers 409 where the object is another one, or was changed."""
     metadata = live["metadata"]
     return [{"op": "replace", "path": f"/metadata/{name}", "value": metadata[name]} for name in ("uid", "resourceVersion")]
 
@@ -144,7 +147,10 @@ def _members(live: Mapping[str, Any], parent: str, section: str, content: Any) -
 
 
 def _with_node_ports(live: Mapping[str, Any], spec: Any) -> Any:
-    """Keep a Service's node ports, because clients may know only those."""
+    """Return the spec of a Service with the node ports of the live one, by the ports' names; clients may know only those.
+
+    Any other spec is returned unchanged.
+    """
     if live.get("kind") != "Service" or "ports" not in spec:
         return spec
     known = {port.get("name"): port["nodePort"] for port in live.get("spec", {}).get("ports", ()) if "nodePort" in port}

@@ -94,7 +94,7 @@ _NUMBERS = re.compile(r"(\d+)-(\d+)")
 
 
 def pod_numbers(deployment: str, name: str) -> tuple[int, int] | None:
-    """Index and incarnation of a pod of this deployment, None for a stranger."""
+    """Return index and incarnation of a pod of this deployment; None for a name that is no such pod's."""
     prefix = f"{deployment}-"  # not in the expression, which would be compiled for each deployment
     match = _NUMBERS.fullmatch(name, len(prefix)) if name.startswith(prefix) else None
     return (int(match[1]), int(match[2])) if match else None
@@ -136,7 +136,10 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int, orpha
 
 
 def _lost(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Without rights on nodes: the node controller takes Ready away, and only the kubelet could have said the same of the containers."""
+    """Return whether the pod's node does not answer, as far as the pod shows it: there is no right to read nodes.
+
+    The node controller takes Ready away then; only the kubelet could have said the same of the containers.
+    """
     ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
     taken = ready.get("status") == "False" and containers.get("status") == "True" and ready.get("reason") in (None, "", "NodeLost")
     return taken or status.get("reason") == "NodeLost"

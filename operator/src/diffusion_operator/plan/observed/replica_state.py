@@ -126,7 +126,10 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def observe_groups(observed: Observed) -> tuple[Group, ...]:
-    """Return one group for each index: its newest pod that is not terminating, else its newest pod of all."""
+    """Return one group for each index that has a pod, in order.
+
+    It is of the index's newest pod that is not on its way out, else of its newest pod of all.
+    """
     by_index: dict[int, Pod] = {}
     for pod in sorted(observed.pods, key=lambda pod: (not observed.leaves(pod), pod.incarnation)):
         by_index[pod.index] = pod
@@ -227,7 +230,10 @@ def _unreachable(poll: Poll) -> str:
 
 
 def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
-    """Classify an engine's failure: a model that cannot be found, ranks that were lost, or a failed sleep or wake."""
+    """Classify an engine's failure: an unusable device, a model that cannot be had, lost ranks, or a failed sleep or wake.
+
+    The text has the worker's code and message.
+    """
     if document.state is WorkerPhase.FAILED and (device := device_code_in(failure.message)) is not None:
         return _DEVICE[device], _sentence(failure.code, failure.message)
     if document.state is WorkerPhase.STARTING or (document.state is WorkerPhase.FAILED and code_in(failure.message) is not None):
@@ -266,7 +272,7 @@ def _on_its_way(state: ReplicaState, sleep: Sleep) -> str:
 
 
 def _memory_advice(ended: Exit, memory: Quantity | None) -> str:
-    """Host memory; that of a device is in the worker's own words."""
+    """Return the end of a message about a container that was killed for host memory (OOMKilled); empty for any other end."""
     if ended.reason != "OOMKilled":
         return ""
     limit = (
@@ -278,19 +284,19 @@ def _memory_advice(ended: Exit, memory: Quantity | None) -> str:
 
 
 def exit_text(ended: Exit) -> str:
-    """`exit code 70 (Error): rank 1 died`: how a container ended, with its own words."""
+    """Describe how a container ended, with the end of its own words: `exit code 70 (Error): rank 1 died`."""
     return _sentence(f"exit code {ended.code}" + (f" ({ended.reason})" if ended.reason else ""), ended.message[-900:])
 
 
 def exit_message(ended: Exit) -> str:
-    """Return the worker's termination message, or at least its exit code."""
+    """Return the last 900 characters of the worker's termination message; without one, the exit code in words."""
     return ended.message[-900:] or exit_text(ended)
 
 
 def failure_of(group: Group) -> FailureStatus | None:
-    """Return the last failure, from the container if it has one, else as recorded: it survives the pod.
+    """Return the last failure: the container's exit with another code than 0, or the end of a finished pod, else the recorded one.
 
-    A pod that is deleted or evicted ends as any other does, with an exit code or phase Failed, and has not failed.
+    None without any. A pod that is deleted or evicted ends as any other does, with an exit code or phase Failed, and has not failed.
     """
     known, ended = group.previous.last_failure if group.previous else None, group.pod.container.last_exit
     if group.pod.terminating or group.pod.disruption:

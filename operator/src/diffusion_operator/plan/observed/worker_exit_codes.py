@@ -24,12 +24,18 @@ _CODE = re.compile(rf"(?:^|: )({'|'.join(MODEL_REASONS)}): ")
 
 
 def code_in(words: str) -> str | None:
-    """`Error: --model: SourceNotFound: claim …` has one; most of what a worker ends with is about something else."""
+    """Return the first error code about a model in a worker's words; None without one.
+
+    `Error: --model: SourceNotFound: claim …` has one; most of what a worker ends with is about something else.
+    """
     found = _CODE.search(words)
     return found[1] if found else None
 
 
 def device_code_in(words: str) -> str | None:
-    """Return the code of a device that is full or cannot be used: `rank 0 exited with code 70: InsufficientMemory: …` has one."""
+    """Return the code of a device that is full or cannot be used; None without one in these words.
+
+    `rank 0 exited with code 70: InsufficientMemory: …` has one.
+    """
     found = _DEVICE_CODE.search(words)
     return found[1] if found else None

@@ -30,7 +30,11 @@ class Departure(msgspec.Struct, frozen=True):
 
 
 def plan_departure(observed: Observed, retire: Sequence[DeletePod], *, unrouted_now: Collection[str], now: datetime) -> Departure:
-    """`retire` are the pods that are to go now, and `unrouted_now` the UIDs of those that lose their traffic in this pass."""
+    """Plan the drains and deletions of pods that are to go: a worker that may be busy is drained, any other pod deleted.
+
+    `retire` are the pods to go now. Those that lost their traffic in the last 2 s or in this pass (`unrouted_now`, UIDs) wait.
+    Pods whose drain is over are deleted, too.
+    """
     recently = {uid for uid, when in observed.unrouted_at.items() if now - when < UNROUTE_BEFORE}
     due = [action for action in retire if action.uid not in recently and action.uid not in unrouted_now]
     drain = {call.worker.pod_uid: call for call in _drains(observed, due)}
@@ -65,7 +69,7 @@ def _drains_now(observed: Observed, pod: Pod) -> bool:
 
 
 def _why_over(observed: Observed, poll: Poll) -> str:
-    """Empty while the worker may still be busy."""
+    """Return why the drain of a worker is over: no answer, no requests, or no time left; empty while it may still be busy."""
     if poll.state is None or poll.unreachable:
         return "its worker, which drains, does not answer"
     if poll.fresh and not poll.state.busy:

@@ -29,7 +29,10 @@ PIN_ARRIVES_WITHIN = timedelta(minutes=2)
 
 
 class Resolution(msgspec.Struct, frozen=True):
-    """`groups` are the replicas of the newest template, because one of an older template may have been asked for another model."""
+    """The pinned version of the model, its source, and the replicas that are judged by it.
+
+    `groups` are the replicas of the newest template, because one of an older template may have been asked for another model.
+    """
 
     model: ModelStatus
     source: ModelSource
@@ -59,7 +62,10 @@ def fetched(source: ModelSource) -> bool:
 
 
 def unpinned(resolution: Resolution) -> frozenset[str]:
-    """UIDs of the pods that lost the race: they have another state than the pinned one, and a new pod would have that."""
+    """Return the UIDs of pods to be replaced, because they found another state of the model at about the time of the pin.
+
+    Empty without a pin, and for a model that workers do not download: a new pod would have the same.
+    """
     made = resolution.model.resolved_at
     if not fetched(resolution.source) or made is None:
         return frozenset()
@@ -137,7 +143,10 @@ def _difference(group: Group, resolution: Resolution) -> str:
 
 
 def _failure(group: Group) -> tuple[str, str] | None:
-    """Code and words: of a fetch that is tried again, else of the worker that ended last, until one has its model."""
+    """Return code and words of a failure to get the model, of a fetch that is tried again or of the worker that ended last.
+
+    None for a replica that has its model or is pending, and for a failure of another kind.
+    """
     if group.live or group.state is ReplicaState.PENDING:
         return None
     document, ended = group.document, group.pod.container.last_exit

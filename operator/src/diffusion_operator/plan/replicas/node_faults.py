@@ -16,7 +16,10 @@ MOST = 32  # the schema's bound
 
 
 def avoided_nodes(before: Sequence[AvoidedNode], groups: Sequence[Group], now: datetime) -> tuple[AvoidedNode, ...]:
-    """Those of the last status whose time is not over, and those whose faults are seen for the first time. The newest, by their name."""
+    """Return the nodes to avoid, by name: those of the last status whose time is not over, and those with a new fault.
+
+    A new fault counts up and sets ten minutes from now. Only the 32 newest are kept.
+    """
     nodes = {node.name: node for node in before if node.until > now}
     for group in groups:
         if group.pod.node_fault and group.pod.node and not _known(group):

@@ -20,7 +20,10 @@ DIGEST_WITHIN_S = 600.0
 
 
 def judge_orphans(observed: Observed, *, revision: str) -> tuple[Observed, tuple[AdoptPod, ...]]:
-    """Return what was observed, with the reason at each orphan that is to be replaced, and those that are adopted."""
+    """Return what was observed, with the reason at each orphan that is to be replaced, and the adoptions of those that agree.
+
+    Orphans whose worker has yet to say which model it has are in neither group.
+    """
     if not any(pod.orphan for pod in observed.pods):
         return observed, ()
     digest = _expected_digest(observed, revision)
@@ -39,7 +42,7 @@ def _judged(pod: Pod, poll: Poll, digest: str | None, revision: str) -> Pod:
 
 
 def _why_replaced(pod: Pod, poll: Poll, digest: str | None, revision: str) -> str:
-    """Empty for one that agrees, and for one that has yet to say which model it has."""
+    """Return why an orphan is to be replaced; empty if it agrees, or has yet to say which model it has."""
     if not pod.owner_uid:
         return "it does not name the object that it was made for"
     if pod.revision != revision:
@@ -64,7 +67,7 @@ def _agrees(pod: Pod, poll: Poll | None, digest: str | None) -> bool:
 
 
 def _expected_digest(observed: Observed, revision: str) -> str | None:
-    """Return the digest that is pinned, else that of a replica that is there already, else that of the first orphan."""
+    """Return the pinned digest of the model, else that of a replica that is there already, else that of the first orphan, else None."""
     pinned = observed.deployment.status.model
     if pinned is not None and pinned.digest is not None:
         return pinned.digest

@@ -30,8 +30,10 @@ _ITS_OWN_WORDS = (Problem.MODEL_ERROR, Problem.NODE_LOST, Problem.DEVICE, Proble
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Reasons for giving up a pod. Each adds a failure, except ends `in_place`, which are counted when the kubelet restarts the
-    container."""
+    """A reason for giving up a pod. It adds a failure, unless its node is at fault or the end is `in_place`.
+
+    Ends in place are counted when the kubelet restarts the container.
+    """
 
     text: str
     in_place: bool = False
@@ -40,7 +42,10 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime, *, faults: Mapping[str, int]) -> tuple[Group, ...]:
-    """Add failures to the groups, and give up replicas that fail too often. `faults` are of nodes, by name."""
+    """Return the groups with their failures counted, the time of the next pod for each that is given up, and messages of both.
+
+    `faults` are of nodes, by name: they lengthen the pause after a fault of the node.
+    """
     recovery = spec.replica_recovery
     counted = [_counted(group, recovery, now) for group in groups]
     reasons = given_up(counted, spec)
@@ -49,14 +54,14 @@ def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime, 
 
 
 def given_up(groups: Sequence[Group], spec: DeploymentSpec) -> Mapping[int, Reason]:
-    """Return the reasons by index; `groups` include their failures."""
+    """Return the reason for each replica whose pod is given up for a new one, by index. `groups` come with their failures counted."""
     reasons = {group.index: why for group in groups if (why := _reason(group, spec)) is not None}
     silent = _cut_off(groups)
     return reasons | ({silent.index: Reason("its control port could not be reached for five minutes")} if silent is not None else {})
 
 
 def due(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> Mapping[int, str]:
-    """Those of them whose pause is over, with the reason in words."""
+    """Return the replicas that are given up and whose pause is over, by index, with the reason in words."""
     times = {group.index: group.failures.next_restart for group in groups}
     return {index: why.text for index, why in given_up(groups, spec).items() if (when := times[index]) is not None and now >= when}
 
@@ -83,8 +88,10 @@ def _reason(group: Group, spec: DeploymentSpec) -> Reason | None:
 
 
 def _cut_off(groups: Sequence[Group]) -> Group | None:
-    """Give up only one unreachable replica at a time, and only while another answers. Otherwise the operator itself is probably cut off,
-    and serving replicas must stay."""
+    """Return the first replica that could not be reached for five minutes; None without one.
+
+    None too while no replica answers, unless there is only one: the operator itself is probably cut off, and serving replicas must stay.
+    """
     silent = [group for group in groups if group.live and group.poll.unreachable and not group.pod.lost]
     long = [group for group in silent if group.poll.failing_for >= UNREACHABLE_FOR]
     alone = len(groups) == 1 or any(group.poll.fresh for group in groups)
@@ -92,7 +99,10 @@ def _cut_off(groups: Sequence[Group]) -> Group | None:
 
 
 def _counted(group: Group, recovery: ReplicaRecovery, now: datetime) -> Group:
-    """With the ends in place since the last pass. A pod with another template begins at nothing."""
+    """Return the group with its recorded failures, and those of container restarts since the last pass.
+
+    A pod with another template begins at 0, and so does a live replica whose window is over.
+    """
     before = group.previous
     known = before if before is not None and before.revision in (None, group.pod.revision) else ReplicaStatus(group.index, group.state)
     same_pod = known.leader_pod == group.pod.name
@@ -119,7 +129,10 @@ def _more(failures: Failures, new: int, recovery: ReplicaRecovery, now: datetime
 
 
 def _with_pause(group: Group, reason: Reason | None, recovery: ReplicaRecovery, now: datetime, *, faults: int) -> Group:
-    """Keep a replica given up until it is live, or replaced. `faults` are those of its node."""
+    """Return the group with the time of its next pod, if there is a reason to give it up; `faults` are those of its node.
+
+    Once set, the time stays until the replica is live again or replaced.
+    """
     failures = group.failures
     if group.live and reason is None:
         failures = msgspec.structs.replace(failures, next_restart=None)
@@ -133,7 +146,10 @@ def _with_pause(group: Group, reason: Reason | None, recovery: ReplicaRecovery, 
 
 
 def _with_verdict(group: Group, recovery: ReplicaRecovery) -> Group:
-    """With when its next pod comes, and with the problem of its own that a replica has which failed too often."""
+    """Return the group with the time of its next pod in its message.
+
+    A replica that failed too often gets the problem CrashLooping, unless the problem that it has says more.
+    """
     failures, message = group.failures, group.message[:900]
     when = f"{failures.next_restart:%H:%M:%S} UTC (spec.replicaRecovery)" if failures.next_restart is not None else ""
     if when and group.pod.node_fault:

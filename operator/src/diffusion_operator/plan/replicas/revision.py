@@ -35,7 +35,10 @@ def _revision(spec_hash: str, image: str) -> str:
 
 
 def _running_image(pods: Sequence[Pod], spec_hash: str) -> str | None:
-    """Not that of a pod whose image somebody changed: its revision is of another."""
+    """Return the image of the oldest pod of this template; None without one.
+
+    A pod whose image somebody changed does not count: its revision is of another image.
+    """
     made = [pod for pod in pods if not pod.terminating and pod.revision == _revision(spec_hash, pod.image)]
     return min(made, key=lambda pod: (pod.created_at, pod.name)).image if made else None
 
@@ -83,7 +86,7 @@ def _said(value: Any) -> Any:
 
 @functools.cache
 def _fields(struct: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
-    """Name, name in JSON and default of each."""
+    """Return name, name in JSON and default of each field of a struct."""
     return tuple(
         (field.name, field.encode_name, field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default)
         for field in msgspec.structs.fields(struct)
@@ -91,5 +94,5 @@ def _fields(struct: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
 
 
 def hash_of(value: object) -> str:
-    """Over deterministic JSON: sorted keys, no dependence on the process."""
+    """Return the first 8 hex digits of the SHA-256 of a value's JSON with sorted keys, the same in every process."""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()[:8]

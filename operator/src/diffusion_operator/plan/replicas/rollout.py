@@ -68,11 +68,11 @@ def progress_of(
     refused: bool = False,
     now: datetime,
 ) -> RolloutProgress:
-    """`refused`: there is no rollout yet, and its clock does not run. `groups` are those that are not on their way out.
+    """Return how far the rollout of a template is. `groups` are those that are not on their way out.
 
-    It gets further with every replica more that serves the new template, and every old one less. Both are kept as the best so far, so
-    that a replica that comes and goes is no progress. While pods are `paused` the clock stands, and it begins again with each of them
-    less.
+    It gets further with every replica more that serves the new template, and every old one less; the best so far is kept.
+    While pods are `paused` its clock stands, and it begins again with each of them less.
+    Empty while the deployment is suspended or the template is `refused`: there is no rollout yet.
     """
     if spec.suspend or refused:
         return RolloutProgress()
@@ -99,7 +99,7 @@ def count_paused(observed: Observed) -> int:
 
 
 def allowed(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> int:
-    """Return the largest number of pods allowed now."""
+    """Return the largest number of pods allowed now: `replicas`, and the surge as well while one has an older template."""
     rolling = any(group.pod.revision != revision for group in groups)
     return replicas + max_surge(rollout, replicas) if rolling and replicas else replicas
 
@@ -114,8 +114,11 @@ def missing(rollout: Rollout, groups: Sequence[Group], pods: Sequence[Pod], *, r
 
 
 def to_replace(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revision: str) -> Sequence[Group]:
-    """Old replicas that go now. Replicas that will never serve go at once. Serving ones go only as far as maxUnavailable allows, and never
-    for a new one that does not serve yet."""
+    """Return the old replicas that go now; with Recreate they are all of them.
+
+    Replicas that will never serve go first and alone. Serving ones go only as far as maxUnavailable allows.
+    None of them goes for a new one that does not serve yet.
+    """
     old = by_removal_priority([group for group in groups if group.pod.revision != revision], revision=revision)
     if rollout.type is RolloutType.RECREATE:
         return old

@@ -14,7 +14,10 @@ from diffusion_operator.plan.results.actions import SetRoutable
 
 
 def plan_routing(groups: Sequence[Group], *, retiring: Collection[str]) -> tuple[SetRoutable, ...]:
-    """`retiring` are pod UIDs."""
+    """Return the changes of the routable label: set on awake replicas, or on all live ones while none is awake, and else unset.
+
+    `retiring` are UIDs of pods that lose it. Terminating pods, and ready ones that have not answered yet, keep what they have.
+    """
     candidates = [group for group in groups if group.pod.uid not in retiring]
     awake = {group.pod.uid for group in candidates if group.state is ReplicaState.AWAKE}
     wanted = awake or {group.pod.uid for group in candidates if group.live}

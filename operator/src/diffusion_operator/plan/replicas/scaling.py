@@ -37,8 +37,9 @@ def plan_replicas(
     avoided_nodes: tuple[str, ...] = (),
     now: datetime,
 ) -> ReplicaPlan:
-    """`held`: no pod can be made now, so none goes for another one; `raced`: UIDs of pods with another model than the pinned one.
+    """Plan the pods to create and to retire: for scale, failed pods, rollout, wrong models, and two pods of one replica.
 
+    `held`: no pod can be made now, so none goes for another one. `raced`: UIDs of pods with another model than the pinned one.
     `avoided_nodes` are the names of those that new pods prefer not to go to.
     """
     spec = observed.deployment.spec
@@ -64,7 +65,7 @@ def plan_replicas(
 def _replaced(
     kept: Sequence[Group], spec: DeploymentSpec, *, revision: str, stalled: bool, raced: Collection[str], now: datetime, quiet: bool
 ) -> list[DeletePod]:
-    """Pods that go because another one is to come: those that are given up, else old ones, else losers of a race.
+    """Return the pods that go because another one is to come: those given up, else old ones, else those with another model.
 
     `stalled`: none goes for its template's sake. `quiet`: others go already, so only those that are given up do.
     """
@@ -87,7 +88,10 @@ def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
 
 
 def _wrongly_pinned(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:
-    """Retire one conflicting replica at a time, and none while another one is starting or ending."""
+    """Return the replica with another model that goes now, as a list of one.
+
+    Empty while another one is starting or ending, so that they go one after the other.
+    """
     first = by_removal_priority([group for group in kept if group.pod.uid in raced], revision=revision)[:1]
     settled = all(usable(group, revision) or group.state is ReplicaState.FAILED for group in kept if group not in first)
     return first if settled else ()
@@ -98,7 +102,10 @@ def _retire(group: Group, why: str) -> DeletePod:
 
 
 def pods_to_make(used: Collection[int], count: int, observed: Observed) -> tuple[CreatePod, ...]:
-    """At the lowest free indices; an incarnation is above every one that was ever seen at its index."""
+    """Return `count` pods to create, at the lowest indices that are not in `used`.
+
+    Each incarnation is above every one that was ever seen at its index.
+    """
     free = (index for index in range(len(used) + count) if index not in used)
     highest = dict(observed.foreign_incarnations)
     recorded = [(one.index, one.incarnation or 0) for one in observed.deployment.status.replica_states]

@@ -43,7 +43,10 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 def plan_trial(observed: Observed, present: Sequence[Group], *, revision: str, now: datetime) -> Trial:
-    """`present` are the replicas that are not on their way out. With one of the new template among them there is nothing to try."""
+    """Plan the dry run of a pod of the template, if one is due, and say if replicas must stay until it has an answer.
+
+    `present` are the replicas that are not on their way out. Without any, or with one of the new template, there is nothing to try.
+    """
     made = not present or any(group.pod.revision == revision for group in present)
     if made or not observed.deployment.spec.wanted_replicas:
         return Trial()
@@ -66,6 +69,7 @@ def answer_of(status: int, message: str) -> Answer:
     """Return what an API server's refusal of a dry run says of the template. `status` is that of HTTP, 0 where nobody answered.
 
     A webhook denies with 400 where it gives no status; a policy, Pod Security and a LimitRange with 403 or 422.
+    A full quota, and a webhook that does not support dry runs, say nothing against it: Fine.
     """
     if status == _FORBIDDEN and "exceeded quota" in message:
         return Answer.FINE  # quota is looked at last: everything else was taken
@@ -77,7 +81,7 @@ def answer_of(status: int, message: str) -> Answer:
 
 
 def remembered(before: TemplateTrial | None, trial: TemplateTrial) -> TemplateTrial:
-    """Return the trial with the time of the first answer of its kind in a row."""
+    """Return `trial`; if `before` has the same template and answer, with its `since`, the time of the first such answer in a row."""
     same = before is not None and (before.revision, before.answer) == (trial.revision, trial.answer)
     return msgspec.structs.replace(trial, since=before.since) if same and before is not None else trial
 
@@ -94,7 +98,10 @@ def _message(words: str) -> str:
 
 
 def _told_before(status: DeploymentStatus, revision: str) -> str:
-    """Return what the status says of this template already. A new process of the operator asks once more, and says that meanwhile."""
+    """Return the message by which the status refuses this template already; empty if it does not.
+
+    A new process of the operator asks once more, and says that meanwhile.
+    """
     told = condition_of(status.conditions, "Progressing")
     same = told is not None and told.reason == TEMPLATE_INVALID and status.update_revision == revision
     return told.message if same and told is not None else ""

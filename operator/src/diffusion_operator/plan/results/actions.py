@@ -69,7 +69,10 @@ class WakeWorker(msgspec.Struct, frozen=True):
 
 
 class DrainWorker(msgspec.Struct, frozen=True):
-    """Before its pod is deleted. Once its worker has taken it, the replica serves no new request any more."""
+    """A call that drains a worker before its pod is deleted.
+
+    Once the worker has taken it, the replica serves no new request any more.
+    """
 
     worker: WorkerAddress
     operation_id: str

@@ -10,7 +10,7 @@ CHILD_REFUSED = "ChildRefused"
 
 
 def child_events(before: DeploymentStatus, after: DeploymentStatus) -> tuple[PlannedEvent, ...]:
-    """Return an Event for each new text of ChildrenReady that is False."""
+    """Return one Event if ChildrenReady is False with a new message, else none."""
     then, now = condition_of(before.conditions, "ChildrenReady"), condition_of(after.conditions, "ChildrenReady")
     if now is None or now.status is not ConditionStatus.FALSE or (then is not None and then.message == now.message):
         return ()

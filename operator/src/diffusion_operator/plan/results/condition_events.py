@@ -17,7 +17,10 @@ PAUSED = "Paused"
 
 
 def condition_events(before: DeploymentStatus, after: DeploymentStatus) -> Iterator[PlannedEvent]:
-    """Yield an Event for each pod that is refused, an image that cannot be pulled, and a suspend or its end."""
+    """Yield an Event for a condition that turns to refused pods or an image that cannot be pulled, and for a suspend or its end.
+
+    A condition that keeps its reason gives none.
+    """
     for type_, reasons in _WARNINGS.items():
         found = condition_of(after.conditions, type_)
         if found is None or found.status is not ConditionStatus.FALSE or found.reason not in reasons:

@@ -14,7 +14,7 @@ _CLOSED = ("ports",)
 
 
 def drift(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, ...]:
-    """Paths, as `spec.selector`, where a live object has not what was rendered."""
+    """Return the paths, as `spec.selector`, at which a live object has not what was rendered; fields of others do not count."""
     metadata = {key: value for key, value in wanted["metadata"].items() if key in _METADATA}
     content = {key: value for key, value in wanted.items() if key not in ("apiVersion", "kind", "metadata")}
     return (*_differences(live["metadata"], metadata, "metadata"), *_differences(live, content, ""))

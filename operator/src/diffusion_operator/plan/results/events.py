@@ -64,7 +64,7 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
 
 
 def _model_events(before: DeploymentStatus, after: DeploymentStatus) -> list[PlannedEvent]:
-    """Once for a pin, and once for each reason that it cannot be had, in one generation of the spec."""
+    """Return an Event for a new pin of the model, and one for a new reason for which it cannot be had."""
     events = []
     was, model = before.model, after.model
     if model is not None and model.resolved_at is not None and (was is None or was.resolved_at != model.resolved_at):
@@ -81,7 +81,10 @@ def _model_events(before: DeploymentStatus, after: DeploymentStatus) -> list[Pla
 
 
 def _group_events(before: ReplicaStatus | None, after: ReplicaStatus, *, generation: int | None) -> list[PlannedEvent]:
-    """Ready once in a boot, asleep and awake again once for each operation."""
+    """Return the Events of a replica between two statuses: a failure, a new pod, lost ranks, readiness, an ended operation.
+
+    It is ready once in each life of the server; a sleep or wake ends once for each operation.
+    """
     events = []
     boot = after.boot_id or after.leader_pod or ""
     was_ready = before is not None and before.state is ReplicaState.AWAKE and before.boot_id == after.boot_id
@@ -106,14 +109,14 @@ def _group_events(before: ReplicaStatus | None, after: ReplicaStatus, *, generat
 
 
 def ended_operation(before: ReplicaStatus | None, after: ReplicaStatus) -> OperationStatus | None:
-    """Return the sleep or wake that ended since the previous status; if two did, the later."""
+    """Return the sleep or wake that ended since the previous status; if two did, the later; None without one."""
     last = after.last_operation
     told = before.last_operation if before is not None and before.boot_id == after.boot_id else None
     return last if last is not None and (told is None or told.id != last.id) else None
 
 
 def wakes_between(before: DeploymentStatus, after: DeploymentStatus) -> Iterator[OperationStatus]:
-    """Wakes that succeeded, for metrics."""
+    """Yield the wakes that succeeded between two statuses, at most one for each replica, for metrics."""
     old = {group.index: group for group in before.replica_states}
     for group in after.replica_states:
         ended = ended_operation(old.get(group.index), group)
@@ -158,7 +161,10 @@ def _revision_done(before: DeploymentStatus, after: DeploymentStatus) -> bool:
 
 
 def repaired(what: str, *, key: str) -> PlannedEvent:
-    """`key` holds the object and the minute of its change, so a client that keeps changing it causes one Event a minute."""
+    """Return the Event about a child that was put back; `what` is its message.
+
+    `key` holds the object and the minute of its change, so a client that keeps changing it causes one Event a minute.
+    """
     return _normal("Repaired", what, key=key)
 
 
@@ -177,7 +183,10 @@ def adapter_events(adapter: LoRAAdapter, after: AdapterStatus) -> tuple[PlannedE
 
 
 def _instance_events(before: InstanceStatus | None, after: InstanceStatus, generation: int) -> list[PlannedEvent]:
-    """Once for each spec, each life of a server process, and each code: not with every try."""
+    """Return an Event if an adapter was loaded or failed on a replica since the status `before`.
+
+    It comes once for each spec, each life of a server process, and each code: not with every try.
+    """
     if before is not None and (before.state, before.boot_id, _code(before)) == (after.state, after.boot_id, _code(after)):
         return []
     key = f"{generation}-{after.boot_id}"

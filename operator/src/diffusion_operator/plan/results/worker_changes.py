@@ -31,7 +31,10 @@ class WorkerChanges(msgspec.Struct, frozen=True):
 
 
 def happened(before: WorkerState | None, after: WorkerState) -> WorkerChanges:
-    """Nothing without a document from before: it may be as old as the operator's last process."""
+    """Return the loads, evictions and failed verifications between two state documents of a worker.
+
+    Without a document from before there are none: `after` may be as old as the operator's last process.
+    """
     if before is None:
         return WorkerChanges()
     # All of what another process says is new.
@@ -61,12 +64,15 @@ def _changed(before: WorkerState, after: WorkerState) -> list[AdapterRecord]:
 
 
 def _load_of(record: AdapterRecord) -> tuple[str, str | None, float | None]:
-    """Two loads of one content do not take the same time to the microsecond."""
+    """Return what identifies a load: two loads of one content do not take the same time to the microsecond."""
     return record.name, record.digest, record.load_seconds
 
 
 def _evictions(before: WorkerState, after: WorkerState, earlier: Sequence[AdapterRecord], changed: Sequence[AdapterRecord]) -> int:
-    """Adapters that a sleep takes out of memory return at the wake and are no evictions."""
+    """Count the adapters that went from Loaded to Cached between two documents of a serving worker.
+
+    Adapters that a sleep takes out of memory return at the wake and are no evictions.
+    """
     if before.state not in SERVING_PHASES or after.state not in SERVING_PHASES:
         return 0
     in_memory = {(one.name, one.digest) for one in earlier if one.state is RecordState.LOADED}

@@ -21,7 +21,7 @@ def work_of(document: WorkerState) -> int:
 
 
 def idle_for_s(group: Group) -> float:
-    """Since its last request; one that never had any is idle since it became ready."""
+    """Return the seconds since a replica's last request; without one, those since it became ready."""
     age_s = group.poll.request_age_s
     return group.poll.state_age_s if age_s is None else age_s
 
@@ -33,20 +33,26 @@ def always_awake(spec: DeploymentSpec) -> int:
 
 
 def needed_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
-    """With OnIdle, for the requests that there are: so many are woken."""
+    """Return how many replicas must be awake for the requests that there are; with OnIdle so many are woken."""
     work = sum(work_of(group.document) for group in groups if group.document is not None)
     return max(always_awake(spec), min(math.ceil(work / spec.engine.max_batch_size), len(groups)))
 
 
 def wanted_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
-    """With OnIdle, for those that may come: so many are let stay awake. An unknown answer counts as a request."""
+    """Return how many replicas are let stay awake with OnIdle: those that are needed, and at least one after a recent request.
+
+    An unknown answer of a live replica counts as a request.
+    """
     unknown = any(group.live and not group.poll.fresh for group in groups)
     recent = _recent_for_s(spec.sleep, groups) > 0
     return max(needed_awake(spec, groups), int(unknown or recent))
 
 
 def may_sleep_in_s(group: Group, sleep: Sleep) -> float | None:
-    """Seconds until this replica has been idle and awake for long enough, negative ones since; None: it is busy, or not known well."""
+    """Return the seconds until a replica has been idle and awake for long enough; 0 or less if it has been.
+
+    None if it is not awake, has requests, or has no fresh answer.
+    """
     document = group.document
     if group.state is not ReplicaState.AWAKE or document is None or not group.poll.fresh or work_of(document):
         return None
@@ -54,7 +60,10 @@ def may_sleep_in_s(group: Group, sleep: Sleep) -> float | None:
 
 
 def next_sleep_in_s(spec: DeploymentSpec, groups: Sequence[Group]) -> float | None:
-    """Seconds until a replica may sleep if no request comes, negative ones since; None: none may, or all are busy."""
+    """Return the seconds until a replica may sleep if no request comes; 0 or less if one may now.
+
+    None if all are busy, or if all awake ones must stay awake.
+    """
     times = [when for group in groups if (when := may_sleep_in_s(group, spec.sleep)) is not None]
     awake = sum(group.state is ReplicaState.AWAKE for group in groups)
     if not times or awake <= always_awake(spec):

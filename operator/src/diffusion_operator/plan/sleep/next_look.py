@@ -35,7 +35,10 @@ _CALM = (ReplicaState.PENDING, ReplicaState.AWAKE, ReplicaState.ASLEEP)
 
 
 def next_look_s(observed: Observed, adapters: AdapterPlan, progress: RolloutProgress, *, acting: bool, now: datetime) -> float | None:
-    """Seconds; None: time alone changes nothing."""
+    """Return the seconds until time alone makes the deployment worth another look; None if it never does.
+
+    `acting`: this pass does something, so the next look comes soon.
+    """
     if observed.refusal or pods_wait_for(observed.children):
         return REFUSED_S
     if acting or (adapters.again_at is not None and adapters.again_at <= now):

@@ -81,7 +81,10 @@ def _is_free(document: WorkerState) -> bool:
 
 
 def _idle(spec: DeploymentSpec, groups: Sequence[Group], known: Sequence[_Known]) -> set[int]:
-    """Idle the longest first, and no more than are too many; one that would not sleep last time comes last."""
+    """Choose the indices of replicas to put to sleep: the longest idle first, and no more than are too many.
+
+    A replica that failed to sleep last time comes last.
+    """
     surplus = sum(group.state is ReplicaState.AWAKE for group in groups) - wanted_awake(spec, groups)
     candidates = [(group, document) for group, document in known if _may_sleep(spec, group, document)]
     candidates.sort(key=lambda one: (_failed(one[1], "sleep"), -idle_for_s(one[0]), one[0].index))
@@ -136,7 +139,10 @@ def _wake(spec: DeploymentSpec, group: Group, generation: int) -> WakeWorker | N
 
 
 def _operation(kind: str, generation: int, document: WorkerState) -> tuple[str, int]:
-    """`sleep-3-1-5d41402a`: the attempts count failures in a row, the last part differs from one operation of a worker to the next."""
+    """Return an operation id, as `sleep-3-1-5d41402a`, and its attempt.
+
+    Attempts count failures in a row; the last part differs from one operation of a worker to the next.
+    """
     last, prefix = document.last_operation, f"{kind}-{generation}-"
     failed = last is not None and last.failed and last.operation_id.startswith(prefix)
     tried = last.operation_id.removeprefix(prefix).partition("-")[0] if last is not None and failed else "0"

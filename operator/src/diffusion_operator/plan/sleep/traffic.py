@@ -18,7 +18,7 @@ JITTER = timedelta(seconds=3)  # whole seconds here, and up to two that a poll t
 
 
 def held_requests(groups: Sequence[Group]) -> HeldStatus | None:
-    """None where no replica has answered yet."""
+    """Sum up the requests that replicas hold, with the age of the oldest; None where no replica has answered yet."""
     held = [group.document.held for group in groups if group.document is not None]
     if not held:
         return None
@@ -27,7 +27,10 @@ def held_requests(groups: Sequence[Group]) -> HeldStatus | None:
 
 
 def last_request_time(groups: Sequence[Group], *, before: datetime | None, now: datetime) -> datetime | None:
-    """Return the time of the last request; a new server process has none, so the earlier time stays."""
+    """Return the time of the last request. A new server process has none, so the earlier time stays.
+
+    It stays too if the new time is less than 3 s later.
+    """
     ages = [group.poll.request_age_s for group in groups if group.poll.fresh]
     times = [now - timedelta(seconds=round(age)) for age in ages if age is not None]
     latest = max(times, default=before)
@@ -37,7 +40,10 @@ def last_request_time(groups: Sequence[Group], *, before: datetime | None, now: 
 def sleep_eligible_time(
     spec: DeploymentSpec, groups: Sequence[Group], *, rolling: bool, before: datetime | None, now: datetime
 ) -> datetime | None:
-    """With OnIdle, and while no replica is being replaced."""
+    """Return the time at which a replica may sleep if no request comes; a time that moved less than 3 s stays as it was.
+
+    None without OnIdle, during a rollout (`rolling`), and if none may.
+    """
     due_in_s = next_sleep_in_s(spec, groups) if spec.sleep.policy is SleepPolicy.ON_IDLE and not rolling else None
     if due_in_s is None:
         return None

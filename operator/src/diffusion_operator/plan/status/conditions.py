@@ -65,12 +65,15 @@ def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
 
 
 def pass_failed(text: str) -> Verdict:
-    """Ready, where the operator could not find out."""
+    """Return Ready=Unknown with the reason PassFailed, for a pass in which the operator could not find out."""
     return verdict("Ready", None, "PassFailed", text)
 
 
 def not_understood(text: str) -> Verdict:
-    """Ready of an object whose spec cannot be read; `text` has the field, what was expected there and what was found."""
+    """Return Ready=Unknown for an object whose spec cannot be read.
+
+    `text` has the field, what was expected there and what was found; a remedy is added to it.
+    """
     return verdict("Ready", None, NOT_UNDERSTOOD, f"{text}; {remedy(text)}")
 
 
@@ -256,7 +259,7 @@ def _named(name: str, message: str) -> str:
 
 
 def _tally(now: Situation) -> str:
-    """`1 Awake, 1 Starting of 2 replicas`."""
+    """Format the number of replicas by state, as `1 Awake, 1 Starting of 2 replicas`."""
     counts = {state: now.count(state) for state in ReplicaState if now.count(state)}
     return (", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none") + f" of {now.wanted} replicas"
 
@@ -282,7 +285,7 @@ def _wakes(now: Situation) -> str:
 
 
 def _unprobed(now: Situation) -> str:
-    """Explain an engine that is ready before the kubelet reports it: just started, or its data port does not answer."""
+    """Return the end of a message about awake replicas whose readiness probe does not pass; empty without any."""
     indices = [str(group.index) for group in now.groups if group.state is ReplicaState.AWAKE and not group.pod.ready]
     return f"; the readiness probe of replica {', '.join(indices)} does not pass" if indices else ""
 

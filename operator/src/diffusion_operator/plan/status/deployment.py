@@ -71,8 +71,10 @@ def _url(deployment: DiffusionDeployment) -> str:
 
 
 def _between_pods(before: DeploymentStatus, groups: Sequence[Group], made: Sequence[CreatePod]) -> Iterator[ReplicaStatus]:
-    """Keep the failures of a replica whose pod is gone and not replaced yet. With another template they no longer count, but the last one
-    is still shown."""
+    """Yield a status for each replica whose pod is gone and whose next one is made in this pass, if it has failures to keep.
+
+    With another template they no longer count, but the last one is still shown.
+    """
     present, coming = {group.index for group in groups}, {action.index for action in made}
     for known in before.replica_states:
         if known.index in coming - present and (known.failures or known.last_failure):
@@ -111,7 +113,10 @@ def group_status(group: Group) -> ReplicaStatus:
 
 
 def _control_proven(group: Group) -> bool | None:
-    """Return True from the first proof of the pod's worker on. A worker that names its pod has a version that can prove itself."""
+    """Return True from the first proof of the pod's worker on, and None before.
+
+    A worker that names its pod has a version that can prove itself.
+    """
     document, before = group.document, group.previous
     known = before is not None and before.leader_pod == group.pod.name and before.control_proven
     return True if known or (document is not None and document.pod_uid == group.pod.uid) else None

@@ -54,7 +54,7 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def rolling(self) -> bool:
-        """Replicas are being replaced, and not stuck at it."""
+        """True while replicas are being replaced, unless that is stalled or the new template is refused."""
         return self.outdated > 0 and not self.progress.stalled and not self.template_refusal
 
     @property
@@ -67,7 +67,7 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def wakeable(self) -> int:
-        """Those that rest because nobody needs them: with OnIdle a request wakes them."""
+        """Number of replicas that rest without a problem because nobody needs them; a request wakes them. 0 without OnIdle."""
         if not self.on_idle:
             return 0
         return sum(group.state in RESTING_STATES and group.pod.ready and group.problem is None for group in self.groups)
@@ -77,5 +77,5 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def serving(self) -> int:
-        """Awake, and as far as the kubelet's probe says, answering."""
+        """Number of replicas that are awake and, as the kubelet's probe says, answer."""
         return sum(group.state is ReplicaState.AWAKE and group.pod.ready for group in self.groups)

@@ -7,7 +7,10 @@ from diffusion_operator.plan.observed.replica_state import IMAGE_REASONS, Group
 
 
 def load_status(group: Group) -> LoadStatus | None:
-    """Only while it loads: afterwards the figures say nothing. Times are the cluster's and the node's own."""
+    """Return the progress of a replica that is pending or starting, as far as it is known; otherwise None.
+
+    Times are the cluster's and the node's own.
+    """
     if group.state is ReplicaState.PENDING:
         return LoadStatus(stage="Scheduling", started_at=group.pod.created_at)
     if group.state is not ReplicaState.STARTING:
@@ -27,7 +30,7 @@ def load_status(group: Group) -> LoadStatus | None:
 
 
 def _pulling(group: Group) -> LoadStatus | None:
-    """Return Pulling if a container waits for its image, which it does once its volumes are ready."""
+    """Return the stage ImagePull if a container waits for its image, which it does once its volumes are ready; else None."""
     pod = group.pod
     creating = pod.container.waiting_reason == "ContainerCreating" and pod.set_up_at is not None
     if creating or pod.container.waiting_reason in IMAGE_REASONS:

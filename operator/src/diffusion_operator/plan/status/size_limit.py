@@ -18,7 +18,10 @@ _SHORTER = (512, 128, 32)  # characters, of up to four bytes; the last fits in a
 
 
 def truncate_groups(groups: Sequence[ReplicaStatus]) -> tuple[tuple[ReplicaStatus, ...], bool]:
-    """Return the records to show, by index, and whether some were left out. Those with something to tell come before the others."""
+    """Return the records to show, sorted by index, and whether any was left out or shortened.
+
+    At most 64 are shown, those with a message or with failures first. Their texts are shortened where all take more than 256 KiB.
+    """
     shown = sorted(sorted(groups, key=_silent)[:GROUPS_SHOWN], key=lambda group: group.index)
     whole = len(shown) == len(groups)
     for limit in _SHORTER:

@@ -56,7 +56,10 @@ class DesiredFiles(msgspec.Struct, frozen=True):
 async def keep_children(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, secret: Manifest, files: DesiredFiles, service: Manifest
 ) -> tuple[ChildState, ...]:
-    """Write what is not as the spec asks, and return the state of each."""
+    """Write each child that is not as the spec asks, and return the state of every child.
+
+    A child that fails keeps no other from being written; its error is in its state.
+    """
     token = asked(secret)
     states = [await keep_child(runtime, deployment, memory, token)]
     references, shards = await _keep_shards(runtime, deployment, memory, files.shards)
@@ -71,7 +74,7 @@ async def keep_children(
 
 
 def next_try_s(memory: DeploymentMemory, now: datetime) -> float | None:
-    """Seconds until a child that is not as the spec asks is tried again. None where all are."""
+    """Return the seconds until a child that is not as the spec asks is tried again; None where all are as it asks."""
     return min((max(0.5, (one.again_at - now).total_seconds()) for one in memory.tries.values()), default=None)
 
 
@@ -87,7 +90,7 @@ def recheck_secret(deployment: DiffusionDeployment, memory: DeploymentMemory, po
 
 
 def _waits_for_volumes(pod: Pod) -> bool:
-    """Return whether its node lacks something of it. Images are pulled after the volumes are there."""
+    """Return whether a scheduled pod waits for its volumes. Images are pulled after the volumes are there."""
     waits = pod.scheduled and pod.container.waiting_reason == "ContainerCreating" and pod.set_up_at is None
     return waits and not pod.terminating
 
@@ -131,7 +134,7 @@ async def _is_there(runtime: Runtime, deployment: DiffusionDeployment, number: i
 
 
 def _shard_child(deployment: DiffusionDeployment, memory: DeploymentMemory, number: int, shard: Shard | None) -> Child:
-    """Return a shard's child; the one of the pass before where the shard is the same."""
+    """Return a shard's rendered child; the same object as in the pass before where the shard is the same."""
     known = memory.shard_children.get(number)
     if known is not None and known[0] is shard:
         return known[1]

@@ -48,7 +48,11 @@ log = logging.getLogger(__name__)
 
 
 async def keep_child(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> ChildState:
-    """Write a child, which fails by itself. An error that nobody expected is reported at the end of the pass."""
+    """Keep one child as the spec asks, and return its state.
+
+    Return the last state while the next try is not due and nothing changed. An error becomes the state; only NamespaceEnds is raised.
+    Unexpected errors and an API server that is away are also reported at the end of the pass.
+    """
     kind, key, content, before = child.kind.kind, child.key, child.mark, memory.tries.get(child.key)
     doubted = key in memory.doubted
     if before is not None and before.content == content and not doubted and runtime.now() < before.again_at:
@@ -138,7 +142,11 @@ async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: 
 
 
 async def _changed(runtime: Runtime, deployment: DiffusionDeployment, child: Child, *, known: bool) -> Change | None:
-    """Return None where it is as it was written. It is looked for by its label, so without that it counts as deleted."""
+    """Return the difference of the live child from the rendered one; None where it is as it was written.
+
+    It is looked for by its label, so without that it counts as deleted.
+    The Secret cannot be read: it counts as changed, unless an earlier process wrote it and this one has not (`known`).
+    """
     metadata = deployment.metadata
     if child.manifest is None:
         return UNTOLD if await unwanted(runtime, deployment, child.kind, child.name) else None
@@ -156,7 +164,10 @@ async def _changed(runtime: Runtime, deployment: DiffusionDeployment, child: Chi
 
 
 async def _is_there(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> bool:
-    """Return whether our object controls the live one, though the last write of it failed."""
+    """Return whether the child is there and our object controls it, though the last write of it failed.
+
+    The Secret cannot be read: it counts as there if it was written once.
+    """
     if child.kind == SECRET:
         last = memory.applied.get(child.key)
         return bool(last.content) if last is not None else bool(await _secret_mark(runtime, deployment))

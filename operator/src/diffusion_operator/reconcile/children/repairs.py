@@ -77,7 +77,10 @@ async def set_our_labels(runtime: Runtime, deployment: DiffusionDeployment, pod:
 
 
 async def tell_missed_pods(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
-    """Only of those that were sound and as they should be, and whose place is taken now: another operator may have ended the others."""
+    """Report pods that another client deleted, and forget all missed pods.
+
+    Only sound pods of the current template are reported, and only as many as are made now: another operator may have ended others.
+    """
     made = sum(isinstance(action, CreatePod) for action in plan.pods)
     failed = {group.leader_pod for group in deployment.status.replica_states if group.state is ReplicaState.FAILED}
     sound = {uid: pod.name for uid, pod in memory.missed_pods.items() if pod.revision == plan.template.revision and pod.name not in failed}
@@ -91,6 +94,6 @@ def _names(found: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def _without(memory: DeploymentMemory, found: Sequence[Mapping[str, Any]]) -> dict[str, KnownPod]:
-    """Pods that were there and are not listed, though this process did not delete them."""
+    """Return by UID the pods that were there and are not listed, though this process did not delete them."""
     present = {one["metadata"]["uid"] for one in found}
     return {uid: pod for uid, pod in memory.pods.items() if uid not in present and uid not in memory.deleted_pods}

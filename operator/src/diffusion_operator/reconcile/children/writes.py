@@ -128,7 +128,7 @@ def _is_left_behind(found: Manifest, owner: ObjectMeta, name: str) -> bool:
 
 
 async def _apply(runtime: Runtime, deployment: DiffusionDeployment, live: Manifest, manifest: Manifest, *, version: bool = False) -> None:
-    """Bound to the object that was seen; `version`: and to its state, where somebody could take it meanwhile.
+    """Apply a child to the object that was seen; with `version` only to its state, where somebody could take it meanwhile.
 
     An apply leaves what others added to a list that it merges. Such a list is replaced.
     """
@@ -143,7 +143,10 @@ async def _apply(runtime: Runtime, deployment: DiffusionDeployment, live: Manife
 
 
 async def _mend(runtime: Runtime, deployment: DiffusionDeployment, manifest: Manifest, error: ClusterRefused) -> bool:
-    """Replace lists as a whole where the API server cannot merge ours with somebody else's changes; a refusal of that is an error, too."""
+    """Replace lists as a whole after an apply that could not merge ours with somebody else's changes, and report it.
+
+    Return False, and write nothing, if the object is gone or not ours. A refusal of the write is raised.
+    """
     kind, metadata = KINDS[manifest["kind"]], deployment.metadata
     live = await runtime.cluster.look_up(kind, metadata.namespace, manifest["metadata"]["name"])
     if live is None or ownership(live, metadata) is not Ownership.OURS:
@@ -155,7 +158,7 @@ async def _mend(runtime: Runtime, deployment: DiffusionDeployment, manifest: Man
 
 
 async def _patched(runtime: Runtime, manifest: Manifest, operations: list[dict[str, Any]]) -> Manifest | None:
-    """None where one of the tests fails."""
+    """Send a JSON patch and return the object after it; None where one of its tests fails."""
     try:
         return await _patch(runtime, manifest, operations)
     except ClusterRefused as error:

@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class ChildWatch:
-    """Goes on where the scope's listing ended, and lists again where that place is lost."""
+    """A watch of one kind of children into the store.
+
+    It goes on where the scope's listing ended, and lists again where that place is lost.
+    """
 
     def __init__(
         self,
@@ -97,12 +100,12 @@ class ChildWatch:
             log.exception("event not understood kind=%s object=%s", self._listing.scope, event.object["metadata"].get("name"))
 
     def _count(self) -> None:
-        """Forget earlier failures after a watch that has lived, even where it broke in the end."""
+        """Count a failure; after a watch that has lived, forget all of them instead, even where it broke in the end."""
         lived = self._opened_at is not None and self._monotonic() - self._opened_at >= LIVED_S
         self._failures = 0 if lived else self._failures + 1
 
     def _note(self, error: ClusterError) -> None:
-        """Give the place up where it may be lost.
+        """Log the error, and give the place up where it may be lost, so that a listing comes next.
 
         After one lost connection it holds. If the next watch cannot be opened either, the API server's store may be another one.
         """

@@ -37,7 +37,7 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 class Listing:
-    """A kind in one namespace, or in all."""
+    """Listings of a kind, in one namespace or in all, into the store; they also show a watch that misses changes."""
 
     def __init__(
         self,
@@ -80,7 +80,10 @@ class Listing:
             self._refused()
 
     async def list(self) -> bool:
-        """List everything into the store; return whether there was news."""
+        """List all objects of the scope into the store, and remove those that are gone; return whether there was news.
+
+        It ends a set-aside. A failure is raised.
+        """
         kind, namespace = self.scope.kind, self.scope.namespace
         before, seen, version, news = self._store.places(kind, namespace), set(), "", False
         newest = self._store.newest(kind, namespace)

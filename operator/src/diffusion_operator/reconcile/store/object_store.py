@@ -68,7 +68,7 @@ class ObjectStore:
         return self._versions[key]
 
     def places(self, kind: Kind, namespace: str) -> dict[ObjectPlace, str]:
-        """UIDs by place; of all namespaces with an empty one."""
+        """Return the UIDs of the known objects by namespace and name; an empty `namespace` stands for all of them."""
         return {place: known.uid for place, known in self._known.get(kind.kind, {}).items() if namespace in ("", place[0])}
 
     def manifests(self, kind: Kind, namespace: str) -> Iterator[Manifest]:
@@ -76,7 +76,7 @@ class ObjectStore:
             yield _decode(self._known[kind.kind][place])
 
     def put(self, kind: Kind, manifest: Manifest) -> bool:
-        """Store an object from a watch or a listing; return whether it is new."""
+        """Store an object from a watch or a listing. Return whether its version is new, and if so call `changed` first."""
         news = self._take(kind, manifest)
         if news:
             self._changed(kind, manifest)
@@ -88,7 +88,10 @@ class ObjectStore:
             self._take(kind, manifest)
 
     def remove(self, kind: Kind, manifest: Manifest) -> None:
-        """Remove an object, unless another of its name is known."""
+        """Remove an object and call `changed` with it; do nothing if it is not known, or if another of its name is.
+
+        A late answer with this version or an earlier one does not bring it back.
+        """
         metadata = manifest["metadata"]
         place, uid = (metadata["namespace"], metadata["name"]), metadata["uid"]
         self._removed[uid] = int(metadata["resourceVersion"])
@@ -113,7 +116,10 @@ class ObjectStore:
         self._removed.clear()
 
     def keep_only(self, kind: Kind, before: dict[ObjectPlace, str], seen: Collection[str], *, version: str) -> bool:
-        """After a whole listing: what was known before it began and is not in it has gone unheard. Return whether any was removed."""
+        """Remove the objects that a whole listing did not have (`seen`), of those known before it began (`before`).
+
+        They have gone unheard. Return whether any was removed.
+        """
         news = False
         for place, uid in before.items():
             known = self._known.get(kind.kind, {}).get(place)
@@ -124,7 +130,7 @@ class ObjectStore:
         return news
 
     def _take(self, kind: Kind, manifest: Manifest) -> bool:
-        """Store a version; return whether it is new."""
+        """Store an object unless this version or a later one is known or was removed; return whether it was stored."""
         metadata = manifest["metadata"]
         place = sys.intern(metadata["namespace"]), metadata["name"]
         uid, version = metadata["uid"], int(metadata["resourceVersion"])

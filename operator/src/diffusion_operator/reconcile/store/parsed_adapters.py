@@ -12,7 +12,10 @@ from diffusion_operator.reconcile.store.parsing import parse
 
 
 def _read(manifest: Manifest, before: LoRAAdapter | None) -> LoRAAdapter | None:
-    """Return the adapter, or the state of the same object that was understood last; its own pass tells of the error."""
+    """Return the adapter; if it is not understood, the state of the same object that was understood last, else None.
+
+    The adapter's own pass tells of the error.
+    """
     try:
         return parse(manifest, LoRAAdapter)
     except NotUnderstood:

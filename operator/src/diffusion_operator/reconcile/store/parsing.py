@@ -25,7 +25,7 @@ _WORDS = 400
 
 
 def parse(manifest: dict[str, Any], type_: type[Parsed]) -> Parsed:
-    """Raise NotUnderstood where the manifest is not of the type."""
+    """Convert a manifest to a struct of the type. Raises NotUnderstood, with the field that does not fit."""
     try:
         return msgspec.convert(manifest, type_)
     except msgspec.ValidationError as error:
@@ -33,7 +33,7 @@ def parse(manifest: dict[str, Any], type_: type[Parsed]) -> Parsed:
 
 
 def deployment_named(adapter: Mapping[str, Any]) -> str:
-    """Return the DiffusionDeployment that a LoRAAdapter names; empty where that is not understood."""
+    """Return the name of the DiffusionDeployment that a LoRAAdapter names; empty where that is not understood."""
     found: Any = adapter
     for step in ("spec", "deploymentRef", "name"):
         found = found.get(step) if isinstance(found, Mapping) else None
@@ -55,7 +55,7 @@ def _explained(text: str, manifest: Mapping[str, Any], type_: type) -> str:
 
 
 def _allowed(type_: inspect.Type, steps: list[str]) -> list[str]:
-    """Return the words that a field may have, if it may have words only."""
+    """Return the words that a field may have; empty if it may have other values."""
     if isinstance(type_, inspect.Metadata):
         return _allowed(type_.type, steps)
     if isinstance(type_, inspect.UnionType):

@@ -30,7 +30,10 @@ WATCHED = (*DECLARED_KINDS, *CHILD_KINDS)
 
 
 class WatchedCluster:
-    """Kinds that are not watched (Secrets and Events) cannot be read: we have no right to."""
+    """A Cluster that reads from the store; its writes and `look_up` go to the API server.
+
+    Kinds that are not watched (Secrets and Events) cannot be read and seem absent: we have no right to.
+    """
 
     def __init__(self, cluster: Cluster, store: ObjectStore) -> None:
         self._cluster = cluster
@@ -49,7 +52,10 @@ class WatchedCluster:
         return [one for one in self._store.manifests(kind, namespace) if wanted.items() <= one["metadata"].get("labels", {}).items()]
 
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
-        """Put the object that is found into the store, too, if it has the label that is watched for."""
+        """Ask the API server for an object; None if it is missing.
+
+        It is put into the store, too, if it has the label that is watched for.
+        """
         found = await self._cluster.look_up(kind, namespace, name)
         if found is not None and found["metadata"].get("labels", {}).get(LABEL_MANAGED_BY) == FIELD_MANAGER:
             self._store.learn(kind, found)
@@ -68,7 +74,10 @@ class WatchedCluster:
         return await self._cluster.patch(kind, namespace, name, operations)
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest, version: str) -> None:
-        """After a conflict the object is asked for, so that the next pass sees a change before its watch does."""
+        """Write a status. A conflict is raised, but before that the object is asked for and stored.
+
+        So the next pass sees a change before its watch does.
+        """
         try:
             await self._cluster.apply_status(kind, namespace, name, status=status, version=version)
         except ClusterConflict:

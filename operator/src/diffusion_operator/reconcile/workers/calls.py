@@ -49,7 +49,7 @@ class WorkerCalls:
         return frozenset(self._running)
 
     def begin(self, key: Key, memory: DeploymentMemory, calls: Sequence[WorkerAction]) -> None:
-        """Begin the calls of a plan. None of them is to a worker that has others."""
+        """Begin the calls of a plan in the background. Give it no call to a worker in `calling`."""
         by_worker: dict[str, list[WorkerAction]] = defaultdict(list)
         for call in calls:
             by_worker[call.worker.pod_uid].append(call)
@@ -57,7 +57,7 @@ class WorkerCalls:
             self._running[uid] = asyncio.create_task(self._call_worker(uid, key, memory, group), name=f"calls to {uid}")
 
     async def settled(self) -> None:
-        """Return when no call is under way."""
+        """Wait until no call is under way."""
         while self._running:
             await asyncio.gather(*self._running.values())
 
@@ -90,9 +90,10 @@ class WorkerCalls:
             self._runtime.wake(key)
 
     async def _call_in_order(self, memory: DeploymentMemory, calls: Sequence[WorkerAction]) -> None:
-        """Make room first; then adapters side by side, because a worker fetches several at once and answers when one is there.
+        """Make the calls to one worker: first those that make room, then puts of adapters, eight side by side at most.
 
-        None is begun when the time of one call is used up.
+        A worker fetches several adapters at once and answers when one is there. A failure is kept or logged, and stops no other call.
+        No call is begun when the time of one call is used up.
         """
         runtime, gate = self._runtime, asyncio.Semaphore(CALLS_AT_ONCE)
         begun = runtime.clock()

@@ -55,7 +55,10 @@ class _Watch:
 
 
 class WorkerWatches:
-    """Open only between `start` and `stop`: an operator that does not lead calls no worker."""
+    """The watches of the workers of all deployments.
+
+    They are open only between `start` and `stop`: an operator that does not lead calls no worker.
+    """
 
     def __init__(self, runtime: Runtime, *, random: Callable[[], float], monotonic: Callable[[], float]) -> None:
         """`random` gives numbers in [0, 1)."""
@@ -83,7 +86,10 @@ class WorkerWatches:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def follow(self, deployment: ObjectMeta, memory: DeploymentMemory, pods: Sequence[Pod]) -> None:
-        """Watch the workers of these pods of a deployment, and of no others of it."""
+        """Watch the workers of these pods of a deployment in the background, and of no others of it.
+
+        It opens no watch before `start`.
+        """
         place = (deployment.namespace, deployment.name)
         lives = {pod.uid: life_of(pod) for pod in pods}
         watches = self._watches.get(place, {})
@@ -113,7 +119,7 @@ class WorkerWatches:
             watch.task.cancel()
 
     async def _run(self, place: Place, memory: DeploymentMemory, worker: _Worker, record: PollRecord) -> None:
-        """Until it is cancelled."""
+        """Ask a worker for its state again and again until the task is cancelled; wake the deployment at news."""
         quick = 0
         while True:
             begun = self._monotonic()
@@ -131,7 +137,10 @@ class WorkerWatches:
             await asyncio.sleep(min(BURST_PAUSE_MAX_S, BURST_STEP_S * max(0, quick - 1)))
 
     async def _ask(self, memory: DeploymentMemory, worker: _Worker, record: PollRecord) -> bool:
-        """Return whether the answer, or its absence, is news. A worker that was lost is asked to answer at once."""
+        """Ask a worker for its next state and keep the answer; return whether the answer, or its absence, is news.
+
+        A worker that was lost is asked to answer at once.
+        """
         wait_s = WAIT_S if record.revision and not record.failures else 0.0
         workers, runtime = self._runtime.workers, self._runtime
         try:
