@@ -72,7 +72,7 @@ class SeenMainThread:
 
     @property
     def passed(self) -> Passed:
-        """The number of points that the rank has passed, and the time of the last one; both 0 before the first. An error after `close`."""
+        """The number of points that the rank has passed, and the time of the last one; both 0 before the first. Fails after `close`."""
         return Passed(*POINTS.unpack_from(self._memory))
 
     def stack(self) -> str:

@@ -137,7 +137,7 @@ class SleepTask(msgspec.Struct, frozen=True):
 
 
 class WakeTask(msgspec.Struct, frozen=True):
-    """A command to restore the memory of these tags (None: all). A rank that has it already does nothing."""
+    """A command to restore the memory of these tags (None: all). A rank that has this memory already does nothing."""
 
     task_id: str
     tags: list[MemoryTag] | None = None

@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class Recent(dict[K, V]):
-    """A dict of the `most` entries that were set last: `d[key] = value` makes a key the newest, at the end, and drops the oldest.
+    """A dict of the `most` entries that were set last: `d[key] = value` puts a key at the end, and drops the first beyond `most`.
 
     Reading changes no order. Only this form is bounded, not `update`, `setdefault` or the like.
     """

@@ -23,9 +23,10 @@ _serving = False
 
 
 class WithheldRecord(logging.LogRecord):
-    """A log record that, after `withhold`, has no text that may quote a request: a library's message, or that of its exception.
+    """A log record that, after `withhold`, has no text that may quote a request: no library's message, and no exception's.
 
-    Messages of this package and of uvicorn stay. The class applies to every logger, even one that does not propagate.
+    Messages of this package and of uvicorn stay, and those of exceptions that cannot quote one. The class applies to every logger, even
+    one that does not propagate.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +79,7 @@ def words_of(error: BaseException) -> str:
 def _may_be_told(error: BaseException) -> bool:
     """Return whether an error's message may be logged, because it quotes no request; always True before `withhold`.
 
-    Errors of options and of ranks quote no prompt, and torch sees none. A refused request's message reaches its client anyway.
+    Errors of options and of ranks quote no prompt, and torch sees none. A RequestError's message is withheld: its client gets it.
     """
     if not _serving or isinstance(error, ConfigError | GroupFailed | MemoryError):
         return True

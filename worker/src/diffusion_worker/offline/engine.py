@@ -192,7 +192,7 @@ def _sides(size: str, height: int | None, width: int | None) -> tuple[int, int]:
 
 
 def _params(fields: dict[str, object]) -> GenerationParams:
-    """Convert a call's fields to a request and check their types. An error about a prompt does not repeat the prompt."""
+    """Convert a call's fields to a request; raise RequestError (InvalidRequest) for a wrong type. The error does not repeat a prompt."""
     try:
         return msgspec.convert(fields, GenerationParams)
     except msgspec.ValidationError as error:

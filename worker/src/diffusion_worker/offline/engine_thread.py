@@ -61,7 +61,7 @@ class EngineThread:
         return self._engine
 
     def start(self, *, meanwhile: Callable[[], None] = nothing) -> None:
-        """Load the model and its adapters.
+        """Start the ranks, and return when the model and its adapters are loaded; `meanwhile` is called as by `run`.
 
         Raises:
             ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up in time, or died.

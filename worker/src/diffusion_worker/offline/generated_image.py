@@ -25,12 +25,12 @@ class GeneratedImage:
 
     @property
     def seed(self) -> int:
-        """The seed it was made from."""
+        """The seed from which this image was made."""
         return self.made.seed
 
     @property
     def timings(self) -> Timings:
-        """Seconds it took, by stage."""
+        """The seconds that this image took, by stage."""
         return self.made.timings
 
     @property
@@ -68,5 +68,5 @@ class GeneratedImage:
         return encode(made.pixels, made.height, made.width, output_format=output_format, compression=quality, metadata=self.metadata)
 
     def _repr_png_(self) -> bytes:
-        """Return a PNG for notebooks."""
+        """Return the image as a PNG file's bytes, with its metadata, for notebooks."""
         return self._encoded(OutputFormat.PNG)

@@ -35,18 +35,18 @@ class StepCounts:
 
     @property
     def taken(self) -> int:
-        """Steps taken so far."""
+        """The steps that all images of the call have taken so far, in sum."""
         return sum(event.step for event in list(self._steps.values()))
 
     @property
     def expected(self) -> int | None:
-        """Steps of all images, if each takes as many as the longest that began; None while none has begun."""
+        """The steps of all images, if each takes as many as the longest that began; None while no number of steps is known."""
         most = max((event.steps or 0 for event in list(self._steps.values())), default=0)
         return most * self.images or None
 
     @property
     def finished(self) -> int:
-        """Images that took their last step."""
+        """The number of images that took their last step."""
         return sum(1 for event in list(self._steps.values()) if event.step == event.steps)
 
 

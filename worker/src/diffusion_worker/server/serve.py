@@ -92,7 +92,7 @@ class Watchdog:
     def arm(self, ending: Ending, timeout_s: float) -> None:
         """Give the process `timeout_s` from now on to end.
 
-        After that it ends at once, with the code of `ending`, or 70 if that is 0. The reason goes to the logs.
+        After that it ends at once, with the code of `ending`, or 70 if that is 0. The reason goes to the log and the termination log.
         """
         self._timer = threading.Timer(timeout_s, _end_at_once, (ending, timeout_s))
         self._timer.daemon = True

@@ -83,7 +83,7 @@ class Totals:
         return sum(known) if len(known) == len(self._sizes) else None
 
     def set(self, identity: str, done: int, size: int | None) -> None:
-        """Record the received bytes of a file, and its size if known."""
+        """Replace a file's received bytes and size (None: unknown), for the next report."""
         with self._lock:
             self._done[identity], self._sizes[identity] = done, size
 
@@ -160,7 +160,10 @@ class Downloader:
     def _fill(self, partial: Partial, file: RemoteFile) -> Blob:
         """Download the whole file into `partial` and return its digest and size; start again if a wrong digest may come from old bytes.
 
-        A file with a wrong digest, over the limit or of a refused format is deleted, and any failure is a RequestError.
+        A file with a wrong digest, over the limit or of a refused format is deleted.
+
+        Raises:
+            RequestError: see `Fetcher.fetch_adapter`; Cancelled if `stop` was set.
         """
         resumed = partial.size > 0
         try:

@@ -46,7 +46,7 @@ class Fetched(msgspec.Struct, frozen=True):
     stamps: tuple[FileStamp, ...] = ()
 
     def may_differ(self, earlier: "Fetched") -> bool:
-        """Return whether this may differ in content from an earlier fetch of the same source."""
+        """Return whether path, digest, revision or stamps differ from an earlier fetch of the source, so that the content may differ."""
         return (self.path, self.digest, self.revision, self.stamps) != (earlier.path, earlier.digest, earlier.revision, earlier.stamps)
 
 

@@ -129,7 +129,10 @@ class FileCache:
                 partial.path.rename(self.blob(sha256))
 
     def tree(self, files: Mapping[str, Blob]) -> tuple[Path, str]:
-        """Return a folder of links to the blobs, named by the keys of `files`, and a SHA-256 of names and contents; build it if missing."""
+        """Return a folder of links to the blobs, and a SHA-256 of names and contents, after which it is named. Build a missing folder.
+
+        A link has its key of `files` as its name.
+        """
         lines = (f"{files[name].sha256}  {name}\n" for name in sorted(files))
         digest = hashlib.sha256("".join(lines).encode()).hexdigest()
         folder = self.folder / "trees" / digest
@@ -233,7 +236,7 @@ class FileCache:
 
 
 class Partial:
-    """A file on its way into the cache, locked by one holder. Once closed it is a blob, or waits to be continued."""
+    """A file on its way into the cache, locked by one holder until its `with` block ends. Then it is a blob, gone, or continued later."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -256,7 +259,7 @@ class Partial:
 
 
 def key_of(*parts: str) -> str:
-    """Return a hash of these parts as the name of a file, so that no text of a source becomes a path."""
+    """Return a SHA-256 of these parts in hexadecimal digits as the name of a file, so that no text of a source becomes a path."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 

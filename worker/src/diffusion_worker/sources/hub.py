@@ -57,7 +57,7 @@ def _ask(api: huggingface_hub.HfApi, source: HuggingFaceSource, what: str) -> An
 
 
 def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
-    """Choose an error by the answer's status: 401 and 403 are SourceUnauthorized, 404 is SourceNotFound, all others NetworkError.
+    """Return an error by the answer's status: SourceUnauthorized for 401 and 403, SourceNotFound for 404, NetworkError for any other.
 
     The exception's own text is dropped, since it has the request in it.
     """

@@ -87,7 +87,11 @@ def local_model(path: Path, what: str, *, inside: Path | None = None) -> Path:
 
 
 def claim_path(source: PvcSource, claims_dir: str) -> tuple[Path, Path]:
-    """Return a claim's mount path, and the source's path on it. Raises RequestError (SourceNotFound, InvalidRequest)."""
+    """Return a claim's mount path, and the source's full path on it.
+
+    Raises:
+        RequestError: SourceNotFound if either is missing; InvalidRequest for a malformed name, or a path that leaves the claim.
+    """
     what = f"claim {source.claim_name!r}"
     if not source.claim_name or "/" in source.claim_name or source.claim_name.startswith("."):
         raise RequestError(ErrorCode.INVALID_REQUEST, f"source.pvc.claimName: expected the name of a claim, found {source.claim_name!r}")

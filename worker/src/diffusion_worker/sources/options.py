@@ -83,7 +83,7 @@ def check_sources(config: WorkerConfig) -> None:
 
 
 def check_lora_bounds(config: WorkerConfig) -> None:
-    """Compare the options for adapters with each other: memory and a request's maximum with the slots, and `--lora` with both.
+    """Check that `--max-cached-loras` is at least `--max-loras`, `--max-loras-per-request` at most that, and that every `--lora` has room.
 
     Raises:
         ConfigError: two options contradict each other; it has both names and values.

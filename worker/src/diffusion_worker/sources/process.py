@@ -33,9 +33,9 @@ Report = Callable[[int, int | None], None]
 
 
 async def fetch_in_process(job: FetchJob, report: Report, adopt: Callable[[FetchDone], None]) -> FetchDone:
-    """Fetch in a child process; `adopt` is called in a thread while the child still keeps the fetched files from eviction.
+    """Fetch in a child process, pass its progress to `report`, and return its result. The caller bounds its time.
 
-    The caller bounds its time.
+    `adopt` gets the result too, in a thread, while the child still keeps the fetched files from eviction.
 
     Raises:
         RequestError: the error that the child reports; NetworkError if it makes no progress.

@@ -35,7 +35,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Relay
 
     def do_CONNECT(self) -> None:
-        """Open a tunnel for TLS; the library itself checks the certificate."""
+        """Open a tunnel for TLS to an allowed address; the library itself checks the certificate."""
         host, _, port = self.path.rpartition(":")
         if (upstream := self._connect(host.strip("[]"), int(port) if port.isdecimal() else 0)) is not None:
             self.send_response_only(HTTPStatus.OK)
@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._tunnel(upstream)
 
     def do_GET(self) -> None:
-        """Forward a request, which is a listing and has no body."""
+        """Forward a request over plain http as a GET without a body; answer 403 where http is not allowed."""
         parts = urlsplit(self.path)
         try:
             require_scheme(parts.scheme, allow_http=self.server.allow_http)

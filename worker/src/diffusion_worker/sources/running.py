@@ -28,7 +28,7 @@ UNREACHABLE = frozenset({ErrorCode.NETWORK_ERROR, ErrorCode.SOURCE_NOT_FOUND})
 def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: ExitStack) -> FetchDone:
     """Fetch a job's model or adapter into the cache; its files cannot be evicted until `leases` is closed.
 
-    A model whose source is not reached or found is returned as it was fetched last, with a note, unless a revision is required.
+    If a model's source is not reached or found and no revision is required, the version fetched last is returned, if it is cached.
 
     Raises:
         RequestError: see `Fetcher.fetch_adapter`.

@@ -38,7 +38,7 @@ MAX_SIGNED_S = 7 * 86_400
 
 
 def resolve_s3(source: S3Source, question: ResolveContext) -> Resolved:
-    """Find what to fetch: a single object, or everything wanted below a key that is empty or ends with a slash.
+    """Find the files to fetch: a single object, or the adapter's or model's files below a key that is empty or ends with a slash.
 
     The revision is the object's version or ETag; for a folder it is a hash over names and ETags.
 

@@ -66,7 +66,7 @@ def model_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()
 
 
 def single_adapter(name: str, what: str) -> None:
-    """Raise RequestError (UnsupportedFormat) if a file's name is not that of an adapter."""
+    """Raise RequestError (UnsupportedFormat) if a file's name does not end in .safetensors."""
     refuse_endings([name], what)
     if not name.endswith(WEIGHTS):
         raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a *{WEIGHTS} file, found {name!r}")

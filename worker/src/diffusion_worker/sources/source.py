@@ -59,7 +59,7 @@ class HttpSource(_Source, frozen=True):
 
 
 class Source(_Source, frozen=True):
-    """A source of a model or an adapter: exactly one of the members is set."""
+    """A source of a model or an adapter: exactly one of the members is set, else ValueError."""
 
     path: str | None = None
     hugging_face: HuggingFaceSource | None = None

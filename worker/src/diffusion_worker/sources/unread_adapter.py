@@ -11,7 +11,7 @@ from diffusion_worker.lora.located import locate
 
 
 def check_unread(path: Path, *, root: Path | None = None, digest: str | None, name: str) -> str | None:
-    """Check the header of an adapter's file, and its digest if one is required; return that digest, else None.
+    """Check the header of an adapter's file, and its digest if one is required; return that digest, else None. Stay in `root`, if set.
 
     Raises:
         RequestError: InvalidAdapter, UnsupportedFormat, DigestMismatch.

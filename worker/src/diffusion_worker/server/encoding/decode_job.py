@@ -7,8 +7,8 @@ import msgspec
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
     """A file that a client sent in the form field `field`.
 
-    The image is scaled down to `max_pixels`. With `as_mask`, a file without transparency makes a mask by luminance. The file's process may
-    use `cpu_s` of CPU time and `memory_bytes`.
+    A larger image is scaled down to `max_pixels`. With `as_mask`, a file without transparency makes a mask by luminance. The file's
+    process may use `cpu_s` of CPU time and `memory_bytes`.
     """
 
     field: str

@@ -29,7 +29,7 @@ MAX_JOB_BYTES = 4096
 
 
 def main() -> None:
-    """Fork for each job until the server is gone."""
+    """Take jobs from the socket of the command line and fork a process for each, until the server closes its end."""
     control = socket.socket(fileno=int(sys.argv[1]))
     os.nice(NICENESS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended processes

@@ -86,7 +86,7 @@ def check_sides(output_format: OutputFormat, height: int | None, width: int | No
 
 
 def metadata_of(provenance: Provenance, image: FinishedImage) -> dict[str, object]:
-    """Return an image's provenance as plain JSON data, the same in the answer and in the file, without the prompt."""
+    """Return an image's provenance, seed and size as plain JSON data, the same in the answer and in the file, without the prompt."""
     made_by: dict[str, object] = msgspec.to_builtins(provenance)
     return made_by | {"seed": image.seed, "width": image.width, "height": image.height}
 

@@ -88,7 +88,7 @@ def filter_calls() -> None:
 
 
 def _instructions(architecture: int, calls: Sequence[int]) -> list[bytes]:
-    """Return the filter's encoded instructions, which allow only `calls`, by number, of this architecture."""
+    """Return the filter's encoded instructions: calls with these numbers are allowed, others and those of another architecture refused."""
     checks = [_instruction(JUMP_IF_EQUAL, call, where_true=len(calls) - index) for index, call in enumerate(calls)]
     return [
         _instruction(LOAD_WORD, ARCHITECTURE_AT),

@@ -19,7 +19,7 @@ class ClientGone(Exception):
 
 
 class RunningRequests:
-    """The running requests, which every generating route registers. Ids are the clients' choice, so an owner may use one several times."""
+    """The running requests, which every generating route registers. Clients choose ids, so an owner may use the same id several times."""
 
     def __init__(self) -> None:
         self._cancelled: dict[tuple[bytes, str], list[asyncio.Event]] = {}

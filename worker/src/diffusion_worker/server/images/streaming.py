@@ -51,7 +51,7 @@ class EventStream(Response):
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events.
+        """Run the request and send its events. An error after the first of them is sent as the last event, and is not raised.
 
         Raises:
             RequestError, GroupFailed: see `Engine.generate`, while nothing was sent yet.
@@ -71,7 +71,7 @@ class EventStream(Response):
             await self._fail(send, unexpected_error(error))
 
     async def _run(self, send: Send) -> None:
-        """Make the images, and send the events of the request until the end of its stream."""
+        """Make the images; send each event as it comes, then one for each finished image, and end the body. Raise any error."""
         events: asyncio.Queue[RequestEvent | None] = asyncio.Queue()
         work = asyncio.create_task(self._engine.generate(self._params, on_event=events.put_nowait))
         work.add_done_callback(lambda _: events.put_nowait(None))

@@ -30,7 +30,7 @@ def labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> M
 
 
 def histogram(name: str, text: str, durations: Mapping[str, Durations], *, label: str | None = None) -> Metric:
-    """Return a histogram for each value of a label; without a label, `durations` has one entry, whose key is ignored."""
+    """Return a histogram family with a series for each key of `durations`, a value of `label`; without a label, the only key is ignored."""
     family = HistogramMetricFamily(PREFIX + name, text, labels=[label] if label else [])
     for value, each in durations.items():
         buckets = [("+Inf" if math.isinf(bound) else str(bound), float(count)) for bound, count in each.cumulative()]

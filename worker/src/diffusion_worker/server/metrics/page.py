@@ -74,7 +74,7 @@ class Metrics:
             self._seconds[path].observe(seconds)
 
     def observe_generation(self, made: Generation) -> None:
-        """Observe the phases and the memory of every image of an answered request, and count its adapters."""
+        """Observe phases and, if known, peak memory of every image of an answered request. Count the request by its number of adapters."""
         self._by_adapters[len(made.provenance.adapters)].inc()
         for image in made.images:
             for phase, seconds in self._phases.items():
