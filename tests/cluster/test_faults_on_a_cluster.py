@@ -94,8 +94,11 @@ def test_a_killed_server_comes_back_in_the_same_pod(steady: ClusterRig, right: D
 
 
 def test_requests_are_answered_while_the_api_server_stands_still_and_nothing_restarts_for_it(steady: ClusterRig, right: DemoImage) -> None:
-    """The API server may mark the node lost when it resumes, because it has seen no heartbeat for over fifty seconds. Then Services have no
-    endpoints until the kubelet reports again. Kubernetes does that, not the operator."""
+    """Stop the API server, and check that requests are answered and nothing restarts.
+
+    When it resumes it may mark the node lost, because it has seen no heartbeat for over fifty seconds. Then Services have no endpoints
+    until the kubelet reports again. Kubernetes does that, not the operator.
+    """
     rig, same, operators = steady, lives(steady), operator_lives(steady)
     address = service_address(rig.kubectl, NAME)
     with api_server_stopped(), Clients(lambda: address, right, REQUEST) as asking:

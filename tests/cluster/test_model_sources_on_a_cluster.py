@@ -33,7 +33,7 @@ def model_of(rig: ClusterRig, pod: str) -> Document:
 
 @pytest.fixture(scope="module")
 def fetched(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRig]:
-    """Start a replica that serves a model from the hub."""
+    """Start a replica that serves a model from the hub, and provide the rig. All that was made is removed in the end."""
     namespace = rig.kubectl.namespace
     apply(
         rig,

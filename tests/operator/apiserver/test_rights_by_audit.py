@@ -68,7 +68,7 @@ EDITS: tuple[tuple[str, str, Document], ...] = (("networkpolicy", "d-control", {
 
 
 class Team:
-    """A namespace with objects."""
+    """A namespace of users, with kubectl calls on its objects."""
 
     def __init__(self, cluster: AuditedApiserver, namespace: str = TEAM) -> None:
         self._cluster, self._namespace = cluster, namespace

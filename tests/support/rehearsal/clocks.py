@@ -47,7 +47,8 @@ class Clocks:
         return number
 
     def queue(self, stream: int | None = None) -> Moment:
-        """Queue a piece of work on a stream, by default the current one; return its moment."""
+        """Queue a piece of work on a stream, by default the current one; return its moment. The stream then knows all that the host
+        knows."""
         stream = self.current if stream is None else stream
         clock = self.streams[stream]
         clock.learn(self.host)

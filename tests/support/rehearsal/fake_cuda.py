@@ -88,7 +88,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _replacements() -> dict[str, Any]:
-    """Return what stands for the functions of `torch.cuda`, by name."""
+    """Return the stand-ins for functions and classes of `torch.cuda`, by name."""
     return {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,

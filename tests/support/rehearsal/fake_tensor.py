@@ -21,7 +21,7 @@ running: list["Rehearsal"] = []
 
 
 def rehearsal() -> "Rehearsal":
-    """Return the rehearsal that runs now; raise where there is none, because fake tensors mean nothing outside."""
+    """Return the rehearsal that runs now. Without one raise RuntimeError, because fake tensors mean nothing outside."""
     if not running:
         raise RuntimeError("a fake CUDA tensor is used outside of a rehearsal")
     return running[-1]
@@ -107,7 +107,7 @@ class FakeCudaTensor(torch.Tensor):
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or CUDA)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return itself where nothing changes, as C++ does; it would see another device than `meta` here."""
+        """Return this tensor if device, dtype and memory format stay and no copy is asked for, and otherwise a converted one."""
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
         same_device = device is None or device.type == "cuda"
         if same_device and dtype in (None, self.dtype) and memory_format is None and not kwargs.get("copy"):
@@ -137,7 +137,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def inner_of(value: Any) -> Any:
-    """Return the contents of a fake tensor, and everything else unchanged."""
+    """Return the contents of a fake tensor, and any other value unchanged."""
     return value.inner if isinstance(value, FakeCudaTensor) else value
 
 

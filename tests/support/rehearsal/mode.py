@@ -164,7 +164,7 @@ class Rehearsal(TorchDispatchMode):
             self.wait(operation)
 
     def wait(self, operation: str) -> None:
-        """Record a wait of the host for the current stream."""
+        """Record a wait of the host for the current stream. The host then knows all work of that stream to be done."""
         self.records.wait(operation)
         self.clocks.finish()
 

@@ -12,7 +12,8 @@ POISON = 0xFF
 
 
 class FakeSlab:
-    """A slab whose borrowers are fake tensors from the time that it has memory."""
+    """A stand-in for `DeviceSlab` in host memory, whose borrowers become fake tensors once it has memory. A release fills its bytes with
+    POISON."""
 
     address_range = None
 

@@ -62,7 +62,7 @@ def load_pipeline(*, adapter: Path | None = None) -> Any:
 
 
 def answers(pipeline: Any, asked: Sequence[Question]) -> list[Answer]:
-    """Draw an image for each question, and judge it."""
+    """Draw an image for each question in 12 steps, in batches with a generator each, and judge it."""
     images: list[Image.Image] = []
     for start in range(0, len(asked), DRAWN_AT_ONCE):
         part = asked[start : start + DRAWN_AT_ONCE]

@@ -45,7 +45,7 @@ class Drawing(Toy):
 
 
 def body(model: torch.nn.Module, first: float = 0.0, *, rows: int = 1, width: int = 2, device: str = "cpu", **more: Any) -> Body:
-    """Return a pipeline of `STEPS` steps, each with one call of `rows` rows, that begins with `first` everywhere.
+    """Return a function that acts as a pipeline: `STEPS` steps with a call of `rows` rows each, which start with `first` everywhere.
 
     `more` are other arguments of each call.
     """

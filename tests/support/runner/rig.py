@@ -79,13 +79,13 @@ class RunnerRig:
     def run(
         self, *requests: RequestSpec, joining: list[int] | None = None, running: int = 0, frames: Mapping[str, list[bytes]] = {}
     ) -> tuple[Images, dict[str, ErrorReport]]:
-        """Run requests to their end, and with them the `running` ones that joined before.
+        """Run requests to their end, and with them the `running` ones that joined before. Return images and errors by id.
 
-        `joining` says at which tick each joins (all at the first one by default), `frames` has images by the request's id.
-        Those that need the model alone are made once more, as the server does.
+        `joining` says at which tick each joins (all at the first one by default), `frames` has images by the request's id. Those that need
+        the model alone are made once more, as the server does.
 
         Raises:
-            AssertionError: a module has another attribute than before.
+            AssertionError: a module has another attribute than before, or a request has not ended after 1000 ticks.
         """
         self.parallel.calls.clear()
         self.replays.clear()

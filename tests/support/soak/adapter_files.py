@@ -77,8 +77,8 @@ class Target:
         return [] if torch.equal(self.outputs(), self.output) else [f"{when}: a layer gives other values than before"]
 
     def write(self, mutated: Mutation, name: str) -> Path:
-        """Write a mutated safetensors file to the empty folder `name`. Return that file's path, or the folder if it also has a peft
-        configuration."""
+        """Empty the folder `name` and write a mutated safetensors file there. Return that file's path, or the folder if it also has a
+        peft configuration."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -90,8 +90,8 @@ class Target:
         return folder
 
     def try_file(self, path: Path, mutated: Mutation) -> RequestError | None:
-        """Load a file; return the refusal, or None after everything in the file was used and removed again. Other errors are raised: they
-        are faults."""
+        """Load an adapter, activate it and remove it again; return the refusal of the load, or None. Any other error is raised, and
+        AssertionError for factors that are not finite or too few."""
         try:
             self.manager.add_adapter(LoRARequest(NAME, TRIED, str(path)))
         except RequestError as error:

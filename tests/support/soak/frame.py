@@ -49,7 +49,7 @@ class Outcome(SimpleNamespace):
         return {name: round(value, 3) if isinstance(value, float) else value for name, value in vars(self).items()}
 
     def line(self, name: str, wanted: int) -> str:
-        """Return all fields as one line of JSON after the name."""
+        """Return all fields as one line of JSON after the name. If fewer than `wanted` are done, the line says that the time was over."""
         cut = "" if self.done >= wanted else f" (the time was over after {self.done} of {wanted})"
         return f"{name}{cut}: {json.dumps(self.document())}"
 
@@ -70,7 +70,7 @@ def total(values: dict[str, float], name: str) -> int:
 
 
 def signal_rank(worker: WorkerProcess, rank: int, number: signal.Signals) -> bool:
-    """Kill or stop a running rank; return whether there was one."""
+    """Send a signal to a running rank, of which `rank` is the number modulo their count. Return False if no rank runs."""
     pids = [one["pid"] for one in worker.state()["ranks"] if one["pid"]]
     with suppress(ProcessLookupError):  # the group of ranks is being ended already
         if pids:
@@ -140,7 +140,7 @@ class Asking:
         wait(self._running, timeout_s)
 
     def answers(self, timeout_s: float | None = None) -> list[Asked]:
-        """Wait, and return all requests sent since the last call; those without an answer have status 0."""
+        """Wait, and return the requests begun since the last call; those without an answer have status 0."""
         self.wait(timeout_s)
         found, self._asked, self._running = [asked for asked in self._asked if asked.begun], [], []
         return found
@@ -179,5 +179,5 @@ def pixels(document: dict[str, Any]) -> Any:
 
 
 def difference(one: Any, other: Any) -> int:
-    """Return the largest difference of two images, in levels of 255."""
+    """Return the largest difference of two images, in levels of 255; 255 if their shapes differ."""
     return 255 if one.shape != other.shape else int(np.abs(one - other).max())

@@ -54,7 +54,7 @@ def operators_ready(kubectl: Kubectl) -> bool:
 
 
 class NodeSoak:
-    """Faults by name on the deployment of one namespace. The last of them comes only together with another.
+    """Faults by name on the deployment of one namespace. At random, `operator-killed` comes only together with another fault.
 
     Real: the development cluster, the operator, its workers, and the causes of the faults. Not real: the applications, which are threads
     here.

@@ -130,7 +130,7 @@ class _Batch:
         return [f"{gone} are gone"] * bool(gone) + [f"{what}: {_short(one)}" for one in objects for what in self._wrong_status(one, found)]
 
     def _wrong_status(self, one: Any, found: dict[Kind, list[Any]]) -> list[str]:
-        """Compare a status with the objects that exist; without a kubelet no pod gets beyond Pending."""
+        """List the false statements of an object's status beside the objects that exist. Without a kubelet no pod gets beyond Pending."""
         metadata, spec, status = one["metadata"], one["spec"], one.get("status", {})
         ready = condition(status, "Ready")
         wrong = {
@@ -189,14 +189,15 @@ class _Batch:
 
 
 def names_the_field(message: str, case: Case) -> bool:
-    """Return whether a refusal names a changed field or a field around it; without a changed field, any field of the schema."""
+    """Return whether a refusal names any field of the kind's schema, or a changed one. The name `spec` counts only if it was changed
+    last."""
     touched = {word for name in case.touched for word in re.findall(r"\w+", name)}
     known = {*field_names(object_schema(case.kind.plural)), "metadata"} | touched
     return bool({*re.findall(r"\w+", message)} & (known if case.touched[-1:] == ("spec",) else known - {"spec"}))
 
 
 def told(children: Any, missing: Sequence[Kind], named: dict[Kind, str]) -> bool:
-    """Return whether the condition names each of the missing children."""
+    """Return whether the condition is False or Unknown, and its message names each of the missing children."""
     return children["status"] in ("False", "Unknown") and all(f"{kind.kind} {named[kind]}" in children["message"] for kind in missing)
 
 

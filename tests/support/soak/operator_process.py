@@ -81,7 +81,7 @@ class OperatorProcess:
         return self._process.poll() is None
 
     def wait_ready(self) -> None:
-        """Wait until the liveness probe succeeds."""
+        """Wait up to 90 s until the liveness probe succeeds; AssertionError with the log after that, or when the program ends."""
         self.eventually(lambda: self.health() == 200, within_s=90.0)
 
     def eventually(self, look: Callable[[], Any], *, within_s: float = 40.0) -> Any:
@@ -100,13 +100,13 @@ class OperatorProcess:
         return httpx2.get(self._liveness_url, timeout=5).status_code
 
     def kill(self) -> None:
-        """Send SIGKILL to the process, if it lives, and to its children."""
+        """Send SIGKILL to the process, if it lives, and to its children, and wait until it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(10)
 
     def stop(self) -> None:
-        """Send SIGTERM and wait, as a kubelet does."""
+        """Send SIGTERM and wait, as a kubelet does. After 25 s kill the process, and raise AssertionError."""
         self._process.terminate()
         try:
             self._process.wait(25)
@@ -132,7 +132,7 @@ class OperatorProcess:
         return footprint(self)[self.pid][1]
 
     def rotate(self, key: str) -> None:
-        """Put a new key before the present one and restart, as docs/security.md describes."""
+        """Put a new key before the present one, restart, and wait until the operator is ready, as docs/security.md describes."""
         self._key_file.write_text(f"{key}\n{self.key}\n")
         self.key = key
         self.stop()

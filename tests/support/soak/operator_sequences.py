@@ -211,7 +211,7 @@ class Sequence:
         await self._deploy()
 
     async def end_namespace(self) -> None:
-        """Delete the namespace with everything in it, and create another of the same name."""
+        """Delete the namespace with all its objects, wait until it is gone, and create another of the same name with a deployment."""
         path = f"/api/v1/namespaces/{self._namespace}"
         await self._client.send("DELETE", path)
 

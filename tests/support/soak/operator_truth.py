@@ -59,7 +59,8 @@ def _of_deployment(one: Any, found: dict[Any, list[Any]], kubelet: FakeKubelet) 
 
 
 def _of_groups(spec: Any, status: Any, pods: list[Any], kubelet: FakeKubelet, *, adapters: set[str]) -> list[str]:
-    """Compare a status with its workers, and the workers with the policy."""
+    """List the differences of a status from its workers, and of the workers from the policy and `adapters`. If a pod does not run yet,
+    list only that."""
     containers = {_name(pod): kubelet.containers.get(pod["metadata"]["uid"]) for pod in pods}
     if not all(containers.values()):
         return ["a pod does not run yet"]
@@ -154,7 +155,7 @@ async def unsound(client: RestClient, namespace: str) -> list[str]:
 
 
 def is_changed(child: Any) -> bool:
-    """Return whether an object has a mark that DRIFTS leave."""
+    """Return whether an object has a mark that DRIFTS leave, or lost the label that it is managed by the operator."""
     labels, content = child["metadata"].get("labels", {}), {part: child.get(part) for part in ("spec", "data")}
     ours = labels.get(names.LABEL_MANAGED_BY) == names.FIELD_MANAGER
     return not ours or MARK in json.dumps([labels, content])

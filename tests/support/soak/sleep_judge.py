@@ -95,7 +95,8 @@ def consistent(document: dict[str, Any], *, max_held: int) -> list[str]:
 
 
 def nothing_resident(worker: WorkerProcess, document: dict[str, Any]) -> list[str]:
-    """List the ranks that report sleeping weights although the kernel counts resident ones; none where the state changed meanwhile."""
+    """List the ranks that report sleeping weights although the kernel counts resident ones. It is empty unless the worker slept all the
+    while."""
     if document["state"] != "asleep" or document["operation"] is not None:
         return []
     found = []

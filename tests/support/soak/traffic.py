@@ -59,7 +59,7 @@ def pool(seed: int, size: int, *, most_steps: int = MOST_STEPS) -> list[dict[str
 
 
 def traffic(seed: int, count: int, bodies: list[dict[str, Any]], *, bad: float, aborted: float) -> list[Asked]:
-    """Return `count` requests. The shares `bad` and `aborted` of them are wrong, or given up by their client."""
+    """Return `count` random requests. Each is wrong with the chance `bad`, and given up by its client with the chance `aborted`."""
     rng, found = random.Random(seed), []
     for kind in (rng.random() for _ in range(count)):
         if kind < bad:

@@ -21,8 +21,11 @@ class Writers(NamedTuple):
 
 
 def foreign_writes(entries: Iterable[Entry], who: Callable[[Entry], str | None]) -> Writers:
-    """Return the writes of operators; `who` names the operator of an entry, or None. Refused writes, dry runs, and writes before the first
-    of the Lease do not count."""
+    """Return the writes of operators; `who` names the operator of an entry, or None.
+
+    Refused writes, dry runs, and writes before the first of the Lease do not count. A write is foreign if another operator wrote the Lease
+    last, or its own last write of the Lease is older than LEASE_S. The first leader counts as a change.
+    """
     found = sorted((entry for entry in entries if _is_write(entry) and who(entry)), key=_time)
     holder, changes, writes, foreign = "", 0, 0, list[str]()
     renewed: datetime | None = None

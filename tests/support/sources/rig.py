@@ -76,7 +76,7 @@ class SourceRig:
 
 
 def http_source(url: str, served: Served, path: str = "/a.safetensors") -> Source:
-    """Return the source of a served file, with its right digest."""
+    """Return the source at `url` and `path`, with the right digest of the served file."""
     return Source(http=HttpSource(f"{url}{path}", served.sha256))
 
 

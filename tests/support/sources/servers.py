@@ -170,7 +170,7 @@ class SourceServer(ThreadingHTTPServer):
         self._commits = {key: files for key, files in self._commits.items() if not key.startswith(f"{repo}@")}
 
     def find(self, path: str) -> Served | None:
-        """Return the answer at a path, a file's before a repository's."""
+        """Return the answer at a path, a file's before a repository's; None if there is neither."""
         path = unquote(path)
         if path in self.files:
             return self.files[path]

@@ -73,7 +73,8 @@ class FakeRank:
         return TaskAck(task.task_id, TaskStatus.SUCCESS, self.number, freed, self.resident)
 
     def fingerprint(self, adapters: dict[int, str], weights: str, probe: str) -> messages.Fingerprint:
-        """Return the fingerprint of these weights, this probe and the adapters in these folders, with the faults of this rank."""
+        """Return the fingerprint of these weights, this probe and the adapters in these folders, with the faults of this rank. The rank
+        must be awake."""
         assert not self.asleep, "there is nothing to fingerprint on a rank that sleeps"
         kept = {lora_int_id: f"{fake_identity(path)} {self.spoilt.get(lora_int_id, 'kept')}" for lora_int_id, path in adapters.items()}
         return messages.Fingerprint(self.checksum or weights, kept, self.probe or probe)
@@ -168,7 +169,7 @@ def fake_identity(path: str) -> messages.AdapterIdentity:
 
 
 def fake_pixels(spec: RequestSpec, adapter_path: str | None = None, frames: Sequence[bytes | memoryview] = ()) -> bytes:
-    """Return the pixels of a request's image, which depend on the request and its image frames alone."""
+    """Return the pixels of a request's image, which depend on the request, the paths of its adapters and its image frames alone."""
     lora = (adapter_path, [use.scale for use in spec.loras]) if spec.loras else None
     fields = (spec.prompt, spec.negative_prompt, spec.seed, spec.height, spec.width, spec.steps, spec.guidance_scale, lora)
     edit = (spec.task, spec.strength, spec.images, spec.mask, [hashlib.sha256(frame).digest() for frame in frames]) if frames else ()

@@ -136,7 +136,7 @@ class FakeRankGroup(FakeRequests):
         return self._failure.result() if self._failure.done() else None
 
     def lose(self, reason: str, fault: Fault = Fault.DIED) -> None:
-        """Lose the group, as when a process of a rank ends."""
+        """Lose the group, as when a process of a rank ends. Only the first reason and fault of a generation count."""
         self._state = RankState.DEAD
         if not self._failure.done():
             self._failure.set_result(Loss(reason, fault))
@@ -150,8 +150,8 @@ class FakeRankGroup(FakeRequests):
         self.standbys_kept.append(False)
 
     async def start(self, *, asleep: bool = False) -> ModelInfo:
-        """Wait for the test's gate, and return the model's facts; with `asleep` each rank then discards its weights. Raises a
-        ConfigError if the test gave one."""
+        """Wait for `loading`, and return the model's facts; with `asleep` each rank then discards its weights. Raises a ConfigError if
+        the test gave one."""
         if self._config_error is not None:
             raise ConfigError(self._config_error)
         self.starts_asleep.append(asleep)

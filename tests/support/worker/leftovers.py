@@ -45,7 +45,8 @@ def left_over(worker: WorkerProcess, before: Footprint) -> list[str]:
 
 
 def left_at_end(worker: WorkerProcess, folder: Path) -> list[str]:
-    """End the worker, and list what is wrong: an exit code other than 0, remaining processes, and files in its temporary folder."""
+    """End the worker, and return one line if anything is wrong, otherwise nothing. Wrong are an exit code other than 0, processes that
+    remain, and the worker's own entries in `folder`."""
     names = {process.pid: process.as_dict(["cmdline"])["cmdline"] for process in _processes(worker)}
     code = worker.terminate()
     deadline = time.monotonic() + ENDED_WITHIN_S

@@ -128,7 +128,7 @@ class WorkerProcess(contextlib.ExitStack):
         self.wait_for(is_ready, what="ready", timeout_s=timeout_s)
 
     def wait_exit(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Wait until the worker ends, and return its exit code."""
+        """Wait until the worker ends, and return its exit code; AssertionError after `timeout_s`."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -168,7 +168,7 @@ class WorkerProcess(contextlib.ExitStack):
             process.wait(10)
 
     def _search(self) -> None:
-        """Search the whole output for prompts after the worker has ended."""
+        """Search the output and the termination log of the worker, which has ended, for prompts. A prompt that is found fails the test."""
         canary.search(self.output, "the worker's output")
         if self.termination_log.exists():
             canary.search(self.termination_log.read_text(errors="replace"), "the worker's last words")
@@ -205,7 +205,7 @@ class WorkerProcess(contextlib.ExitStack):
         return self._http.request(method, self.control_url + path, headers=headers, **options)
 
     def state(self) -> dict[str, Any]:
-        """Return the state document."""
+        """Return the state document of the control port, and check that it has no prompt."""
         answer = self.control("GET", "/v1/state")
         assert answer.status_code == 200, answer.text
         canary.search(answer.text, "/v1/state")

@@ -52,7 +52,8 @@ class Counts(msgspec.Struct):
 
 
 class QueueSimulation:
-    """A worker whose decode takes `decode_s`, which no report of a step includes."""
+    """A worker's queue and scheduler over a virtual device, in virtual time. Each finished image also takes `decode_s`, which the
+    denoising time in reports leaves out."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ REFUSED = ClusterRefused("watch pods n/*: 403 forbidden", status=403)
 
 
 class Server:
-    """Streams in the order in which watches are opened; the last stays open."""
+    """A stand-in for the cluster. Each watch gets the next of the scripted streams or errors; a watch after the last of them stays open."""
 
     def __init__(self, *streams: Stream | ClusterError) -> None:
         self.items: list[dict[str, Any]] = []
