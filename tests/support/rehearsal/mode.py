@@ -187,7 +187,8 @@ class Rehearsal(TorchDispatchMode):
                 storage.written_at = moment
 
     def set_item(self, tensor: FakeCudaTensor, key: Any, value: Any) -> None:
-        """Do `tensor[key] = value`, which C++ would do with numbers made on `meta`."""
+        """Do `tensor[key] = value` in place, and record its waits and copies. RuntimeError where CUDA raises it, for tensors of two
+        devices."""
         self.before("aten::index_put_")
         keys = key if isinstance(key, tuple) else (key,)
         indices = [(each, isinstance(each, FakeCudaTensor)) for each in keys if isinstance(each, torch.Tensor)]

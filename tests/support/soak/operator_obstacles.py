@@ -134,8 +134,8 @@ class Obstacles:
         return bool(self.strangers.made or self._refusals.there or self._namespace in self._kubelet.rejecting)
 
     async def put_stranger(self, rng: Random) -> None:
-        """Take the name of a random child if it is free. Otherwise, delete a watched child of the operator and take its name, unless
-        this was done too often already."""
+        """Take the name of a random child if it is free. If a watched child of the operator has it, delete that child first, unless this
+        was done too often."""
         shard = (CONFIG_MAP, names.shard_config_name("d", rng.randrange(names.SHARDS)))
         kind, name = rng.choice([*child_names("d").items(), shard])
         # The operator cannot read Secrets, so it takes a Secret with our labels and no owner for its own.

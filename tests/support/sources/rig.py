@@ -51,7 +51,8 @@ class SourceRig:
         self._report = lambda done, total: self.progress.append((done, total))
 
     def secret(self, name: str, **keys: str) -> None:
-        """Write each key of a Secret to a file in the folder of secrets, with a line feed at its end. Keys that are there already stay."""
+        """Write each of `keys` of a Secret to a file in the folder of secrets, with a line feed at its end. Other keys that are there
+        stay."""
         (self.secrets / name).mkdir(exist_ok=True)
         for key, value in keys.items():
             (self.secrets / name / key).write_text(f"{value}\n")
