@@ -27,7 +27,7 @@ pytest_plugins = ("tools.suite.canary", "tools.suite.ledger", "tools.suite.order
 
 
 def pytest_collection_finish() -> None:
-    """Enable garbage collection again, and exempt from it what exists so far."""
+    """Exempt the objects that exist after the collection of tests from garbage collection, and enable it again."""
     gc.freeze()
     gc.enable()
 

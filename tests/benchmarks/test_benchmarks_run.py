@@ -81,7 +81,7 @@ def test_an_unknown_goal_is_refused_with_those_there_are(capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_a_run_from_the_command_line_ends_with_one_line_of_json(tmp_path: Path) -> None:
-    """Run P9, because it spawns rank processes.
+    """Run the tiny P9 in a process and read its standard output; P9 is taken because it spawns rank processes.
 
     They import the main module again, and that is `benchmarks` only in a run from the command line.
     """

@@ -30,7 +30,10 @@ def add(taking: Taking, before: float, ours: float, after: float) -> None:
 
 
 def noisy(seed: int, *, busy_share: float, slower: float) -> Iterator[float]:
-    """Yield factors of a machine that always varies by a few per cent, and is slower for runs of rounds."""
+    """Yield factors for run times without end: each is up to 3 % above 1, and runs of them are `slower` times as large.
+
+    `busy_share` is the share of such runs.
+    """
     rng = random.Random(seed)
     factor = 1.0
     while True:

@@ -42,7 +42,7 @@ def test_each_alert_fires_when_it_should_and_not_a_minute_before_and_not_below_w
 
 
 def promtools_tests(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Return promtool's two tests of a case: that the alert fires in `fires`, and that it does not in `quiet`."""
+    """Yield promtool's two tests of a case: the alert fires in minute `at` of `fires` and not before, and it never fires in `quiet`."""
     rule = BY_NAME[case["alert"]]
     fired = {
         "exp_labels": case["labels"] | rule["labels"],

@@ -354,13 +354,16 @@ def test_it_renders_for_the_oldest_and_the_newest_supported_kubernetes_and_refus
 
 @pytest.mark.parametrize("nothing", [False, None], ids=["false", "null"])
 def test_without_roles_of_its_own_the_chart_has_no_right_at_all(chart: Chart, nothing: bool | None) -> None:
-    """`null` removes the default of values.yaml, so a template finds nothing there."""
+    """Render with `rbac.create` false or null, and look for roles and bindings. With null a template finds no value at all."""
     documents = chart.documents(overrides={"rbac.create": nothing, "rbac.aggregateRoles": False})
     assert not {one["kind"] for one in documents} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
 
 
 def test_a_test_pod_that_was_left_is_replaced_by_the_next_test(chart: Chart) -> None:
-    """helm refuses a hook whose object exists, unless it may delete that object first."""
+    """Check that helm may delete each hook's old object first, because it refuses a hook whose object exists.
+
+    Check too that a test pod is not one of the operator's.
+    """
     hooks = [one["metadata"] for one in chart.documents() if "helm.sh/hook" in one["metadata"].get("annotations", {})]
     assert len(hooks) == 2
     assert all("before-hook-creation" in one["annotations"]["helm.sh/hook-delete-policy"].split(",") for one in hooks)
@@ -370,6 +373,6 @@ def test_a_test_pod_that_was_left_is_replaced_by_the_next_test(chart: Chart) -> 
 
 
 def test_values_of_an_earlier_chart_that_are_reused_are_refused_with_the_remedy(chart: Chart) -> None:
-    """`helm upgrade --reuse-values` gives the chart such values: they lack what is new."""
+    """Render with values that lack a new one, as `helm upgrade --reuse-values` gives them to the chart."""
     with pytest.raises(RenderError, match="--reset-then-reuse-values instead of --reuse-values"):
         chart.documents(overrides={"dashboards": None})

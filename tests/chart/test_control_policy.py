@@ -31,13 +31,16 @@ class Client(NamedTuple):
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Return whether a selector matches these labels; the policy uses no match expressions."""
+    """Return whether a selector matches these labels; an empty one matches all. The policy uses no match expressions."""
     assert selector.keys() <= {"matchLabels"}
     return bool(selector.get("matchLabels", {}).items() <= labels.items())
 
 
 def lets_in(rule: dict[str, Any], client: Client, port: int) -> bool:
-    """Return whether an ingress rule admits a client: any client without `from`, else one that both selectors of a peer match."""
+    """Return whether an ingress rule admits a client to a port; the rule has to list the port.
+
+    Without `from` it admits any client, else one that both selectors of a peer match.
+    """
     peers = rule.get("from")
     known = peers is None or any(
         selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": client.namespace})
@@ -48,7 +51,7 @@ def lets_in(rule: dict[str, Any], client: Client, port: int) -> bool:
 
 
 def may_connect(policy: dict[str, Any], client: Client, labels: dict[str, str], port: int) -> bool:
-    """Return whether a client may connect to pods with these labels; pods that the policy does not select accept everybody."""
+    """Return whether a client may connect to this port of pods with these labels; a pod outside the policy accepts everybody."""
     spec = policy["spec"]
     return not selects(spec["podSelector"], labels) or any(lets_in(rule, client, port) for rule in spec["ingress"])
 

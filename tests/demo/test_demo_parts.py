@@ -88,7 +88,7 @@ def test_a_condition_about_an_older_spec_does_not_count() -> None:
 
 
 class SeenKubectl(Kubectl):
-    """A kubectl that gives answers from a list, the last one again and again."""
+    """A kubectl whose `get` returns the objects of a list one after another, and the last one again and again."""
 
     seen: list[dict[str, Any]]
 

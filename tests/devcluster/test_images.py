@@ -80,7 +80,10 @@ def test_the_images_run_as_a_user_without_rights(image: str) -> None:
 
 
 def test_the_workers_image_asks_for_no_gpu_by_itself() -> None:
-    """With `NVIDIA_VISIBLE_DEVICES` in it, every pod on a node with GPUs would see all of them, even a pod that asked for none."""
+    """Check that the Dockerfile sets no variable of NVIDIA or CUDA and has a plain base.
+
+    With `NVIDIA_VISIBLE_DEVICES` in the image every pod would see all GPUs of its node, even one that asked for none.
+    """
     lines = (REPOSITORY / "Dockerfile.worker").read_text().splitlines()
     assert [line for line in lines if "NVIDIA_" in line or "CUDA_VISIBLE" in line] == []
     # CUDA's own base images set it, so the base has to be another one.

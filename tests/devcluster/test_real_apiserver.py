@@ -18,7 +18,7 @@ def servers_in(folder: Path) -> list[str]:
 
 
 def command_line(process: Path) -> str:
-    """Return the command line of a process, empty for one that has ended meanwhile."""
+    """Return the command line of a process, whose folder in /proc is given; empty for one that has ended meanwhile."""
     try:
         return (process / "cmdline").read_bytes().decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -16,7 +16,7 @@ def blank(colour: tuple[int, int, int] = DARK) -> Image.Image:
 
 
 def with_bar(image: Image.Image, colour: tuple[int, int, int]) -> Image.Image:
-    """Draw a filled upright bar over the middle of a copy: by hand, most people write a 1 like this."""
+    """Return a copy of the image with a filled upright bar over its middle, as most people write a 1 by hand."""
     drawn = image.copy()
     ImageDraw.Draw(drawn).rectangle((28, 10, 36, 54), fill=colour)
     return drawn

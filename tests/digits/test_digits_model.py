@@ -23,7 +23,7 @@ def test_thirty_prompts_for_the_base_and_for_each_adapter_are_drawn_as_the_card_
 
 
 class SeenAnswer:
-    """An answer without an image, but with the judge's verdict on it."""
+    """An answer of the model without an image, with a verdict of the judge that a test gives."""
 
     def __init__(self, right: bool, *styles: str) -> None:
         self.all_right = self.digit_right = right

@@ -54,7 +54,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Derive the link targets of a page's headings as GitHub does: lower case, hyphens for spaces, no other punctuation.
+    """Return the link targets of a page's headings as GitHub makes them: lower case, hyphens for spaces, no other punctuation.
 
     Code blocks have no headings.
     """

@@ -30,7 +30,7 @@ def argo(kind: Kind, manifest: dict[str, Any]) -> str:
 
 
 def flux(kind: Kind, manifest: dict[str, Any]) -> str:
-    """Return the first verdict that holds, in the order in which Flux checks them. Without any, Flux keeps waiting."""
+    """Return Flux's verdict on an object: the first of `inProgress`, `failed` and `current` whose expression holds, else `waiting`."""
     (rules,) = (one for one in FLUX["spec"]["healthCheckExprs"] if one["kind"] == kind.kind)
     assert rules["apiVersion"] == kind.api_version
     environment = celpy.Environment()

@@ -42,7 +42,7 @@ def test_each_experimental_field_has_its_reason_on_the_page_of_support() -> None
 
 
 def _marked_experimental(crd: Document) -> list[str]:
-    """Return the fields that say so themselves, without those below them."""
+    """Return the paths of the fields whose own description says that they are experimental, without those below them."""
     rows = list(reference.fields(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]))
     return [row.path for row in rows if reference.EXPERIMENTAL in row.schema.get("description", "")]
 
@@ -66,7 +66,10 @@ def test_each_kind_says_how_its_fields_are_marked_and_a_mark_is_the_last_sentenc
 
 
 def leaves(schema: Document, *, replaces: bool = False, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Document, bool]]:
-    """Yield the path and schema of each field without fields below it, and whether a change of it replaces pods by its descriptions."""
+    """Yield the path and schema of each field that has no fields below it.
+
+    Beside them stands whether a change of it replaces pods, by its description or the nearest one above it that says so.
+    """
     said = schema.get("description", "")
     replaces = (replaces or reference.REPLACES in said) and reference.KEEPS not in said
     if "properties" not in schema:
@@ -93,7 +96,7 @@ def two_values(schema: Document) -> tuple[Any, Any]:
 
 
 def smallest(schema: Document) -> Any:
-    """Return a value with all required fields and no other."""
+    """Return a value that a schema accepts, with all required fields and no other."""
     if "properties" not in schema:
         return two_values(schema)[0]
     return {name: smallest(schema["properties"][name]) for name in schema.get("required", ())}
@@ -120,7 +123,7 @@ def test_another_source_replaces_the_pods() -> None:
 
 
 def test_every_field_of_both_kinds_has_a_description() -> None:
-    """`metadata` is left out: the API server allows no description of it."""
+    """Look for fields without a description; only `metadata` has none, because the API server allows none there."""
     roots = {crd["spec"]["names"]["kind"]: crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in CRDS}
     silent = [f"{kind}{path}" for kind, root in roots.items() for path in _silent(root)]
     assert silent == ["DiffusionDeployment.metadata", "LoRAAdapter.metadata"]

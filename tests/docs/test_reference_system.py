@@ -34,7 +34,7 @@ EXPLAINED = ("memory_pool_context_fn", "kv_transfer_manager", "wake_event", "sta
 
 
 class Row(NamedTuple):
-    """A row of the page."""
+    """A row of the page's tables: a name in the reference system, its counterpart here, the reason and the test."""
 
     reference: str
     here: str
@@ -53,9 +53,9 @@ ABSENT = [row for row in rows() if row.here == "—"]
 
 
 def found(name: str) -> Any:
-    """Look up a dotted name of the page: an attribute of a class in `HOMES`, or else a member of a module.
+    """Return the object that a dotted name of the page stands for: an attribute of a class in `HOMES`, or a member of a module.
 
-    None if the class lacks it. For an attribute that only `__init__` sets, the assignment in its source is returned.
+    None if the class lacks it. For an attribute that only `__init__` sets, a match of its assignment in the source is returned.
     """
     owner, _, attribute = name.rpartition(".")
     if owner not in HOMES:

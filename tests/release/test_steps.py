@@ -59,7 +59,7 @@ def helm() -> Chart:
 
 
 def digest_in_registry(name: str) -> str:
-    """Return the digest that the version's tag has in the registry."""
+    """Return the digest that the tag of the released version has in the registry, for an image or chart of this name."""
     address, _, repository = name.partition("/")
     asked = urllib.request.Request(f"http://{address}/v2/{repository}/manifests/{VERSION}", method="HEAD", headers={"Accept": MANIFEST})
     with urllib.request.urlopen(asked, timeout=10) as answer:

@@ -37,7 +37,7 @@ def text_of(value: ast.expr) -> str | None:
 
 
 def prompts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every prompt that is an argument, an entry of a table, or assigned to a variable of its name."""
+    """Yield the line and text of each prompt: a named argument, an entry of a table, or a variable, with a name in FIELDS."""
     for node in ast.walk(tree):
         pairs: list[tuple[str | None, ast.expr]] = []
         if isinstance(node, ast.keyword):

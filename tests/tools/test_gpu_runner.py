@@ -24,7 +24,10 @@ def item(function: str, *, process: str = "one", limit_s: float = 30, name: str 
 
 
 def run(items: Sequence[Item], folder: Path, *, total_s: float = 60, tiny: bool = False, **more: str) -> tuple[list[Outcome], list[str]]:
-    """Run items and return how they ended, with the lines that were printed."""
+    """Run items on the CPU, each line of progress kept; return how they ended, and these lines.
+
+    A line with `asked 1` lets the item that waits for an answer go on. `more` adds to the environment of the items.
+    """
     said: list[str] = []
 
     def say(line: str) -> None:

@@ -72,7 +72,7 @@ def test_the_messages_of_failed_tests_are_shown_again_at_the_end(tmp_path: Path,
 
 
 def with_tests(folder: Path, files: dict[str, str]) -> Stage:
-    """Return a stage that runs files of tests of a new folder."""
+    """Write files of tests to the folder, and return a stage that runs them."""
     for name, code in files.items():
         (folder / name).write_text(code)
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}")
@@ -80,7 +80,7 @@ def with_tests(folder: Path, files: dict[str, str]) -> Stage:
 
 
 def failing_once(folder: Path) -> str:
-    """Return a test that fails in its first run alone."""
+    """Return the source of a test that fails in its first run alone: it leaves a file in the folder."""
     ran = f"Path({str(folder / 'ran')!r})"
     return f"from pathlib import Path\ndef test_it():\n    if not {ran}.exists():\n        {ran}.touch()\n        assert 0\n"
 

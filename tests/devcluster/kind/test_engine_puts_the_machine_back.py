@@ -45,7 +45,10 @@ def no_cluster_of_kind() -> Iterator[None]:
 
 
 def look() -> dict[str, list[str]]:
-    """Return the machine's objects of each kind that the engine may leave behind."""
+    """Return what the machine has now of each kind that the engine may leave behind: sysctls with values, cgroups, links and mounts.
+
+    Those of our own node are left out.
+    """
     settings = [file for folder in ("vm", "kernel") for file in Path("/proc/sys", folder).rglob("*") if not set(file.parts) & set(VOLATILE)]
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     others = (NODE_RUN, NODE_STATE, IMAGES_RUN, image_store())
@@ -71,7 +74,7 @@ def kill(pid: int | None) -> None:
 
 
 def find_dockerd() -> int | None:
-    """Return the pid of the engine's dockerd in the machine's own pid namespace."""
+    """Return the pid, as the machine counts, of the dockerd that kind's engine runs; None if there is none."""
     for entry in Path("/proc").glob("[0-9]*"):
         words = (entry / "cmdline").read_bytes().split(b"\0") if entry.exists() else [b""]
         if words[0].endswith(b"dockerd") and os.fsencode(machine.data_root()) in words:

@@ -22,7 +22,7 @@ SIMPLE = next(family for family in FAMILIES if family.name == "StableDiffusionPi
 
 
 class FakeUNetThatReadsRowZero(UNet2DConditionModel):
-    """A wrong model: each row is denoised with the prompt of row zero, so merged requests differ from lone ones."""
+    """A UNet with a planted fault: each row is denoised with the prompt of row zero, so merged requests differ from lone ones."""
 
     def forward(self, sample: Any, timestep: Any, encoder_hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return super().forward(sample, timestep, encoder_hidden_states[:1].expand_as(encoder_hidden_states), *args, **kwargs)

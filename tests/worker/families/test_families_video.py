@@ -37,8 +37,10 @@ def changed(asked: Asked, **changes: Any) -> Asked:
 
 
 def together_equals_alone(rig: FamilyRig, *requests: Asked, joining: tuple[int, ...] | None = None) -> list[int]:
-    """Run the requests each alone and then merged, from the ticks in `joining` on, and compare within the family's tolerance. Return the
-    rows of the merged denoiser calls."""
+    """Run the requests each alone and then merged, from the ticks in `joining` on, and compare within the family's tolerance.
+
+    Return the rows of the merged denoiser calls.
+    """
     alone = [rig.alone(asked) for asked in requests]
     results = rig.together(*requests, joining=joining)
     rows = [call.rows for call in rig.denoiser_calls()]

@@ -35,7 +35,7 @@ mixed_families = pytest.mark.parametrize(
 
 
 class MixedRig(FamilyRig):
-    """A rig whose pipelines keep the dtypes that they were read with. Prompts have that of the denoiser, as an encoder's have."""
+    """A rig whose pipelines keep the dtypes that they were read with. Prompt embeddings get the denoiser's dtype."""
 
     def _build(self) -> Any:
         return self.family.build()
@@ -48,7 +48,10 @@ class MixedRig(FamilyRig):
 
 
 def from_files(family: Family, folder: Path, dtype: Any) -> Family:
-    """Return the family with the pipelines that diffusers and the worker read from a folder, by turns: first that of the worker."""
+    """Save the family's pipeline to a folder, and return the family with pipelines that are read from there.
+
+    The first is read by the worker, the second by diffusers; there is no third.
+    """
     built = family.build()
     built.save_pretrained(folder)
     absent = {name: None for name, part in built.components.items() if part is None}
@@ -93,7 +96,10 @@ def test_an_option_goes_before_the_dtype_that_diffusers_example_has(tmp_path: Pa
 
 @pytest.mark.slow
 def test_sdxl_in_float16_decodes_in_float32_as_diffusers_does() -> None:
-    """The VAE has `force_upcast`, so the pipeline converts it for the decode: here a copy, because the VAE is shared."""
+    """Compare an image of the worker with that of diffusers, whose VAE has `force_upcast` and is converted for the decode.
+
+    The worker has to convert a copy, because the VAE is shared.
+    """
     family = replace(next(one for one in FAMILIES if one.name == "StableDiffusionXLPipeline"), output_type="pt")
     rig = FamilyRig(family, torch.float16)
     assert rig.pipeline.vae.config.force_upcast
@@ -105,7 +111,10 @@ def test_sdxl_in_float16_decodes_in_float32_as_diffusers_does() -> None:
 
 
 def test_the_components_in_float32_are_those_of_diffusers_own_examples() -> None:
-    """Sana's examples are of a whole pipeline in float32. The modular classes have none."""
+    """Read from diffusers' own examples which components each class loads in float32, and compare with the records.
+
+    The modular classes have no examples.
+    """
     root = Path(diffusers.__file__).parent / "pipelines"
     found: dict[str, set[str]] = {}
     for path in root.rglob("pipeline_*.py"):

@@ -23,7 +23,7 @@ HERE = "test_rehearsal_can_fail.py"
 
 
 def _after(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return x, after something else was asked of it."""
+    """Return x unchanged; the other arguments are there only so that the caller computes them before."""
     return x
 
 
@@ -48,7 +48,7 @@ def _synchronise(x: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_aside(x: torch.Tensor) -> torch.Tensor:
-    """Compute on another stream, and use the result without waiting for that."""
+    """Plant a race: compute on another CUDA stream, and use the result without waiting for that; on the CPU return a copy."""
     if not x.is_cuda:
         return x * 1
     aside = torch.cuda.Stream(x.device)
@@ -59,7 +59,7 @@ def _compute_aside(x: torch.Tensor) -> torch.Tensor:
 
 
 def _reuse_pinned(x: torch.Tensor) -> torch.Tensor:
-    """Write to pinned memory whose copy may still be under way."""
+    """Plant a race: write to pinned memory whose copy to the device may still be under way; on the CPU return x."""
     if not x.is_cuda:
         return x
     here = torch.ones(1, pin_memory=True)
@@ -69,7 +69,7 @@ def _reuse_pinned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _read_early(x: torch.Tensor) -> torch.Tensor:
-    """Read pinned memory before the copy into it is done."""
+    """Plant a race: read pinned memory before the copy from the device into it is done; return x unchanged."""
     if not x.is_cuda:
         return x
     here = torch.zeros(1, pin_memory=True)
@@ -106,7 +106,7 @@ RACES: dict[str, tuple[Fault, str]] = {
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
-    """Return a function that has the denoiser's forward go through a fault."""
+    """Provide a function that plants a fault: from then to the test's end the denoiser's input goes through it."""
     kind: Any = type(FAMILY.build().transformer)
     forward = kind.forward
 

@@ -27,8 +27,10 @@ State = dict[str, torch.Tensor]
 
 
 def factors(module: str = "transformer.blocks.0.to_q", *, rank: int = 2, dtype: torch.dtype = torch.float32) -> State:
-    """Make random LoRA matrices for one linear layer, keyed as in a diffusers file. Matrix A is `rank` by 8 and B is 6 by `rank`; equal
-    arguments give equal values."""
+    """Make random LoRA matrices for one linear layer, keyed as in a diffusers file; equal arguments give equal values.
+
+    Matrix A is `rank` by 8 and B is 6 by `rank`.
+    """
     generator = torch.Generator().manual_seed(len(module))
     return {
         f"{module}.lora_A.weight": torch.randn(rank, 8, generator=generator).to(dtype),
@@ -299,8 +301,10 @@ def test_a_recipe_is_read_and_a_wrong_one_is_refused_with_its_field(tmp_path: Pa
 
 
 def header(tmp_path: Path, document: str, data: int = 0, *, length: int | None = None) -> str:
-    """Write a safetensors file from a header given as text, so that it may be malformed, and zeros for the tensors. `length` may state a
-    false size of the header."""
+    """Write a safetensors file from the text of a header, which may be malformed, and `data` zero bytes; return its path.
+
+    `length` may state a false size of the header.
+    """
     text = document.encode()
     path = tmp_path / "made.safetensors"
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + bytes(data))

@@ -30,7 +30,7 @@ MIXED: list[list[tuple[int, float]]] = [[(0, 1.0)], [], [(1, 0.5)], [(0, 0.3), (
 
 
 def compare(model: nn.Module, adapters: list[dict[str, LoRAFactors]], x: torch.Tensor, base: nn.Module, layers: AdapterLayers) -> None:
-    """Check rows with mixed and equal adapters against the base with each row's own adapters added to its weights."""
+    """Load the adapters, and assert that rows with mixed, equal or no adapters equal the base with the same adapters in its weights."""
     for slot, factors in enumerate(adapters):
         load(layers, slot, factors)
     for uses in (MIXED, [MIXED[3]] * 4, [MIXED[0]] * 4):
@@ -88,7 +88,7 @@ def test_a_point_convolution_and_a_linear_layer_take_each_others_factors() -> No
 
 
 class Attended(nn.Module):
-    """A module around diffusers' attention, which exists with separate projections and with fused ones."""
+    """A module around diffusers' attention with separate projections; `fused` returns a copy with fused ones."""
 
     def __init__(self, *, cross: int | None = None, kv_heads: int | None = None) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from support.worker.process import DIGITS
 
 
 class TwoParts(nn.Module):
-    """A denoiser of two layers."""
+    """A toy denoiser of two linear layers, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +41,10 @@ class TwoParts(nn.Module):
 
 
 class Rig:
-    """A LoRA manager with few slots over a two-part denoiser with fixed weights. Adapters are written to folders of their own, and tests
-    say which are in use."""
+    """A LoRA manager with few slots over a denoiser of two layers with fixed weights. Each adapter is written to a folder of its own.
+
+    A test puts the adapters that are in use into `running`.
+    """
 
     def __init__(self, folder: Path, *, slots: int = 2, cached: int = 3, max_rank: int = 16) -> None:
         self.folder = folder
@@ -62,7 +64,7 @@ class Rig:
         )
 
     def request(self, number: int, *, seed: int | None = None, rank: int = 4) -> LoRARequest:
-        """Write an adapter to a folder of its own and return its request. The same seed gives the same bytes."""
+        """Write an adapter to a folder of its own and return a request to load it. The same seed and rank give the same bytes."""
         path = self.folder / f"adapter-{number}"
         path.mkdir(exist_ok=True)
         write_adapter(path, self.linears, rank=rank, seed=number if seed is None else seed)
@@ -73,7 +75,7 @@ class Rig:
             self.manager.add_adapter(self.request(number))
 
     def made(self, *uses: LoRAUse) -> torch.Tensor:
-        """Activate adapters and run the denoiser on two rows that both use them. Return the tensor of both rows."""
+        """Activate adapters, run the denoiser on two rows that both use all of them, and return its output."""
         self.manager.activate(uses)
         with torch.inference_mode(), self.manager.set_adapter_mapping("transformer", [list(uses)] * 2):
             made: torch.Tensor = self.denoiser(self.x)
@@ -306,7 +308,7 @@ def test_an_adapter_is_registered_on_all_ranks_or_on_none_and_nothing_goes_for_o
 
 
 def worker_around(runner: DiffusionModelRunner) -> DiffusionWorker:
-    """Return the worker of a rank around a runner, without a process group."""
+    """Return a rank's worker around a runner; it has no process group and no other state."""
     made = object.__new__(DiffusionWorker)
     made.model_runner = runner
     return made

@@ -31,14 +31,16 @@ FAST = {"SDXL, Kohya", "Flux 2, Kohya", "Wan, original"}
 
 
 def ours(path: Path, pipeline: Any) -> tuple[dict[str, Update], str]:
-    """Read a file; return its updates by module, and its format."""
+    """Read a file with our reader; return the update of each module that it changes, and the name of its format."""
     read = read_checkpoint(str(path), model=model_of(pipeline))
     return {name: Update(part.a.flatten(1), part.b.flatten(1), part.scaling) for name, part in read.modules.items()}, read.format
 
 
 def assert_same(found: dict[str, Update], expected: dict[str, Update]) -> None:
-    """Assert that two adapters update the same modules, and that each update maps random inputs to equal outputs, within TOLERANCE of
-    their largest value."""
+    """Assert that two adapters update the same modules, and that each update maps random inputs to equal outputs.
+
+    They may differ by TOLERANCE of the largest value.
+    """
     assert found.keys() == expected.keys()
     for name, update in expected.items():
         inputs = torch.randn(update.a.shape[1], PROBES, generator=torch.Generator().manual_seed(3))
@@ -103,7 +105,7 @@ def refusal(path: Path, pipeline: Any) -> str:
 
 
 def rewritten(made: MadeFile, changes: dict[str, torch.Tensor | None]) -> Path:
-    """Rewrite the file with other tensors, where None removes one; return its path."""
+    """Write the file again with some tensors replaced or added, where None removes one; return its path."""
     tensors = {name: tensor.contiguous() for name, tensor in (made.tensors | changes).items() if tensor is not None}
     save_file(tensors, made.path)
     return made.path

@@ -19,7 +19,7 @@ TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
 
 class Net(nn.Module):
-    """A few linear layers over rows of tokens; adapters do not always name all of them."""
+    """A small model of linear layers over rows of tokens, for adapters that name some or all of them."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -189,8 +189,7 @@ def test_what_another_adapter_holds_cannot_reach_a_row_that_does_not_use_it(net:
 
 
 class Folding(nn.Module):
-    """A pair of linear layers. The inner is called with the token dimension folded into the batch, so its rows do not match those of the
-    request."""
+    """A pair of linear layers. The inner one gets the token dimension folded into the batch, so its rows are not those of the requests."""
 
     def __init__(self) -> None:
         super().__init__()

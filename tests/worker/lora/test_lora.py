@@ -32,8 +32,10 @@ def rig() -> RunnerRig:
 
 
 def with_peft(rig: RunnerRig, folder: Path, scale: float = 1.0) -> Any:
-    """Load the pipeline without the worker's layers, wrap the transformer by peft, and multiply the strength of the adapter by `scale`.
-    It is the reference in comparisons."""
+    """Load the pipeline without the worker's layers, with peft around the transformer, as the reference in comparisons.
+
+    The strength of the adapter in `folder` is multiplied by `scale`.
+    """
     pipeline = load_pipeline(rig.config, torch.float32)
     pipeline.transformer = peft.PeftModel.from_pretrained(pipeline.transformer, str(folder)).base_model.model
     for module in pipeline.transformer.modules():

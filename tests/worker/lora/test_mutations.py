@@ -15,7 +15,7 @@ SEED = 20
 
 @pytest.mark.parametrize("picked", [("Flux 2, Kohya", "SD3, peft"), pytest.param(PICKED, marks=pytest.mark.slow)], ids=["two", "all"])
 def test_a_mutated_file_is_used_whole_or_refused_by_name_and_leaves_nothing(tmp_path: Path, picked: tuple[str, ...]) -> None:
-    """A file from anywhere may be damaged, or made to do harm."""
+    """Read 250 mutated adapter files, as a damaged or hostile file may be; none may be used in part or fail in another way."""
     outcome = run_files(tmp_path, seed=SEED, count=250, limit_s=100.0, picked=picked)
     assert outcome.wrong == []
     assert outcome.done == 250

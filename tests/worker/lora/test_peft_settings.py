@@ -45,8 +45,10 @@ TOLERANCE = 1e-4
 
 
 def config(**options: Any) -> peft.LoraConfig:
-    """Return a peft configuration for TARGETS, whose LoRA matrices start random and not at zero. Rank is 4 and alpha 10 unless `options`
-    say otherwise."""
+    """Return a peft configuration for TARGETS, whose LoRA matrices start random and not at zero.
+
+    Rank is 4 and alpha 10 unless `options` say otherwise. Seeds torch.
+    """
     torch.manual_seed(5)
     return peft.LoraConfig(**{"r": 4, "lora_alpha": 10, "init_lora_weights": False, "target_modules": TARGETS} | options)
 
@@ -62,7 +64,7 @@ def output_of(transformer: Any) -> torch.Tensor:
 def ours(
     path: Path, pipeline: Any, run: Callable[[Any], torch.Tensor] = output_of, component: str = "transformer", **options: Any
 ) -> torch.Tensor:
-    """Run a component with an adapter in our layers and return its output; this changes the pipeline."""
+    """Put our LoRA layers into a component, with the adapter of a file at scale 1, and return its output; the pipeline stays changed."""
     model = model_of(pipeline)
     layers = AdapterLayers(model.components, slots=1, max_rank=8, device=torch.device("cpu"))
     layers.write(0, layers.pack(read_checkpoint(str(path), model=model, options=LoadOptions(**options)), name="style"))
@@ -71,7 +73,7 @@ def ours(
 
 
 def assert_same_output(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> None:
-    """Check that the outputs are equal and that the adapter has a large effect."""
+    """Assert that two outputs are equal within TOLERANCE, and that the expected one is far from that of the base model."""
     largest = float(expected.abs().max())
     assert float((expected - base).abs().max()) > 0.05 * largest
     assert float((found - expected).abs().max()) <= TOLERANCE * largest
@@ -174,7 +176,7 @@ def test_alphas_beside_the_factors_make_the_output_of_peft_with_those_alphas(tmp
 
 
 def saved(folder: Path, **metadata: Any) -> Path:
-    """Write a file with `save_lora_adapter`, change its settings and return its path."""
+    """Write an adapter file with diffusers' `save_lora_adapter`, change settings in its metadata, and return its path."""
     trained = copy.deepcopy(SD3().transformer)
     trained.add_adapter(config())
     trained.save_lora_adapter(folder)

@@ -21,7 +21,10 @@ STRIPES = DIGITS / "loras" / "stripes"
 
 @pytest.fixture(params=["by the kernel", "by a walk"])
 def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide a folder with a file inside and one beside it, with the kernel's call openat2 and without it."""
+    """Provide a folder with a file in a folder inside; a file `outside` lies beside it.
+
+    Each test runs twice: with the kernel's call openat2, and without it.
+    """
     if request.param == "by a walk":
         # No kernel has a call of this number.
         monkeypatch.setattr(regular_file, "OPENAT2", 100_000)

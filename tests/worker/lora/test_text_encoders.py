@@ -30,15 +30,17 @@ ENCODER_LAYERS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.fc1")
 
 
 def linears_of(pipeline: Any, component: str) -> dict[str, nn.Linear]:
-    """Return the linear layers of a component that the test's adapters change, keyed by `component.path`. In a text encoder and in the
-    denoiser they are different ones."""
+    """Return the linear layers of a component that the test's adapters change, keyed by `component.path`.
+
+    In a text encoder and in the denoiser they have different names.
+    """
     found = getattr(pipeline, component).named_modules()
     ends = ENCODER_LAYERS if component.startswith("text") else ("attn.to_q", "ff.net.2")
     return {f"{component}.{name}": part for name, part in found if isinstance(part, nn.Linear) and name.endswith(ends)}
 
 
 def write_parts(path: Path, pipeline: Any, components: list[str], *, seed: int = 5) -> dict[str, torch.Tensor]:
-    """Write an adapter for some components in the naming of diffusers; return the change of each weight."""
+    """Write an adapter file for some components in the naming of diffusers; return the change that it makes to each weight."""
     generator = torch.Generator().manual_seed(seed)
     tensors, added = {}, {}
     for component in components:
@@ -52,8 +54,10 @@ def write_parts(path: Path, pipeline: Any, components: list[str], *, seed: int =
 
 
 def merged_by_hand(rig: RunnerRig, added: dict[str, torch.Tensor], scale: float = 1.0) -> Any:
-    """Load the pipeline and add `scale` times each delta in place to the weight that its key `component.path` names. It is the reference
-    without LoRA layers."""
+    """Load the pipeline and add `scale` times each change to the weight that its key `component.path` names.
+
+    It is the reference without LoRA layers.
+    """
     pipeline = load_pipeline(rig.config, torch.float32)
     with torch.no_grad():
         for name, delta in added.items():
@@ -63,8 +67,10 @@ def merged_by_hand(rig: RunnerRig, added: dict[str, torch.Tensor], scale: float 
 
 
 class Adapters:
-    """A runner of the digits model with adapters 1 to 4. They are for the first text encoder, the second with the denoiser, the
-    denoiser, and the example stripes."""
+    """A runner of the digits model with adapters 1 to 4.
+
+    They change the first text encoder; the second and the denoiser; the denoiser; and 4 is the example stripes.
+    """
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.rig = RunnerRig(**config)
@@ -81,7 +87,7 @@ class Adapters:
         self.loras.add_adapter(LoRARequest("stripes", 4, str(STRIPES)))
 
     def encoded(self, loras: list[LoRAUse], prompt: str) -> list[str]:
-        """Run a request of one step and return the text encoders that it called."""
+        """Run a request of one step with these adapters, and return the sorted names of the text encoders that it called."""
         self.rig.run(request("asked", prompt=prompt, steps=1, loras=loras))
         return sorted({call.component for call in self.rig.parallel.calls if call.component.startswith("text_encoder")})
 
@@ -244,8 +250,7 @@ def test_an_adapter_stays_with_its_request_while_others_come_and_go(adapters: Ad
 
 
 class Folding(nn.Module):
-    """A toy model that records the rows of its calls. The layer sees them folded into one, so that a call can serve only one set of
-    adapters."""
+    """A toy model that records the rows of its calls. The layer sees them folded into one, so a call can serve only one set of adapters."""
 
     def __init__(self) -> None:
         super().__init__()

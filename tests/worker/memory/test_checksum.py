@@ -14,7 +14,10 @@ BLOCKS = torch.arange(4 * BLOCK_BYTES // 8, dtype=torch.int64)
 
 
 def in_one_slab(sizes: list[int], *, gap: int = 0, padding: int = 0) -> list[torch.Tensor]:
-    """Return tensors of these sizes in bytes in one memory, with this padding between them."""
+    """Return byte tensors of these sizes with random content, one behind the other in one memory.
+
+    After each are `gap` bytes of the value `padding`.
+    """
     slab = torch.full((sum(sizes) + gap * len(sizes),), padding, dtype=torch.uint8)
     starts = [sum(sizes[:number]) + gap * number for number in range(len(sizes))]
     tensors = [slab[start : start + size] for start, size in zip(starts, sizes, strict=True)]

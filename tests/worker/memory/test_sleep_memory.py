@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def layer(tmp_path: Path) -> Layer:
-    """Provide the module, with its file synced to the disk."""
+    """Provide a module whose saved tensors are also in a file, which is synced to the disk."""
     torch.manual_seed(0)
     module = Layer()
     save_file(module.state_dict(), tmp_path / "model.safetensors")
@@ -67,7 +67,7 @@ def assert_holds(module: Layer, before: tuple[torch.Tensor, torch.Tensor]) -> No
 
 
 def cached_bytes(path: Path) -> int:
-    """Return the bytes of a file that the system keeps in memory."""
+    """Return how many bytes of a file the system keeps in memory, in whole pages."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     seen = torch.frombuffer(content, dtype=torch.uint8)
@@ -77,7 +77,7 @@ def cached_bytes(path: Path) -> int:
 
 
 def drop_pages(path: Path) -> None:
-    """Drop a file's pages from memory; skip the test if the folder itself is in memory."""
+    """Drop a file's pages from memory; skip the test if most of them stay, as in a folder that is itself in memory."""
     with path.open("rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if cached_bytes(path) > path.stat().st_size // 10:

@@ -20,8 +20,10 @@ CPU = torch.device("cpu")
 
 
 class Part(nn.Module):
-    """A module whose buffers and parameters differ in storage: two layers share a weight, `table` is saved in files and `computed` is
-    not."""
+    """A module whose buffers and parameters differ in storage.
+
+    Two layers share a weight; the buffer `table` is saved in files, and `computed` is not.
+    """
 
     def __init__(self, width: int = 1024) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ def test_weights_that_are_left_elsewhere_are_counted_and_refuse_sleep(module: Pa
 
 
 def unread_part(module: Part, folder: Path, unread: Placeholders) -> Part:
-    """Save a module; return the same module with placeholders for every tensor of the file."""
+    """Save a module to a folder; return a copy of it with placeholders in place of every tensor that the file has."""
     save(module, folder)
     stored = stored_in(folder)
     empty = Part().requires_grad_(False)

@@ -32,7 +32,7 @@ STRIPES = DIGITS / "loras" / "stripes"
 
 
 class Groups:
-    """A factory that keeps the fake groups of engines; `settings` are for the next one."""
+    """A factory that makes a fake rank group for each engine and keeps all in `made`; `settings` are for the next one."""
 
     def __init__(self) -> None:
         self.made: list[FakeRankGroup] = []
@@ -63,8 +63,10 @@ def engine(groups: Groups) -> Iterator[DiffusionEngine]:
 
 @pytest.fixture
 def loras(tmp_path: Path) -> Path:
-    """Make four adapter folders, each with a weights file that has only the name in it. More is not needed, since fake ranks never open
-    it."""
+    """Make four adapter folders, each with a weights file that has only the name in it; return the folder with all.
+
+    Fake ranks never open the files.
+    """
     for name in ("style", "one", "two", "broken"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_model.safetensors").write_bytes(name.encode())
@@ -76,7 +78,7 @@ def engine_threads() -> list[threading.Thread]:
 
 
 async def nothing_runs(engine: DiffusionEngine) -> None:
-    """Wait for the engine to become idle, through the event inside its step loop."""
+    """Wait until the engine's step loop has no request left, by the event inside it."""
     await engine._thread.engine._steps._idle.wait()
 
 

@@ -52,7 +52,10 @@ def folder(tmp_path: Path) -> Path:
 
 @contextmanager
 def script_from_standard_input(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a script in a process group of its own, and kill the whole group at the end."""
+    """Start a script that Python reads from standard input, in the folder, and yield its process; its errors go to a file there.
+
+    The whole process group is killed at the end of the block.
+    """
     with (folder / "errors").open("w") as errors:
         script = subprocess.Popen(
             [sys.executable, "-"],
@@ -75,7 +78,7 @@ def script_from_standard_input(text: str, folder: Path) -> Iterator[subprocess.P
 
 
 def edited(worker: WorkerProcess, path: Path, *, prompt: str, **fields: float) -> Image.Image:
-    """Return the result of an edit by a server."""
+    """Have a server edit the image in a file, by the OpenAI SDK, and return the result."""
     with path.open("rb") as image:
         answer = worker.openai().images.edit(image=image, prompt=prompt, extra_body=fields)
     assert answer.data is not None

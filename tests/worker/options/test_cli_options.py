@@ -25,7 +25,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 def config_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> WorkerConfig:
-    """Return the settings with which the program would serve."""
+    """Run the program with these arguments, without starting a server, and return the settings with which it would serve."""
     started: list[WorkerConfig] = []
     monkeypatch.setattr("diffusion_worker.server.serve.run", lambda config, listen, make_ranks: started.append(config) or 0)
     monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", *arguments])

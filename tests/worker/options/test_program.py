@@ -18,7 +18,10 @@ def catches_sigterm(pid: int) -> bool:
 
 
 def test_a_sigterm_while_it_imports_ends_it_at_once_with_the_code_of_the_signal() -> None:
-    """Without a handler the program would ignore the signal as a container's first process, and die by it elsewhere, with another code."""
+    """Send SIGTERM as soon as the program has a handler for it, while it still imports; the exit code must be 143.
+
+    Without a handler a container's first process would ignore the signal.
+    """
     command = [sys.executable, "-c", PROGRAM, "serve", "--model=/does-not-matter"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         until = time.monotonic() + DEADLINE_S

@@ -24,7 +24,7 @@ ENCODERS = ("clip", "t5", "umt5", "mt5", "gemma", "gemma2", "glm", "llama", "mis
 
 @pytest.fixture
 def log() -> Iterator[io.StringIO]:
-    """Provide all output of this test's loggers, configured as in a process that serves."""
+    """Provide the output of loggers of libraries and of the worker, while messages are withheld as in a process that serves."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     names = ("diffusers.pipelines.flux", "transformers", "py.warnings", "diffusion_worker", "a_custom_class")

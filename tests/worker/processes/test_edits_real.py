@@ -50,8 +50,7 @@ def left_mask() -> bytes:
 
 
 def asked(**extra: Any) -> dict[str, Any]:
-    """Return keyword arguments for the SDK's edit call, whose extra_body is the usual one (seed, steps, guidance) with `extra` merged
-    in."""
+    """Return keyword arguments for the SDK's edit call: the usual ones, with `extra` merged into their `extra_body`."""
     return ASKED | {"extra_body": {**ASKED["extra_body"], **extra}}  # type: ignore[dict-item]
 
 
@@ -60,7 +59,7 @@ def pixels(image: Image.Image) -> Any:
 
 
 def apart(one: Image.Image, other: Image.Image, columns: slice = slice(None)) -> float:
-    """Return the mean difference of the colours, of 255."""
+    """Return the mean difference of the colours of two images, of 255, within these columns."""
     return float(np.abs(pixels(one) - pixels(other))[:, columns].mean())
 
 

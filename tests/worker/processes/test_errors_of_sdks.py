@@ -44,8 +44,10 @@ Calls = Callable[..., Found]
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """Start the HTTP server over fake ranks for the module, with a key to authenticate. A step takes 10 ms, and a put of the adapter
-    `bad` has failed with status 400."""
+    """Start the HTTP server over fake ranks for the module; clients need a key, and a step takes 10 ms.
+
+    A put of the adapter `bad` has failed with status 400.
+    """
     folder = tmp_path_factory.mktemp("worker")
     key_path = folder / "key"
     key_path.write_text(KEY)
@@ -80,7 +82,7 @@ def by_python(given: Given) -> Found:
 
 
 def by_program(command: list[str], given: Given, **env: str) -> Found:
-    """Run a program of `support/sdks` and return the line of JSON that it prints."""
+    """Run a program of `support/sdks` with this input as JSON, and return the JSON that it prints; it must end with 0."""
     ended = subprocess.run(
         command, input=json.dumps(given), env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
     )
@@ -110,7 +112,7 @@ ALL = {**THAT_STREAM, "vercel": by_vercel, "vercel-compatible": by_vercel_compat
 
 
 def class_of(client: str, status: int, seen: int) -> str:
-    """Return the class of the error that a client raises for this status after the worker has seen this many tries."""
+    """Return the expected class of the error that a client raises for this status, after the worker has seen this many tries."""
     if client == "go":
         return "openai.Error"
     if client in THAT_STREAM:
@@ -119,13 +121,16 @@ def class_of(client: str, status: int, seen: int) -> str:
 
 
 class Client:
-    """An SDK over a worker."""
+    """A client SDK, by its name, and the worker that it calls."""
 
     def __init__(self, name: str, worker: WorkerProcess) -> None:
         self.name, self._worker = name, worker
 
     def ask(self, *, seen: int = 1, key: str = KEY, cancels: bool = False, origin: str | None = None, **wanted: Any) -> Found:
-        """Make a call by the SDK and check how often the worker sees it; return the raised error, or the number of images."""
+        """Make a call by the SDK, and check that the worker sees it `seen` times; return the raised error, or the number of images.
+
+        The test is skipped if the SDK is not there.
+        """
         request_id = uuid.uuid4().hex
         given = {"baseURL": f"{self._worker.url}/v1", "apiKey": key, "maxRetries": RETRIES, "cancel": request_id if cancels else ""}
         given |= {

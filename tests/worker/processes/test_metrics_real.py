@@ -17,8 +17,10 @@ MOST_RESIDENT_BYTES = 120_000_000
 
 
 def metrics(worker: WorkerProcess) -> dict[tuple[str, ...], float]:
-    """Scrape the worker and return the value of each sample. The key is a tuple of the name, less `diffusion_worker_`, and the label
-    values in order."""
+    """Read the worker's metrics and return the value of each sample.
+
+    A key is a tuple of the name, less `diffusion_worker_`, and the label values in order.
+    """
     families = text_string_to_metric_families(worker.get("/metrics").text)
     return {
         (sample.name.removeprefix("diffusion_worker_"), *sample.labels.values()): sample.value

@@ -27,7 +27,7 @@ def old() -> Iterator[WorkerProcess]:
 
 
 def farthest(first: Image.Image, second: Image.Image) -> int:
-    """Return the largest difference of a channel of a pixel, in levels of 255."""
+    """Return the largest difference of two images in any channel of a pixel, from 0 to 255."""
     return int(np.asarray(ImageChops.difference(first, second)).max())
 
 

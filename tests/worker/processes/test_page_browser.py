@@ -39,8 +39,10 @@ PIXELS = """() => {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Launch Chromium for the module, or skip its tests if it is not installed. Playwright's event loop occupies the thread, so no test
-    here can be async."""
+    """Start Chromium for the module, or skip its tests if it cannot be had.
+
+    Playwright's event loop occupies the thread, so no test here can be async.
+    """
     try:
         chromium.program()
     except PrerequisiteMissing as missing:
@@ -51,7 +53,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Provide a function that opens a worker's page. Unexpected errors in its console and requests to other servers fail the test."""
+    """Provide a function that opens a worker's page in a new browser context.
+
+    At the end the test fails for errors in the console that were not expected, and for requests to other servers.
+    """
     problems: list[str] = []
     contexts = []
 
@@ -95,7 +100,7 @@ def fill(page: Page, **fields: str) -> None:
 
 
 def make(page: Page, **fields: str) -> None:
-    """Fill in the form and send it."""
+    """Wait until the page says that the worker is ready, fill in its form, and send it with the Enter key."""
     expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=DEADLINE_MS)
     fill(page, **fields)
     page.evaluate(WATCH)
@@ -103,7 +108,7 @@ def make(page: Page, **fields: str) -> None:
 
 
 def finished(page: Page) -> dict[str, str]:
-    """Wait for the image; return the page's description of it, by term."""
+    """Wait until the page shows the finished image; return the page's description of it, by term."""
     expect(page.locator("#progress-text")).to_have_text("Finished.", timeout=DEADLINE_MS)
     expect(page.locator("#caption")).to_be_visible()
     return dict(zip(page.locator("#provenance dt").all_inner_texts(), page.locator("#provenance dd").all_inner_texts(), strict=True))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def fake(behaviour: Mapping[str, Any] | None = None, **options: Any) -> WorkerProcess:
-    """Return a server over fake ranks with this behaviour."""
+    """Return a server over fake ranks with this behaviour; it is not started yet."""
     env = {"FAKE_WORKER": json.dumps(behaviour or {})}
     return WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, env=env, **options)
 

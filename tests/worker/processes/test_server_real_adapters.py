@@ -62,7 +62,7 @@ def test_an_adapter_is_put_used_and_deleted_while_the_worker_serves(worker: Work
 
 
 def test_an_adapter_is_loaded_between_the_steps_of_a_running_image_and_changes_nothing_of_it(worker: WorkerProcess) -> None:
-    """A load waits for the end of a step, because a step must not see an adapter change."""
+    """Put and delete an adapter while a long image is made; the put must end before the image does, and the image stay the same."""
     long = {**REQUEST, "num_inference_steps": 60, "model": "stripes"}
     alone = worker.image(**long).tobytes()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:

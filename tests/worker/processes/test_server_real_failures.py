@@ -84,7 +84,10 @@ def test_a_worker_terminated_while_its_ranks_start_leaves_no_process() -> None:
 
 
 def broken_model(folder: Path, kind: str) -> Path:
-    """Return a copy of the digits model with a fault that only loading can find."""
+    """Return the folder of a copy of the digits model with a fault of this kind, which only loading can find.
+
+    For another kind the copy has no fault.
+    """
     model = folder / kind
     shutil.copytree(DIGITS_MODEL, model)
     weights = model / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -104,7 +107,10 @@ BROKEN = {"no-weights": "transformer", "cut-weights": "transformer", "unknown-cl
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[str, WorkerProcess]]]:
-    """Start workers of models that cannot be loaded, all at once, because each must import torch to find out."""
+    """Start a worker for each kind of model that cannot be loaded, all at once, because each must import torch to find out.
+
+    Provides, by kind, the model's folder and the worker.
+    """
     folder = tmp_path_factory.mktemp("broken-models")
     with ExitStack() as stack:
         started = {}

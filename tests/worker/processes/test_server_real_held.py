@@ -20,8 +20,10 @@ REQUEST = {"prompt": "a red digit seven", "seed": 3, "num_inference_steps": 4, "
 
 
 class Sleepy:
-    """A worker under a desired state that tests rewrite, whose extension stops at gates in files. A batch has one request, so that
-    images end in order."""
+    """A worker whose desired state a test rewrites, and whose extension stops at gates in files.
+
+    A batch has one request, so that images end in order.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.gates = Gates(folder)
@@ -32,7 +34,7 @@ class Sleepy:
         self.worker = WorkerProcess(options=options, env={"PYTHONPATH": str(Path(__file__).parents[2]), **self.gates.env})
 
     def declare(self, policy: str = "OnIdle", **cold: Any) -> None:
-        """Replace the desired file in one step."""
+        """Replace the worker's desired file in one step, with this policy and these limits of held requests."""
         limits = {"mode": "Hold", "maxHeld": 64, "holdTimeoutSeconds": 300.0, **cold}
         replacement = self.desired.with_suffix(".new")
         replacement.write_text(json.dumps({"sleep": {"policy": policy}, "coldRequests": limits}))

@@ -30,8 +30,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def levels_apart(one: Image.Image, other: Image.Image) -> int:
-    """Return the greatest absolute difference between two images of equal size, 0 to 255, over all channels. Computed in 16 bits, so
-    nothing wraps."""
+    """Return the greatest absolute difference between two images of equal size, 0 to 255, over all channels."""
     assert one.size == other.size
     return int(np.abs(np.asarray(one, np.int16) - np.asarray(other, np.int16)).max())
 

@@ -22,7 +22,7 @@ STAGES = ("queue", "encode", "denoise", "decode", "post")
 
 
 def events(worker: WorkerProcess, **body: Any) -> list[dict[str, Any]]:
-    """Post a streaming request and read the whole answer. Return the parsed `data:` lines, without the final [DONE]."""
+    """Post a streaming request and read the whole answer; return the parsed `data:` lines, without the final [DONE]."""
     text = worker.request_images(**{"stream": True} | body).text
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]

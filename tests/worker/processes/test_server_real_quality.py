@@ -33,7 +33,7 @@ def worker() -> Iterator[WorkerProcess]:
 
 
 def ask(worker: WorkerProcess, **fields: Any) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
-    """Return the image of a request, and its answer without the image."""
+    """Make an image, which must succeed; return its RGB values, and the answer without the image."""
     answer = worker.request_images(**BODY | fields)
     assert answer.status_code == 200, answer.text
     found = answer.json()

@@ -21,14 +21,14 @@ STRIPES = DIGITS / "loras" / "stripes"
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
-    """Start a worker with the stripes adapter and two ranks. It permits 100 restarts, so that each test may kill ranks."""
+    """Start a worker with two ranks and the stripes adapter. It permits 100 restarts, so that each test may kill ranks."""
     with WorkerProcess(ranks=2, loras={"stripes": STRIPES}, options=("--max-restarts=100",)) as worker:
         worker.wait_ready()
         yield worker
 
 
 def lose(worker: WorkerProcess, rank: int, number: signal.Signals = signal.SIGKILL) -> dict[str, Any]:
-    """Signal a rank and check that the same server has the next generation soon, with nothing left of the last; return the state."""
+    """Signal a rank, and check that the same server soon has the next generation and no process of the last; return the new state."""
     before = worker.state()
     pids = worker.rank_pids()
     os.kill(pids[rank], number)

@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[2]
 
 
 class Faulty(WorkerProcess):
-    """A worker of two ranks with gates, which may be lost as often as a test wants. It sleeps under OnIdle and records its sleep."""
+    """A worker of two ranks with gates, which may be lost 100 times. It sleeps under OnIdle and records its sleep."""
 
     def __init__(self, folder: Path) -> None:
         self.gates = Gates(folder)
@@ -41,12 +41,11 @@ class Faulty(WorkerProcess):
         self.alone = b""
 
     def begin(self, path: str, **body: Any) -> httpx2.Response:
-        """Begin a sleep or a wake and do not wait for its end."""
+        """Post to a path of the control port, for a sleep or a wake; return the answer, which comes before the operation ends."""
         return self.control("POST", path, json={"operationId": f"{path}-{time.monotonic()}", **body})
 
     def weights_resident(self) -> float:
-        """Return the share of weight bytes that is in RAM, from 0 to 1. It adds up the kernel's resident pages of all ranks' weight
-        mappings."""
+        """Return the share of the weights of all ranks that the kernel counts in memory, from 0 to 1."""
         ranks = self.state()["ranks"]
         resident = sum(resident_bytes(rank["pid"], rank["memory"]["mappings"]) for rank in ranks)
         return float(resident / sum(rank["memory"]["weightsBytes"] for rank in ranks))
@@ -57,7 +56,7 @@ class Faulty(WorkerProcess):
         return self.state()
 
     def check_asleep_then_wake(self) -> None:
-        """Check that no weights are in memory, and that a wake restores the images."""
+        """Assert that no more than 2 % of the weights are in memory, wake the worker, and assert that it makes the same image as before."""
         assert self.weights_resident() < 0.02
         self.wake()
         assert self.image(**REQUEST, model="stripes").tobytes() == self.alone
@@ -73,7 +72,7 @@ def of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
 
 @pytest.fixture
 def faulty(of_all: Faulty) -> Iterator[Faulty]:
-    """Provide the worker awake, and wait until it is so again after the test."""
+    """Provide the worker; after the test open all gates and wait until it is ready again."""
     yield of_all
     for gate in ("sleep", "wake", "adapter"):
         of_all.gates.open(gate)
@@ -125,7 +124,10 @@ def test_weights_that_come_back_spoiled_by_one_bit_are_never_served_from(faulty:
 
 
 def test_an_adapter_that_is_spoiled_in_memory_while_the_model_sleeps_is_never_served_from(faulty: Faulty) -> None:
-    """The first wake after the load finds the fault and reads the adapter from its file again; no rank has to restart."""
+    """Spoil the adapters of sleeping ranks, and ask for an image, which wakes the model.
+
+    The wake has to find the fault and read the adapter from its file again, without a restart.
+    """
     restarts = faulty.sleep()["restarts"]
     faulty.gates.close("spoil-adapters")
     assert faulty.image(**REQUEST, model="stripes").tobytes() == faulty.alone
@@ -234,7 +236,7 @@ def test_a_worker_terminated_while_it_sleeps_ends_with_0(of_all: Faulty) -> None
 
 
 def check_end(worker: WorkerProcess) -> None:
-    """Check that SIGTERM ends the worker with exit code 0 in time, and that no process stays."""
+    """Send SIGTERM, and assert that the worker ends with code 0 within 10 s and that none of its processes stays."""
     pids, begun = [*worker.rank_pids(), *descendants(worker.pid)], time.monotonic()
     assert worker.terminate() == 0
     assert time.monotonic() - begun < 10

@@ -25,7 +25,7 @@ STREAMED = ("image_generation.partial_image", "image_generation.completed")
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """Start a server over fake ranks for the SDK tests. Clients need the key, a step takes 10 ms, and step caching is allowed."""
+    """Start a server over fake ranks for the module. Clients need the key, a step takes 10 ms, and step caching is allowed."""
     key_path = tmp_path_factory.mktemp("key") / "key"
     key_path.write_text(KEY)
     env = {"FAKE_WORKER": json.dumps({"stepSeconds": 0.01})}
@@ -159,7 +159,7 @@ def test_a_raw_answer_can_be_a_file(client: OpenAI, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sleepy_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    """Start a server over fake ranks whose policy is OnIdle. A request that finds it asleep waits 0.5 s for the wake."""
+    """Start a server over fake ranks whose policy is OnIdle; its wake takes 0.5 s."""
     desired = tmp_path_factory.mktemp("desired") / "desired.json"
     desired.write_text(json.dumps({"sleep": {"policy": "OnIdle"}}))
     env = {"FAKE_WORKER": json.dumps({"wakeSeconds": 0.5})}

@@ -141,8 +141,10 @@ def test_a_wrong_request_of_the_soak_of_sleep_is_refused_at_once_or_that_is_wron
 
 
 def _judge_of_sleep() -> tuple[Callable[[Asked, Times], str | None], Times]:
-    """Return a judge whose single reference is content 0 of `style-0` for body 0, uniform 10. With it comes an empty list of excuses for
-    the test to fill."""
+    """Return a judge that knows one image, all 10, for body 0 with content 0 of `style-0`.
+
+    With it comes an empty list of excuses for the test to fill.
+    """
     references = References(None, [], (), Outcome(1, counts="worst_difference"))
     references.alone[0, (0,)] = np.full((8, 8, 3), 10)
     references.digests["sha256:0"], references.spells["style-0"] = 0, [Spell(0, 0.0)]

@@ -30,13 +30,13 @@ def _metadata(**settings: Any) -> dict[str, str]:
 
 
 def _costly(folder: Path, pattern: str = r"(\w|\w\w)+\d!") -> Path:
-    """Write an adapter whose pattern takes for ever to match the name of its module; return its file."""
+    """Write an adapter file whose alpha pattern takes for ever to match its module's name; return the file's path."""
     folder.parent.mkdir(exist_ok=True)
     return write_file(folder, nn.ModuleDict({"a" * 60: nn.Linear(8, 8)}), metadata=_metadata(**{"transformer.alpha_pattern": {pattern: 3}}))
 
 
 def _fields(pid: int | str) -> list[str]:
-    """Read the state, the parent and the other fields that follow the name of a process."""
+    """Return the fields of a process's /proc/PID/stat that follow its name: the state, the parent's pid and so on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -53,7 +53,7 @@ def _loads() -> dict[int, int]:
 
 
 async def _running() -> int:
-    """Return the process of a load, as soon as one runs."""
+    """Wait until a load's process runs, at most a minute, and return its pid."""
     async with asyncio.timeout(60):
         while not (found := _loads()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

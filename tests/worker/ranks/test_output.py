@@ -24,7 +24,10 @@ DEADLINE_S = 10.0
 
 
 class SlowImage(RawImage):
-    """An image that is not there before `ready` is set. If it never is, the test fails at its deadline."""
+    """An image whose pixels are there only once `ready` is set; with `error`, getting them then raises it.
+
+    If `ready` is never set, the test fails at its deadline.
+    """
 
     def __init__(self, ready: threading.Event, error: BaseException | None = None) -> None:
         super().__init__(np.ones((1, 4, 6, 3)))
@@ -39,7 +42,7 @@ class SlowImage(RawImage):
 
 
 class FakeWorker:
-    """A worker whose ticks a test defines."""
+    """A rank's worker whose outputs a test gives by the number of the tick; it notes if it was put to sleep."""
 
     def __init__(self, ticks: dict[int, Callable[[], StepOutput]]) -> None:
         self._ticks = ticks
@@ -56,7 +59,7 @@ class FakeWorker:
 
 
 class Wire:
-    """A wire that keeps the sent messages in order, with the thread of each; `receive` gives the messages one by one."""
+    """A stand-in for a rank's wire: `receive` gives a test's messages one by one, and `send` keeps each with its thread."""
 
     def __init__(self, *messages: Any) -> None:
         self._messages = list(messages)

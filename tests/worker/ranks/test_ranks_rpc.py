@@ -44,7 +44,7 @@ from diffusion_worker.runner.stepping.step_output import StepOutput
 
 
 class FakeWorker:
-    """A worker without a device: its adapters are numbers, and a test sets its faults."""
+    """A rank's worker without a device, which reports adapters 1 and 2; a test sets the error that it raises."""
 
     def __init__(self) -> None:
         self.raises: BaseException | None = None
@@ -71,7 +71,7 @@ class FakeWorker:
 
 
 class FakeWire:
-    """A wire that gives these messages to the rank and keeps the rank's answers."""
+    """A stand-in for a rank's wire: `receive` gives a test's messages one by one, and `send` keeps the answers."""
 
     def __init__(self, *messages: Any) -> None:
         self.messages = list(messages)
@@ -259,7 +259,7 @@ def test_a_message_nested_without_end_is_no_message() -> None:
 
 @pytest.fixture
 def broadcaster(tmp_path: Path) -> Iterator[tuple[Any, RankEnd]]:
-    """Provide a socket that sends any frames, and the rank end that listens to it."""
+    """Provide a socket that can send any frames to ranks, and a rank's end of the wire that listens to it."""
     from diffusion_worker.ranks.broadcast import Endpoints
 
     endpoints = Endpoints(f"ipc://{tmp_path}/broadcast", f"ipc://{tmp_path}/answers")
@@ -361,7 +361,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 class Polite:
-    """An extension for the tests."""
+    """An extension of the worker with a public method and a private one."""
 
     def greet(self, name: str) -> str:
         return f"hello {name}"
@@ -370,7 +370,7 @@ class Polite:
 
 
 class Sleepless:
-    """An extension that hides a method of the worker."""
+    """An extension with a method that would hide one of the worker's own."""
 
     def sleep(self) -> None: ...
 

@@ -69,13 +69,13 @@ def config(**settings: object) -> WorkerConfig:
 
 
 def policies(pid: int) -> list[int]:
-    """Return the scheduling policy of the main thread, then those of the others."""
+    """Return the kernel's scheduling policies of a process's threads, that of the main thread first."""
     threads = sorted((int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()), key=lambda thread: thread != pid)
     return [os.sched_getscheduler(thread) for thread in threads]
 
 
 def spare_pids() -> list[int]:
-    """Return the processes of this one that began as standbys."""
+    """Return the pids of this process's living children that were started as standbys."""
     return [process.pid for process in multiprocessing.active_children() if process.name.endswith("standby") and process.pid]
 
 
@@ -179,7 +179,7 @@ def test_a_worker_that_ends_takes_its_standby_along_even_one_that_still_imports(
         worker.wait_ready()
 
         def spare() -> list[int]:
-            """Return the children that are no rank: multiprocessing's tracker has no `spawn_main`."""
+            """Return the pids of the worker's spawned descendants that are no ranks; multiprocessing's tracker does not count."""
             pids = [pid for pid in descendants(worker.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
             return [pid for pid in pids if pid not in worker.rank_pids()]
 

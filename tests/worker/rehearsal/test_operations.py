@@ -108,7 +108,10 @@ def _put(x: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
 
 
 def _tried(case: Case, inference: bool) -> Rehearsal:
-    """Run a case on both devices, check that the results are equal, and return the rehearsal with the records of the case."""
+    """Run a case on the rehearsal's device and on the CPU, assert equal results and no race, and return the rehearsal.
+
+    The records in it are those of the case alone.
+    """
     numbers = torch.tensor([1.0, -1.0, 2.0])
     with torch.inference_mode(inference):
         with rehearse() as rehearsal:
@@ -129,7 +132,7 @@ def _tried(case: Case, inference: bool) -> Rehearsal:
 
 
 def _on_cpu(case: Case, numbers: torch.Tensor) -> Any:
-    """Run a case on the CPU: it asks for the device of x, or for a rehearsal's own names."""
+    """Run a case on the CPU and return its result; calls in it that pin memory or move tensors to a GPU do nothing."""
     before = torch.Tensor.pin_memory, torch.Tensor.cuda, torch.zeros, torch.tensor
     torch.Tensor.pin_memory = torch.Tensor.cuda = lambda self: self  # type: ignore[assignment, method-assign]
     torch.zeros, torch.tensor = _unpinned(torch.zeros), _unpinned(torch.tensor)

@@ -32,14 +32,14 @@ PAPER = request("paper", steps=STEPS, seed=4, loras=[LoRAUse(3, 1.0)])
 
 @dataclass
 class Rehearsed:
-    """The runner on the rehearsal's device, and the images that the CPU made of the same requests."""
+    """A runner on the rehearsal's device, the rehearsal with its records, and the images that the CPU made of the same requests."""
 
     rig: RunnerRig
     rehearsal: Rehearsal
     truth: Images
 
     def waits(self) -> set[str]:
-        """Return the functions that waited since the records were cleared."""
+        """Return the names of the functions that waited for the device since the records were cleared."""
         return {cause.function for cause in self.rehearsal.records.waits}
 
 
@@ -133,7 +133,7 @@ def test_a_request_that_is_cancelled_leaves_the_others_as_they_were(rehearsed: R
 
 
 def _fail_at(rehearsal: Rehearsal, number: int, error: Exception) -> list[str]:
-    """Let one matrix product raise an error, counted from now; return a list that then names it."""
+    """Make the matrix product of this number, counted from now, raise an error; return a list that gets the product's name then."""
     seen: list[str] = []
     left = [number]
 

@@ -41,7 +41,7 @@ def loaded() -> RunnerRig:
 
 @pytest.fixture
 def rig(loaded: RunnerRig) -> Iterator[RunnerRig]:
-    """Provide a rig and check that the test leaves its weights unchanged."""
+    """Provide a rig; afterwards drop its requests, and check that the test left its weights and adapters unchanged."""
     before = loaded.runner.fingerprint(probe=False)
     yield loaded
     loaded.runner.drop_all()
@@ -136,7 +136,10 @@ def test_a_slot_that_was_spoilt_does_not_outlive_a_sleep_as_it_is_filled_from_th
 
 
 def test_a_wake_after_which_adapters_are_in_no_slot_is_seen(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter's copy in host memory is right, but its slot is empty, so a request for it would get the base model's image."""
+    """Wake while nothing is written into slots: the adapter's copy in host memory is right, but its slot is empty.
+
+    A request for it would get the base model's image.
+    """
     rig.runner.add_lora(STRIPES, LoadOptions())
     assert rig.runner.loras is not None
     try:
@@ -154,7 +157,7 @@ def test_a_wake_after_which_adapters_are_in_no_slot_is_seen(rig: RunnerRig, monk
 
 
 def test_what_a_load_tells_of_an_adapter_is_what_is_found_later(rig: RunnerRig) -> None:
-    """The first wake after the load compares with this value."""
+    """Load an adapter, and compare its identity and checksum with the fingerprint, with which the first wake compares it too."""
     loaded = rig.runner.add_lora(STRIPES, LoadOptions())
     assert rig.runner.loras is not None
     try:
@@ -205,7 +208,7 @@ def test_options_that_change_how_images_are_made_do_not_change_it(loaded: Runner
 
 
 class LargeFlux(FluxPipeline):
-    """A pipeline that refuses small images and a single step."""
+    """A pipeline that refuses images below 80 pixels and fewer than two steps; all others it makes at 80 pixels."""
 
     SMALLEST, FEWEST_STEPS = 80, 2
 
@@ -216,7 +219,7 @@ class LargeFlux(FluxPipeline):
 
 
 class NeverFlux(LargeFlux):
-    """A pipeline that refuses every request of a probe."""
+    """A pipeline that refuses fewer than 50 steps, and so every request of a probe."""
 
     FEWEST_STEPS = 50
 
@@ -260,7 +263,7 @@ def test_too_little_memory_for_the_probe_is_an_error_that_may_pass() -> None:
 
 
 class Tasks:
-    """The task pipelines of a model, of which only the class matters."""
+    """A stand-in for the task pipelines of a model: each task has an object that is no pipeline."""
 
     def pipeline_of(self, task: Task) -> Any:
         return object()

@@ -33,7 +33,7 @@ def states(executor: RankExecutor) -> list[RankState]:
 
 
 def shares_resident(executor: RankExecutor) -> list[float]:
-    """Return the share of each rank's weights that the kernel counts in memory, as seen from this process."""
+    """Return, for each rank, the share of its weights that the kernel counts in memory."""
     return [resident_bytes(each.pid or 0, each.memory.mappings) / each.memory.weights_bytes for each in executor.documents()]
 
 

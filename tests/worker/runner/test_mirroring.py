@@ -87,7 +87,7 @@ async def test_rank_processes_map_one_mirror_and_hold_the_same_weights_after_a_s
 
 
 def mapped(executor: Any) -> list[list[str]]:
-    """Return the inodes of the mirrors that each rank has mapped, as the kernel lists them."""
+    """Return, for each rank, the inodes of the mirrors that it has mapped, as the kernel lists them."""
     return [mirrors_of(Path(f"/proc/{pid}/maps").read_text()) for pid in pids_of(executor)]
 
 

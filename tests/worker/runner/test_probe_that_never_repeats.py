@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 class PlantedNondeterminism:
-    """A hook that adds to a module's result another small number at each call, as a kernel does that adds in another order."""
+    """A hook that adds to a module's result `size` times the number of the call, so no two calls give the same."""
 
     def __init__(self, size: float) -> None:
         self._size, self._calls = size, 0

@@ -49,7 +49,10 @@ STYLED = request("styled", loras=[LoRAUse(1, 1.0)])
 
 @contextmanager
 def one_worker(**config: Any) -> Iterator[DiffusionWorker]:
-    """Make a worker with a process group of its own, as in a rank's process, and without a model."""
+    """Make a rank's worker with a process group of its own and without a model, and yield it; shut it down afterwards.
+
+    It has one torch thread meanwhile.
+    """
     given = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits", "max_loras": 2} | config)
     threads = torch.get_num_threads()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -74,13 +77,13 @@ def worker() -> Iterator[DiffusionWorker]:
 
 @pytest.fixture
 def fresh(worker: DiffusionWorker) -> DiffusionWorker:
-    """Empty the module's worker for a test: a rebuilt adapter manager forgets earlier adapters, while the weights stay loaded."""
+    """Provide the module's worker with a new adapter manager, which knows no adapters; the weights stay loaded."""
     worker.init_lora_manager()
     return worker
 
 
 def wrapped(worker: DiffusionWorker) -> int:
-    """Return the number of layers of the denoiser that have slots."""
+    """Return how many layers of the worker's transformer are wrapped to hold adapters in slots."""
     return sum(isinstance(part, LoRALayer) for part in worker.model_runner.pipeline.transformer.modules())
 
 
@@ -197,7 +200,7 @@ async def test_an_extension_makes_the_same_image_on_all_ranks_together() -> None
 
 
 class Idle:
-    """A worker that only reports its adapters."""
+    """A stand-in for a rank's worker that reports adapter 7 and no memory, and can do nothing else."""
 
     def list_loras(self) -> list[int]:
         return [7]

@@ -46,7 +46,7 @@ def _record() -> Iterator[None]:
 
 
 class FakePipeline:
-    """A pipeline that counts its calls of a model: the same number in each step, or all at once without steps."""
+    """A pipeline that calls its model so many times in each step, or so many times in all without steps; `made` counts the calls."""
 
     def __init__(self, *, calls: int, steps: int = 0, component: str = "transformer", whole: bool = False, batch_key: Any = None) -> None:
         self.model: Any = SuspendingModule(component, Double())
@@ -66,7 +66,7 @@ class FakePipeline:
 
 @pytest.fixture
 def joined(rig: RunnerRig) -> Any:
-    """Provide a function that adds bodies by name; drop all requests afterwards."""
+    """Provide a function that adds requests to the runner, by name, with these bodies; afterwards drop all requests."""
 
     def join(**bodies: Callable[[], Any]) -> None:
         for name, body in bodies.items():

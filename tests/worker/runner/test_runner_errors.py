@@ -29,7 +29,7 @@ def plain(rig: RunnerRig) -> Any:
 def failing(
     rig: RunnerRig, monkeypatch: pytest.MonkeyPatch, error: Exception, *, over_rows: int = 0, component: str = "transformer"
 ) -> None:
-    """Make a component raise `error` at each call with over `over_rows` rows, from now to the end of the test."""
+    """Make a component raise `error` at each call with more than `over_rows` rows, from now to the end of the test."""
 
     def before(call: ModelCall) -> None:
         if call.component == component and call.rows > over_rows:

@@ -13,7 +13,7 @@ from diffusion_worker.runner.task_acks import MOST_REMEMBERED, TaskAcks
 
 
 class Memory:
-    """A rank's memory in bytes, with counts of its sleeps and its cleanups after a failure."""
+    """A stand-in for a rank's memory: bytes that sleep and wake change, counts of sleeps and of cleanups, and the acknowledgements."""
 
     def __init__(self) -> None:
         self.held = 1000

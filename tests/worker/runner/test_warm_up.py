@@ -33,7 +33,10 @@ def config_of(**change: object) -> WorkerConfig:
 
 
 class Ranks:
-    """Ranks that execute ticks; every request takes one tick."""
+    """A stand-in for ranks that keeps the requests and sizes of frames it gets; every request ends in its first tick.
+
+    With `fail` a request of few enough steps fails with this message.
+    """
 
     denoise_s = 0.25
 
@@ -134,7 +137,7 @@ async def test_what_a_single_rank_says_of_an_option_is_told_with_its_number(monk
 
 
 class FallsBack(FakeRankGroup):
-    """A fake group whose compilation fell back: all its reports carry the feature `compile` with a reason."""
+    """A fake rank group whose compilation fell back: all its reports carry the feature `compile` with a reason."""
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         report = await super().next_report(timeout_s, phase=phase)
@@ -178,7 +181,7 @@ def test_the_warm_up_measures_the_step_and_the_longest_tick_of_every_size_and_va
 
 
 class Changing(Ranks):
-    """Ranks that end a request which would change the model, unless it has the model alone."""
+    """A stand-in for ranks that sends a request back, because it would change the model, unless the request runs as a whole."""
 
     def execute(self, tick: Tick, frames: Sequence[bytes]) -> StepOutput:
         if tick.join and not tick.join[0].whole:

@@ -36,7 +36,7 @@ def pixels(*adapters: tuple[str, float]) -> bytes:
 
 
 async def image(edge: Edge, **body: Any) -> tuple[bytes, list[dict[str, Any]]]:
-    """Make a single image from REQUEST as overridden by `body`; return its decoded bytes and `provenance.adapters`."""
+    """Make a single image from REQUEST as overridden by `body`, which must succeed; return its pixels and `provenance.adapters`."""
     answer = await edge.request_images(**{**REQUEST, **body})
     assert answer.status_code == 200, answer.text
     (item,) = answer.json()["data"]
@@ -168,7 +168,7 @@ async def test_an_adapter_that_failed_to_load_is_not_loaded_never_the_base(edge:
 
 
 async def evicted(edge: Edge, **body: Any) -> None:
-    """Put adapters until `old` is on the disk only, in no rank's memory."""
+    """Put the adapter `old` and two newer ones, and wait until `old` is in no rank's memory but still cached on the disk."""
     await edge.put_adapter("old", "/loras/old", **body)
     for name in ("newer", "newest"):
         await edge.put_adapter(name, f"/loras/{name}")

@@ -42,7 +42,7 @@ def rig(tmp_path: Path) -> SourceRig:
 
 
 def content(fetched: Fetched) -> bytes:
-    """Read the whole file that a fetch left in the cache."""
+    """Return the bytes of the file that a fetch left in the cache."""
     return Path(fetched.path).read_bytes()
 
 
@@ -52,7 +52,7 @@ def is_here(fetched: Fetched) -> bool:
 
 
 def serve(server: SourceServer, served: Served) -> Source:
-    """Publish a file at PATH of the server; return a source that pins its SHA-256."""
+    """Publish a file at PATH of the server, over an earlier one; return a source that pins its SHA-256."""
     server.files[PATH] = served
     return http_source(server.url, served)
 
@@ -183,7 +183,7 @@ async def test_a_download_that_breaks_goes_on_where_it_broke(server: SourceServe
 
 
 def bring(server: SourceServer, folder: Path, *, etag: str | None = None) -> bytes:
-    """Download a file without a known digest, such as a bucket's, in this process."""
+    """Download the server's file, in this process, into a cache in the folder without a known digest; return its bytes."""
     cache = FileCache(folder)
     url = f"{server.url}{PATH}"
     with checked_client(allow_http=True, reach=Reach.LOOPBACK, read_timeout_s=5.0) as client:
@@ -194,7 +194,7 @@ def bring(server: SourceServer, folder: Path, *, etag: str | None = None) -> byt
 
 
 def test_the_last_bytes_before_a_source_stalls_are_told() -> None:
-    """The last report is written at the end of its pause, even if no byte follows."""
+    """Set counts of bytes faster than reports are written, and then nothing: the last count must still be reported."""
     told: queue.Queue[tuple[int, int | None]] = queue.Queue()
     with Totals(lambda done, total: told.put((done, total)), {"a": 10, "b": 20}) as totals:
         # These bytes come faster than reports are written, and nothing follows them.
@@ -299,7 +299,7 @@ except RequestError as error:
 
 
 def start_alone(folder: Path, source: Source) -> "subprocess.Popen[str]":
-    """Start another server's process that fetches into the same cache, prints the path, and keeps it until its input ends."""
+    """Start another process that fetches into the same cache, prints the path, and holds the file until its input ends."""
     assert source.http is not None
     command = [sys.executable, "-c", FETCH_ALONE, str(folder), f"{source.http.url}#sha256={source.http.sha256}"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

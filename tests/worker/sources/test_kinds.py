@@ -32,7 +32,7 @@ def digest_of(content: bytes) -> str:
 
 
 def content(fetched: Fetched) -> dict[str, bytes]:
-    """Return the files at a path by their names below it; a single file has an empty name."""
+    """Return the bytes of each file that a fetch left, by its name below the path; a single file has an empty name."""
     top = Path(fetched.path)
     if top.is_file():
         return {"": top.read_bytes()}
@@ -55,14 +55,14 @@ def rig(tmp_path: Path) -> SourceRig:
 
 
 class Shelf:
-    """A place for files, according to the kind of source."""
+    """A place where a test puts files and gets a source for them, of one kind: a hub, S3, HTTP, a claim or a path."""
 
     def __init__(self, kind: str, rig: SourceRig, hub: SourceServer, s3: Callable[[], S3Server]) -> None:
         self.kind, self._rig, self._hub, self._s3 = kind, rig, hub, s3
         self._bucket = f"bucket-{hashlib.sha256(str(rig.cache).encode()).hexdigest()[:20]}"
 
     def put(self, files: dict[str, bytes], *, file: str | None = None) -> Source:
-        """Put these files into the folder `x`; return the source of the folder, or of one file in it."""
+        """Put these files into the folder `x`; return a source of the folder, or of the file in it named by `file`. HTTP needs `file`."""
         if self.kind == "hub":
             self._hub.push("org/x", {f"x/{name}": file for name, file in files.items()})
             return Source(hugging_face=HuggingFaceSource("org/x", subfolder="x", file=file))
@@ -81,7 +81,7 @@ class Shelf:
         return Source(path=str(folder / (file or "")))
 
     def remove(self, files: dict[str, bytes]) -> None:
-        """Remove the source."""
+        """Remove the files from the remote source; a claim or a path keeps them."""
         self._hub.delete("org/x")
         self._hub.files = {}
         if self.kind == "s3":
@@ -165,7 +165,7 @@ async def test_another_digest_than_the_pinned_one_is_refused_and_the_file_does_n
 @pytest.mark.slow
 @pytest.mark.parametrize("shelf", FOLDERS, indirect=True)
 async def test_pickled_weights_of_any_kind_are_refused(rig: SourceRig, shelf: Shelf) -> None:
-    """A pickle runs its author's code when it is read."""
+    """Fetch a folder and a file with pickled weights; both must be refused, because a pickle runs its author's code when it is read."""
     assert (await rig.refusal(shelf.put({"adapter_model.bin": b"x", "adapter_config.json": PEFT_CONFIG}))).code is (
         ErrorCode.UNSUPPORTED_FORMAT
     )

@@ -54,7 +54,7 @@ async def test_a_branch_that_moved_is_fetched_as_it_was_pinned(hub: SourceServer
 
 
 async def test_a_pinned_commit_that_is_in_the_cache_needs_no_source(hub: SourceServer, rig: SourceRig) -> None:
-    """The cache has the commit because the first replica fetched it by its branch."""
+    """Fetch a model by its branch, delete the source, and fetch the first commit by its pin: the cache still has it."""
     pinned = hub.push("org/x", model(1))
     first = await rig.model(SOURCE)
     hub.push("org/x", model(2))
@@ -64,7 +64,7 @@ async def test_a_pinned_commit_that_is_in_the_cache_needs_no_source(hub: SourceS
 
 
 async def test_a_pinned_commit_is_not_replaced_by_what_was_fetched_last(hub: SourceServer, rig: SourceRig) -> None:
-    """A source that is gone, with a pinned commit that the cache does not have, is SourceNotFound."""
+    """Pin a commit that the cache does not have, of a source that is gone; the error must be SourceNotFound and name the commit."""
     hub.push("org/x", model(2))
     await rig.model(SOURCE)
     hub.delete("org/x")
@@ -95,7 +95,7 @@ async def test_a_bucket_that_changed_is_the_pinned_model_only_with_the_same_byte
 
 
 async def fetched_revision(rig: SourceRig, tmp_path: Path, pinned: DesiredModel | None) -> str | None:
-    """Fetch the model as a server does whose desired file has this pin; return the revision that it found."""
+    """Fetch the model as a server does whose desired file has this pin; return the revision that it fetched, or None."""
     config = msgspec.structs.replace(rig.config, model=str(tmp_path / "link"), model_source="hf://org/x")
     fetch = ModelFetch(config, rig.fetcher, lambda: DesiredState(model=pinned).model)
     await fetch.run()

@@ -34,7 +34,7 @@ def names_in(folder: str) -> set[str] | None:
 
 @asynccontextmanager
 async def starting(tmp_path: Path, model: str, **options: object) -> AsyncIterator[tuple[Engine, "asyncio.Task[None]", WorkerConfig]]:
-    """Start an engine over ranks that need no weights; provide it with its start's task and its settings."""
+    """Start an engine over fake ranks without waiting; yield it, the task of its start, and its settings. End it with the block."""
     rig = SourceRig(tmp_path, **options)
     place = locate_model(model, rig.config.claims_dir)
     config = msgspec.structs.replace(rig.config, model=place.folder, model_source=place.source)

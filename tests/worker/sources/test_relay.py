@@ -28,7 +28,7 @@ def server() -> Iterator[SourceServer]:
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, address: str) -> list[str]:
-    """Let every name resolve to this address; return a list of the names that were resolved."""
+    """Make every host name resolve to this address; return a list that gets the names as they are resolved."""
     asked: list[str] = []
 
     def resolve(host: str, port: int, *_: object, **__: object) -> object:

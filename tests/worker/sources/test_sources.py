@@ -161,7 +161,10 @@ def test_a_host_that_is_a_refused_address_in_other_words_is_refused(host: str) -
 
 
 def resolving_to(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> list[str]:
-    """Let names resolve to these addresses in turn; return a list of the names that were resolved."""
+    """Make host names resolve to these lists of addresses in turn, the last one again and again.
+
+    Return a list that gets the names as they are resolved. Names that begin with a digit resolve as always.
+    """
     asked: list[str] = []
     real = socket.getaddrinfo
 

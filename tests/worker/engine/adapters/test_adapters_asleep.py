@@ -229,7 +229,10 @@ async def test_the_old_content_put_again_takes_the_new_one_back(edge: Edge) -> N
 
 @pytest.mark.parametrize("level", LEVELS)
 async def test_what_is_deleted_is_unknown_at_once_and_gone_from_the_ranks_before_they_serve(edge: Edge, level: SleepLevel) -> None:
-    """The ranks sleep, so they can only remove the adapter when they wake."""
+    """Delete an adapter while the ranks sleep, name it in a request, delete it again, and wake.
+
+    The ranks can remove the adapter only when they wake.
+    """
     await put(edge, "a")
     await put(edge, "b")
     await sleep(edge, level)
@@ -362,7 +365,10 @@ async def test_a_load_that_takes_too_long_does_not_cost_the_wake(edge: Edge) -> 
 
 
 async def test_a_load_that_one_rank_refuses_is_undone_before_the_ranks_are_looked_at(edge: Edge) -> None:
-    """A check of the ranks before the undo would find an adapter that the table does not have, and the wake would fail."""
+    """Let a rank refuse an adapter during a wake; the wake must succeed and leave the adapter on no rank.
+
+    A check of the ranks before the undo would find an adapter that the table does not have.
+    """
     await put(edge, "a")
     await sleep(edge, SleepLevel.DISCARD)
     edge.ranks.adapter_errors_of_one["/a"] = ErrorReport(ErrorCode.RANK_FAILED, "no memory")

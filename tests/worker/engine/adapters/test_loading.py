@@ -57,7 +57,7 @@ def remote(repo: str, **fields: Any) -> AdapterCall:
 
 
 def applied(path: str, scale: float) -> AppliedAdapter:
-    """Return the provenance of the adapter in a folder, which has the folder's name."""
+    """Return the provenance that an image has of the adapter in a folder, at this scale; the adapter has the folder's name."""
     return AppliedAdapter(Path(path).name, fake_digest(path), scale, fake_identity(path))
 
 
@@ -412,7 +412,7 @@ async def test_a_request_that_waits_for_its_adapter_when_the_server_stops_servin
 
 
 async def test_requests_over_more_adapters_than_fit_all_get_their_own_and_none_waits_for_ever(loading_edge: Edge) -> None:
-    """Two of six adapters have room in memory and in slots, and some requests take two."""
+    """Send 48 requests at once over six adapters, of which two have room in memory and in slots; some requests take two."""
     edge = loading_edge
     pairs = [(f"a{n % 6}", f"a{(n * 5 + 1) % 6}") for n in range(48)]
     names = [pair if pair[0] != pair[1] and n % 2 else pair[:1] for n, pair in enumerate(pairs)]
@@ -438,7 +438,7 @@ async def test_two_requests_that_each_hold_what_the_other_needs_room_for_are_bot
 
 
 async def test_while_a_version_is_fetched_both_are_shown_and_the_old_one_serves(edge: Edge) -> None:
-    """A new version needs time to be fetched, and clients of the name should not wait for it."""
+    """Hold the fetch of a new version: meanwhile the state shows both, and requests get the old one at once."""
     await put(edge, "a")
     edge.fetcher.arriving.clear()
     putting = asyncio.create_task(edge.engine.put_adapter("a", remote("org/a")))
@@ -511,8 +511,10 @@ async def _registered(edge: Edge, *paths: str) -> bool:
 
 
 async def test_a_version_that_is_loaded_while_a_request_wants_the_old_one_back_stays(loading_edge: Edge) -> None:
-    """Loads of other adapters evict the old version while the new one downloads, and a request comes while the new one loads. The image,
-    and the record afterwards, must have the new one."""
+    """Evict the old version while the new one downloads, and ask for the name while the new one loads.
+
+    The image, and the record afterwards, must have the new one.
+    """
     edge = loading_edge
     await put(edge, "a")
     edge.fetcher.arriving.clear()
@@ -570,8 +572,10 @@ async def test_a_removed_adapter_gives_its_file_back_and_an_evicted_one_does_not
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_changes_meanwhile_an_image_is_made_with_what_its_names_stood_for(loading_edge: Edge, seed: int) -> None:
-    """Random changes and requests run over four names, six contents and two slots, with gates on ranks and sources. Each image must have
-    a content that its name had meanwhile."""
+    """Run random changes and requests over four names, six contents and two slots, with gates on ranks and sources.
+
+    Each image must have a content that its name had meanwhile.
+    """
     edge, rng = loading_edge, random.Random(seed)
     names, contents = [f"a{n}" for n in range(4)], [f"/content-{n}" for n in range(4)] + ["org/one", "org/two"]
     # The contents that a name may have stood for since the last request began; None stands for an unknown name.
@@ -641,7 +645,10 @@ async def _settled(edge: Edge) -> bool:
 
 
 async def test_a_load_that_one_rank_refuses_is_rolled_back_on_all_and_names_it(edge: Edge) -> None:
-    """A request would otherwise be computed with the adapter on some ranks only."""
+    """Let one of two ranks refuse an adapter: the put fails, names that rank, and no rank keeps the adapter.
+
+    A request would otherwise be computed with the adapter on some ranks only.
+    """
     edge.ranks.adapter_errors_of_one["/a"] = ErrorReport(ErrorCode.RANK_FAILED, "no memory")
     with pytest.raises(RequestError, match="rank 1: no memory") as error:
         await put(edge, "a")

@@ -28,12 +28,15 @@ def call(path: str, **fields: Any) -> AdapterCall:
 
 
 def found(path: str, evicted: Iterable[int] = ()) -> LoadedLoRA:
-    """Return the ranks' report of the adapter in a file."""
+    """Return the report by which ranks say that they loaded the adapter in a file, and evicted the adapters with these ids."""
     return LoadedLoRA(f"sha256:{path}", 8, 24, 4096, evicted=list(evicted), identity=AdapterIdentity(f"v1:{path}"))
 
 
 class World:
-    """Sources and ranks as the machine's effects ask for them; a test or chance says when they answer, and with what."""
+    """A stand-in for the sources and ranks of adapters, which performs the effects that the state machine returns.
+
+    A test, or chance, says when they answer, and with what.
+    """
 
     def __init__(self, capacity: int = 2) -> None:
         self.table = AdapterTable(capacity=capacity, residents=1)
@@ -49,7 +52,7 @@ class World:
         self.files = Counter[str]()
 
     def do(self, effects: Iterable[Effect]) -> list[str]:
-        """Perform effects as the runner does; return the names of their kinds."""
+        """Perform effects as the runner does, and return the names of their classes; an effect that must not come fails an assertion."""
         kinds = []
         for effect in effects:
             kinds.append(type(effect).__name__)
@@ -89,7 +92,7 @@ class World:
         machine.file_came(self.table, adapter, Fetched(path), 0.0)
 
     def register(self, adapter: Adapter) -> None:
-        """Have the ranks load an adapter, and evict its victims."""
+        """Have the ranks load an adapter and evict the victims of its load, and report it to the machine."""
         load = adapter.load
         evicted = [victim.lora_int_id for victim in load.victims] if load else []
         for number in evicted:
@@ -106,7 +109,7 @@ class World:
         return self.do(machine.load_failed(self.table, adapter, error, **fields))
 
     def load(self, name: str, path: str, **fields: Any) -> Adapter:
-        """Put an adapter and load it."""
+        """Put an adapter, fetch it and load it on the ranks; return it."""
         self.put(name, path, **fields)
         adapter = self.newest(name)
         self.fetch(adapter)
@@ -320,7 +323,7 @@ class Chance(World):
         self.begun: set[Load] = set()
 
     def turn(self) -> None:
-        """Let something happen, and check what must hold after everything."""
+        """Let one random thing happen, and check what must hold after it."""
         others = [self.put_any, self.put_any, self.remove_any, self.ask, self.ask, self.leave, self.change]
         self.source.choice([*others, *[self.advance] * 8])()
         self.check()
@@ -335,7 +338,10 @@ class Chance(World):
         self.do(machine.removed(self.table, self.source.choice(NAMES), 5.0))
 
     def ask(self) -> None:
-        """Have a request take the adapters of its names, or want those that are not there."""
+        """Have a request take the adapters of one or two random names if all are usable, else want those that are not.
+
+        Do nothing while the ranks sleep.
+        """
         if self.asleep:
             return
         named = [self.table.get(name) for name in self.source.sample(NAMES, self.source.choice([1, 2]))]
@@ -358,7 +364,7 @@ class Chance(World):
             self.do(machine.given_back(self.table, self.requests.pop(request), request))
 
     def advance(self) -> None:
-        """Let a load, an undo or an unload go on."""
+        """Let one random load, undo or unload go on; do nothing if there is none."""
         works: list[Callable[[], None]] = [lambda load=load: self.go_on(load) for load in self.loads]
         works += [lambda undo=undo: self.undo(undo) for undo in self.undos]
         if not self.asleep:
@@ -447,7 +453,7 @@ class Chance(World):
                     self.fail(deferred[0], WRONG, undo=True, lasting=True)
 
     def check(self) -> None:
-        """Check what must hold after each event."""
+        """Assert what must hold after each event, about the table, the loads and the ranks."""
         self.begun |= set(self.loads)
         names = [adapter.name for adapter in self.table if adapter not in self.table.leaving]
         assert max(Counter(names).values(), default=0) <= 2, "a name has a current version, and one that arrives"

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> MountedFolder:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let shards be looked at often, and count as late soon."""
+    """Shorten the pauses between looks at shards, and the time after which a missing shard counts as late."""
     monkeypatch.setattr(declared, "FILE_LOOK_S", 0.005)
     monkeypatch.setattr(declared, "FILE_LATER_LOOK_S", 0.005)
     monkeypatch.setattr(declared, "FILE_PATIENCE_S", 0.05)
@@ -62,7 +62,7 @@ def test_a_file_of_an_earlier_operator_has_the_list_alone(folder: MountedFolder)
 
 
 def test_a_worker_whose_list_has_all_adapters_waits_for_no_shard(folder: MountedFolder) -> None:
-    """The pod of an earlier operator mounts no shard."""
+    """Read a folder without its shard, as in a pod of an earlier operator, and with a list that has all adapters."""
     folder.shard(SHARD, wanted("a"), wanted("b"), brought=False)
     folder.write(wanted("a"), wanted("b"))
     assert read(folder) == (["a", "b"], {})
@@ -203,7 +203,10 @@ async def test_a_wake_does_not_wait_for_a_shard_and_removes_nothing_before_all_a
 
 
 async def test_what_a_call_said_meanwhile_is_newer_than_a_file_that_is_late(folder: MountedFolder) -> None:
-    """A start that ran out of time loads its adapters afterwards; a call for one of them wins."""
+    """Let a start run out of time while its adapters are fetched, and put one of them by a call.
+
+    The adapters of the file are loaded afterwards, but the call's source stays.
+    """
     remote = [wanted(f"s{number}") for number in range(5)]
     sources: dict[str, Any] = {one.name: Source(hugging_face=HuggingFaceSource(f"org/{one.name}")) for one in remote}
     folder.shard(SHARD, *(type(one)(one.name, sources[one.name]) for one in remote))

@@ -42,7 +42,10 @@ async def files_of_a_put(edge: Edge, name: str, path: str) -> tuple[int, set[str
 
 
 async def files_of_puts(edge: Edge, status: int, *puts: tuple[str, str]) -> set[str]:
-    """Return the files of each of several puts: those of other tasks of the engine are not in all of them."""
+    """Put several adapters one after another, each of which must get this status; return the files whose functions ran in each put.
+
+    Files that run only for other tasks of the engine are so left out.
+    """
     found = [await files_of_a_put(edge, *put) for put in puts]
     assert [each for each, _ in found] == [status] * len(puts)
     return set.intersection(*(files for _, files in found))

@@ -87,8 +87,10 @@ def test_a_sleep_that_somebody_asked_for_has_no_time_to_come_back() -> None:
 
 
 class Rig:
-    """The holding of requests before a model, with a counter of wakes and a clock that advances only by `pass_time`. A test sets the
-    model's state and the policy."""
+    """The holding of requests before a model, with a counter of wakes and a clock that advances only by `pass_time`.
+
+    A test sets the model's state and the policy.
+    """
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -105,7 +107,7 @@ class Rig:
         self.wakes += 1
 
     def ask(self, name: str, turn: HoldBudget | None = None) -> None:
-        """Begin a request."""
+        """Begin a request that wants to be admitted, and return at once; `outcome` tells later how it ended."""
         self.events[name] = []
         self.tasks[name] = asyncio.create_task(self._request(name, turn or HoldBudget(self.events[name].append)))
 
@@ -125,8 +127,11 @@ class Rig:
             await asyncio.sleep(0)
 
     async def outcome(self, name: str) -> str:
-        """Wait for the end of a call that `ask` began. Return OK if it was admitted to a ready model, else its error code; TimeoutError
-        after DEADLINE_S seconds."""
+        """Wait for the end of a call that `ask` began. Return OK if it was admitted to a ready model, else its error code.
+
+        Raises:
+            TimeoutError: it did not end within DEADLINE_S seconds.
+        """
         async with asyncio.timeout(DEADLINE_S):
             return await self.tasks[name]
 

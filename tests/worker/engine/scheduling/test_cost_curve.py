@@ -7,8 +7,10 @@ from diffusion_worker.engine.scheduling.cost_curve import ENOUGH, FORGET_AFTER, 
 
 
 def run(curve: CostCurve, seconds: list[float] | None = None, *, demand: int = 8, steps: int = 60, per_step: float = 0.0) -> list[int]:
-    """Let the curve choose a batch size for the demand, observe the time that it takes, and repeat. Return the sizes. Seconds come from
-    the list, else from the linear law."""
+    """Let the curve choose a batch size for the demand, observe the time that it takes, and repeat; return the sizes.
+
+    Seconds of each size come from the list, else from the linear law `1 + batch * per_step`.
+    """
     batches = []
     for _ in range(steps):
         batch = curve.batch(demand)

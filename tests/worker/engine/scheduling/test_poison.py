@@ -43,7 +43,7 @@ class PoisonedRanks(FakeRankGroup):
 
 
 class Rig:
-    """A loop over such ranks that is restarted after each loss, as the supervisor does."""
+    """A step loop over poisoned ranks that is restarted after each loss, as the supervisor does."""
 
     def __init__(self, size: int) -> None:
         self.ranks, self.clock = PoisonedRanks(), Clock()
@@ -59,7 +59,7 @@ class Rig:
             await self.ranks.restart()
 
     async def outcome(self, item: RequestSpec) -> bytes | ErrorCode:
-        """Submit a request; return its pixels or the code of its error."""
+        """Submit a request and wait for its end; return its pixels or the code of its error."""
         try:
             return bytes((await self.loop.submit(item)).pixels)
         except RequestError as error:

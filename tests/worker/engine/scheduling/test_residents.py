@@ -36,7 +36,7 @@ def report(
     peak_mib: int = 0,
     calls: int = 1,
 ) -> list[str]:
-    """Report a tick; names are single letters. Returns the requests that run once more."""
+    """Report a tick to the scheduler, and return the ids of the requests that run once more. Each letter of a string is an id."""
     done = TickDone(
         tick.number,
         [Finished(name, 0, (8, 8, 3)) for name in finished],

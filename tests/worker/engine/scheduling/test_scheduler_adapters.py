@@ -93,7 +93,7 @@ def test_after_a_loss_of_the_ranks_no_slot_is_taken() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_stream_of_requests_with_adapters_in_slots_cannot_keep_another_out(slots: int) -> None:
-    """A new request for each of the adapters in slots begins with every step."""
+    """Send a new request for each adapter in a slot with every step, and one for another adapter, which must not wait too long."""
     stream = [(STEP_S * n, spec(f"{adapter}-{n}", adapter)) for n in range(200) for adapter in range(1, slots + 1)]
     outcome = run([*stream, (0.05, spec("mine", 9))], slots=slots, size=64)
     alone_s = (STEPS + 1) * STEP_S
@@ -103,7 +103,7 @@ def test_a_stream_of_requests_with_adapters_in_slots_cannot_keep_another_out(slo
 
 
 def test_while_one_waits_too_long_adapters_that_leave_it_room_are_joined_on() -> None:
-    """Two slots hold two adapters. The waiting request needs one slot, so requests for the other adapter go on."""
+    """Let a request wait for one of two slots: requests for the adapter in one slot stop, and those for the other go on."""
     stream = [(STEP_S * n, spec(f"{adapter}-{n}", adapter)) for n in range(60) for adapter in (1, 2)]
     outcome = run([*stream, (0.05, spec("mine", 9))], slots=2, size=64)
     begun = next(n for n, tick in enumerate(outcome.ticks) if any(item.request_id == "mine" for item in tick.join))
@@ -139,7 +139,7 @@ actions = st.lists(
 
 
 class Ranks:
-    """A model of the ranks that checks the scheduler: after each tick's joins at most `slots` adapters are in use."""
+    """A model of the ranks that takes the scheduler's ticks, and fails if a tick's joins put more than `slots` adapters in use."""
 
     def __init__(self, slots: int, size: int) -> None:
         self.scheduler = StepScheduler(size, slots=slots)

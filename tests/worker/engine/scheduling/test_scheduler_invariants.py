@@ -27,7 +27,7 @@ def spec(name: str, side: int, steps: int, guidance: float = 5.0) -> RequestSpec
 
 
 class Ranks:
-    """A model of the ranks that checks each of the scheduler's ticks."""
+    """A model of the ranks that takes the scheduler's ticks and fails an assertion at the first one that breaks a rule."""
 
     def __init__(self, size: int, window_s: float) -> None:
         self.scheduler = StepScheduler(size, window_s=window_s)
@@ -115,7 +115,11 @@ class Ranks:
                 self.alone.discard(name)
 
     def finish(self) -> None:
-        """Send every tick the scheduler makes, a second apart, and report each until it sends none. Fails after 5000 of them."""
+        """Send every tick that the scheduler makes, a second apart, and report each, until it makes none.
+
+        Raises:
+            AssertionError: it still makes some after 5000 of them.
+        """
         for _ in range(5000):
             self.now_s += 1.0
             self.act("send", 0)
@@ -150,7 +154,10 @@ def test_nobody_is_lost_advanced_twice_or_overtaken_in_its_class_and_the_batch_i
 def test_a_request_is_done_within_a_bound_that_what_comes_after_it_in_other_classes_cannot_move(
     others: list[tuple[float, tuple[int, int, float]]], side: int, steps: int, size: int
 ) -> None:
-    """The bound is the request's patience and then its share of the device among the classes, with the steps under way on top."""
+    """Replay a request and floods of requests of other classes after it, and bound its latency.
+
+    The bound is its patience, its share of the device among the classes, and the steps under way.
+    """
     mine = RequestSpec(request_id="mine", prompt="p kumquatfen", seed=1, height=side, width=side + 8, steps=steps)
     arrivals = [Arrival(0.0, mine)]
     for number, (at_s, (other_side, other_steps, guidance)) in enumerate(others):

@@ -17,7 +17,7 @@ def square(side: int) -> RequestClass:
 
 
 def measured(*steps: tuple[int, float]) -> StepCosts:
-    """Return costs after a step of one request in each of these sizes."""
+    """Return costs that have observed a step of one request for each side and number of seconds."""
     costs = StepCosts()
     for side, seconds in steps:
         costs.observe(square(side), 1, 1, TickDone(1, calls=1, denoise_seconds=seconds))

@@ -31,7 +31,7 @@ class Clock:
 
 @asynccontextmanager
 async def running(ranks: FakeRankGroup, *, clock: Callable[[], float] = time.monotonic, max_batch_size: int = 2) -> AsyncIterator[StepLoop]:
-    """Start these ranks and a loop over them; the loop ends with the context."""
+    """Start these ranks and a step loop over them, and yield the loop; it ends with the block, which has a deadline."""
     loop = StepLoop(ranks, max_batch_size=max_batch_size, tick_timeout_s=None, broken=lambda _: None, clock=clock)
     loop.describe(await ranks.start())
     task = asyncio.create_task(loop.run())

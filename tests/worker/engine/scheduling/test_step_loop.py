@@ -17,7 +17,10 @@ DEADLINE_S = 5.0
 
 
 class WatchedRanks(FakeRankGroup):
-    """A fake rank group that keeps the ticks it gets. Each step takes no time and reports `seconds`."""
+    """A fake rank group that keeps the ticks it gets, and the limits with which reports are awaited.
+
+    Each step takes no time and reports `seconds` of denoising.
+    """
 
     def __init__(self, seconds: float = 0.001) -> None:
         super().__init__()
@@ -51,7 +54,10 @@ def spec(name: str, **fields: Any) -> RequestSpec:
 
 @asynccontextmanager
 async def running(ranks: WatchedRanks, **settings: Any) -> AsyncIterator[StepLoop]:
-    """Start these ranks and a loop over them; the loop ends with the context, without a loss unless a test caused one."""
+    """Start these ranks and a step loop over them, and yield the loop; it ends with the block.
+
+    It must not have broken unless the test lost the ranks.
+    """
     broken: list[str] = []
     loop = StepLoop(ranks, **{"max_batch_size": 2, "tick_timeout_s": None, "broken": broken.append} | settings)
     loop.describe(await ranks.start())

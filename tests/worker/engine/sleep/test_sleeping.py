@@ -182,7 +182,7 @@ async def test_an_abort_ends_running_requests_at_once_and_waits_for_the_step_tha
 
 @pytest.mark.parametrize("level", SleepLevel)
 async def test_no_step_runs_on_memory_that_was_given_back_however_busy_the_model_is(rig: SleepRig, level: SleepLevel) -> None:
-    """The fake ranks fail an assertion if a step runs on such memory, and the engine is lost."""
+    """Sleep and wake ten times while six requests run each time. A step on such memory would fail an assertion in the fake ranks."""
     for mode in (SleepMode.WAIT, SleepMode.ABORT) * 5:
         requests = [asyncio.create_task(rig.image(seed)) for seed in range(6)]
         await asyncio.sleep(0)
@@ -281,7 +281,7 @@ async def test_after_a_discard_the_adapters_are_loaded_again_before_the_model_se
 
 
 async def test_the_end_of_the_server_in_the_middle_of_anything_is_an_end_in_time() -> None:
-    """SIGTERM comes while the engine drains, sleeps or wakes; it must not wait for anything that will not come."""
+    """Terminate the engine while it drains, sleeps, is asleep, wakes or restarts, and the ranks do not answer; it must end within 5 s."""
     for state in (EngineState.DRAINING, EngineState.SLEEPING, EngineState.ASLEEP, EngineState.WAKING, EngineState.RESTARTING):
         async with sleep_rig(drain_timeout_s=5.0) as rig:
             request = await rig.running() if state is EngineState.DRAINING else None

@@ -61,7 +61,7 @@ async def test_a_rank_that_woke_otherwise_is_never_served_from(rig: SleepRig, co
 
 
 async def test_an_adapter_that_a_rank_does_not_have_after_a_wake_is_found(rig: SleepRig) -> None:
-    """A request that names the adapter would fail, or get the base model's image."""
+    """Take an adapter from the sleeping ranks; the wake must load it again, because a request for it would get the base model's image."""
     await rig.put("style")
     await rig.sleep()
     rig.ranks.registered.popitem()
@@ -72,7 +72,7 @@ async def test_an_adapter_that_a_rank_does_not_have_after_a_wake_is_found(rig: S
 
 
 async def test_an_adapter_whose_copy_changed_asleep_is_loaded_again_before_anything_is_served(rig: SleepRig) -> None:
-    """The check is the first since the adapter's load, and one rank of two is wrong."""
+    """Spoil one adapter on one of two ranks during the first sleep after its load; the wake must load that adapter again, and no other."""
     await rig.put("style")
     await rig.put("other")
     await rig.sleep()
@@ -88,7 +88,7 @@ async def test_an_adapter_whose_copy_changed_asleep_is_loaded_again_before_anyth
 
 
 async def test_an_adapter_that_is_wrong_a_second_time_costs_the_group_which_is_started_again(rig: SleepRig) -> None:
-    """An adapter that is wrong again after its reload points to the rank's memory."""
+    """Spoil an adapter on a rank for good: it is wrong again after its reload, which points to the rank's memory."""
     await rig.put("style")
     await rig.sleep()
     rig.ranks.members[1].spoilt[min(rig.ranks.registered)] = "other"
@@ -112,7 +112,7 @@ async def test_an_adapter_that_is_wrong_and_whose_file_is_gone_is_failed_and_the
 
 
 async def test_an_adapter_that_the_ranks_have_and_nobody_knows_leaves_them(rig: SleepRig) -> None:
-    """An adapter that no table knows would keep its memory for ever."""
+    """Give sleeping ranks an adapter that no table has; the wake must remove it, or it would keep its memory for ever."""
     await rig.sleep()
     rig.ranks.registered[7] = "/loras/stranger"
     assert (await rig.wake()).error is None

@@ -21,12 +21,12 @@ ADAPTER = {"name": "style", "source": {"path": "/loras/style"}}
 
 
 def settings(folder: Path, policy: str = "OnIdle", **fields: Any) -> dict[str, Any]:
-    """Return the settings of a server that keeps its files in this folder."""
+    """Write a desired file into the folder, and return the settings of a server that reads it and keeps its state there."""
     return {"desired_path": write_desired(folder, policy, **fields), "state_dir": str(folder / "state")}
 
 
 async def slept_in(place: dict[str, Any], **operation: Any) -> None:
-    """Run a server with these settings that ends while its model sleeps."""
+    """Run a server with these settings, put its model to sleep, and end the server while the model sleeps."""
     async with sleep_rig(**place) as rig:
         await rig.sleep(**operation)
 

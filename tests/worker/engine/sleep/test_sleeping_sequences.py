@@ -24,7 +24,7 @@ TOLD = {ErrorCode.ASLEEP, ErrorCode.RANK_FAILED}
 
 
 class Sequence:
-    """A random sequence over one engine."""
+    """A random sequence of requests, sleeps, wakes and faults over one engine."""
 
     def __init__(self, rig: SleepRig, chance: random.Random) -> None:
         self.rig = rig
@@ -32,7 +32,7 @@ class Sequence:
         self.requests: dict[int, asyncio.Task[Generation]] = {}
 
     async def step(self) -> None:
-        """Do one random thing and let some time pass."""
+        """Do one random thing and let some time pass; an error that the engine may give then is ignored."""
         acts = (self.request, self.request, self.cancel, self.sleep, self.wake, self.fault, self.lose, self.pause)
         try:
             await self.chance.choice(acts)()
@@ -82,7 +82,7 @@ class Sequence:
         self.rig.engine.resume(OperationCall(operation_id="resume"))
 
     async def end(self) -> None:
-        """Wake the model, and check that every request had its image or an error that may be retried."""
+        """Wake the model, and check each request's outcome: the right image, an error that may be retried, or its cancellation."""
         engine = self.rig.engine
         engine.resume(OperationCall(operation_id="resume"))
         async with asyncio.timeout(3600):

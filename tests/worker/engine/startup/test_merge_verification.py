@@ -38,7 +38,7 @@ async def edge_of(info: ModelInfo = MODEL, **settings: Any) -> AsyncIterator[Edg
 
 
 async def settled(edge: Edge) -> dict[str, Any]:
-    """Wait until nothing is to verify, and return what the state says of the transformer."""
+    """Wait until no call is left to verify, and return the state's entry about merging for the model's only component."""
 
     async def over() -> bool:
         [told] = (await edge.state())["model"]["merging"]

@@ -27,8 +27,10 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 async def asked(edge: Edge, count: int = 1, **body: Any) -> list[asyncio.Task[Any]]:
-    """Start `count` requests with seeds from 0 up, whose ranks hang in the first step until the test sets `stepping`. Return their tasks
-    once as many as fit run and the rest is queued."""
+    """Start `count` requests with seeds from 0 up, whose ranks hang in the first step until the test sets `stepping`.
+
+    Return their tasks once as many as fit run and the rest is queued.
+    """
     edge.ranks.stepping.clear()
     tasks = [asyncio.create_task(edge.request_images(**{"prompt": "p kumquatfen", "seed": seed, **body})) for seed in range(count)]
     await edge.wait_state(inFlight=min(count, edge.config.max_batch_size), queued=max(0, count - edge.config.max_batch_size))
@@ -362,8 +364,10 @@ async def test_a_request_that_runs_while_the_server_ends_is_replayed_within_the_
 
 
 async def test_an_adapter_waiting_for_its_turn_to_load_is_loaded_by_the_next_group(edge: Edge) -> None:
-    """The ranks are lost while the first adapter loads, so the second begins in the group that replaces them. The state document has to
-    agree with what each put returned."""
+    """Lose the ranks while the first of two adapters loads, so that the second begins in the group that replaces them.
+
+    The state document has to agree with what each put returned.
+    """
     edge.ranks.calling.clear()
     call = AdapterCall(operation_id="a", source=Source(path="/loras/one"))
     puts = [asyncio.create_task(edge.engine.put_adapter(name, call)) for name in ("one", "two")]

@@ -19,7 +19,7 @@ def probed(level: int, *, digest: str | None = None, weights: str = "weights") -
 
 
 class Ranks:
-    """Ranks that answer with the fingerprints of a test, one list of all ranks at a time."""
+    """Ranks whose fingerprints a test gives: each call takes the next list, with a fingerprint for each rank."""
 
     def __init__(self, *answers: list[Fingerprint]) -> None:
         self._answers = list(answers)

@@ -26,7 +26,7 @@ from support.lora.loads import blocks, linear_part, manager_of, order_for, reque
 
 
 def _bank(manager: DiffusionLoRAManager) -> list[torch.Tensor]:
-    """Return the contents of all slots."""
+    """Activate adapter 1, fill the slots, and return the tensors of all slots."""
     manager.activate([LoRAUse(1, 1.0)])
     manager.fill()
     return [segment.rows for segment in manager.layers._segments]

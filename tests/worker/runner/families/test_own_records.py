@@ -29,7 +29,10 @@ register(ModelRecord("FluxTransformer2DModel"))
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Provide a folder on Python's path with the module of the documentation's example; its records are gone afterwards."""
+    """Provide a folder on Python's path with the module of the documentation's example, and `mytaken`.
+
+    Records that they register are gone afterwards.
+    """
     [example] = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "register(" in code]
     (tmp_path / "mypackage.py").write_text(example)
     (tmp_path / "mytaken.py").write_text(TAKEN)
@@ -47,7 +50,7 @@ def loaded(module: str) -> Any:
 
 
 def forget(name: str) -> None:
-    """Take a record away."""
+    """Remove the record of this class name from the registry."""
     registry._by_name.pop(name)
     registry._found.clear()
 

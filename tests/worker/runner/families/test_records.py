@@ -25,14 +25,14 @@ PIPELINES = [pytest.param(record, id=record.name) for record in pipelines()]
 
 
 def class_names() -> frozenset[str]:
-    """Return the names of all classes in the sources of diffusers and transformers, but for plain words."""
+    """Return the names of the classes in the sources of diffusers and transformers that have more than one capital and a small letter."""
     sources = (path.read_text() for library in (diffusers, transformers) for path in Path(library.__file__).parent.rglob("*.py"))
     names = (name for source in sources for name in re.findall(r"^class (\w+)", source, re.MULTILINE))
     return frozenset(name for name in names if any(map(str.islower, name)) and sum(map(str.isupper, name)) > 1)
 
 
 def quoted(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the literals of a file, and their lines."""
+    """Yield the line and value of each string literal in a Python file, docstrings included."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value

@@ -54,7 +54,7 @@ class Named(Blocks):
 
 @pytest.fixture
 def compiled_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Provide a function that makes `torch.compile` use this compiler for each function."""
+    """Provide a function that replaces `torch.compile` for the test by a compiler, which gets each function and no options."""
 
     def replace(compiler: Callable[..., Any]) -> None:
         monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function))
@@ -143,7 +143,7 @@ def test_calls_that_must_be_bit_equal_run_as_they_are(compiled_by: Callable[[Cal
 
 
 def adapted(model: nn.Module, uses: list[list[tuple[int, float]]], x: torch.Tensor, adapters: list[dict[str, LoRAFactors]]) -> torch.Tensor:
-    """Compute the expected output row by row: merge that row's adapters, scaled, into a copy of the model and run it alone."""
+    """Compute the expected output, row by row: merge that row's adapters, scaled, into a copy of the model and run it on the row alone."""
     rows = []
     for row, own in zip(x, uses, strict=True):
         alone = copy.deepcopy(model)

@@ -45,7 +45,10 @@ def assert_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
 
 
 def placed(kind: Any, folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, ModelWeights, bool]:
-    """Load a component into slabs and let it sleep and wake. Return it, its weights, and whether its tensors were read straight there."""
+    """Load a component into slabs, and let it sleep and wake once.
+
+    Return it, its weights, and whether tensors of it were left to be read straight from the file into the slabs.
+    """
     unread, weights = Placeholders(), ModelWeights(CPU)
     module = load_component("part", kind, folder, dtype, unread=unread)
     straight = any(unread.stored_of(parameter) for parameter in module.parameters())

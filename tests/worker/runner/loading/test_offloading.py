@@ -21,13 +21,15 @@ CPU = torch.device("cpu")
 
 
 def places(module: nn.Module) -> list[int]:
-    """Return the addresses of a module's weights."""
+    """Return the memory addresses of all parameters and buffers of a module."""
     return [tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())]
 
 
 class Mixed(nn.Module):
-    """A model whose tensors are stored in unlike ways: tied, halves of one storage, transposed, empty, or a single integer. The forward
-    pass uses all."""
+    """A model whose tensors are stored in unlike ways: tied, halves of one storage, transposed, empty, or a single integer.
+
+    The forward pass uses all.
+    """
 
     def __init__(self) -> None:
         super().__init__()

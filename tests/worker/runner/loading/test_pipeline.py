@@ -40,7 +40,7 @@ def config_of(**change: Any) -> WorkerConfig:
 
 @pytest.fixture
 def custom_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Provide the name of a user's module with a pipeline class."""
+    """Provide the name of an importable module of a user's with a pipeline class; `broken_pipelines` beside it fails to import."""
     (tmp_path / "loud_pipelines.py").write_text(CUSTOM)
     (tmp_path / "broken_pipelines.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -97,7 +97,7 @@ def test_a_class_that_needs_a_library_that_is_not_there_names_the_library() -> N
 
 @pytest.fixture
 def without_weights(tmp_path: Path) -> Path:
-    """Provide the digits model without its weights files."""
+    """Provide the folder of a copy of the digits model without its weights files."""
     return Path(shutil.copytree(DIGITS_MODEL, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors")))
 
 
@@ -154,7 +154,7 @@ def test_a_folder_without_weights_is_not_loaded_as_if_it_had_some(without_weight
 
 @pytest.fixture(scope="module")
 def modular_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide the digits model with the index of a modular pipeline in place of the classic one."""
+    """Provide the folder of a copy of the digits model with the index of a modular pipeline in place of the classic one."""
     folder = Path(shutil.copytree(DIGITS_MODEL, tmp_path_factory.mktemp("modular") / "model"))
     index = json.loads((folder / "model_index.json").read_text())
     (folder / "model_index.json").unlink()

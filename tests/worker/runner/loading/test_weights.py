@@ -26,8 +26,10 @@ STRIPES = LoRARequest(lora_name="stripes", lora_int_id=1, lora_path=str(DIGITS /
 
 
 def forget(rig: RunnerRig) -> None:
-    """Free everything that a rig's runner holds, at once. Otherwise the next runner's memory could join a leftover slab, and the kernel
-    would report one mapping."""
+    """Free everything that a rig's runner holds, at once, so that the rig cannot be used any more.
+
+    Otherwise the next runner's memory could join a leftover slab, and the kernel would report one mapping.
+    """
     rig.runner.drop_all()
     rig.runner.weights = ModelWeights(torch.device("cpu"))
     rig.runner.pipeline = None
@@ -52,8 +54,10 @@ def steady() -> Iterator[RunnerRig]:
 
 
 def halved(rig: RunnerRig) -> dict[str, torch.Tensor]:
-    """Return replacements by full name: the transformer's output layer times 0.5, weight and bias, and the VAE's last convolution times
-    0.9."""
+    """Return new values for some weights, by full name: the transformer's output layer times 0.5, the VAE's last convolution times 0.9.
+
+    The rig's own weights stay as they are.
+    """
     own = rig.runner.pipeline.transformer.state_dict()
     names = ["proj_out.weight", "proj_out.bias"]
     vae = rig.runner.pipeline.vae.state_dict()["decoder.conv_out.weight"]
@@ -97,7 +101,7 @@ def test_weights_of_unknown_names_or_other_shapes_are_refused_and_nothing_is_cha
 
 
 def worker_of(rig: RunnerRig) -> DiffusionWorker:
-    """Return a worker around the rig's runner, without a device or a process group."""
+    """Return a rank's worker around the rig's runner; it has no device, no process group and no other state."""
     worker = object.__new__(DiffusionWorker)
     worker.model_runner = rig.runner
     return worker

@@ -26,7 +26,7 @@ MOST_CALLS = 10
 
 
 class Mixing(SD3Transformer2DModel):  # type: ignore[misc]
-    """A model whose rows see each other: each gets a part of the mean of all."""
+    """A transformer that must not be merged: each row of its output gets the mean of all rows added."""
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
         (made,) = super().forward(hidden_states, **options | {"return_dict": False})
@@ -37,7 +37,7 @@ MIXING = ModelRecord("Mixing", signatures={"forward": "hidden_states, **options"
 
 
 class MergingRig(RunnerRig):
-    """A runner of the digits model with helpers for its verification; `kind` replaces the class of the transformer."""
+    """A runner of the digits model with helpers to verify the merging of its calls; `kind` replaces the class of the transformer."""
 
     def __init__(self, kind: Any = None, **config: Any) -> None:
         super().__init__(**config)
@@ -47,12 +47,12 @@ class MergingRig(RunnerRig):
             self.model = self.runner.adopt(pipeline, torch.float32, lambda done, total: None)
 
     def told(self) -> ModelMerging:
-        """Return what the runner says of its transformer."""
+        """Return what the runner reports about merging calls of its transformer."""
         [told] = [item for item in self.runner.use_merging([]) if item.component == "transformer"]
         return told
 
     def verify(self) -> list[MergeVerdict]:
-        """Verify to the end, and let the runner use the verdicts."""
+        """Run the verification to its end, let the runner use the verdicts, and return them; a turn of too many calls fails the test."""
         self.parallel.calls.clear()
         while (verdicts := self.runner.verify_merging(more=True)) is None:
             assert len(self.parallel.calls) <= MOST_CALLS
@@ -61,7 +61,7 @@ class MergingRig(RunnerRig):
         return verdicts
 
     def rows_of_two(self) -> list[int]:
-        """Run two requests together; return the rows of the transformer's calls."""
+        """Run two requests together, which must succeed; keep their images, and return the rows of each call of the transformer."""
         self.images, errors = self.run(request("a", seed=1), request("b", seed=2))
         assert not errors
         return [call.rows for call in self.denoiser_calls()]

@@ -98,7 +98,7 @@ def test_rows_of_a_call_are_cut_out_of_every_argument_that_has_rows() -> None:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Provide a list of the tensors whose content is hashed."""
+    """Provide a list that gets each value whose content is hashed during the test."""
     seen: list[torch.Tensor] = []
 
     def counting(value: Any) -> Any:

@@ -159,7 +159,7 @@ def test_what_is_made_and_not_kept_is_bypassed_and_no_miss_so_that_each_call_cou
 
 @pytest.mark.slow
 def test_a_hit_takes_less_than_a_twentieth_of_a_miss() -> None:
-    """The encoder has the size of that in Stable Diffusion and Flux (CLIP L), and the results are equal bit for bit."""
+    """Time hits and misses of the prompt cache for a text encoder of the size of CLIP L; results must be equal bit for bit."""
     torch.set_num_threads(1)
     encoder = CLIPTextModel(CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)).eval()
     call = ModelCall("text_encoder", "forward", {"input_ids": torch.arange(77)[None], "output_hidden_states": True}, module=encoder)

@@ -26,7 +26,7 @@ BY_NAME: dict[str, Family] = {
 
 
 def kinds_of(pipeline: Any, **sizes: Any) -> ParallelKinds:
-    """Make the parallel kinds of a pipeline without a process group, which a refused pipeline does not need."""
+    """Make the parallel kinds of a pipeline for these sizes without a process group, which a refused pipeline does not need."""
     config = WorkerConfig(model="(in memory)", served_name="tiny", **sizes)
     return ParallelKinds(config, OneRank(), pipeline, modules_of(pipeline))  # type: ignore[arg-type]
 

@@ -19,13 +19,13 @@ TOLERANCE = 1e-9
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    """Run the scenario on two ranks and provide the results of each."""
+    """Run the scenario `two` on two rank processes, once for the module, and provide the results of each rank."""
     return rank_processes.run("support.runner.parallel_scenarios:two")
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, Any]]:
-    """Run the scenario on four ranks and provide the results of each."""
+    """Run the scenario `four` on four rank processes, once for the module, and provide the results of each rank."""
     return rank_processes.run("support.runner.parallel_scenarios:four", world=4)
 
 

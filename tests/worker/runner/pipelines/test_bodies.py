@@ -32,7 +32,7 @@ BUILDERS = {family.name: family.build for family in FAMILIES}
 
 
 def arguments_of(pipeline: Any, **fields: Any) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call for a request with only these fields."""
+    """Return the arguments, but for the prompt, with which the pipeline is called for a request with only these fields."""
     spec = RequestSpec(request_id="one", prompt="a digit kumquatfen", seed=1, **fields)
     return {name: value for name, value in make_body(pipeline, spec)._arguments.items() if name != "prompt"}
 
@@ -104,7 +104,7 @@ INPAINT = {"image": image(2), "mask_image": mask(2)}
 
 
 def plain_image(plain: Any, spec: RequestSpec, conditioning: dict[str, Any]) -> Any:
-    """Return the image of diffusers' own call for a request with images, in 0..255."""
+    """Make an image with diffusers' own call for a request with input images, and return its values from 0 to 255, not rounded."""
     given = {} if spec.guidance_scale is None else {"guidance_scale": spec.guidance_scale}
     generator = torch.Generator().manual_seed(spec.seed)
     size = {"height": spec.height, "width": spec.width}
@@ -116,7 +116,7 @@ def plain_image(plain: Any, spec: RequestSpec, conditioning: dict[str, Any]) -> 
 
 
 def check_with_images(rig: RunnerRig, asked: list[tuple[RequestSpec, dict[str, Any]]]) -> None:
-    """Run requests with images together and check that each equals the image of diffusers, and that they share calls."""
+    """Run requests with input images together, assert that they share calls of four rows, and that each image is diffusers'."""
     plain = load_pipeline(rig.config, torch.float32)
     images: dict[str, Any] = {}
     for spec, conditioning in asked:
@@ -157,7 +157,7 @@ def modular() -> RunnerRig:
 
 
 def image_of_modular(rig: RunnerRig, spec: RequestSpec) -> Any:
-    """Return the image of diffusers' own modular call for a request."""
+    """Make an image with diffusers' own modular pipeline for a request, at 32 pixels, and return its values as uint8."""
     pipeline = load_pipeline(rig.config, torch.float32)
     if spec.guidance_scale is not None:
         pipeline.update_components(guider=pipeline.guider.new(guidance_scale=spec.guidance_scale))

@@ -53,7 +53,7 @@ def test_a_model_makes_every_size_of_its_multiple_and_none_between(name: str) ->
 
 
 class Checked:
-    """A pipeline with checks of several forms."""
+    """A pipeline whose `check_inputs` has several forms of checks for divisors of the size."""
 
     class transformer:
         patch_size = 3

@@ -21,7 +21,10 @@ COUNTING = ("EulerDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "DPMSol
 
 
 def _denoise(name: str, device: torch.device, wrapped: bool, *, steady: Any = None) -> torch.Tensor:
-    """Run a loop as pipelines do, and call `steady` before and after its steps between the first and the last."""
+    """Run a loop of steps with a scheduler of diffusers, as pipelines do, and return the result.
+
+    `steady` is called before the third step and before the last. With `wrapped` the step gets its times on the host.
+    """
     scheduler: Any = getattr(diffusers, name)()
     takes_device = "device" in inspect.signature(scheduler.set_timesteps).parameters
     scheduler.set_timesteps(STEPS, **{"device": device} if takes_device else {})
@@ -37,7 +40,7 @@ def _denoise(name: str, device: torch.device, wrapped: bool, *, steady: Any = No
 
 
 def _waits_for_times(name: str, wrapped: bool) -> int:
-    """Return the waits for values in the steady steps, and check that the result is the CPU's."""
+    """Return how often the host waited for a value in the steps between the third and the last; assert the CPU's result."""
     seen: list[int] = []
     with torch.inference_mode(), rehearse() as rehearsal:
 
@@ -63,7 +66,7 @@ def test_a_scheduler_that_counts_its_steps_makes_the_same(name: str) -> None:
 
 
 class _Recording:
-    """A scheduler that is not of diffusers, and notes where its times are."""
+    """A scheduler of somebody else's, which notes at each step if its times are on the device."""
 
     def __init__(self, times: torch.Tensor) -> None:
         self.timesteps = times
@@ -74,7 +77,7 @@ class _Recording:
 
 
 class DDIMScheduler(_Recording):
-    """A scheduler that says that it is diffusers' own."""
+    """A recording scheduler whose name and module look like those of diffusers' own."""
 
     __module__ = "diffusers.schedulers.recording"
 

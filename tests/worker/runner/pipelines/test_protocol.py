@@ -67,7 +67,7 @@ class Combined(DiffusionPipeline):
 
 @pytest.fixture
 def rig_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put SAYING's classes on the import path and return a factory, from a class name to a runner that loads it as a custom pipeline."""
+    """Provide a function from the name of a class in SAYING to a runner that loads it as a custom pipeline."""
     (tmp_path / "saying_pipelines.py").write_text(SAYING)
     monkeypatch.syspath_prepend(str(tmp_path))
     return lambda name: RunnerRig(load_format=LoadFormat.CUSTOM_PIPELINE, pipeline=f"saying_pipelines:{name}")
@@ -160,8 +160,10 @@ def test_a_cancelled_request_leaves_no_attention_processor_of_its_own_on_the_mod
 
 @pytest.fixture
 def hooking() -> RunnerRig:
-    """Provide a runner whose guider, SkipLayerGuidance, hooks block 1 of the transformer for one of a step's calls. The scale is 2 over
-    all steps."""
+    """Provide a runner whose guider, SkipLayerGuidance, hooks block 1 of the transformer for one of a step's calls.
+
+    It has the scale 2 in all steps.
+    """
     rig = RunnerRig(pipeline="StableDiffusion3ModularPipeline")
     skipping = {"scale": 2.0, "start": 0.0, "stop": 1.0}
     layers = LayerSkipConfig(indices=[1], fqn="transformer_blocks", skip_attention=False)
@@ -227,7 +229,7 @@ def test_the_guidance_of_a_request_reaches_every_guider_of_its_view_and_no_other
 
 
 class Stepless(DiffusionPipeline):
-    """A pipeline with a model and without steps."""
+    """A pipeline that calls its model once and has no steps."""
 
     def __init__(self, transformer: Any) -> None:
         super().__init__()

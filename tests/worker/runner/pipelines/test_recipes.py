@@ -25,7 +25,7 @@ def rig() -> RunnerRig:
 
 
 def by_diffusers(rig: RunnerRig, spec: RequestSpec) -> Any:
-    """Return the image of the plain pipeline with the same schedule, set by hand."""
+    """Make a request's image with the plain pipeline of diffusers, its shift and sigmas set by hand; return the values as uint8."""
     pipeline = load_pipeline(rig.config, torch.float32)
     if spec.shift is not None:
         pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config, shift=spec.shift)

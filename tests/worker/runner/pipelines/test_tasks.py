@@ -68,7 +68,7 @@ def inpaint(name: str, **fields: Any) -> RequestSpec:
 
 
 def made(rig: RunnerRig, seven: Any, *specs: RequestSpec) -> Images:
-    """Run requests that start from the seven, with its left half as the mask of inpaintings; return their images."""
+    """Run requests that edit the image `seven`, with its left half as the mask of inpaintings; all must succeed. Return their images."""
     frames = {spec.request_id: [seven.tobytes(), LEFT.tobytes()][: len(spec.images) + (spec.mask is not None)] for spec in specs}
     images, errors = rig.run(*specs, frames=frames)
     assert not errors, errors

@@ -30,7 +30,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 
 class CachedRig(RunnerRig):
-    """A runner with a step cache that counts rows and skipped rows."""
+    """A runner with a step cache of this kind; `rows` counts the rows of the last run, and `skipped` those that the cache saved."""
 
     def __init__(self, kind: StepCache) -> None:
         super().__init__(step_cache=kind, prompt_cache_size=0)
@@ -45,7 +45,7 @@ class CachedRig(RunnerRig):
         return output
 
     def images(self, *requests: RequestSpec, joining: list[int] | None = None) -> Images:
-        """Run requests and return their images; the counts begin again with this run."""
+        """Run requests, which must succeed, and return their images; the counts begin again with this run."""
         self.rows = self.skipped = 0
         images, errors = self.run(*requests, joining=joining)
         assert not errors, errors
@@ -62,7 +62,7 @@ class Rigs(dict[StepCache, CachedRig]):
 
 @pytest.fixture(scope="module")
 def rigs() -> Iterator[dict[StepCache, CachedRig]]:
-    """Provide rigs whose threshold skips about half of these few steps."""
+    """Provide rigs by kind of step cache, with a threshold of the first-block cache that skips about half of these few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_block, "THRESHOLD", 0.3)
         yield Rigs()

@@ -16,7 +16,7 @@ from support.runner.rig import attributes_of, changes_of, request
 
 
 class Processor:
-    """An object that is no module, as the attention processors of diffusers are."""
+    """An object with values of its own that is no module, as the attention processors of diffusers are."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -24,7 +24,7 @@ class Processor:
 
 
 class Shared(torch.nn.Module):
-    """A module with an attribute of each kind."""
+    """A module with attributes of many kinds: a layer, lists, dicts, a set, a tuple and an object that is no module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,9 +44,9 @@ Use = Callable[[Any], Any]
 
 
 def run(use: Use, *, whole: bool = False, check: bool = False) -> tuple[FiberEvent, Shared, dict[str, Any]]:
-    """Run `use` on a stand-in in a request's fiber to its first stop.
+    """Run `use` on a module's stand-in in a request's fiber, up to the first event.
 
-    Return the event, the module, and the module's attributes of before.
+    Return the event, the module, and the attributes that the module had before.
     """
     module = Shared()
 

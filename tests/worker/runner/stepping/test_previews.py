@@ -49,7 +49,7 @@ def rig() -> RunnerRig:
 
 
 def outputs(rig: RunnerRig, *requests: RequestSpec) -> list[StepOutput]:
-    """Run requests to their end without an error; return the output of each tick."""
+    """Run requests to their end, tick by tick, and return the output of each tick; an error fails the test."""
     rig.parallel.calls.clear()
     found = [rig.runner.execute_stepwise(Tick(0, list(requests)))]
     while sum(len(output.images) for output in found) < len(requests):
@@ -187,8 +187,10 @@ def test_a_scheduler_that_does_not_tell_shows_the_latents_as_they_are(scheduler:
 
 
 class Shown:
-    """A body of a request of four steps. It calls the family's pipeline on a fresh view, whose image processors leave the result on the
-    device."""
+    """The body of a request of four steps that calls the family's pipeline on a fresh view.
+
+    The view's image processors leave the result on the device.
+    """
 
     whole = False
 
@@ -224,7 +226,7 @@ def test_pipelines_of_every_kind_show_their_way_tell_their_steps_and_make_the_sa
 
 
 class OddScheduler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-    """A scheduler whose result has an unknown form."""
+    """A scheduler whose step returns an object of an unknown class in place of a tuple."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         class Result:

@@ -25,7 +25,7 @@ ROWS, WIDTH = 2, 2
 
 
 def of_diffusers(seed: int) -> torch.Tensor:
-    """Return what a plain loop over the model makes after `torch.manual_seed`."""
+    """Return the states that a plain loop of STEPS calls of the model makes after `torch.manual_seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         states, model = torch.zeros(ROWS, WIDTH), Drawing()
@@ -124,7 +124,7 @@ def test_what_a_text_encoder_draws_is_no_other_requests_answer() -> None:
 
 
 def noisy_ltx() -> Family:
-    """Return LTX with a decoder that adds noise."""
+    """Return the family of LTX with a decoder that draws noise and adds it."""
     make = partial(ltx.pipeline, "LTXPipeline", vae=partial(ltx.vae, decoder_inject_noise=(True,) * 5))
     return replace(ltx.FAMILIES[0], build=build_seeded(make))
 

@@ -110,8 +110,10 @@ def plain(rig: RunnerRig, spec: RequestSpec) -> Any:
 
 
 def of_the_plain_class(rig: RunnerRig, spec: RequestSpec) -> None:
-    """Join a request whose body belongs to StableDiffusion3Pipeline, though it runs on the custom pipeline's components, so that both
-    kinds may share calls."""
+    """Join a request whose body is of StableDiffusion3Pipeline, but runs on the custom pipeline's components.
+
+    Both kinds may then share calls.
+    """
     from diffusers import StableDiffusion3Pipeline
 
     from diffusion_worker.runner.pipelines.body import make_body

@@ -19,7 +19,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 async def asked(edge: Edge) -> "asyncio.Task[httpx2.Response]":
-    """Send a request whose first step runs until `edge.ranks.stepping` is set; return its task."""
+    """Send a request whose first step lasts until `edge.ranks.stepping` is set; return its task once it runs."""
     edge.ranks.stepping.clear()
     task = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
     await edge.wait_state(inFlight=1)

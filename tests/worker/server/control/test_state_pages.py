@@ -40,7 +40,7 @@ def by_name(page: dict[str, Any]) -> Adapters:
 
 
 async def test_a_client_that_asks_for_no_pages_is_told_everything(edge: Edge) -> None:
-    """An operator of the version before knows no pages."""
+    """Ask for the state without a limit, as an operator of the version before does, and get all adapters at once."""
     await put(edge, "a", "b", "c")
     whole = await ask(edge)
     assert sorted(by_name(whole)) == ["a", "b", "c"]
@@ -117,7 +117,7 @@ async def test_a_token_of_another_life_and_a_page_of_two_kinds_are_refused(edge:
 
 
 class Follower:
-    """A client that takes pages of changes, as the operator does."""
+    """A client that follows the state's adapters by pages of changes, as the operator does; `adapters` is what it knows."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -125,7 +125,7 @@ class Follower:
         self.adapters: Adapters = {}
 
     async def look(self, between: Any) -> None:
-        """Fetch the changes page by page, and call `between` before each page but the first."""
+        """Take all changes since the last look, page by page, into `adapters`; await `between()` before each page but the first."""
         query: dict[str, Any] = {"after": self.revision} if self.revision else {}
         first = page = await ask(self._edge, limit=2, **query)
         if first["adaptersSince"] is None:

@@ -26,7 +26,7 @@ CONFINED = "from diffusion_worker.server.encoding.sandbox import *; limit(cpu_s=
 
 
 def jpeg(width: int, height: int, *, scans: int = 0, mode: str = "L", **saved: object) -> bytes:
-    """Return a progressive JPEG whose last scan is repeated up to this number of scans."""
+    """Return a grey progressive JPEG of this size; its last scan is repeated until it has `scans` scans."""
     out = io.BytesIO()
     Image.new(mode, (width, height), "grey").save(out, "JPEG", progressive=True, **saved)
     return many_scans(out.getvalue(), scans)
@@ -46,7 +46,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def children(decoders: Decoders) -> list[str]:
-    """Return the ids of the processes that decode a file."""
+    """Return the ids of the child processes of the decoders' process: those that decode a file at this moment."""
     assert decoders._process is not None
     pid = decoders._process._process.pid
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

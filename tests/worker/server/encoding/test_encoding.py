@@ -44,7 +44,7 @@ ROWS_OF_A_BAND = BAND_BYTES // (3 * 64)
 
 
 def pixels_of(height: int, width: int) -> bytes:
-    """Return octaves of noise, each half as strong as the next coarser one, which resembles real images."""
+    """Make random rows of RGB bytes that resemble real images: octaves of noise, each half as strong as the next coarser one."""
     image = Image.new("L", (width * 3, height), 128)
     for octave in range(7):
         scale = 2 ** (6 - octave)
@@ -60,7 +60,7 @@ def opened(file: bytes) -> Image.Image:
 
 
 def png_chunks(file: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the kind and content of each chunk, and check the checksums."""
+    """Split a PNG into the kind and content of each chunk, and assert that its signature and checksums are right."""
     assert file[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, at = [], 8
     while at < len(file):
@@ -130,7 +130,7 @@ def test_a_png_is_many_times_as_fast_as_pillows_and_hardly_larger() -> None:
 
 
 def fastest(work: Callable[[], bytes], *, rounds: int) -> tuple[float, bytes]:
-    """Return the CPU seconds of the fastest round, and the result."""
+    """Do the work several times; return the thread's CPU seconds of the fastest round, and the result of the last."""
     made, seconds = b"", []
     for _ in range(rounds):
         started = time.thread_time()
@@ -274,7 +274,7 @@ async def test_an_error_in_a_thread_is_that_of_whoever_waits() -> None:
 
 
 class SlowEncoder:
-    """An encoder that waits until a test lets it go on."""
+    """An image encoder that waits until a test sets `gate`; `begun` counts its calls. It replaces the server's for the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()

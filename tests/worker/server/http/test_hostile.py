@@ -40,7 +40,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 @asynccontextmanager
 async def listening(application: ASGIApp, protocol: type[BoundedConnection] = ImpatientConnection) -> AsyncIterator[int]:
-    """Serve an application on a real socket in this event loop, and provide the port."""
+    """Serve an application on a real socket of loopback in this event loop, and yield the port; end with the block."""
     config = uvicorn.Config(application, lifespan="off", ws="none", log_config=None)
     config.load()
     state = uvicorn.server.ServerState()
@@ -53,7 +53,11 @@ async def listening(application: ASGIApp, protocol: type[BoundedConnection] = Im
 
 
 async def read_all(reader: asyncio.StreamReader) -> bytes:
-    """Return all bytes until the server closes the connection, even by a reset."""
+    """Read until the server closes the connection, even by a reset, and return all bytes.
+
+    Raises:
+        TimeoutError: it stays open for longer than DEADLINE_S.
+    """
     received = b""
     with contextlib.suppress(ConnectionResetError):
         async with asyncio.timeout(DEADLINE_S):
@@ -192,7 +196,7 @@ async def test_a_body_that_goes_on_has_more_time() -> None:
 
 
 async def _answers_to_slow_body(parts: list[bytes], *, grace_s: float) -> list[dict[str, Any]]:
-    """Send a body that stops after these parts, and return the messages of the answer."""
+    """Send a request whose body stops after these parts, with this grace, and return the messages of the answer."""
     application = server_app.data_app(Edge(FakeRankGroup()).engine)
     for middleware in application.user_middleware:
         if middleware.cls is BodyLimit:

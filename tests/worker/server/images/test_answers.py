@@ -31,7 +31,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 def stored_provenance(image: Image.Image) -> dict[str, Any]:
-    """Return the provenance in an image's own metadata."""
+    """Return the provenance in an image's own metadata: a text of a PNG, the Exif description of any other format."""
     text = image.info["provenance"] if image.format == "PNG" else image.getexif()[0x010E]
     found: dict[str, Any] = json.loads(text)
     return found

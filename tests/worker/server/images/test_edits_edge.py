@@ -69,7 +69,7 @@ def huge_png(width: int, height: int) -> bytes:
 
 
 async def edit(edge: Edge, files: Any = None, **fields: Any) -> httpx2.Response:
-    """Edit a red image, or other files, and return the answer."""
+    """Post an edit of a red image, or of these files, and return the answer; a field that is None is not sent."""
     sent = files if files is not None else {"image": ("red.png", red(), "image/png")}
     texts = {name: str(value) for name, value in ({"prompt": "p kumquatfen", "seed": 1} | fields).items() if value is not None}
     return await edge.data.post("/v1/images/edits", data=texts, files=sent)
@@ -81,7 +81,7 @@ def image_of(answer: httpx2.Response) -> Image.Image:
 
 
 def refusal(answer: httpx2.Response, field: str) -> str:
-    """Check that an answer refuses this field by name, and return its message."""
+    """Assert that an answer refuses this field by name with status 400 and is short; return its message."""
     assert answer.status_code == 400, answer.text
     problem = answer.json()["error"]
     assert (problem["code"], problem["param"]) == ("InvalidRequest", field)

@@ -29,7 +29,10 @@ KILLED = "rank 0 was ended by SIGKILL"
 
 @contextlib.asynccontextmanager
 async def loading_model(**settings: Any) -> AsyncIterator[Edge]:
-    """Provide an edge in state `starting`; the end of the block lets the model load at the latest, then ends the engine."""
+    """Yield an edge in state `starting`; the test may let its model load.
+
+    At the end of the block the model loads at the latest, and the engine ends.
+    """
     edge = Edge(FakeRankGroup(), **settings)
     edge.ranks.loading.clear()
     starting = asyncio.create_task(edge.engine.start())
@@ -43,7 +46,7 @@ async def loading_model(**settings: Any) -> AsyncIterator[Edge]:
 
 
 def half_transparent() -> bytes:
-    """Encode a red PNG of 16x16 pixels with a transparent left half, by which an inpainting model can take its mask from it."""
+    """Encode a red PNG of 16x16 pixels whose left half is transparent, from which an inpainting can take its mask."""
     image, out = Image.new("RGBA", (16, 16), (200, 0, 0, 255)), io.BytesIO()
     image.paste((0, 0, 0, 0), (0, 0, 8, 16))
     image.save(out, "PNG")

@@ -30,16 +30,16 @@ async def card(edge: Edge, name: str = "digits") -> dict[str, Any]:
 
 
 async def states(edge: Edge) -> list[str]:
-    """Return the states that `/metrics` shows as the worker's."""
+    """Return the states whose gauge in `/metrics` is 1."""
     text = (await edge.data.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return [sample.labels["state"] for sample in samples if sample.name == "diffusion_worker_state" and sample.value == 1]
 
 
 async def told(edge: Edge) -> tuple[int, int, list[str], str]:
-    """Return the statuses of `/healthz` and `/readyz`, and the model's state by the metrics and by its card.
+    """Return the statuses of `/healthz` and `/readyz`, the states by the metrics, and the state by the model's card.
 
-    `/health`, which clients of vLLM probe, must have the status of `/readyz`.
+    Asserts that `/health`, which clients of vLLM probe, has the status of `/readyz`.
     """
     alive, ready, health = [(await edge.data.get(path)).status_code for path in ("/healthz", "/readyz", "/health")]
     assert health == ready

@@ -25,12 +25,12 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 def asking_for(edge: Edge, **body: Any) -> Client:
-    """Return the client of a stream, which reads its messages one by one."""
+    """Return a client that has a streaming request and reads the answer's messages one by one."""
     return Client(edge.data_application, request_id="mine", **{"prompt": SECRET, "stream": True, **body})
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """Return the data of each event, and check that the event's type is the same in both places."""
+    """Return the data of each event in a stream's text, comments left out; assert that the event's type is the same in both places."""
     found = []
     for block in text.split("\n\n"):
         if not block or block.startswith(":"):
@@ -182,7 +182,7 @@ async def test_a_request_in_the_queue_has_its_stream_soon_and_signs_of_life(edge
 
 
 async def a_rare_adapter(edge: Edge) -> None:
-    """Declare the OnDemand adapter `rare` on the control port; its fetch, once a request asks for it, waits for `edge.fetcher.arriving`."""
+    """Declare the OnDemand adapter `rare` on the control port; its fetch, once a request names it, waits for `edge.fetcher.arriving`."""
     edge.fetcher.arriving.clear()
     source = {"huggingFace": {"repo": "org/rare"}}
     call = {"operationId": "1", "source": source, "residency": "OnDemand"}

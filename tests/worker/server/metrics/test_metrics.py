@@ -46,7 +46,7 @@ async def metrics(edge: Edge) -> dict[tuple[str, ...], float]:
 
 
 async def traffic(edge: Edge) -> None:
-    """Cause some of everything: images, refusals, an adapter that loads and a broken one, a sleep, a restart."""
+    """Cause images, refusals, an adapter that loads and a broken one, a sleep and a wake, and a restart; return when the model is ready."""
     await edge.put_adapter("stripes", "/loras/stripes")
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no config")
     await edge.put_adapter("broken", "/loras/broken")
@@ -311,7 +311,7 @@ async def states(edge: Edge) -> set[str]:
 
 
 async def answers(edge: Edge) -> tuple[int, int, int]:
-    """Return the statuses of the liveness route, the readiness route and the models' route."""
+    """Return the HTTP statuses of `/healthz`, `/readyz` and `/v1/models`."""
     return tuple([(await edge.data.get(path)).status_code for path in ("/healthz", "/readyz", "/v1/models")])
 
 
@@ -371,7 +371,7 @@ async def test_no_label_comes_from_a_client(edge: Edge) -> None:
 
 
 def documented() -> dict[str, tuple[str, set[str]]]:
-    """Return the type and the labels of every metric on the page."""
+    """Return the type and the labels of every metric on the documentation's page, by its name."""
     rows = {name: (kind, set(re.findall(r"`([a-z]+)`", labels))) for name, kind, labels in ROW.findall(PAGE.read_text())}
     assert rows, "the page has no rows of metrics"
     return rows

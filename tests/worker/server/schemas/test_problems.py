@@ -38,7 +38,7 @@ async def test_clients_repeat_an_error_by_its_status_exactly_where_it_may_pass(e
 
 
 def the_error(answer: httpx2.Response) -> dict[str, Any]:
-    """Return the error of an answer, and check that it has OpenAI's form."""
+    """Return the error of an answer; assert that it has all fields in OpenAI's form, and headers that agree."""
     assert list(answer.json()) == ["error"]
     error: dict[str, Any] = answer.json()["error"]
     assert list(error) == ["message", "type", "param", "code", "retryable", "retry_after_seconds", "details"]
