@@ -570,7 +570,7 @@ def _check_pipeline(config: WorkerConfig) -> None:
 
 
 def check_ranks(config: WorkerConfig) -> None:
-    """Check standby processes, the form of `--worker-extension`, and the state and profile folders; raise ConfigError naming the option.
+    """Raise ConfigError for standby ranks with forkserver, a malformed `--worker-extension`, or an unusable state or profile folder.
 
     A missing state folder is made; the profile folder must exist. Both must be writable.
     """

@@ -76,7 +76,7 @@ class SeenMainThread:
         return Passed(*POINTS.unpack_from(self._memory))
 
     def stack(self) -> str:
-        """Return what the rank has written on SIGNAL so far, at most a MiB: each time the stacks of all its threads.
+        """Return what the rank has written on SIGNAL so far, the first MiB of it: each time the stacks of all its threads.
 
         Empty before the first signal and after `close`. This sends no signal.
         """

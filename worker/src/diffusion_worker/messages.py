@@ -130,14 +130,20 @@ class MemoryTag(enum.StrEnum):
 
 
 class SleepTask(msgspec.Struct, frozen=True):
-    """A command to give memory back. A rank that did the task of this id, or sleeps at this level already, does nothing."""
+    """A command to drop all requests and give memory back.
+
+    A rank that succeeded with this id lately, or sleeps at this level already, changes nothing. A failed task is tried again.
+    """
 
     task_id: str
     level: SleepLevel = SleepLevel.HOST_MEMORY
 
 
 class WakeTask(msgspec.Struct, frozen=True):
-    """A command to restore the memory of these tags (None: all). A rank that has this memory already does nothing."""
+    """A command to restore the memory of these tags (None: all).
+
+    A rank that succeeded with this id lately, or has this memory already, changes nothing. A failed task is tried again.
+    """
 
     task_id: str
     tags: list[MemoryTag] | None = None

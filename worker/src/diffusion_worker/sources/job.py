@@ -20,7 +20,7 @@ class ArtifactKind(enum.StrEnum):
 
 
 class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one fetch; `stall_s` is how long a source may send nothing at all."""
+    """Bounds of one fetch or check; `stall_s` is the longest time without any progress."""
 
     adapter_bytes: int = 16 * GIB
     model_bytes: int = 1024 * GIB

@@ -67,7 +67,7 @@ class CheckedTransport(httpx2.HTTPTransport):
 
 
 def checked_client(*, allow_http: bool, reach: Reach, read_timeout_s: float) -> httpx2.Client:
-    """Return a client that follows a few redirects, and takes no proxy and no credentials from the environment."""
+    """Return a client over `CheckedTransport` that follows `MAX_REDIRECTS`, and takes no proxy or credentials from the environment."""
     return httpx2.Client(
         transport=CheckedTransport(allow_http=allow_http, reach=reach),
         follow_redirects=True,
