@@ -69,7 +69,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class Cluster(Protocol):
-    """The port. A fake of it in memory serves the tests of reconcile."""
+    """The port to the Kubernetes API. A fake of it in memory serves the tests of reconcile."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None: ...
 
@@ -337,7 +337,10 @@ async def connect(answered: Answered = _ignore) -> KubernetesCluster:
 
 
 def _trace() -> aiohttp.TraceConfig:
-    """Return a trace that calls `before_sending`. Between these two signals and the first byte of a request, aiohttp waits for nothing."""
+    """Return a trace that calls `before_sending` when a request has its connection, a new one or one used before.
+
+    Between that and the first byte of the request, aiohttp waits for nothing.
+    """
     trace = aiohttp.TraceConfig()
 
     async def ask(*_: object) -> None:

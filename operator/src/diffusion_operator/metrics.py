@@ -211,7 +211,7 @@ class Leads(Collector):
 def register(
     runtime: Runtime, queue: Callable[[], KeyedQueue | None], listings: Sequence[Listing], leadership: Leadership
 ) -> tuple[Collector, ...]:
-    """Register collectors that read their values at scrape time; unregister them when the process ends."""
+    """Register collectors that read their values at scrape time, and return them; the caller unregisters them when the process ends."""
     collectors = (
         ObjectsByReason(runtime.ready_reasons),
         Replicas(runtime.statuses),

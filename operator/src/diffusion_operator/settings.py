@@ -13,7 +13,7 @@ KEYS_MAXIMUM = 3  # each may cost a call that is refused; two are a rotation, an
 
 
 class OperatorPods(msgspec.Struct, frozen=True):
-    """The labels by which a NetworkPolicy selects the operator's own pods."""
+    """The namespace and labels by which a NetworkPolicy selects the operator's own pods."""
 
     namespace: str
     labels: Mapping[str, str]

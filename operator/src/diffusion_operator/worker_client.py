@@ -82,7 +82,7 @@ class HttpWorkerClient:
     def __init__(
         self, *, poll_timeout_s: float, call_timeout_s: float, port: int = CONTROL_PORT, epoch: Callable[[], int | None] = lambda: None
     ) -> None:
-        """`epoch` gives the leader's, which every call carries. None: there is no election."""
+        """Send the number that `epoch` returns, the leader's, with every call; None where there is no election."""
         # The defaults of the library may change: none of these may.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=keepalive_socket),
@@ -223,8 +223,9 @@ class HttpWorkerClient:
                 raise
 
     async def _prove(self, ip: str, *, token: str, pod_uid: str) -> bool:
-        """Have the worker prove itself on a connection that is then free. False: it is of a version that cannot, and is called as ever.
+        """Have the worker prove itself on a new connection, which is then free for the request.
 
+        False: it is of a version that cannot, and is called as ever.
         Raises ControlRefused with status 401 where it has another token, ControlUnreachable where another pod answered.
         """
         nonce, address = new_nonce(), str(ipaddress.ip_address(ip))
@@ -299,7 +300,10 @@ def _host(ip: str) -> str:
 
 
 async def _read(response: aiohttp.ClientResponse, what: str, most: int) -> bytes:
-    """Return the body of a success. Raises ControlRefused with the worker's error, ControlUnreachable for everything else."""
+    """Return the body of a success, JSON or empty.
+
+    Raises ControlRefused with the worker's error for a status from 400 on, ControlUnreachable for everything else.
+    """
     status = response.status
     if status < 200 or 300 <= status < 400:
         raise ControlUnreachable(f"{what}: answered with status {status}, expected a result or an error; the operator follows no redirect")

@@ -47,7 +47,10 @@ def proves(identity: Identity, *, token: str, nonce: str, address: str) -> bool:
 
 
 def only_proven() -> aiohttp.TraceConfig:
-    """Return a trace that lets no request open a connection, except those whose context says that it may."""
+    """Return a trace that lets a request open a connection only if its context says that it may.
+
+    Any other request that needs a new one raises NeedsProof.
+    """
     trace = aiohttp.TraceConfig()
 
     async def refuse(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: Any) -> None:

@@ -116,7 +116,7 @@ class PolicyMode(StrEnum):
 
 
 class DataPortAccess(StrEnum):
-    """Pods that the operator's NetworkPolicy lets connect to the data port."""
+    """Pods that the operator's NetworkPolicy lets connect to the data port: all, those of the same namespace, or none."""
 
     OPEN = "Open"
     SAME_NAMESPACE = "SameNamespace"
@@ -124,7 +124,10 @@ class DataPortAccess(StrEnum):
 
 
 class Identity(StrEnum):
-    """Choice of the user and groups of a pod that the spec does not say."""
+    """Choice of a pod's user and groups where the spec names none.
+
+    `Image` takes those of our container images, `Platform` leaves them to the platform.
+    """
 
     IMAGE = "Image"
     PLATFORM = "Platform"
@@ -223,7 +226,7 @@ class OnMissing(StrEnum):
 
 
 class Lora(_Spec, frozen=True):
-    """`max_cached` and `max_per_request` have no default in the schema: theirs depend on `max_loaded`."""
+    """Settings of LoRA adapters. `max_cached` and `max_per_request` have no default in the schema: theirs depend on `max_loaded`."""
 
     enabled: bool = True
     max_loaded: int = 4
@@ -329,7 +332,10 @@ class Requests(_Spec, frozen=True):
 
 
 class Rollout(_Spec, frozen=True):
-    """`max_surge` and `max_unavailable` have no default in the schema, because they belong to one type only."""
+    """Settings of the replacement of replicas after a change of the template.
+
+    `max_surge` and `max_unavailable` have no default in the schema, because they belong to one type only.
+    """
 
     type: RolloutType = RolloutType.ROLLING_UPDATE
     max_surge: int | str | None = None

@@ -32,7 +32,7 @@ WORD_LENGTH = 32
 
 
 class OpenWord(StrEnum):
-    """Words of which a newer worker may have more: any other is kept as text, and equals none of the members."""
+    """Base of enums to which a newer worker may add words: an unknown word is kept as text, and equals none of the members."""
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:

@@ -45,7 +45,7 @@ class EnvOrigin(_Part, frozen=True):
 
 
 class EnvFrom(_Part, frozen=True):
-    """All keys of one ConfigMap or Secret; the schema demands exactly one."""
+    """All keys of one ConfigMap or Secret as variables of the container; the schema demands exactly one of the two."""
 
     prefix: str | None = None
     config_map_ref: EnvOrigin | None = None

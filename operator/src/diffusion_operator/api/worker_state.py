@@ -147,7 +147,7 @@ class RankReport(_Wire, frozen=True):
 
 
 class RecordState(OpenWord):
-    """An adapter as its worker says. A `Cached` one is known and its file is there, but in no rank's memory.
+    """The state of an adapter, as its worker says. A `Cached` one is known and its file is there, but in no rank's memory.
 
     A `Deferred` one is loaded before its sleeping worker serves again.
     """

@@ -21,7 +21,10 @@ class GatedCluster:
 
     @asynccontextmanager
     async def _write(self) -> AsyncIterator[None]:
-        """Ask for passage when a write begins and again when its bytes are about to leave: the process may have been stopped meanwhile."""
+        """Give a context manager around a write, which raises NotLeading unless this process leads.
+
+        It asks when the write begins and again when its bytes are about to leave: the process may have been stopped meanwhile.
+        """
         async with self._leadership.passage():
             asked = before_sending.set(self._leadership.require)
             try:

@@ -38,7 +38,7 @@ class Leadership:
 
     @property
     def renewed_ago_s(self) -> float:
-        """Seconds since the last renewal; 0 for a process that does not lead."""
+        """Seconds since the last renewal; 0 for a process that does not lead, and without an election."""
         return self._clock() - self._renewed_at if self._until is not None and self.is_open else 0.0
 
     def open(self, epoch: int, *, renewed_at: float, until: float) -> None:

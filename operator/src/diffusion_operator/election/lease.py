@@ -53,7 +53,7 @@ class Leases(Protocol):
 def read_lease(manifest: Manifest | None) -> Lease | None:
     """Parse the Lease that the API server returned, or return None if there is none.
 
-    Any program may have written it, so a field without a usable value counts as absent.
+    Any program may have written it, so a field without a usable value counts as empty or 0. A duration counts for an hour at most.
     """
     if manifest is None:
         return None
@@ -72,7 +72,10 @@ def read_lease(manifest: Manifest | None) -> Lease | None:
 
 
 def lease_manifest(place: ElectionSettings, lease: Lease) -> Manifest:
-    """Render a Lease. The uid and the version bind the write to what was read."""
+    """Render a Lease as a manifest.
+
+    The uid and the version bind the write to the Lease that was read; a Lease without a version is one to create.
+    """
     bound = {"uid": lease.uid, "resourceVersion": lease.version} if lease.version else {}
     return {
         "apiVersion": LEASE.api_version,

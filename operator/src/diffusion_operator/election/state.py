@@ -14,7 +14,7 @@ MOST_RISE = 2**32
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds, as the components of Kubernetes have them."""
+    """Durations of the election in seconds, as the components of Kubernetes have them."""
 
     lease: float = 15.0
     """A record that does not change for so long has no leader."""
@@ -26,7 +26,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Election(msgspec.Struct, frozen=True):
-    """Knowledge of one candidate."""
+    """The election as one candidate knows it. A transition returns another state and changes none."""
 
     identity: str
     seen: Lease | None = None

@@ -48,7 +48,7 @@ async def tell_not_understood(runtime: Runtime, key: Key, manifest: dict[str, An
 
 
 def _known(conditions: object) -> tuple[Condition, ...]:
-    """Read the conditions of a status; none where they are what cannot be read."""
+    """Read the conditions of a status; empty if they cannot be read."""
     try:
         return msgspec.convert(conditions or (), tuple[Condition, ...])
     except msgspec.ValidationError:

@@ -188,7 +188,7 @@ def _queue_bounds(limits: RequestLimits) -> list[Manifest]:
 
 
 def _gpu_resource(spec: DeploymentSpec) -> str:
-    """Name the extended resource that stands for one GPU, or `none`."""
+    """Return the name of the extended resource that stands for one GPU; `none` without GPUs, and where claims bring them."""
     return spec.resources.gpu_resource_name or (NO_GPU_RESOURCE if spec.resources.claims else DEFAULT_GPU_RESOURCE)
 
 

@@ -64,7 +64,7 @@ def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
 
 
 def option_word(value: str) -> str:
-    """Convert a value of the spec's enums to the command line's form."""
+    """Convert a value of the spec's enums to the command line's form: `MaxAutotune` to `max-autotune`, and `Disabled` to `none`."""
     return OTHER_WORDS.get(value) or WORD_START.sub("-", value).lower()
 
 

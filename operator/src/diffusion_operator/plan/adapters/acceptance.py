@@ -126,7 +126,10 @@ def _refusal(
 
 
 def _held_by_another(deployment: DiffusionDeployment, adapter: LoRAAdapter, records: Sequence[AdapterRecord]) -> bool:
-    """Return whether a replica still holds another object's adapter under this name. An adapter accepted earlier holds its own."""
+    """Return whether an awake replica still holds another object's adapter under this name: a draining one, or another source.
+
+    False for an adapter that is accepted already: it holds the name itself.
+    """
     before = condition_of(adapter.status.conditions, "Accepted")
     if before is not None and before.status is ConditionStatus.TRUE and adapter.status.deployment_uid == deployment.metadata.uid:
         return False
@@ -189,7 +192,10 @@ def _digest(adapter: LoRAAdapter, known: ResolvedStatus | None) -> str | None:
 
 
 def _at(source: AdapterSource, known: ResolvedStatus | None) -> AdapterSource:
-    """Pin a branch to the commit that the first replica found, so that later ones fetch the same."""
+    """Return the source with a branch pinned to the commit that the first replica found, so that later ones fetch the same.
+
+    Without such a commit, and for a source outside of a hub, return it unchanged.
+    """
     if source.hugging_face is None or known is None or known.revision is None:
         return source
     return msgspec.structs.replace(source, hugging_face=msgspec.structs.replace(source.hugging_face, revision=known.revision))

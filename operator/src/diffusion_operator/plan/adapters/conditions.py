@@ -187,7 +187,7 @@ def _source_error(view: AdapterView) -> str | None:
 
 
 def _found(view: AdapterView) -> str | None:
-    """Return the digest or commit that a replica found at the declared source, though it has not loaded it."""
+    """Return the digest or commit that a replica found at the declared source, though it may not have loaded it; None without one."""
     desired = view.decision.desired
     if desired is None:
         return None
@@ -196,7 +196,7 @@ def _found(view: AdapterView) -> str | None:
 
 
 def _last_error(adapter: LoRAAdapter, view: AdapterView) -> Condition | None:
-    """Return the condition that blames this source of this generation on this deployment, if the status has one."""
+    """Return the status's SourceResolved=False, if it is of this generation and this deployment; None otherwise."""
     before = condition_of(adapter.status.conditions, "SourceResolved")
     if before is None or before.status is not ConditionStatus.FALSE or adapter.status.deployment_uid != view.deployment_uid:
         return None
@@ -204,7 +204,10 @@ def _last_error(adapter: LoRAAdapter, view: AdapterView) -> Condition | None:
 
 
 def _first_error(view: AdapterView) -> str:
-    """Return an error of the source if there is one; lack of room on the deployment is reported by Accepted."""
+    """Return a replica's error as text, one of the source first; empty if there is none.
+
+    Lack of room on the deployment comes last, because Accepted reports it.
+    """
     errors = [one for one in view.instances if one.error is not None]
     errors.sort(key=lambda one: one.error is None or (one.error.code not in SOURCE_REASONS, one.error.code in DEPLOYMENT_REASONS))
     return next((f"replica {one.status.replica}: {one.error.code}: {one.error.message}" for one in errors if one.error), "")

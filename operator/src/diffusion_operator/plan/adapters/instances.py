@@ -97,9 +97,9 @@ def instance_of(
 
 
 def leaving_instances(group: Group, records: Sequence[AdapterRecord]) -> tuple[Instance, ...]:
-    """Report each record of an adapter that is to go as Draining, so that the status shows replicas whose requests still use it.
+    """Return an instance in the state Draining for each record of an adapter that is to go.
 
-    Empty unless the replica is awake.
+    So the status shows replicas whose requests still use it. Empty unless the replica is awake.
     """
     if group.state is not ReplicaState.AWAKE:
         return ()

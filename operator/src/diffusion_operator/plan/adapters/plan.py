@@ -70,7 +70,7 @@ class AdapterPlan(msgspec.Struct, frozen=True):
 
     @property
     def calls(self) -> tuple[PutAdapter | RemoveAdapter, ...]:
-        """Removals come first because they make room."""
+        """All calls of the plan to workers: removals come first because they make room, then pushes."""
         return (*self.removals, *self.pushes)
 
     @property

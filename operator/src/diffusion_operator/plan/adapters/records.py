@@ -44,7 +44,7 @@ def contradicts(found: str | None, expected: str | None) -> bool:
 
 
 def converter_of(effect: str) -> str:
-    """Return the version of the converter that an identity was made with."""
+    """Return the version of the converter that an identity was made with: the part before its first colon."""
     return effect.partition(":")[0]
 
 
@@ -69,7 +69,10 @@ def in_memory(record: AdapterRecord, desired: DesiredAdapter) -> bool:
 
 
 def in_place(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """Return whether the adapter is in memory, or evicted where that is allowed."""
+    """Return whether the record has the desired content in memory on all ranks, or Cached.
+
+    Cached is not enough where the residency is Resident.
+    """
     may_leave = desired.load.residency is not Residency.RESIDENT
     return in_memory(record, desired) or (may_leave and record.state is RecordState.CACHED and has_content(record, desired))
 

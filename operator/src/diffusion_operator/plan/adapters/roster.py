@@ -23,7 +23,7 @@ class Roster(msgspec.Struct, frozen=True):
     """UIDs of those that are always in memory."""
 
     def in_order(self, uids: Collection[str]) -> list[str]:
-        """Return the UIDs in the order of precedence."""
+        """Return the UIDs in the order of precedence: the oldest adapter first, then by name."""
         if len(uids) == len(self.adapters):
             return list(self.adapters)
         return [uid for uid, _ in sorted(((uid, self.adapters[uid]) for uid in uids), key=_age)]

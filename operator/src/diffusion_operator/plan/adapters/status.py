@@ -72,7 +72,10 @@ def _resolved(adapter: LoRAAdapter, view: AdapterView, now: datetime) -> Resolve
 
 
 def _identity(kept: ResolvedStatus, view: AdapterView) -> str | None:
-    """Return the identity to pin: kept while a replica has that converter, else what the first replica with the pinned weights reports."""
+    """Return the identity to pin: kept while a replica has that converter, else what the first replica with the pinned weights reports.
+
+    The pinned one stays too while no replica with these weights reports any. None without either.
+    """
     records = (one.record for one in view.instances if one.record is not None and one.record.digest == kept.digest)
     found = [record.identity for record in records if record.identity is not None]
     if kept.identity is not None and (not found or converter_of(kept.identity) in map(converter_of, found)):

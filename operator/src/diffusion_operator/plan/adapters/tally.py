@@ -32,7 +32,10 @@ class Tally(msgspec.Struct, frozen=True):
         return next((self.views[uid] for uid, marks in self.marks.items() if marks & any_of), None) if self.count(any_of) else None
 
     def names(self, any_of: int, *, none_of: int = 0) -> str:
-        """Format names as `a, b, c and 17 more`."""
+        """Format the names of adapters with a mark of `any_of` and none of `none_of`, as `a, b, c and 17 more`.
+
+        At most 20 are named; empty without any.
+        """
         having = (uid for uid, marks in self.marks.items() if marks & any_of and not marks & none_of)
         names = [self.views[uid].decision.adapter.metadata.name for uid in islice(having, NAMED)]
         more = self.count(any_of, none_of=none_of) - len(names)

@@ -11,7 +11,7 @@ from diffusion_operator.api.worker_state import AdapterRecord
 
 
 class Use(msgspec.Struct, frozen=True, gc=False):
-    """Requests for an adapter on one replica."""
+    """The number of requests for an adapter on one replica, and the time of the last."""
 
     total: int = 0
     last: datetime | None = None

@@ -40,17 +40,17 @@ class Poll(msgspec.Struct, frozen=True):
 
     @property
     def draining(self) -> bool:
-        """Return whether it drains before the end of its pod, and accepts nothing any more."""
+        """True if the worker said that it drains before the end of its pod, and accepts nothing any more."""
         return self.state is not None and bool(self.state.draining)
 
     @property
     def unreachable(self) -> bool:
-        """Return whether the calls have failed often and long enough to say so; a busy node may miss a single one."""
+        """True if three calls or more have failed in a row, over 15 s or longer; a busy node may miss a single one."""
         return self.failures >= UNREACHABLE_TRIES and self.failing_for >= UNREACHABLE_AFTER
 
     @property
     def state_age_s(self) -> float:
-        """Seconds that the worker has been in its state."""
+        """Seconds that the worker has been in its state, by now; 0 without a document."""
         return self.state.state_age_seconds + self.since_s if self.state is not None else 0.0
 
     @property
@@ -68,7 +68,7 @@ class Poll(msgspec.Struct, frozen=True):
 
 
 class AttemptKey(msgspec.Struct, frozen=True, gc=False):
-    """An attempt counts for one spec of one adapter in one life of one server process."""
+    """Key of an attempt, which counts for one spec of one adapter in one life of one server process."""
 
     adapter_uid: str
     generation: int

@@ -29,7 +29,7 @@ class Ownership(StrEnum):
 
 
 def ownership(live: Mapping[str, Any], owner: ObjectMeta) -> Ownership:
-    """Return the kind of a live object with the name of a child of `owner`. Needs its managedFields to see an orphan."""
+    """Return whose a live object is that has the name of a child of `owner`. Without its managedFields an orphan counts as a stranger's."""
     metadata = live["metadata"]
     controller = controller_of(live)
     if controller is None:
@@ -54,13 +54,13 @@ def is_controlled_by(live: Mapping[str, Any], uid: str) -> bool:
 
 
 def has_our_labels(metadata: Mapping[str, Any], deployment: str) -> bool:
-    """Return whether it has both labels that every child has."""
+    """Return whether an object's metadata have both labels that every child of the deployment has."""
     labels = metadata.get("labels", {})
     return all(labels.get(name) == value for name, value in _our_labels(deployment).items())
 
 
 def was_posted(live: Mapping[str, Any]) -> bool:
-    """Return whether fields are ours by a create or a patch: an apply would never remove them."""
+    """Return whether the object has fields that are ours by a create or a patch: an apply would never remove them."""
     return any(_is_our_update(entry) for entry in live["metadata"].get("managedFields", ()))
 
 
@@ -84,7 +84,7 @@ def replace_whole(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Op
     """Return the patch that puts each list and map of a rendered child in the place of the live one.
 
     An apply merges lists by keys, which can leave two entries that do not go together. Labels and annotations of others stay, and so do
-    fields that we do not render.
+    fields that we do not render. The patch holds for this version of the object only.
     """
     operations = _of_this_version(live)
     for section, content in wanted["metadata"].items():
@@ -138,7 +138,10 @@ def _of_this_version(live: Mapping[str, Any]) -> list[Operation]:
 
 
 def _members(live: Mapping[str, Any], parent: str, section: str, content: Any) -> Iterator[Operation]:
-    """Patch a map member by member, because others may own some; add it whole if there is none."""
+    """Yield operations that set a map member by member, because others may own some.
+
+    A list, and a map where there is none yet, is set whole.
+    """
     if not isinstance(content, Mapping) or not live.get(section):
         yield {"op": "add", "path": f"{parent}/{section}", "value": content}
         return

@@ -204,7 +204,10 @@ def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDep
 
 
 def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem | None, str]:
-    """Explain a replica that is not up: a failed engine, a crash loop, or a start in progress."""
+    """Explain a replica that is not up: a failed engine, a crash loop, or a container that ended.
+
+    A start in progress has no problem and no text, unless its worker cannot be reached.
+    """
     if poll.state is not None and poll.state.failure is not None:
         return _fault(poll.state, poll.state.failure)
     ended = pod.container.last_exit
@@ -245,8 +248,10 @@ def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
 
 
 def _operation_problem(document: WorkerState, state: ReplicaState, policy: SleepPolicy) -> tuple[Problem | None, str]:
-    """Return the last operation's failure. It counts until another operation ends, the replica gets there by itself, or the goal
-    changes."""
+    """Return problem and text of the last sleep or wake if it failed; else None and an empty text.
+
+    It counts until another operation ends, the replica gets there by itself, or the goal changes.
+    """
     last = document.last_operation
     if last is None or last.error is None or not last.failed:
         return None, ""
@@ -262,7 +267,7 @@ def _operation_problem(document: WorkerState, state: ReplicaState, policy: Sleep
 
 
 def _on_its_way(state: ReplicaState, sleep: Sleep) -> str:
-    """Describe the replica's current work, without figures that change between looks."""
+    """Describe a drain, sleep or wake that goes on, without figures that change between looks; empty in any other state."""
     if state is ReplicaState.DRAINING:
         patient = sleep.drain is DrainMode.WAIT and sleep.drain_timeout_seconds
         return f"running requests have up to {sleep.drain_timeout_seconds} s before it sleeps" if patient else "running requests are ended"

@@ -31,7 +31,7 @@ def avoided_nodes(before: Sequence[AvoidedNode], groups: Sequence[Group], now: d
 
 
 def faults_of(nodes: Sequence[AvoidedNode]) -> Mapping[str, int]:
-    """Count the faults of each node, by its name."""
+    """Return the number of faults of each node, by its name."""
     return {node.name: node.faults for node in nodes}
 
 

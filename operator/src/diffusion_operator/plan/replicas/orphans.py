@@ -34,7 +34,10 @@ def judge_orphans(observed: Observed, *, revision: str) -> tuple[Observed, tuple
 
 
 def _judged(pod: Pod, poll: Poll, digest: str | None, revision: str) -> Pod:
-    """Mark an orphan that must be replaced as a pod of another template."""
+    """Return the pod; an orphan that must be replaced gets the reason in `left`, and no revision any more.
+
+    So it counts as a pod of another template.
+    """
     if not pod.orphan or pod.terminating or not (why := _why_replaced(pod, poll, digest, revision)):
         return pod
     left = f"an earlier DiffusionDeployment of this name left the pod, and it is replaced, because {why}"

@@ -121,7 +121,7 @@ def _is_over(failures: Failures, recovery: ReplicaRecovery, now: datetime) -> bo
 
 
 def _more(failures: Failures, new: int, recovery: ReplicaRecovery, now: datetime) -> Failures:
-    """Add failures; one after the window starts a new window."""
+    """Return the failures with `new` more; the first one after the window begins a new count."""
     if not new:
         return failures
     before = Failures(next_restart=failures.next_restart) if _is_over(failures, recovery, now) else failures

@@ -105,7 +105,10 @@ def allowed(rollout: Rollout, groups: Sequence[Group], *, replicas: int, revisio
 
 
 def missing(rollout: Rollout, groups: Sequence[Group], pods: Sequence[Pod], *, replicas: int, revision: str, stalled: bool) -> int:
-    """Count the pods to create now: none before a Recreate has ended all old ones, and no surge where the rollout is `stalled`."""
+    """Count the pods to create now, so that `replicas` have the template and no more exist than allowed.
+
+    It is 0 before a Recreate has ended all old pods. There is no surge if the rollout is `stalled`.
+    """
     if rollout.type is RolloutType.RECREATE and any(_holds_up(pod, revision) for pod in pods):
         return 0
     fresh = sum(group.pod.revision == revision for group in groups)
@@ -150,7 +153,7 @@ def by_removal_priority(groups: Sequence[Group], *, revision: str) -> list[Group
 
 
 def _comes_back(group: Group) -> bool:
-    """Return whether a replica served before and its container was just restarted."""
+    """Return whether a replica's container ended and starts again without a problem so far, so that it may serve again."""
     return group.problem is None and group.pod.container.last_exit is not None
 
 

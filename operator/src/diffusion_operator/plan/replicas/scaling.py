@@ -81,7 +81,10 @@ def _replaced(
 
 
 def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
-    """Retire the older of two pods of one replica: two operators that overlap may each make one, and a replica is its newest pod."""
+    """Return the deletions of pods that are not the newest of their replica and not on their way out.
+
+    Two operators that overlap may each make one, and a replica is its newest pod.
+    """
     newest = {group.pod.uid for group in groups}
     older = [pod for pod in observed.pods if not observed.leaves(pod) and pod.uid not in newest]
     return [DeletePod(name=pod.name, uid=pod.uid, why="a newer pod has the index of this replica", orphan=pod.orphan) for pod in older]

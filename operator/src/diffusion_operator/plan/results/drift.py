@@ -37,7 +37,10 @@ def _differences(live: Mapping[str, Any], wanted: Mapping[str, Any], path: str) 
 
 
 def _same(live: Any, wanted: Any, *, key: str = "") -> bool:
-    """Compare by what is ours, unless the key stands for a whole. An absent field equals an empty one."""
+    """Return whether a live value has all of the rendered one; where the key stands for a whole, whether they are equal.
+
+    An absent field equals an empty one.
+    """
     if key in _WHOLE:
         return bool(live == wanted)
     if isinstance(wanted, Mapping) and isinstance(live, Mapping):

@@ -125,7 +125,10 @@ def wakes_between(before: DeploymentStatus, after: DeploymentStatus) -> Iterator
 
 
 def _operation_events(index: int, ended: OperationStatus, *, boot: str, generation: int | None) -> list[PlannedEvent]:
-    """Return a success's Event, or a failure's; the same failure is recorded once a boot, since a worker keeps trying."""
+    """Return the Event of a sleep or wake that succeeded or failed; none for one that something else came before.
+
+    The same failure is recorded once in each life of the server, since a worker keeps trying.
+    """
     if ended.code in NO_FAILURES:
         return []
     took = f"in {ended.seconds or 'an unknown number of'} s"

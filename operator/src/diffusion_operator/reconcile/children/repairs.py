@@ -33,7 +33,10 @@ async def tell(runtime: Runtime, deployment: DiffusionDeployment, event: Planned
 async def repair_pods(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, listed: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the pods of a deployment: those that were listed by its label, and those that only lost it, which is put back."""
+    """Return the pods of a deployment: those that were listed by its label, and those that only lost it, which is put back.
+
+    Pods that are gone since the last look, and not by this process, are noted as missed.
+    """
     metadata, found = deployment.metadata, list(listed)
     lost = _without(memory, found)
     missing = {pod.name for pod in lost.values()}

@@ -63,7 +63,10 @@ async def write_child(runtime: Runtime, deployment: DiffusionDeployment, manifes
 
 
 async def write_secret(runtime: Runtime, deployment: DiffusionDeployment, manifest: Manifest) -> Ownership:
-    """Write the Secret, which there is no right to read: patches that test its owner tell whose it is."""
+    """Write the Secret, unless its name is taken; return whose the object is then.
+
+    There is no right to read it: patches that test its owner tell whose it is.
+    """
     made, refusal = await _made(runtime, manifest)
     if made:
         return Ownership.OURS
@@ -83,7 +86,7 @@ async def write_secret(runtime: Runtime, deployment: DiffusionDeployment, manife
 
 
 async def _made(runtime: Runtime, manifest: Manifest) -> tuple[bool, ClusterRefused | None]:
-    """Return whether it was made, and the refusal if there was one.
+    """Create a child; return whether it was made, and the refusal if there was one.
 
     Admission comes before names are compared: a full quota or a policy refuses a child that is there already, too.
     """

@@ -83,7 +83,10 @@ class ObjectStore:
         return news
 
     def learn(self, kind: Kind, manifest: Manifest) -> None:
-        """Store the answer to our own write. A deletion that meets another one is answered without a version, and tells nothing new."""
+        """Store the answer to our own write, without a call of `changed`.
+
+        A deletion that meets another one is answered without a version, and tells nothing new.
+        """
         if manifest["metadata"].get("resourceVersion"):
             self._take(kind, manifest)
 

@@ -69,7 +69,7 @@ class WorkerCalls:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call_worker(self, uid: str, key: Key, memory: DeploymentMemory, calls: Sequence[WorkerAction]) -> None:
-        """Make its calls, and wake the deployment where a pass was held back by them.
+        """Make the calls to one worker, and wake the deployment where a pass was held back by them.
 
         It was held back where the worker was heard meanwhile, or where the look that follows each action came too early. A pass at once
         without news would make the same calls again.

@@ -159,7 +159,7 @@ class WorkerWatches:
 
 
 def hear(runtime: Runtime, record: PollRecord, state: WorkerState) -> bool:
-    """Take a worker's answer into its record; return whether it is news."""
+    """Take a worker's answer, whole or changes only, into its record and the metrics; return whether it is news."""
     state = merged(record.state, state)
     runtime.meter.seen(happened(record.state, state))
     return record.succeeded(state, runtime.clock())
