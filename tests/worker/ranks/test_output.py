@@ -18,7 +18,7 @@ from diffusion_worker.ranks.worker_proc import WorkerProc
 from diffusion_worker.runner.model_call.faults import RankFault
 from diffusion_worker.runner.stepping.pixels import RawImage, bytes_of, to_pixels
 from diffusion_worker.runner.stepping.stage_clock import StageClock
-from diffusion_worker.runner.stepping.step_output import StepOutput
+from diffusion_worker.runner.stepping.step_output import PreviewOutput, StepOutput
 
 DEADLINE_S = 10.0
 
@@ -223,3 +223,15 @@ def test_a_gpu_would_make_the_same_bytes_as_a_cpu() -> None:
     assert not bool(bytes_of(values[0])[1])
     with pytest.raises(RequestError, match="not numbers"):
         to_pixels(values)
+
+
+def test_a_preview_that_has_no_memory_is_left_out_and_the_rank_goes_on() -> None:
+    class Full(RawImage):
+        def pixels(self) -> Any:
+            raise torch.OutOfMemoryError("out of memory")
+
+    previews = [
+        PreviewOutput("a", number, image) for number, image in enumerate((Full(np.ones((1, 4, 6, 3))), RawImage(np.ones((1, 4, 6, 3)))))
+    ]
+    made, frames = ImageReport(TickDone(1), StepOutput(previews=previews)).make()
+    assert ([preview.number for preview in made.previews], len(frames)) == ([1], 1)

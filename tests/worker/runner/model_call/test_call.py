@@ -16,6 +16,12 @@ def call_of(rows: int, **arguments: Any) -> ModelCall:
     return ModelCall("transformer", "forward", {"hidden_states": torch.arange(rows * 2.0).reshape(rows, 2)} | arguments)
 
 
+def test_arrays_of_objects_are_of_an_unknown_kind_and_never_equal() -> None:
+    one, other = (np.array([{"of": name}], dtype=object) for name in "ab")
+    assert content(one) is content(other) is None
+    assert group_key(call_of(2, table=one)) is None
+
+
 def test_merged_calls_concatenate_rows_and_expand_time_steps() -> None:
     merged = merge([call_of(2, timestep=torch.tensor(900)), call_of(1, timestep=torch.tensor([7.5]))])
     assert merged.rows == 3

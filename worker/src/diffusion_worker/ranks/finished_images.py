@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import Failed, Finished, Preview, StageSeconds, TickDone
 from diffusion_worker.ranks.output import Said
 from diffusion_worker.runner.stepping.pixels import Pixels, RawImage, pixels_of
@@ -43,7 +42,7 @@ class ImageReport:
     def make(self) -> Said:
         """Convert images and previews to frames, and return them with the completed `TickDone`. An error in an image fails that request.
 
-        A preview whose pixels raise RequestError is logged and left out; any other error of a preview is raised.
+        A preview that cannot be made is logged and left out.
 
         Raises:
             RankFault: the device cannot be used any more.
@@ -67,8 +66,8 @@ class ImageReport:
         for preview in self._previews:
             try:
                 pixels = pixels_of(preview.image)
-            except RequestError as error:
-                log.warning("a preview cannot be made: %s", error.message)
+            except Exception as error:
+                log.warning("a preview cannot be made: %s", report_of(error, asked=True).message)
                 continue
             image = pixels if pixels.ndim == IMAGE_DIMENSIONS else pixels[0]
             yield Preview(preview.request_id, preview.number, len(frames), image.shape)

@@ -73,7 +73,10 @@ def content(value: Any) -> Hashable | None:
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return tuple(value.shape), value.dtype, hashlib.sha256(data.data).digest()
     if isinstance(value, np.ndarray | np.generic):
-        return value.shape, value.dtype.str, hashlib.sha256(np.ascontiguousarray(value).data).digest() if value.dtype != object else None
+        # The bytes of objects are addresses.
+        if value.dtype.hasobject:
+            return None
+        return value.shape, value.dtype.str, hashlib.sha256(np.ascontiguousarray(value).data).digest()
     if value is None or isinstance(value, _PLAIN):
         return type(value).__name__, value
     if _is_idle(value):
