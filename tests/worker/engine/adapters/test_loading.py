@@ -719,3 +719,12 @@ async def test_a_source_that_stalls_at_start_keeps_nothing_from_serving_past_its
         assert states(edge) == {"a": "Failed"}
         await made(edge)
         await edge.engine.terminate()
+
+
+async def test_a_put_that_is_replaced_before_its_load_takes_a_step_leaves_no_load_behind(edge: Edge) -> None:
+    calls = (edge.engine.put_adapter("x", call(path)) for path in ("/a", "/b"))
+    first, second = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(first, RequestError)
+    assert first.code is ErrorCode.CONFLICT
+    assert isinstance(second, AdapterDocument)
+    assert edge.engine._parts.runner._loads == {}

@@ -174,7 +174,8 @@ class AdapterRunner:
                 case Start(adapter, load):
                     self._loads[load.number] = self._in_background(self._run(adapter, load))
                 case Cancel(load):
-                    self._loads[load.number].cancel()
+                    # A task that is cancelled before its first step would not record its end.
+                    asyncio.get_running_loop().call_soon(self._loads[load.number].cancel)
                 case Answer(load, error):
                     if (outcome := self._outcomes.pop(load.number, None)) is not None:
                         outcome.set_result(error)

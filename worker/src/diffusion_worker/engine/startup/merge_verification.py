@@ -82,7 +82,8 @@ class MergeVerification:
 
     async def _run(self, digest: "asyncio.Future[str | None]") -> None:
         try:
-            kept = self._kept(await digest)
+            # Others wait for the digest too, so the end of this task must not cancel it.
+            kept = self._kept(await asyncio.shield(digest))
             if found := kept.read():
                 await self._when_idle(lambda: self._use(found))
                 log.info("verdicts on merging of an earlier run are used")
