@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def raise_limit() -> int:
     """Raise the soft limit of open files to the hard one, and return how many workers it is enough for.
 
-    Raises SettingsError if that is below 64; below 2000 it logs a warning.
+    Raises SettingsError if they are fewer than 64; below 2000 it logs a warning.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -27,9 +27,9 @@ def raise_limit() -> int:
 
 
 def check(limit: int) -> int:
-    """Return how many workers a limit of open files is enough for; log a warning below 2000.
+    """Return how many workers a limit of open files is enough for.
 
-    Raises SettingsError below 64.
+    Raises SettingsError if they are fewer than 64; below 2000 it logs a warning.
     """
     if limit == resource.RLIM_INFINITY:
         return FEW_WORKERS * 1000

@@ -57,7 +57,7 @@ class HttpSource(_Source, frozen=True):
 
 
 class ModelSource(_Source, frozen=True):
-    """The source of a model, exactly one of these. A model is a folder, so `http`, which is one file, is no member."""
+    """The source of a model; exactly one member is set. A model is a folder, so `http`, which is one file, is no member."""
 
     path: str | None = None
     hugging_face: ModelRepository | None = None

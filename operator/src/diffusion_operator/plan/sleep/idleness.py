@@ -33,7 +33,10 @@ def always_awake(spec: DeploymentSpec) -> int:
 
 
 def needed_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
-    """Return how many replicas must be awake for the requests that there are; with OnIdle so many are woken."""
+    """Return how many replicas must be awake for the requests that there are, at least `always_awake`; with OnIdle so many are woken.
+
+    Requests need no more than there are `groups`.
+    """
     work = sum(work_of(group.document) for group in groups if group.document is not None)
     return max(always_awake(spec), min(math.ceil(work / spec.engine.max_batch_size), len(groups)))
 

@@ -131,8 +131,9 @@ def _is_left_behind(found: Manifest, owner: ObjectMeta, name: str) -> bool:
 
 
 async def _apply(runtime: Runtime, deployment: DiffusionDeployment, live: Manifest, manifest: Manifest, *, version: bool = False) -> None:
-    """Apply a child to the object that was seen; with `version` only to its state, where somebody could take it meanwhile.
+    """Apply a child to the object that was seen, and to no other of its name.
 
+    With `version` that must not have changed either, as somebody could take it meanwhile.
     An apply leaves what others added to a list that it merges. Such a list is replaced.
     """
     bound = {name: live["metadata"][name] for name in ("uid", *(("resourceVersion",) if version else ()))}
