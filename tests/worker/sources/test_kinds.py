@@ -65,7 +65,7 @@ class Shelf:
         """Put these files into the folder `x`; return a source of the folder, or of the file in it named by `file`. HTTP needs `file`."""
         if self.kind == "hub":
             self._hub.push("org/x", {f"x/{name}": file for name, file in files.items()})
-            return Source(hugging_face=HuggingFaceSource("org/x", subfolder="x", file=file))
+            return Source(hugging_face=HuggingFaceSource("org/x", subfolder="x/", file=file))
         if self.kind == "s3":
             self._s3().put(self._bucket, {f"x/{name}": file for name, file in files.items()})
             return Source(s3=S3Source(f"s3://{self._bucket}/x/{file or ''}", endpoint=self._s3().url))
@@ -329,6 +329,13 @@ async def test_no_endpoint_of_s3_is_at_a_metadata_address(rig: SourceRig, endpoi
     for uri in ("s3://bucket/x/", "s3://bucket/x.safetensors"):
         error = await rig.refusal(Source(s3=S3Source(uri, endpoint=endpoint)))
         assert (error.code, "refused" in error.message) == (ErrorCode.NETWORK_ERROR, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("endpoint", ["https://store.example:70000", "https://[::1", "https://"])
+async def test_an_endpoint_of_s3_that_is_no_address_is_refused_with_the_form_that_is_expected(rig: SourceRig, endpoint: str) -> None:
+    error = await rig.refusal(Source(s3=S3Source("s3://bucket/x/", endpoint=endpoint)))
+    assert (error.code, "expected https://host or https://host:port" in error.message) == (ErrorCode.INVALID_REQUEST, True)
 
 
 @pytest.mark.slow

@@ -76,13 +76,13 @@ def _choose(source: HuggingFaceSource, paths: list[str], wanted: ArtifactKind, w
     Raises:
         RequestError: SourceNotFound for a missing `file` or `subfolder`; see also `adapter_files` and `model_files`.
     """
+    prefix = f"{source.subfolder.strip('/')}/" if source.subfolder else ""
     if wanted is ArtifactKind.ADAPTER and source.file is not None:
-        path = f"{source.subfolder}/{source.file}" if source.subfolder else source.file
+        path = prefix + source.file
         single_adapter(path, what)
         if path not in paths:
             raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: there is no file {path!r}")
         return {ADAPTER_WEIGHTS: path}
-    prefix = f"{source.subfolder.strip('/')}/" if source.subfolder else ""
     names = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
     if prefix and not names:
         raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: there is no folder {source.subfolder!r}")

@@ -162,8 +162,15 @@ def _settings(source: S3Source, question: ResolveContext) -> "S3Config":
 
 
 def _check_endpoint(endpoint: str, question: ResolveContext) -> None:
-    parts = urlsplit(endpoint)
-    if not parts.hostname or parts.username is not None or parts.query:
-        raise RequestError(ErrorCode.INVALID_REQUEST, "source.s3.endpoint: expected https://host without a user's name")
+    refused = RequestError(
+        ErrorCode.INVALID_REQUEST, "source.s3.endpoint: expected https://host or https://host:port, without a user's name"
+    )
+    try:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise refused from None
+    if not host or parts.username is not None or parts.query:
+        raise refused
     require_scheme(parts.scheme, allow_http=question.allow_http)
-    allowed_addresses(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), question.reach)
+    allowed_addresses(host, port or (443 if parts.scheme == "https" else 80), question.reach)

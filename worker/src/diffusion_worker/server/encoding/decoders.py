@@ -58,13 +58,14 @@ class Decoders:
     async def _decode(self, content: bytes, job: DecodeJob) -> DecodedImage:
         if self._process is None or self._process.has_ended():
             self._process = DecodingProcess()
-        reader, writer = await asyncio.open_unix_connection(sock=await asyncio.to_thread(self._process.send, content, job))
+        parent = self._process
+        reader, writer = await asyncio.open_unix_connection(sock=await asyncio.to_thread(parent.send, content, job))
         with contextlib.closing(writer):
             try:
                 async with asyncio.timeout(START_S):
                     pid = int.from_bytes(await reader.readexactly(4))
             except (asyncio.IncompleteReadError, TimeoutError):
-                self._process.kill()
+                parent.kill()
                 raise _busy(
                     f"{job.field}: expected a decoder of the worker to begin within {START_S:g} s, found none; try again later"
                 ) from None
