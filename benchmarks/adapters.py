@@ -28,7 +28,7 @@ RANK = 16
 
 
 class Shape(NamedTuple):
-    """The size of a model and of its calls."""
+    """The size of a FLUX transformer and of its calls: heads, blocks of each kind, tokens of image and text, and calls in a row."""
 
     heads: int
     head_dim: int
@@ -60,7 +60,7 @@ TINY = Size(wide=SMALL, plan=TINY_PLAN, record=TINY_PLAN)
 def measure(*, tiny: bool = False, device: str = "cpu") -> Measured:
     """Measure a batch with an adapter for each row against the same batch without, and against a call for each row.
 
-    Each figure is a median ratio of adjacent pairs, as throughput: 1 means as fast. Sets one torch thread for the process.
+    Ratios are medians of adjacent pairs, as throughputs: 1 means as fast. Other figures are milliseconds. Sets one torch thread.
     """
     torch.set_num_threads(1)
     return _measure(torch.device(device), tiny=tiny)

@@ -117,7 +117,7 @@ class Taking:
 
     @property
     def wants_more(self) -> bool:
-        """Say if another pair is to be taken: false with enough pairs that count, after the most tries, or when the time is up.
+        """True if another pair is to be taken. False with enough pairs that count, after the most tries, or when the time is up.
 
         With fewer than the least that count, twice the time is given.
         """

@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def log_records_as_before() -> Iterator[None]:
-    """Undo the filter of log messages that the worker's command line installs in this process too."""
+    """Remove after each test the filter of log messages that the worker's command line installs in this process too."""
     factory = logging.getLogRecordFactory()
     yield
     if logging.getLogRecordFactory() is not factory:

@@ -56,13 +56,13 @@ def _signature(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> s
 
 
 def docstrings_now() -> dict[Place, Docstring]:
-    """Return all docstrings of classes and functions in the working tree."""
+    """Return all docstrings of classes and functions that FOLDERS have in the working tree, by path and qualified name."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return {(path.relative_to(ROOT).as_posix(), name): found for path in paths for name, found in docstrings(path.read_text())}
 
 
 def docstrings_at(revision: str) -> dict[Place, Docstring]:
-    """Return all docstrings of classes and functions at a commit."""
+    """Return all docstrings of classes and functions that FOLDERS have at a commit, by path and qualified name."""
     listed = _git("ls-tree", "-r", "--name-only", revision, *FOLDERS).splitlines()
     contents = ((path, _git("show", f"{revision}:{path}")) for path in listed if path.endswith(".py"))
     return {(path, name): found for path, content in contents for name, found in docstrings(content)}
@@ -79,7 +79,7 @@ def kept_share(before: str, after: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
+    """Return the words of a text, in lower case and without punctuation."""
     return re.findall(r"[\w'-]+", text.lower())
 
 

@@ -60,7 +60,10 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Field:
-    """A row of a table: the field's path, its values, whether a change makes new pods, and whether the field is experimental."""
+    """A row of a table: the field's path and schema, and marks for a required field, a replacing one, and an experimental one.
+
+    A field replaces if a change of it makes new pods.
+    """
 
     path: str
     schema: Schema

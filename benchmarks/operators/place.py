@@ -50,9 +50,9 @@ class Place:
                 raise RuntimeError(f"{manifest['kind']} {manifest['metadata']['name']} was there before")
 
     async def apply_all(self, changes: KubeChanges, numbers: Iterable[int]) -> float:
-        """Create deployments of these numbers, some at once, and return the seconds until the operator has served all.
+        """Create deployments of these numbers, some at once, and return the seconds until all are served by the operator that runs.
 
-        Each has a child of each kind then. The status is counted as a change: so many changes to deployments there are as deployments.
+        Served means a child of each kind and a status. Events are only counted: a change to a deployment counts as a status.
         """
         manifests = [deployment(f"d{number}", NAMESPACE) for number in numbers]
         wanted = changes.added(DEPLOYMENT) + len(manifests)

@@ -39,7 +39,10 @@ TINY = Size(deployments=3, faults=1)
 
 
 def take_over(*, tiny: bool = False) -> dict[str, float]:
-    """Lose the leader several times; return the seconds until its successor made a pod, the longest and the median."""
+    """Lose the leader several times, and measure the seconds until its successor made a pod.
+
+    Returns the longest as `takeover_s`, and the median as `takeover_median_s`.
+    """
     size = TINY if tiny else Size()
     seconds = take(functools.partial(_turn, size=size), quiet_s=0.2 if tiny else 5.0)
     _say(json.dumps([round(one, 2) for one in seconds]))

@@ -76,7 +76,7 @@ def test_struct_and_schema_have_the_same_fields(file: str, part: str, struct: ty
 def bounds(schema: Schema, path: str) -> list[str]:
     """List a schema's faults below a path, a line each.
 
-    These are strings, lists and maps of any length, lists without a merge type, and defaults whose parent has none.
+    Faults are strings, lists and maps without a bound, lists without a merge type, and defaults whose parent has none.
     """
     found = []
     kind = schema.get("type")

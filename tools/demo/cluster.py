@@ -49,5 +49,5 @@ def prepare(story: Story) -> Ground:
 
 
 def address_of(namespace: str, service: str) -> AbstractContextManager[str]:
-    """Return a block that yields a local URL which leads to the Service's HTTP port while the block lasts."""
+    """Return a context manager that yields a local URL of the Service's HTTP port; the URL leads there during the block."""
     return connect(namespace, service, SERVICE_PORT)

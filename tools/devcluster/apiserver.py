@@ -95,7 +95,10 @@ def _flags(folder: Path, admission: Sequence[str], *, audited: bool) -> list[str
 
 
 def audit_flags(policy: Path, log: Path) -> list[str]:
-    """Return flags for a log of requests at `log`, in at most two files of AUDIT_FILES_MB; the caller writes AUDIT_POLICY to `policy`."""
+    """Return flags of kube-apiserver for a log of requests at `log`, in at most two files of AUDIT_FILES_MB.
+
+    Nothing is written: the caller writes AUDIT_POLICY to `policy`.
+    """
     bounds = [f"--audit-log-maxsize={AUDIT_FILES_MB}", "--audit-log-maxbackup=1"]
     return [f"--audit-policy-file={policy}", f"--audit-log-path={log}", *bounds]
 

@@ -43,7 +43,7 @@ class Provider(Protocol):
         """End the cluster, if there is one; a cluster that the user gave stays. With `purge` remove the cache too."""
 
     def running(self) -> bool:
-        """Return whether `up` has nothing to start; every provider has a test of its own for that."""
+        """Return whether the cluster runs, so that `up` has nothing to start; each provider finds that out in its own way."""
         ...
 
     def kubeconfig(self) -> Path:
@@ -122,7 +122,8 @@ def prepare(names: tuple[str, ...] = ()) -> None:
 def environment() -> dict[str, str]:
     """Return this process's environment with KUBECONFIG set, and with the folders of kubectl and helm first in PATH.
 
-    Clients reach the API server from this machine in any case. Only the provider `node` makes addresses of Services and pods reachable too.
+    Clients reach the API server from this machine in any case.
+    Services and pods answer only if our own node has them, or kind on our own engine.
     """
     where = provider()
     folders = [str(where.kubectl().parent), str(programs.helm().parent)]

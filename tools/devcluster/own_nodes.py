@@ -29,7 +29,10 @@ class OwnNodes(ABC):
 
     @abstractmethod
     def command(self, program: Path) -> list[str]:
-        """Return the words of a command that runs a static program of this machine on the first node. SIGTERM to that command ends both."""
+        """Return the words of a command that runs a static program of this machine on the first node.
+
+        When the process of that command ends, so does the program.
+        """
 
     @abstractmethod
     def add_second(self) -> str:

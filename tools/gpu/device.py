@@ -39,7 +39,7 @@ def tell(run: Run) -> None:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the GPU has done all that it was given; do nothing for the CPU."""
     if device != "cpu":
         torch.cuda.synchronize()
 

@@ -42,7 +42,7 @@ def run_tests(run: Run) -> None:
 
 
 def run_benchmarks(run: Run) -> None:
-    """Run each benchmark that takes a device, and report its figures."""
+    """Run each benchmark that takes a device, on the device of this run, and report its figures. Sets one torch thread."""
     torch.set_num_threads(1)
     for name, goal in GOALS.items():
         if goal.takes_device:

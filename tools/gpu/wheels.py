@@ -41,7 +41,7 @@ def folder_for(python: str, base: Path = FOLDER) -> Path:
 
 
 def this_python() -> str:
-    """Return the version of this Python, without its patch."""
+    """Return the major and minor version of this Python, such as `3.12`."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 

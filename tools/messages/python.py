@@ -131,7 +131,7 @@ class _Module:
         return sorted(dict.fromkeys([*made, *others]), key=lambda one: one.line)
 
     def _made(self, node: ast.AST, names: Texts, field: str = "", *, raised: bool = False) -> Iterator[Message]:
-        """Yield messages by the calls that make them, such as of an error's class."""
+        """Yield the messages of the calls at or below a node, such as those that make an error, a log line or a metric."""
         match node:
             case ast.Assert() | ast.arg():
                 return

@@ -18,7 +18,7 @@ ON_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """A part of `make test` that can run alone, as `command` followed by `paths`; without paths the command selects its own tests."""
+    """A part of the tests that can run alone, as `command` followed by `paths`; without paths the command selects its own tests."""
 
     name: str
     what: str

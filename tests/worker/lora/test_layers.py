@@ -46,7 +46,7 @@ def net() -> Net:
 
 @pytest.fixture
 def without_onednn() -> Iterator[None]:
-    """Switch oneDNN off: its kernels for lower precisions crash on machines that hide some features of their processor."""
+    """Switch oneDNN off for a test: its kernels for lower precisions crash on machines that hide some features of their processor."""
     torch._C._set_mkldnn_enabled(False)
     yield
     torch._C._set_mkldnn_enabled(True)

@@ -69,7 +69,7 @@ def merged_by_hand(rig: RunnerRig, added: dict[str, torch.Tensor], scale: float 
 class Adapters:
     """A runner of the digits model with adapters 1 to 4.
 
-    They change the first text encoder; the second and the denoiser; the denoiser; and 4 is the example stripes.
+    Adapter 1 changes the first text encoder, 2 the second and the denoiser, and 3 the denoiser; 4 is the example stripes.
     """
 
     def __init__(self, folder: Path, **config: Any) -> None:

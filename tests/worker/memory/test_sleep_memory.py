@@ -316,7 +316,7 @@ def shared() -> Iterator[RunnerRig]:
 
 @pytest.fixture
 def rig(shared: RunnerRig) -> Iterator[RunnerRig]:
-    """Provide the digits model, awake and with one adapter registered; restore this state afterwards."""
+    """Provide the runner of the digits model, which the module's tests share, with one adapter registered; wake it after the test."""
     shared.runner.add_lora(STRIPES, LoadOptions())
     yield shared
     shared.runner.restore()

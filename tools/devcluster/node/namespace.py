@@ -96,7 +96,7 @@ def begin(pause: Path) -> int:
 def unshare(pause: Path, mark: str, *, log: Path, deadline_s: float = 10.0) -> int:
     """Run `pause` as pid 1 of new network, mount and pid namespaces; return its pid on the machine, by which others enter them.
 
-    `mark` is its argument, by which it is found. Without it after `deadline_s` seconds CommandFailed quotes the log.
+    `mark` is its argument, by which it is found. If it does not appear within `deadline_s` seconds, CommandFailed quotes the log.
     """
     apart = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--propagation", "slave"]
     processes.start("init", [*apart, pause, mark], log=log)
@@ -114,7 +114,10 @@ def entering(pid: int) -> list[str]:
 
 
 def ending_with(pid: int) -> list[str]:
-    """Return the words of `entering` before a command that gets SIGTERM once the process they start has ended: nsenter passes none on."""
+    """Return words to put before a command, as `entering` does; the command also gets SIGTERM when the process that they start ends.
+
+    Without that it would run on, because nsenter passes no signal on.
+    """
     return [*entering(pid), "setpriv", "--pdeathsig", "TERM"]
 
 

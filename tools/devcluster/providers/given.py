@@ -89,7 +89,7 @@ class GivenProvider:
 
 
 def registry_reference(registry: str | None, reference: str) -> str:
-    """Return the name under which `registry`, which may include a folder, takes a local image: `localhost/` gives way to it.
+    """Return the name of a local image in `registry`, which may include a folder: `localhost/` at its beginning is replaced by it.
 
     Raises:
         PrerequisiteMissing: no registry is set.
