@@ -52,6 +52,7 @@ CASES = [
     Case("one that drains is waited for", DRAINS, False, False),
     Case("one that has drained is deleted", DRAINED, False, True),
     Case("one that has not in time is deleted", LATE, False, True),
+    Case("one whose time ended since its last word is deleted too", DRAINS, False, True, poll={"since_s": 315.0}),
     Case("one that ends while it drains is deleted", DRAINS, False, True, poll={"failures": 3, "failing_for": timedelta(seconds=15)}),
 ]
 

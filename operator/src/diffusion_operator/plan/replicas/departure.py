@@ -74,5 +74,5 @@ def _why_over(observed: Observed, poll: Poll) -> str:
         return "its worker, which drains, does not answer"
     if poll.fresh and not poll.state.busy:
         return "its requests are answered"
-    over = poll.state.state_age_seconds >= observed.deployment.spec.drain.timeout_seconds + MARGIN_S
+    over = poll.state_age_s >= observed.deployment.spec.drain.timeout_seconds + MARGIN_S
     return "the time for its requests is over" if over else ""
