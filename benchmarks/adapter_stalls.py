@@ -77,7 +77,7 @@ async def _figures(size: StallSize) -> tuple[dict[str, float], list[dict[str, fl
 def _write(folder: Path, times: int) -> Path:
     """Make a folder with the digits' stripes adapter at `times` its rank, and return the folder.
 
-    The factors are repeated side by side, so the adapter's effect is the same.
+    The factors are repeated side by side, and their product stays the same.
     """
     folder.mkdir()
     tensors = {

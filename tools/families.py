@@ -78,7 +78,7 @@ def renewed(source: str) -> str:
 
 
 def _replacements(tree: ast.AST, starts: list[int]) -> Iterator[tuple[int, int, str]]:
-    """Yield, for each version and each dictionary of signatures in the records, its first and last byte and the new text."""
+    """Yield, for each version and each dictionary of signatures in the records, the bytes where it begins and ends, and the new text."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == ModelRecord.__name__):
             continue

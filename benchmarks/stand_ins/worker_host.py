@@ -74,7 +74,7 @@ class IdleRank(StandInRanks):
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: Any
     ) -> list[RpcReply]:
-        """Answer sleep, wake, loading and removal of adapters, warm-up and synchronization with success, and do nothing.
+        """Answer sleep, wake, loading and removal of adapters, warm-up and synchronization with success; only the reported memory changes.
 
         A loaded adapter's digest is made from its folder's name. Other methods go to `StandInRanks`.
         """

@@ -98,7 +98,7 @@ def buildah() -> list[str]:
 
 
 def clear_unfinished() -> None:
-    """Remove the containers of buildah's store, and unmount all below it, as a killed build leaves them; images stay.
+    """Remove the containers of buildah's store, and unmount the store and all below it, as a killed build leaves them; images stay.
 
     Do nothing without buildah or store. The caller holds the lock `images`.
     """

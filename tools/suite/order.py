@@ -27,9 +27,9 @@ def longest_first(files: list[str], seconds: Mapping[str, float]) -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the tests by their files, those that take longest first, in a worker process of pytest-xdist; in others do nothing.
+    """Sort the tests by their files, those that take longest first, in a worker process of pytest-xdist.
 
-    `--dist loadfile --no-loadscope-reorder` hands out files in that order.
+    In other processes, or without recorded seconds, do nothing. `--dist loadfile --no-loadscope-reorder` hands out files in that order.
     """
     if not hasattr(config, "workerinput") or not SECONDS.exists():
         return
