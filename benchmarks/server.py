@@ -88,9 +88,9 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def _loop_figures(loop: Pairs, asked: list[dict[str, float]]) -> dict[str, float]:
-    """Return percentiles of the answers' milliseconds, idle and busy, and the ratio of the tails.
+    """Return the median and 99th percentile of the answers' milliseconds, idle and busy, and the busy 99th percentile over the idle one.
 
-    They are over all questions of the pairs that count together, because a hundred answers alone have too short a tail.
+    They are over all questions in `asked` of the pairs that `loop` uses, because a hundred answers alone have too short a tail.
     """
     used = {pair.number for pair in loop.used}
     idle, busy = ([one["ms"] for one in asked if one["pair"] in used and one["busy"] == wanted] for wanted in (0.0, 1.0))

@@ -19,7 +19,10 @@ class Account:
     """A new service account with the rights of an administrator, whose requests are counted in the API server's audit log."""
 
     def __init__(self, kubeconfig: Path, namespace: str, name: str) -> None:
-        """Create the account in the namespace. `kubeconfig` is the administrator's, and lies beside the audit log."""
+        """Create a service account in the namespace, with the role cluster-admin and a token.
+
+        `kubeconfig` is the administrator's, and lies beside the audit log.
+        """
         self._log = kubeconfig.with_name("audit.log")
         self._user = f"system:serviceaccount:{namespace}:{name}"
         kubectl(kubeconfig, "create", "serviceaccount", name, "--namespace", namespace)

@@ -100,7 +100,7 @@ class LastRuns:
         self._path = folder / "times.json"
 
     def read(self) -> dict[str, StageRun]:
-        """Return the last runs by the stage's name; none if the file is missing or cannot be read."""
+        """Return the last runs by the stage's name; none if the file is missing or its content is not valid."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=dict[str, StageRun])
         except (FileNotFoundError, msgspec.MsgspecError):

@@ -36,7 +36,9 @@ def check(limit: int) -> int:
     workers = (limit - OWN_FILES) // FILES_A_WORKER
     if workers < LEAST_WORKERS:
         expected = OWN_FILES + FILES_A_WORKER * LEAST_WORKERS
-        raise SettingsError(f"the limit of open files (RLIMIT_NOFILE) is {limit}, expected at least {expected}")
+        raise SettingsError(
+            f"the hard limit of open files (RLIMIT_NOFILE) is {limit}, expected at least {expected}; raise it for the container"
+        )
     if workers < FEW_WORKERS:
         log.warning(
             "limit of open files limit=%d: it is enough for %d workers; raise RLIMIT_NOFILE of the container for more", limit, workers

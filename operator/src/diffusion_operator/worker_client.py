@@ -335,8 +335,8 @@ async def _bounded(response: aiohttp.ClientResponse, what: str, most: int, found
 
 
 def _fault(error: aiohttp.ClientError | ValueError) -> str:
-    """Return the system's words where there was no connection; of an answer that is no HTTP, nothing that was in it."""
-    return str(error) if isinstance(error, aiohttp.ClientOSError) else f"no valid HTTP answer ({type(error).__name__})"
+    """Return the system's words if the connection failed. Otherwise name the error alone, and nothing that the answer had in it."""
+    return str(error) if isinstance(error, aiohttp.ClientOSError) else f"no complete and valid HTTP answer ({type(error).__name__})"
 
 
 def _wire_error(content: bytes, status: int) -> WireError:

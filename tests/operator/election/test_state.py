@@ -95,7 +95,7 @@ class Play:
 
 
 def pair(**second: float) -> tuple[Play, Candidate, Candidate]:
-    """Return a play of two candidates in which the first leads, and both candidates."""
+    """Return a play of two candidates in which the first leads, and both candidates; `second` sets the second one's clock."""
     server = Server()
     one, two = Candidate(server, "one"), Candidate(server, "two", **second)
     play = Play(one, two, server=server)

@@ -109,8 +109,8 @@ def test_the_newest_of_a_full_shard_are_refused_and_the_others_stay(monkeypatch:
     assert [each.accepted for each in after] == [True] * 9 + [False] * 3 + [True]
     assert (after[9].reason, after[9].desired) == ("CapacityExceeded", None)
     assert after[9].message == (
-        f"ConfigMap d-desired-3 has no room for this adapter: 9 older adapters take {room - 20} of its {room} bytes; "
-        "delete some of them, or create this adapter for another DiffusionDeployment"
+        f"ConfigMap d-desired-3 has no room for this adapter: 9 older adapters in it take {room - 20} of at most {room} bytes; "
+        "delete some of those in it, or create this adapter for another DiffusionDeployment"
     )
     fewer = planned([*adapters[1:], other], shards)
     assert names(fewer)[3] == sorted(each.name for each in adapters[1:10]), "the next one has the place of one that went"

@@ -239,7 +239,7 @@ async def test_what_is_no_http_is_told_and_none_of_it_repeated(answer: bytes) ->
         writer.close()
 
     told, _ = await failure(raw)
-    assert "no valid HTTP answer" in told
+    assert "no complete and valid HTTP answer" in told
     assert "secret" not in told
 
 

@@ -31,7 +31,7 @@ def operator(
 ) -> Iterator[OperatorProcess]:
     """Run an operator over all namespaces as a process until the block ends: of this version, or `earlier` if it is given.
 
-    `image` is the workers' default image. An operator of this version takes part in the election by the Lease in namespace `default`.
+    `image` is the workers' default image. Only an operator of this version takes part in an election, by a Lease in namespace `default`.
     """
     options: dict[str, Any] = {"arguments": ("--all-namespaces", *OWN_PODS, *ELECTION), "control_port": control_port, "image": image}
     if earlier is not None:

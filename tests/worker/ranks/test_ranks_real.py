@@ -223,7 +223,7 @@ async def test_an_extension_that_cannot_be_imported_is_a_configuration_error() -
 
 
 async def test_ranks_meet_where_they_are_told_to() -> None:
-    """Start ranks that meet at a given address and port, restart them there, and then start others while the port is taken."""
+    """Start ranks that meet at a given address and port, and restart them there. Expect ConfigError if another socket has the port."""
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
     async with ranks(rendezvous_host="127.0.0.2", rendezvous_port=port) as executor:

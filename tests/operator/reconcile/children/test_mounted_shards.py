@@ -219,7 +219,7 @@ async def test_the_newest_adapters_of_a_full_shard_are_refused_and_the_others_ar
     await rig.run(20)
     assert rig.adapter_condition("Ready", names[0]) == ("True", "LoadedEverywhere")
     assert rig.adapter_condition("Accepted", names[3]) == ("False", "CapacityExceeded")
-    assert "d-desired-0 has no room for this adapter: 1 older adapters take" in rig.adapter_message("Accepted", names[3])
+    assert "d-desired-0 has no room for this adapter: 1 older adapters in it take" in rig.adapter_message("Accepted", names[3])
     assert rig.condition("AdaptersReady") == ("False", "CapacityExceeded")
     assert rig.condition("ChildrenReady") == ("True", "AllApplied")
 

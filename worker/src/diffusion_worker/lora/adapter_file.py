@@ -147,9 +147,9 @@ def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], ob
         try:
             count = os.readv(descriptor, [view[at : at + CHUNK_BYTES]])
         except OSError as error:
-            raise _invalid(f"{label}: cannot be read at byte {at}: {error.strerror}") from None
+            raise _invalid(f"{label}: cannot be read at byte {at} after its header: {error.strerror}") from None
         if not count:
-            raise _invalid(f"{label}: the file became shorter while it was read: {at} of {size} bytes")
+            raise _invalid(f"{label}: the file became shorter while it was read: {at} of {size} bytes after its header")
         hash_chunk(view[at : at + count])
         at += count
     if os.read(descriptor, 1):

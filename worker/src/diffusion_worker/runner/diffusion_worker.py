@@ -106,9 +106,9 @@ class DiffusionWorker:
         return PrefixStore(f"generation-{place.generation}", store)
 
     def load_model(self, report: ReportProgress, *, asleep: bool = False) -> ModelInfo:
-        """Load the model, without its weights if `asleep`; return its description, with the memory that is free beside the weights.
+        """Load the model, without its weights if `asleep`, and return its description.
 
-        Raises ConfigError.
+        The free memory in it is the room beside all weights, also while they are not loaded. Raises ConfigError.
         """
         check_device(self._config.offload, self.device)
         model = self.model_runner.load_model(report, asleep=asleep)

@@ -63,9 +63,9 @@ def adapter_contents(copies: Mapping[int, tuple[str, Iterable[torch.Tensor]]], m
 
 
 class Probe:
-    """The maker of a fingerprint's small image, by a request of its own beside all others, without adapters and prompt cache.
+    """The maker of a fingerprint's small image, by a request that shares no batch with others, without adapters and prompt cache.
 
-    `tasks` builds the request's body, and `compute` calls the `modules`.
+    `tasks` builds the request's body. `modules` has the model's parts by name, and `compute` calls them.
     """
 
     def __init__(self, tasks: TaskPipelines, parallel: Parallel, modules: dict[str, torch.nn.Module], compute: Compute) -> None:

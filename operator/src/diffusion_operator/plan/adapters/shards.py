@@ -56,7 +56,7 @@ class Shards(msgspec.Struct, frozen=True):
 NO_SHARDS = Shards()
 Refusal = tuple[str, str]
 """Reason and message."""
-_ROOM = "delete some of them, or create this adapter for another DiffusionDeployment"
+_ELSEWHERE = "or create this adapter for another DiffusionDeployment"
 _FAST = 1
 """The level of compression: 2,500 entries take 9 ms and 199 KB, at the highest one 66 ms and 182 KB."""
 
@@ -149,12 +149,12 @@ def packed(adapters: Iterable[DesiredAdapter]) -> bytes:
 def _refusals(shards: Shards, deployment: str) -> Iterator[tuple[str, Refusal]]:
     for one in shards.crowded:
         count = len(shards.wanted) - len(shards.crowded)
-        text = f"DiffusionDeployment {deployment} has {count} older adapters, the most that it may have; {_ROOM}"
+        text = f"DiffusionDeployment {deployment} has {count} older adapters, the most that it may have; delete some of them, {_ELSEWHERE}"
         yield one.uid, ("CapacityExceeded", text)
     for shard in shards.shards:
         name = shard_config_name(deployment, shard.number)
-        taken = f"{shard.fitting} older adapters take {len(shard.content)} of its {FILE_BYTES} bytes"
-        text = f"ConfigMap {name} has no room for this adapter: {taken}; {_ROOM}"
+        taken = f"{shard.fitting} older adapters in it take {len(shard.content)} of at most {FILE_BYTES} bytes"
+        text = f"ConfigMap {name} has no room for this adapter: {taken}; delete some of those in it, {_ELSEWHERE}"
         yield from ((one.uid, ("CapacityExceeded", text)) for one in shard.refused)
     for one in shards.wanted if shards.foreign else ():
         why = shards.foreign.get(shard_of(one.name))

@@ -83,7 +83,8 @@ def _model_events(before: DeploymentStatus, after: DeploymentStatus) -> list[Pla
 def _group_events(before: ReplicaStatus | None, after: ReplicaStatus, *, generation: int | None) -> list[PlannedEvent]:
     """Return the Events of a replica between two statuses: a failure, a new pod, lost ranks, readiness, an ended operation.
 
-    It is ready once in each life of the server; a sleep or wake ends once for each operation.
+    `generation` is the deployment's. In a life of the server, readiness is recorded once, and so is the success of each operation.
+    The same failure of a sleep or wake is recorded once for each life of the server and each `generation`.
     """
     events = []
     boot = after.boot_id or after.leader_pod or ""
@@ -127,7 +128,7 @@ def wakes_between(before: DeploymentStatus, after: DeploymentStatus) -> Iterator
 def _operation_events(index: int, ended: OperationStatus, *, boot: str, generation: int | None) -> list[PlannedEvent]:
     """Return the Event of a sleep or wake that succeeded or failed; none for one that something else came before.
 
-    The same failure is recorded once in each life of the server, since a worker keeps trying.
+    The same failure is recorded once for each life of the server and each `generation`, since a worker keeps trying.
     """
     if ended.code in NO_FAILURES:
         return []

@@ -139,9 +139,9 @@ def _wake(spec: DeploymentSpec, group: Group, generation: int) -> WakeWorker | N
 
 
 def _operation(kind: str, generation: int, document: WorkerState) -> tuple[str, int]:
-    """Return an operation id, as `sleep-3-1-5d41402a`, and its attempt.
+    """Return an operation's id, `<kind>-<generation>-<attempt>-<hash>`, and its attempt, which is 1 plus the failures in a row before it.
 
-    Attempts count failures in a row; the last part differs from one operation of a worker to the next.
+    The hash is of the worker's boot and last operation, so a repeated plan gives the same id.
     """
     last, prefix = document.last_operation, f"{kind}-{generation}-"
     failed = last is not None and last.failed and last.operation_id.startswith(prefix)

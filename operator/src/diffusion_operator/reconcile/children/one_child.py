@@ -125,7 +125,10 @@ async def _write(runtime: Runtime, deployment: DiffusionDeployment, child: Child
 
 
 async def _to_repair(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, child: Child) -> Change | None:
-    """Return the change to write over: with a text where somebody else made it, without one otherwise. None where nothing is to be done."""
+    """Return a Change if the child has to be written or removed, otherwise None.
+
+    The text says what another client changed; it is empty if no other client is known to have changed anything.
+    """
     key, last = child.key, memory.applied.get(child.key)
     doubted = key in memory.doubted and child.kind != SECRET
     memory.doubted = memory.doubted - {key} or NONE

@@ -99,7 +99,7 @@ class Compilation:
 
         Compiling in vain at each call would be slow.
         """
-        words = next((line.strip() for line in str(error).splitlines() if line.strip()), "no words")
+        words = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
         self._reason = f"{type(error).__name__}: {words}"[:REASON_CHARS]
         log.warning("--compile %s: %s cannot be compiled, the model runs uncompiled: %s", self._kind, type(region).__name__, self._reason)
         log.debug("the reason it cannot be compiled", exc_info=error)

@@ -198,7 +198,10 @@ def group_key(call: ModelCall, contents: Contents | None = None) -> Hashable | N
 
 
 def _structure(value: Any, *, sizes: bool) -> Hashable:
-    """Return a list row's structure: the positions and dtypes of tensors, and their sizes if `sizes`."""
+    """Return a value's structure as a key: the nesting of lists, each tensor's dtype and number of dimensions, and all other values.
+
+    With `sizes`, a tensor's shape replaces its number of dimensions.
+    """
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape) if sizes else value.dim()
     return tuple(_structure(item, sizes=sizes) for item in value) if isinstance(value, list | tuple) else value

@@ -28,7 +28,7 @@ def why_no_pipeline(pipeline: Any) -> str | None:
     if whole is not None:
         return f"its requests run whole, because it {whole}"
     if any("controlnet" in name for name in pipeline.components):
-        return "a ControlNet adds to the states between the blocks, also to those that are skipped"
+        return "a ControlNet adds to the states after each block, and would still do so after a block that is skipped"
     return None
 
 

@@ -58,7 +58,7 @@ class CacheKind(Protocol):
         """Attach this method to a denoiser, once and at load; return the handle by which later calls switch the hooks on."""
 
     def branch(self, steps: int | None) -> Branch:
-        """Make a branch for a request with this number of steps."""
+        """Make a branch for a request with this number of steps. With None, a method that needs the number takes diffusers' default."""
 
 
 def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
