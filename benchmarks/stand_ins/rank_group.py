@@ -61,7 +61,13 @@ class StandInRanks:
     async def call(
         self, method: str, *, timeout_s: float, output_rank: int | None = None, exec_all_ranks: bool = False, **kwargs: object
     ) -> list[RpcReply]:
-        """Answer `fingerprint` with that of no weights; raise RequestError for every other method."""
+        """Answer `fingerprint` with that of no weights, and `mirror_weights`, which has nothing to copy; refuse every other method.
+
+        Raises:
+            RequestError: RankFailed, another method.
+        """
+        if method == "mirror_weights":
+            return [RpcReply(0, 0)]
         if method != "fingerprint":
             raise RequestError(ErrorCode.RANK_FAILED, f"{method}: expected ranks, found a benchmark")
         return [RpcReply(0, 0, msgspec.msgpack.encode(Fingerprint(weights="none", probe="none")))]
