@@ -40,7 +40,7 @@ def test_a_replica_waits_for_gpus_that_nobody_has_and_starts_when_they_appear(ri
         (pod,) = rig.pods("wants-gpus")
         assert pod["spec"]["containers"][0]["resources"]["limits"][FAKE_GPU] == "2"
         # No device backs that resource, and a pod with a GPU never serves on the CPU instead.
-        rig.wait("dd/wants-gpus", Wanted("Ready", "False", ["ModelError"]), deadline_s=120)
+        rig.wait("dd/wants-gpus", Wanted("Ready", "False", ["GPUUnavailable"]), deadline_s=120)
         assert "--device cuda: expected a GPU that torch can use" in rig.condition("dd/wants-gpus", "Ready")["message"]
     finally:
         rig.kubectl.text("delete", "dd/wants-gpus", deadline_s=10)
