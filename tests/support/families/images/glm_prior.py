@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import transformers
 
-from support.families.images.latent_images import FAMILIES, SIDE, glm_image
+from support.families.images.latent_images import FAMILIES as LATENT_IMAGES
+from support.families.images.latent_images import SIDE, glm_image
 from support.families.rig.family import Arguments, Family, build_seeded, call_pipeline
 
 CODES = 32
@@ -51,6 +52,6 @@ def _with_drawn_tokens(view: Any, arguments: Arguments) -> Any:
 
 def drawing_family() -> Family:
     """Return a GLM-Image family in whose requests the language model draws the image's tokens; in the plain family they are given."""
-    given = next(family for family in FAMILIES if family.name == "GlmImagePipeline")
+    given = next(family for family in LATENT_IMAGES if family.name == "GlmImagePipeline")
     build = build_seeded(partial(glm_image, "GlmImagePipeline", vision_language_encoder=language_model, processor=OneText))
     return replace(given, name="GlmImagePipeline (drawn tokens)", build=build, call=_with_drawn_tokens)
