@@ -9,7 +9,7 @@ import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
 from diffusion_worker.runner.pipelines.view import view_of
-from diffusion_worker.runner.stepping import stepper
+from diffusion_worker.runner.stepping import batch_runner
 from support.families.rig import family_rig
 from support.families.rig.all import FAMILIES
 from support.families.rig.checks import check_following, check_sizes, check_trio
@@ -74,6 +74,6 @@ def test_a_scheduler_that_requests_share_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_output_that_is_given_out_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepper, "split", lambda output, rows: [output] * len(rows))
+    monkeypatch.setattr(batch_runner, "split", lambda output, rows: [output] * len(rows))
     with pytest.raises(AssertionError):
         check_trio(SIMPLE, FamilyRig(SIMPLE, torch.float64))
