@@ -44,7 +44,8 @@ async def settled(edge: Edge) -> dict[str, Any]:
         [told] = (await edge.state())["model"]["merging"]
         return not told["toVerify"]
 
-    await edge.wait_for(over)
+    # The thread that computes the digest needs the interpreter, too.
+    await edge.wait_for(over, pause_s=0.005)
     [told] = (await edge.state())["model"]["merging"]
     return dict(told)
 
