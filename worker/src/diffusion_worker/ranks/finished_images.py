@@ -10,6 +10,7 @@ import msgspec
 
 from diffusion_worker.messages import Failed, Finished, Preview, StageSeconds, TickDone
 from diffusion_worker.ranks.output import Said
+from diffusion_worker.runner.model_call.faults import require_usable_rank
 from diffusion_worker.runner.stepping.pixels import Pixels, RawImage, pixels_of
 from diffusion_worker.runner.stepping.stage_clock import StageClock
 from diffusion_worker.runner.stepping.step_output import StepOutput
@@ -67,7 +68,8 @@ class ImageReport:
             try:
                 pixels = pixels_of(preview.image)
             except Exception as error:
-                log.warning("a preview cannot be made: %s", report_of(error, asked=True).message)
+                require_usable_rank(error)
+                log.warning("a preview cannot be made: %s", str(error))
                 continue
             image = pixels if pixels.ndim == IMAGE_DIMENSIONS else pixels[0]
             yield Preview(preview.request_id, preview.number, len(frames), image.shape)
