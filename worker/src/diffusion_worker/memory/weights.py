@@ -10,9 +10,9 @@ import torch
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.memory.checkpoint import stored_in
 from diffusion_worker.memory.component_weights import ComponentWeights, PlacedTensor, Whole, files_of, fill_again, nbytes_of
-from diffusion_worker.memory.device_memory import available_bytes
 from diffusion_worker.memory.filling import Fill, RandomFill, ReportBytes, fill_tensors, read_tensor
 from diffusion_worker.memory.heap import give_back_pinned
+from diffusion_worker.memory.host_memory import available_host_bytes
 from diffusion_worker.memory.host_mirror import HostMirror, copying_to, own_bytes, own_mirrors, require_room
 from diffusion_worker.memory.module_tensors import named_tensors
 from diffusion_worker.memory.placeholders import Placeholders, is_lost
@@ -24,7 +24,6 @@ ALIGNMENT = 64  # a cache line, which vectorised kernels prefer
 NO_SLEEP = "sleep: not supported with --shard and --offload, whose weights the worker cannot free"
 
 NOTHING_UNREAD = Placeholders()
-HOST = torch.device("cpu")
 
 # A tensor's name and the whole tensor -> this rank's part of it.
 Cut = Callable[[str, torch.Tensor], torch.Tensor]
@@ -195,7 +194,7 @@ class ModelWeights:
         """
         self.require_sleep()
         if level is SleepLevel.HOST_MEMORY and self.unmirrored:
-            require_room(own_bytes(self.unmirrored), available_bytes(HOST))
+            require_room(own_bytes(self.unmirrored), available_host_bytes())
             self.make_mirrors()
         for component in self._components if self._level is None else []:
             component.keep()

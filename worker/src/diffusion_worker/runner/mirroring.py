@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from diffusion_worker.memory.checksum import checksum
-from diffusion_worker.memory.device_memory import available_bytes
+from diffusion_worker.memory.host_memory import available_host_bytes
 from diffusion_worker.memory.host_mirror import own_bytes, require_room, shared_bytes, shared_mirrors
 from diffusion_worker.memory.shared_memory import SharedMemory, new_memory
 from diffusion_worker.memory.weights import ModelWeights
@@ -22,8 +22,6 @@ from diffusion_worker.runner.parallel.agreement import texts_of_all
 from diffusion_worker.runner.parallel.rows import Parallel
 
 log = logging.getLogger(__name__)
-
-HOST = torch.device("cpu")
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -50,7 +48,7 @@ def mirror_weights(weights: ModelWeights, parallel: Parallel, device: torch.devi
     began = time.monotonic()
     sizes = weights.unmirrored
     key = checksum(weights.tensors()) if alike and sizes and parallel.world > 1 else ""
-    needs = _needs_of_all(parallel, Need(sizes, key, available_bytes(HOST)))
+    needs = _needs_of_all(parallel, Need(sizes, key, available_host_bytes()))
     if not any(need.sizes for need in needs):
         return
     _require_room(needs)
@@ -58,7 +56,7 @@ def mirror_weights(weights: ModelWeights, parallel: Parallel, device: torch.devi
     if not shared:
         if any(need.key for need in needs):
             # The ranks need more now, and the system has its memory of the attempt back.
-            needs = _needs_of_all(parallel, Need(sizes, "", available_bytes(HOST)))
+            needs = _needs_of_all(parallel, Need(sizes, "", available_host_bytes()))
             _require_room(needs)
         _on_all(weights, parallel, weights.make_mirrors)
     log.info("mirrored the weights bytes=%d shared=%s seconds=%.3f", sum(sizes), shared, time.monotonic() - began)

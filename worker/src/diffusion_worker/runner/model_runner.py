@@ -46,7 +46,7 @@ from diffusion_worker.runner.loading.progress import LoadingProgress, ReportProg
 from diffusion_worker.runner.loading.replace_weights import replace_weights
 from diffusion_worker.runner.loading.step_cache import make_step_cache
 from diffusion_worker.runner.merging.policy import Merging, platform_of
-from diffusion_worker.runner.merging.verification import MergeVerification
+from diffusion_worker.runner.merging.verification import MergeTrial
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.prompt_cache import PromptCache
 from diffusion_worker.runner.parallel.agreement import failures_of_all
@@ -93,7 +93,7 @@ class DiffusionModelRunner:
         self._cache: PipelineStepCache | None = None
         self._merging = Merging({}, config.verify_merging)
         # The verification of merged calls while it runs.
-        self._verification: MergeVerification | None = None
+        self._verification: MergeTrial | None = None
         self._kinds: ParallelKinds | None = None
         self._memory = RankMemory(device, ranks=config.ranks, prompts=self._prompts)
 
@@ -292,7 +292,7 @@ class DiffusionModelRunner:
         assert self._model is not None and self._tasks is not None
         if self._verification is None:
             modules = modules_of(self.pipeline)
-            self._verification = MergeVerification(self._model, self._tasks, self._parallel, modules, self._compute, self._merging)
+            self._verification = MergeTrial(self._model, self._tasks, self._parallel, modules, self._compute, self._merging)
         verdicts: list[MergeVerdict] | None = []
         try:
             with self._without_gradients():

@@ -25,7 +25,7 @@ class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     adapter_bytes: int = 16 * GIB
     model_bytes: int = 1024 * GIB
     stall_s: float = 60.0
-    # Address space: a fetch was seen to map 0.2 GiB, and more where a library has a thread for each of many cores.
+    # Memory of its own, without files that it maps.
     memory_bytes: int = 2 * GIB
 
 

@@ -56,12 +56,12 @@ def _why_replaced(pod: Pod, poll: Poll, digest: str | None, revision: str) -> st
         return ""
     found = poll.state.model.digest
     if found is None:
-        return "its worker reports no digest of its model" if _should_know(poll.state, poll.state_age_s) else ""
+        return "its worker reports no digest of its model" if _should_know(poll, poll.state) else ""
     return "" if found == digest else f"its worker has the model {found}, and expected is {digest}"
 
 
-def _should_know(state: WorkerState, age_s: float) -> bool:
-    return state.state in SERVING_PHASES + RESTING_PHASES and age_s >= DIGEST_WITHIN_S
+def _should_know(poll: Poll, state: WorkerState) -> bool:
+    return state.state in SERVING_PHASES + RESTING_PHASES and poll.state_age_s >= DIGEST_WITHIN_S
 
 
 def _agrees(pod: Pod, poll: Poll | None, digest: str | None) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from diffusion_worker.config import WorkerConfig
+from diffusion_worker.engine.state.record_file import write_record
 from diffusion_worker.messages import Fingerprint, SleepLevel
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,8 @@ class SleepNotes:
         if self._path is None:
             return
         record = SleepRecord(self._key(), level, self._fingerprints())
-        part = self._path.with_suffix(".part")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(msgspec.json.encode(record))
-            part.replace(self._path)
+            write_record(self._path, record)
         except OSError as error:
             log.error("the record of the sleep cannot be written path=%s: %s", self._path, error)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from diffusion_worker.engine.state.record_file import write_record
 from diffusion_worker.messages import MergeVerdict
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,7 @@ class KeptVerdicts:
         """Write the verdicts, whole or not at all. An error is only logged, as the next server then verifies again."""
         if self._path is None:
             return
-        part = self._path.with_suffix(".part")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(msgspec.json.encode(list(verdicts)))
-            part.replace(self._path)
+            write_record(self._path, list(verdicts))
         except OSError as error:
             log.warning("verdicts on merging cannot be written path=%s: %s", self._path, error)

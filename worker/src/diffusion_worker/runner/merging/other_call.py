@@ -25,7 +25,7 @@ def other_call(one: ModelCall, other: ModelCall) -> ModelCall:
     for number, (path, value) in enumerate(list(leaves(found.arguments))):
         before = given.get(path)
         if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor) and _equal(before, value):
-            changed = msgspec.structs.replace(found, arguments=_with_leaf(found.arguments, path, _changed(value, number)))
+            changed = msgspec.structs.replace(found, arguments=with_leaf(found.arguments, path, _changed(value, number)))
             found = changed if group_key(changed) == key else found
     return found
 
@@ -48,14 +48,14 @@ def cloned(value: Any) -> Any:
     return type(value)(map(cloned, value)) if type(value) in (list, tuple) else value
 
 
-def _with_leaf(value: Any, path: Path, leaf: Any) -> Any:
-    """Copy the containers along a path and put `leaf` at its end."""
+def with_leaf(value: Any, path: Path, leaf: Any) -> Any:
+    """Copy the containers along `path` and put `leaf` at its end; all else is shared with the original, which stays as it is."""
     if not path:
         return leaf
     if isinstance(value, dict):
-        items = dict(value) | {path[0]: _with_leaf(value[path[0]], path[1:], leaf)}
+        items = dict(value) | {path[0]: with_leaf(value[path[0]], path[1:], leaf)}
         return items if type(value) is dict else type(value)(**items)
-    return type(value)(_with_leaf(item, path[1:], leaf) if index == path[0] else item for index, item in enumerate(value))
+    return type(value)(with_leaf(item, path[1:], leaf) if index == path[0] else item for index, item in enumerate(value))
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

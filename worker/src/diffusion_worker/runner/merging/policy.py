@@ -15,9 +15,9 @@ import torch
 from diffusion_worker.config import VerifyMerging
 from diffusion_worker.messages import MergeBasis, MergeVerdict, ModelMerging
 from diffusion_worker.runner.families import merged_methods, model_record, signature_of
-from diffusion_worker.runner.merging.kinds import kinds_of
 from diffusion_worker.runner.merging.trust import Trust, trust_in
 from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.kinds import kinds_of
 
 
 class Subject(msgspec.Struct, frozen=True):

@@ -16,10 +16,10 @@ from diffusion_worker.errors import RequestError
 from diffusion_worker.messages import ErrorReport, MergeVerdict, ModelInfo, RequestSpec, Task
 from diffusion_worker.runner.fingerprint import probe_requests
 from diffusion_worker.runner.merging.comparison import Comparison, compare
-from diffusion_worker.runner.merging.kinds import kinds_of
 from diffusion_worker.runner.merging.other_call import cloned, other_call
 from diffusion_worker.runner.merging.policy import Merging, Subject
 from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.kinds import kinds_of
 from diffusion_worker.runner.parallel.agreement import failures_of_all
 from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
 from diffusion_worker.runner.pipelines.body import inputs_of
@@ -40,7 +40,7 @@ Key = tuple[str, str, str]
 Calls = dict[Key, ModelCall]
 
 
-class MergeVerification:
+class MergeTrial:
     """A verification of the methods that `merging` wants verified. `tasks` has the bodies of its requests, `compute` calls a module."""
 
     def __init__(

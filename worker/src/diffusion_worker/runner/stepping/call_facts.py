@@ -5,12 +5,10 @@ A fact follows from a failure that all ranks agreed on, or from a call that all 
 """
 
 from collections.abc import Hashable
-from typing import Any
-
-import torch
 
 from diffusion_worker.recent import Recent
 from diffusion_worker.runner.model_call.call import ModelCall
+from diffusion_worker.runner.model_call.kinds import kinds_of
 
 # Sizes of images are part of a kind, and requests choose them.
 MOST_KINDS = 256
@@ -78,15 +76,4 @@ def kind_of(call: ModelCall) -> Hashable:
 
     A class may fail to merge calls with one argument or of one size only.
     """
-    kinds = tuple(sorted((name, _kind(value)) for name, value in call.arguments.items()))
-    return method_of(call), call.shape[1:], kinds
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {value.dim()}"
-    if isinstance(value, dict):
-        return str({key: _kind(item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__} {sorted({_kind(item) for item in value})}"
-    return type(value).__name__
+    return method_of(call), call.shape[1:], kinds_of(call, numbers=str)
