@@ -75,6 +75,12 @@ def test_a_flipped_bit_of_a_weight_is_seen_by_the_checksum_and_a_large_change_by
     assert changed.probe != before.probe
 
 
+def test_without_the_contents_it_is_the_probe_alone(rig: RunnerRig) -> None:
+    whole, alone = rig.runner.fingerprint(probe=True), rig.runner.fingerprint(probe=True, contents=False)
+    assert alone == msgspec.structs.replace(whole, weights="", adapters={})
+    assert alone.probe
+
+
 def test_every_tensor_of_the_model_counts(rig: RunnerRig) -> None:
     before = rig.runner.fingerprint(probe=False).weights
     modules = [part for part in rig.runner.pipeline.components.values() if isinstance(part, torch.nn.Module)]

@@ -23,10 +23,12 @@ class Ranks:
 
     def __init__(self, *answers: list[Fingerprint]) -> None:
         self._answers = list(answers)
+        self.with_contents: list[bool] = []
         self.verification = Verification(self._call, dict, self._load_again)
 
     async def _call(self, method: str, **arguments: Any) -> list[RpcReply]:
         assert (method, arguments["probe"]) == ("fingerprint", True)
+        self.with_contents.append(arguments["contents"])
         return [RpcReply(rank, 0, msgspec.msgpack.encode(found)) for rank, found in enumerate(self._answers.pop(0))]
 
     async def _load_again(self, adapters: Collection[int], timeout_s: float) -> None:
@@ -49,6 +51,12 @@ class Ranks:
 )
 def test_two_probes_of_the_load_decide_how_later_ones_are_compared(first: Fingerprint, second: Fingerprint, check: WakeCheck) -> None:
     assert check_of(first, second) is check
+
+
+async def test_the_second_probe_of_a_load_reads_no_weights_again() -> None:
+    ranks = Ranks([probed(9)], [probed(9)])
+    await ranks.record()
+    assert ranks.with_contents == [True, False]
 
 
 @pytest.mark.parametrize(

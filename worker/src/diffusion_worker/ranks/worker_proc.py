@@ -64,7 +64,7 @@ RPC_METHODS: dict[str, dict[str, Any] | None] = {
     "mirror_weights": {},
     "handle_sleep_task": {"task": SleepTask},
     "handle_wake_task": {"task": WakeTask},
-    "fingerprint": {"probe": bool},
+    "fingerprint": {"probe": bool, "contents": bool},
     "verify_merging": {"more": bool},
     "use_merging": {"verdicts": list[MergeVerdict]},
     "synchronize": {},

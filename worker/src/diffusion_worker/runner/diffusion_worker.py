@@ -250,10 +250,10 @@ class DiffusionWorker:
         """
         return self._acks.acknowledge(task, lambda: self.wake_up(task.tags))
 
-    def fingerprint(self, *, probe: bool) -> Fingerprint:
+    def fingerprint(self, *, probe: bool, contents: bool = True) -> Fingerprint:
         """Return a checksum of all weights, a line for each adapter and, with `probe`, digest and cells of a small image from a fixed seed.
 
-        Call it on all ranks together.
+        Without `contents` the image alone is in it, and no weights are read. Call it on all ranks together.
 
         Raises:
             RequestError: Asleep; Busy while requests run; InsufficientMemory; InvalidRequest with --shard, because only a wake needs a
@@ -261,7 +261,7 @@ class DiffusionWorker:
         """
         if self._config.shard > 1:
             raise RequestError(ErrorCode.INVALID_REQUEST, "fingerprint: not supported with --shard, whose weights the worker cannot free")
-        return self.model_runner.fingerprint(probe=probe)
+        return self.model_runner.fingerprint(probe=probe, contents=contents)
 
     def verify_merging(self, *, more: bool) -> list[MergeVerdict] | None:
         """Take a step of the verification of merged calls, on all ranks together; return this rank's verdicts at its end, None before it.

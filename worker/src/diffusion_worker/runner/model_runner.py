@@ -263,11 +263,13 @@ class DiffusionModelRunner:
         return names
 
     @torch.inference_mode()
-    def fingerprint(self, *, probe: bool) -> Fingerprint:
+    def fingerprint(self, *, probe: bool, contents: bool = True) -> Fingerprint:
         """Return a checksum of all weights, a line for each adapter and, with `probe`, digest and cells of a small image from a fixed seed.
 
         An adapter's line has its identity, the checksum of its copy in host memory, and `misapplied` if its slot differs from that copy. A
         model that cannot make the image has no digest. With `probe`, all ranks call this together.
+
+        Without `contents` no weights are read: the checksum is empty, and no adapter has a line.
 
         Raises:
             RequestError: Busy while requests run; Asleep; InsufficientMemory.
@@ -276,8 +278,9 @@ class DiffusionModelRunner:
         assert self._model is not None and self._tasks is not None and self.loras is not None
         # The probe comes first, because ranks make it together: one that fails later keeps no other waiting.
         made = Probe(self._tasks, self._parallel, modules_of(self.pipeline), self._compute).make(self._model) if probe else None
-        adapters = adapter_contents(self.loras.host_copies(), self.loras.misapplied())
-        found = Fingerprint(checksum(self.weights.tensors()), adapters)
+        found = Fingerprint("")
+        if contents:
+            found = Fingerprint(checksum(self.weights.tensors()), adapter_contents(self.loras.host_copies(), self.loras.misapplied()))
         return found if made is None else msgspec.structs.replace(found, probe=made.digest, cells=made.cells)
 
     def verify_merging(self, *, more: bool) -> list[MergeVerdict] | None:

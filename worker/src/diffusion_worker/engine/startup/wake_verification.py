@@ -38,9 +38,12 @@ class Verification:
         self._adapters = adapters
         self._load_again = load_again
 
-    async def take(self, *, timeout_s: float) -> list[Fingerprint]:
-        """Take the ranks' fingerprints, in rank order; raise RequestError that names a rank, or GroupFailed."""
-        replies = await self._call_all("fingerprint", timeout_s=timeout_s, probe=True)
+    async def take(self, *, timeout_s: float, contents: bool = True) -> list[Fingerprint]:
+        """Take the ranks' fingerprints, in rank order, without `contents` those of the probe alone.
+
+        Raise RequestError that names a rank, or GroupFailed.
+        """
+        replies = await self._call_all("fingerprint", timeout_s=timeout_s, probe=True, contents=contents)
         return [msgspec.msgpack.decode(reply.result or b"", type=Fingerprint) for reply in replies]
 
     async def record(self, *, timeout_s: float) -> None:
@@ -50,7 +53,8 @@ class Verification:
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
         first = await self.take(timeout_s=timeout_s)
-        second = first if all(rank.probe is None for rank in first) else await self.take(timeout_s=_left_s(until_s))
+        unprobed = all(rank.probe is None for rank in first)
+        second = first if unprobed else await self.take(timeout_s=_left_s(until_s), contents=False)
         self.recorded = [msgspec.structs.replace(before, check=check_of(before, now)) for before, now in zip(first, second, strict=True)]
         if (check := self.check) is WakeCheck.EXACT:
             log.info("wakes are verified check=%s", check)
