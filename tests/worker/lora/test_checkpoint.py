@@ -89,13 +89,19 @@ def test_a_configuration_that_would_not_be_applied_exactly_is_refused_by_name(
         (lambda state: state | {"stranger": torch.ones(2)}, "found stranger"),
         (lambda state: {key: value for key, value in state.items() if key != first_key(state, "B")}, "has no lora_B"),
         (lambda state: state | {first_key(state, "A"): torch.full_like(state[first_key(state, "A")], torch.nan)}, "not finite"),
-        (lambda state: state | {first_key(state, "B"): torch.full_like(state[first_key(state, "B")], -torch.inf)}, "not finite"),
+        (
+            lambda state: state | {first_key(state, "B"): torch.full_like(state[first_key(state, "B")], -torch.inf)},
+            "values that are not finite",
+        ),
         (lambda state: state | {first_key(state, "A"): torch.ones(3, 128)}, "expected shapes with one rank"),
         (
             lambda state: state | {first_key(state, "A"): torch.ones(0, 128), first_key(state, "B"): torch.ones(128, 0)},
             "expected shapes with one rank",
         ),
-        (lambda state: state | {first_key(state, "A"): torch.ones(8, 128, dtype=torch.int64)}, "expected F16, BF16, F32, F64, found I64"),
+        (
+            lambda state: state | {first_key(state, "A"): torch.ones(8, 128, dtype=torch.int64)},
+            "expected one of the dtypes F16, BF16, F32, F64, found I64",
+        ),
     ],
 )
 def test_weights_that_are_no_lora_are_refused_with_the_first_wrong_name(tmp_path: Path, tensors: Any, says: str) -> None:
@@ -175,7 +181,7 @@ def test_only_the_components_that_are_asked_for_are_kept(tmp_path: Path) -> None
     assert list(kept.modules) == ["text_encoder.layers.0.q_proj"]
     refused = refusal(path, components=["transformer", "vae"])
     assert refused.code is ErrorCode.NO_MATCHING_MODULES
-    assert "nothing for component vae, only for text_encoder, transformer" in refused.message
+    assert "no tensors for component vae, which was asked for, only for text_encoder, transformer" in refused.message
 
 
 def test_both_denoisers_asked_for_together_are_those_that_the_file_has(tmp_path: Path) -> None:
@@ -193,9 +199,9 @@ def test_another_rank_or_format_than_expected_is_refused_with_both(tmp_path: Pat
     path = written(tmp_path, factors() | factors("transformer.other", rank=3))
     assert read_checkpoint(path, options=LoadOptions(expected_rank=3, format="diffusers")).rank == 3
     refused = refusal(path, expected_rank=2)
-    assert (refused.code, "expected rank 2, found 3" in refused.message) == ("InvalidAdapter", True)
+    assert (refused.code, "expected 2 as the largest rank of its modules, found 3" in refused.message) == ("InvalidAdapter", True)
     refused = refusal(path, format="kohya")
-    assert (refused.code, "expected format kohya, found diffusers" in refused.message) == ("UnsupportedFormat", True)
+    assert (refused.code, "expected tensor names in the format kohya, found diffusers" in refused.message) == ("UnsupportedFormat", True)
 
 
 # --- names and alphas -----------------------------------------------------------------------------------------------------
@@ -255,7 +261,7 @@ def test_factors_stay_in_the_files_own_type_but_for_double_precision(tmp_path: P
         assert module.a.dtype is module.b.dtype is dtype
     assert only(read_checkpoint(written(tmp_path, factors(dtype=torch.float64)))).a.dtype is torch.float32
     too_large = {name: tensor * 1e300 for name, tensor in factors(dtype=torch.float64).items()}
-    assert "not finite" in refusal(written(tmp_path, too_large)).message
+    assert "has values that are too large for F32" in refusal(written(tmp_path, too_large)).message
 
 
 def only(checkpoint: LoRACheckpoint) -> Any:
@@ -322,11 +328,11 @@ def entry(name: str, shape: list[int], begin: int, end: int, dtype: str = "F32")
         ("[]", 0, "expected a JSON object as its header, found []"),
         ("[" * 30_000, 0, "its header is not JSON"),
         ('{"a": ' + "1" * 5000 + "}", 0, "its header is not JSON"),
-        ("[" + "[]," * 300_000 + "1]", 0, "more tables or lists than 20000 tensors need"),
-        ("{" + ",".join(f'"{number}":{{}}' for number in range(20_001)) + "}", 0, "more tables or lists"),
+        ("[" + "[]," * 300_000 + "1]", 0, "more objects or lists than 20000 tensors need"),
+        ("{" + ",".join(f'"{number}":{{}}' for number in range(20_001)) + "}", 0, "more objects or lists"),
         ('{"__metadata__": {"a": 1}}', 0, "__metadata__: invalid JSON in header: invalid type: integer `1`, expected a string"),
-        ('{"__metadata__": {"a": "1", "a": "1"}}', 0, "__metadata__: its header has a twice"),
-        ('{"__metadata__": {}, "__metadata__": {}}', 0, "its header has __metadata__ twice"),
+        ('{"__metadata__": {"a": "1", "a": "1"}}', 0, "__metadata__: its header has the name a twice"),
+        ('{"__metadata__": {}, "__metadata__": {}}', 0, "its header has the name __metadata__ twice"),
         ('{"a": 3}', 0, "a: expected dtype, shape and data_offsets in the header, found 3"),
         ('{"a": ["F32", [2], [0, 8]]}', 8, "a: expected dtype, shape and data_offsets in the header, found ["),
         (
@@ -334,8 +340,12 @@ def entry(name: str, shape: list[int], begin: int, end: int, dtype: str = "F32")
             8,
             "a: expected dtype, shape and data_offsets in the header, found {'dtype': 'F32'",
         ),
-        ("{" + entry("a", [2], 0, 8) + ", " + entry("a", [2], 0, 8) + "}", 8, "its header has a twice"),
-        ("{" + entry("a", [2], 0, 8).replace("e", "\\u0065") + ", " + entry("\\u0061", [2], 0, 8) + "}", 8, "its header has a twice"),
+        ("{" + entry("a", [2], 0, 8) + ", " + entry("a", [2], 0, 8) + "}", 8, "its header has the name a twice"),
+        (
+            "{" + entry("a", [2], 0, 8).replace("e", "\\u0065") + ", " + entry("\\u0061", [2], 0, 8) + "}",
+            8,
+            "its header has the name a twice",
+        ),
         ("{" + entry("a", [2], 0, 8, "F33") + "}", 8, "a: invalid JSON in header: unknown variant `F33`"),
         ("{" + entry("b", [2], 0, 8) + ", " + entry("a", [2], 8, 15) + "}", 15, "a: invalid shape, data type, or offset"),
         ("{" + entry("a", [-2], 0, 8) + "}", 8, "a: invalid JSON in header: invalid value: integer `-2`"),
@@ -346,9 +356,9 @@ def entry(name: str, shape: list[int], begin: int, end: int, dtype: str = "F32")
         ("{" + entry("a", [2], 0, 8) + ", " + entry("b", [2], 16, 24) + "}", 24, "invalid offset for tensor `b`"),
         ("{" + entry("a", [2], 0, 8) + "}", 4, "file not fully covered"),
         ("{" + entry("a", [2], 0, 8) + "}", 12, "file not fully covered"),
-        ("{" + entry("../../etc/passwd", [2], 0, 8) + "}", 8, "is not a tensor's name"),
-        ("{" + entry("a\\u001b[31m", [2], 0, 8) + "}", 8, "is not a tensor's name"),
-        ("{" + entry("a" * 600, [2], 0, 8) + "}", 8, "is not a tensor's name"),
+        ("{" + entry("../../etc/passwd", [2], 0, 8) + "}", 8, "cannot be a tensor's name"),
+        ("{" + entry("a\\u001b[31m", [2], 0, 8) + "}", 8, "cannot be a tensor's name"),
+        ("{" + entry("a" * 600, [2], 0, 8) + "}", 8, "cannot be a tensor's name"),
         ("{" + entry("a", [2], 0, 8, "\\u001b[31m" + "x" * 600) + "}", 8, "unknown variant `\\x1b[31m"),
     ],
 )

@@ -94,7 +94,9 @@ def test_an_adapter_whose_configuration_was_changed_is_refused_where_its_identit
     path = folder(tmp_path / "a")
     expected = read_checkpoint(path).identity
     folder(tmp_path / "a", lora_alpha=32)
-    with pytest.raises(RequestError, match=r"adapter 'style': expected identity v1:.*its configuration was changed") as refused:
+    with pytest.raises(
+        RequestError, match=r"adapter 'style': expected identity v1:.*its configuration, such as lora_alpha, was changed"
+    ) as refused:
         read_checkpoint(path, name="style", options=LoadOptions(identity=expected))
     assert refused.value.code is ErrorCode.IDENTITY_MISMATCH
     assert read_checkpoint(path, options=LoadOptions(identity=expected.replace("v1:", "v0:"))).rank == 2

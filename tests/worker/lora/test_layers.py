@@ -292,7 +292,7 @@ def test_a_layer_with_two_names_is_wrapped_once_and_takes_either(net: Net) -> No
     load(layers, 0, {"last": factors["alias"]})
     expected = run(layers, net, x, [[(0, 1.0)]])
     assert torch.equal(made, expected) and not torch.equal(made, net(x))
-    with pytest.raises(RequestError, match=r"expected one name for a layer, found several: transformer\.alias, transformer\.last"):
+    with pytest.raises(RequestError, match=r"expected one module for a layer, found several: transformer\.alias, transformer\.last"):
         layers.pack(checkpoint_of({"alias": factors["alias"], "last": factors["alias"]}), name="both")
 
 

@@ -229,7 +229,10 @@ def test_settings_of_a_later_peft_that_are_off_refuse_nothing(tmp_path: Path) ->
 
 def test_settings_for_another_component_than_the_tensors_are_of_refuse_the_adapter(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    for named, says in (("unet", "expected settings for component transformer, found those for unet only"), ("dit", "transformer.r")):
+    for named, says in (
+        ("unet", "expected peft's settings for component transformer, found those for unet only"),
+        ("dit", "transformer.r"),
+    ):
         save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps({f"{named}.r": 4, f"{named}.lora_alpha": 10})})
         assert refused(path, says) is ErrorCode.INVALID_ADAPTER
 
@@ -238,13 +241,15 @@ def test_settings_of_one_component_do_not_count_for_another_one_of_the_file(tmp_
     tensors = {f"{name}.lora_{part}.weight": torch.ones(4, 4) for name in ("transformer.a", "text_encoder.b") for part in "AB"}
     for settings in ({"r": 4, "lora_alpha": 8}, {"transformer.r": 4, "transformer.lora_alpha": 8}):
         save_file(tensors, tmp_path / "style.safetensors", {"lora_adapter_metadata": json.dumps(settings)})
-        assert refused(tmp_path, "expected settings for component text_encoder, found those for transformer only") == "InvalidAdapter"
+        assert (
+            refused(tmp_path, "expected peft's settings for component text_encoder, found those for transformer only") == "InvalidAdapter"
+        )
 
 
 def test_settings_in_two_places_refuse_the_adapter(tmp_path: Path) -> None:
     path = saved(tmp_path).rename(tmp_path / PEFT_WEIGHTS)
     (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 10}))
-    assert refused(path, "expected settings in one place") is ErrorCode.INVALID_ADAPTER
+    assert refused(path, "expected peft's settings in one place") is ErrorCode.INVALID_ADAPTER
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -261,6 +266,8 @@ def test_an_adapter_that_its_scaling_makes_infinite_is_refused_by_name(dtype: to
         if fits:
             assert layers.pack(checkpoint, name="style").rank == 2
             continue
-        with pytest.raises(RequestError, match=r"'style': transformer\.second: with its scaling of .* not finite in float") as refused:
+        with pytest.raises(
+            RequestError, match=r"'style': module transformer\.second: multiplied by its scaling, .* too large for float"
+        ) as refused:
             layers.pack(checkpoint, name="style")
         assert refused.value.code is ErrorCode.INVALID_ADAPTER

@@ -77,9 +77,9 @@ def test_a_table_says_of_a_model_all_that_its_own_layers_say() -> None:
         ({"blocks": 5}, {}, ErrorCode.INVALID_ADAPTER, "transformer.blocks.3.to_q (no such layer)"),
         ({"width": 4}, {}, ErrorCode.INVALID_ADAPTER, "do not match ModuleDict"),
         ({"rank": 9}, {}, ErrorCode.RANK_TOO_LARGE, "rank 9 is over the limit of 8"),
-        ({}, {"expected_rank": 3}, ErrorCode.INVALID_ADAPTER, "expected rank 3, found 2"),
-        ({}, {"components": ["text_encoder"]}, ErrorCode.NO_MATCHING_MODULES, "has nothing for component text_encoder"),
-        ({}, {"format": "kohya"}, ErrorCode.UNSUPPORTED_FORMAT, "expected format kohya"),
+        ({}, {"expected_rank": 3}, ErrorCode.INVALID_ADAPTER, "expected 3 as the largest rank of its modules, found 2"),
+        ({}, {"components": ["text_encoder"]}, ErrorCode.NO_MATCHING_MODULES, "has no tensors for component text_encoder"),
+        ({}, {"format": "kohya"}, ErrorCode.UNSUPPORTED_FORMAT, "expected tensor names in the format kohya"),
         ({"r": 4}, {}, ErrorCode.INVALID_ADAPTER, "expected rank 4 as the configuration says, found 2"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_rank_uses_no_memory_that_could_still_change(tmp_path: Path) -> None:
         open_memory = os.memfd_create("open", os.MFD_ALLOW_SEALING)
         os.truncate(open_memory, part.size)
         unsealed = msgspec.structs.replace(part, path=f"/proc/{os.getpid()}/fd/{open_memory}")
-        with pytest.raises(RequestError, match="sealed bytes, found"):
+        with pytest.raises(RequestError, match="sealed bytes of shared memory, found"):
             manager.adopt(order.request, order.options, unsealed)
         os.close(open_memory)
         with pytest.raises(RequestError, match="cannot use the prepared weights: KeyError"):

@@ -121,12 +121,12 @@ class OpenWeights:
         try:
             data = os.pread(self._descriptor, place.end - place.begin, self.header.data_start + place.begin)
         except OSError as error:
-            raise _invalid(f"{self._label}: {name} cannot be read: {error.strerror}") from None
+            raise _invalid(f"{self._label}: tensor {name} cannot be read: {error.strerror}") from None
         if len(data) != place.end - place.begin:
             raise _invalid(f"{self._label}: the file became shorter while it was read")
         alpha = torch.frombuffer(bytearray(data), dtype=place.dtype).view(place.shape)
         if not _is_finite(alpha):
-            raise _invalid(f"{self._label}: {name} has values that are not finite")
+            raise _invalid(f"{self._label}: tensor {name} has values that are not finite")
         return alpha
 
 
@@ -149,7 +149,7 @@ def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], ob
         except OSError as error:
             raise _invalid(f"{label}: cannot be read at byte {at} after its header: {error.strerror}") from None
         if not count:
-            raise _invalid(f"{label}: the file became shorter while it was read: {at} of {size} bytes after its header")
+            raise _invalid(f"{label}: the file became shorter while it was read: found {at} of {size} bytes after its header")
         hash_chunk(view[at : at + count])
         at += count
     if os.read(descriptor, 1):
@@ -163,7 +163,7 @@ def _places_of(header: AdapterHeader, label: str) -> dict[str, Place]:
     for name, entry in header.tensors.items():
         dtype = (ALPHA_DTYPES if name.endswith(".alpha") else FACTOR_DTYPES).get(entry.dtype)
         if dtype is None:
-            raise _invalid(f"{label}: {name}: expected {', '.join(FACTOR_DTYPES)}, found {entry.dtype}")
+            raise _invalid(f"{label}: tensor {name}: expected one of the dtypes {', '.join(FACTOR_DTYPES)}, found {entry.dtype}")
         end = at + math.prod(entry.shape) * dtype.itemsize
         places[name] = Place(dtype, entry.shape, at, end)
         at = end
@@ -200,14 +200,14 @@ def _check_finite(places: Mapping[str, Place], tensors: dict[str, torch.Tensor],
         return
     for name, tensor in tensors.items():
         if not _is_finite(tensor):
-            raise _invalid(f"{label}: {name} has values that are not finite")
+            raise _invalid(f"{label}: tensor {name} has values that are not finite")
 
 
 def _to_single(name: str, tensor: torch.Tensor, label: str) -> torch.Tensor:
     """Convert double precision, in which no layer computes, to single; raise RequestError if a value is then infinite."""
     tensor = tensor.float()
     if not _is_finite(tensor):
-        raise _invalid(f"{label}: {name} has values that are not finite in F32")
+        raise _invalid(f"{label}: tensor {name} is F64, and has values that are too large for F32, to which it is converted")
     return tensor
 
 

@@ -119,14 +119,15 @@ def read_checkpoint(
         raise
     _require_digest(file, options, label)
     if options.identity is not None and contradicts(checkpoint.identity, options.identity):
-        message = f"{label}: expected identity {options.identity}, found {checkpoint.identity}: its configuration was changed"
+        found = f"found {checkpoint.identity}: its configuration, such as lora_alpha, was changed"
+        message = f"{label}: expected identity {options.identity}, as it was asked for, {found}"
         raise RequestError(ErrorCode.IDENTITY_MISMATCH, message)
     return checkpoint
 
 
 def _require_digest(file: AdapterFile, options: LoadOptions, label: str) -> None:
     if options.digest is not None and file.digest != options.digest:
-        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected digest {options.digest}, found {file.digest}")
+        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected a weights file with digest {options.digest}, found {file.digest}")
 
 
 class _Reading:
@@ -154,7 +155,9 @@ class _Reading:
         factors, found = bind(tensors, self._written, self._scaling.__getitem__, model=self._model, label=label)
         found = Format.PEFT if self._config else found
         if options.format not in (None, found):
-            raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected format {options.format}, found {found}")
+            raise RequestError(
+                ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected tensor names in the format {options.format}, found {found}"
+            )
         checkpoint = LoRACheckpoint(
             digest=digest,
             size_bytes=self._header.size_bytes,
@@ -165,7 +168,7 @@ class _Reading:
             recipe=read_recipe(metadata, label),
         )
         if options.expected_rank is not None and options.expected_rank != checkpoint.rank:
-            raise invalid(f"{label}: expected rank {options.expected_rank}, found {checkpoint.rank}")
+            raise invalid(f"{label}: expected {options.expected_rank} as the largest rank of its modules, found {checkpoint.rank}")
         return checkpoint
 
 
@@ -179,13 +182,13 @@ def _settings_of(
     """
     settings = settings_in_metadata(header.metadata, label, denoiser=model.denoiser)
     if config and settings:
-        raise invalid(f"{label}: expected settings in one place, found {CONFIG_FILE} and {METADATA_KEY} in the file's metadata")
+        raise invalid(f"{label}: expected peft's settings in one place, found {CONFIG_FILE}, and {METADATA_KEY} in the file's metadata")
     settings = {model.denoiser: config} if config else settings
     for module, names in written.items() if settings else ():
         component = module_path(module, denoiser=model.denoiser).partition(".")[0]
         if component not in settings and names.alpha is None:
             found = ", ".join(map(shown, sorted(settings)))
-            raise invalid(f"{label}: {names.a}: expected settings for component {component}, found those for {found} only")
+            raise invalid(f"{label}: tensor {names.a}: expected peft's settings for component {component}, found those for {found} only")
     return settings
 
 
@@ -202,10 +205,10 @@ def _scaling(module: str, names: RawLoRAModule, settings: Mapping[str, PeftSetti
     if of_component is None:
         return names.rank**-1 * names.alpha if names.alpha is not None else 1.0
     if names.alpha is not None:
-        raise invalid(f"{label}: {module}.alpha: expected one alpha, found one among the tensors and one in the settings of peft")
+        raise invalid(f"{label}: {module}.alpha: expected one alpha, found one among the tensors and one in peft's settings")
     scaling = of_component.scaling(path, names.rank, f"{label}: {names.a}")
     if not math.isfinite(scaling):
-        raise invalid(f"{label}: {names.a}: its alpha is not finite")
+        raise invalid(f"{label}: tensor {names.a}: its alpha in peft's settings is not finite")
     return scaling
 
 
@@ -225,7 +228,7 @@ def _of_components(factors: dict[str, Factors], components: list[str], label: st
     if asked >= BOTH_TRANSFORMERS and BOTH_TRANSFORMERS & set(found):
         asked -= BOTH_TRANSFORMERS - set(found)
     if missing := sorted(asked - set(found)):
-        message = f"{label}: has nothing for component {', '.join(missing)}, only for {', '.join(found)}"
+        message = f"{label}: has no tensors for component {', '.join(missing)}, which was asked for, only for {', '.join(found)}"
         raise RequestError(ErrorCode.NO_MATCHING_MODULES, message)
     kept = [module for module in sorted(factors) if not components or module.partition(".")[0] in components]
     return {module: LoRAFactors(*factors[module]) for module in kept}

@@ -36,7 +36,7 @@ _OTHER_FORMATS = (
     (b"\x80\x05", ErrorCode.UNSUPPORTED_FORMAT, "a pickle file; pickle can run code and is never read"),
     (b"GGUF", ErrorCode.UNSUPPORTED_FORMAT, "a GGUF file"),
     (b"\x89HDF", ErrorCode.UNSUPPORTED_FORMAT, "an HDF5 file"),
-    (b"version https://git-lfs", ErrorCode.INVALID_ADAPTER, "a pointer of git-lfs, not the file it stands for"),
+    (b"version https://git-lfs", ErrorCode.INVALID_ADAPTER, "a git-lfs pointer instead of the file itself"),
     (b"<", ErrorCode.INVALID_ADAPTER, "a page of HTML or XML"),
 )
 
@@ -138,11 +138,11 @@ def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHea
     try:
         metadata, tensors = read_layout(beginning, size_bytes)
     except ValueError as error:
-        raise _invalid(f"{label}: expected a complete safetensors file, found {size_bytes} bytes with a wrong header: {error}") from None
+        raise _invalid(f"{label}: expected a complete safetensors file, found {size_bytes} bytes whose header is wrong: {error}") from None
     for name, entry in tensors.items():
         if len(entry.shape) > MAX_DIMENSIONS or max(entry.shape, default=0) > MAX_FILE_BYTES:
             expected = f"expected a shape of at most {MAX_DIMENSIONS} dimensions, each at most {MAX_FILE_BYTES}"
-            raise _invalid(f"{label}: {name}: {expected}, found {str(list(entry.shape))[:120]}")
+            raise _invalid(f"{label}: tensor {name}: {expected}, found {str(list(entry.shape))[:120]}")
     return AdapterHeader(metadata=metadata, tensors=tensors, data_start=len(beginning), size_bytes=size_bytes)
 
 
@@ -153,7 +153,7 @@ def _judge_text(data: bytes, label: str) -> None:
         RequestError: InvalidAdapter.
     """
     if data.count(b"{") > MAX_TENSORS or data.count(b"[") > 2 * MAX_TENSORS:
-        raise _invalid(f"{label}: its header has more tables or lists than {MAX_TENSORS} tensors need")
+        raise _invalid(f"{label}: its header has more objects or lists than {MAX_TENSORS} tensors need, which is the limit")
     try:
         # Objects become tuples of their pairs, so that none is lost, and lists stay lists.
         document = json.loads(data, object_pairs_hook=tuple)
@@ -167,18 +167,18 @@ def _judge_text(data: bytes, label: str) -> None:
             _refuse_repeated(entry if isinstance(entry, tuple) else (), f"{label}: {METADATA}")
             continue
         if len(name) > MAX_NAME_LENGTH or not PLAIN_NAME.fullmatch(name) or ".." in name:
-            raise _invalid(f"{label}: {shown(name)} is not a tensor's name")
+            raise _invalid(f"{label}: {shown(name)} cannot be a tensor's name: it is too long or has unusual characters")
         # The library requires its three fields once each, so that three fields are these.
         if not isinstance(entry, tuple) or len(entry) != 3:
             found = ascii(dict(entry) if isinstance(entry, tuple) else entry)[:120]
-            raise _invalid(f"{label}: {name}: expected dtype, shape and data_offsets in the header, found {found}")
+            raise _invalid(f"{label}: tensor {name}: expected dtype, shape and data_offsets in the header, found {found}")
 
 
 def _refuse_repeated(pairs: tuple[tuple[str, Any], ...], label: str) -> None:
     """Raise RequestError (InvalidAdapter) for a name that an object has twice; the library would keep the last one."""
     if len({name for name, _ in pairs}) < len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise _invalid(f"{label}: its header has {shown(twice)} twice")
+        raise _invalid(f"{label}: its header has the name {shown(twice)} twice")
 
 
 def _invalid(message: str) -> RequestError:

@@ -100,10 +100,10 @@ def modules_of(tensors: Mapping[str, torch.Tensor], model: AdaptedModel, label: 
         if taken is None:
             unmatched.append(name)
         elif parts.setdefault(taken.module, {}).setdefault(taken.part, name) != name:
-            raise _invalid(f"{label}: {name}: its module has a second tensor for the same factor, {parts[taken.module][taken.part]}")
+            raise _invalid(f"{label}: tensors {name} and {parts[taken.module][taken.part]} are both for one factor of one module")
     refuse_other_kinds(unmatched, label)
     if unmatched or not parts:
-        raise _invalid(f"{label}: expected LoRA tensors only, found {first_of(unmatched) or 'none at all'}")
+        raise _invalid(f"{label}: expected tensors of a LoRA only, found {first_of(unmatched) or 'none at all'}")
     return {module: _written(module, names, tensors, model, label) for module, names in parts.items()}
 
 
@@ -135,7 +135,7 @@ def bind(
         if model.convert is None and foreign is not None:
             raise RequestError(
                 ErrorCode.UNSUPPORTED_FORMAT,
-                f"{label}: {shown(foreign)} is named as in an original model, which this pipeline cannot convert",
+                f"{label}: {shown(foreign)} is a name from the model's original code, which this pipeline cannot convert",
             )
         try:
             if model.convert is not None:
@@ -146,7 +146,7 @@ def bind(
     pairs: dict[str, Factors] = {}
     for module, names in written.items():
         if names.own in pairs:
-            raise _invalid(f"{label}: {names.a}: its module {names.own} has other factors too")
+            raise _invalid(f"{label}: tensor {names.a}: another tensor is for the same factor of {names.own}")
         pairs[names.own] = Factors(tensors[names.a], tensors[names.b], scaling(module))
     return pairs, format_of(written, converted=False)
 
@@ -160,13 +160,13 @@ def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch
     if Part.A not in names or Part.B not in names:
         only = next(iter(names.values()))
         missing = "lora_A, lora_B" if names.keys() == {Part.ALPHA} else f"lora_{'B' if Part.A in names else 'A'}"
-        raise _invalid(f"{label}: {only}: {module} has no {missing}")
+        raise _invalid(f"{label}: tensor {only}: its module {module} has no {missing}")
     rank = _rank(names[Part.A], tensors[names[Part.A]], tensors[names[Part.B]], label)
     alpha = None
     if Part.ALPHA in names:
         value = tensors[names[Part.ALPHA]]
         if value.numel() != 1:
-            raise _invalid(f"{label}: {names[Part.ALPHA]}: expected one number, found shape {list(value.shape)}")
+            raise _invalid(f"{label}: tensor {names[Part.ALPHA]}: expected one number, found shape {list(value.shape)}")
         alpha = float(value)
     own = model.own_name(module_path(module, denoiser=model.denoiser))
     return RawLoRAModule(own, names[Part.A], names[Part.B], rank, alpha)
@@ -179,7 +179,7 @@ def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
     fits = len(left) >= 2 and len(right) in (2, len(left)) and left[0] == right[1] and right[2:].count(1) == len(right) - 2
     if not fits or 0 in left or 0 in right:
         raise _invalid(
-            f"{label}: {name}: A is {list(left)} and B is {list(right)}, expected shapes with one rank, [rank, in] and [out, rank]"
+            f"{label}: tensor {name}: expected shapes with one rank, [rank, in] and [out, rank], found A {list(left)} and B {list(right)}"
         )
     return left[0]
 
@@ -227,9 +227,7 @@ def _pairs(
         sources = (found[names.a].sources | found[names.b].sources) & module_of.keys()
         scalings = {scaling(module_of[source]) for source in sources}
         if len(scalings) != 1 or names.own in pairs:
-            raise _invalid(
-                f"{label}: {min(sources, default=module)}: expected modules that diffusers keeps apart, found some that it joins"
-            )
+            raise _invalid(f"{label}: tensor {min(sources, default=module)}: diffusers makes of it a module of several scalings or factors")
         pairs[names.own] = Factors(found[names.a].tensor, found[names.b].tensor, scalings.pop())
     return pairs
 

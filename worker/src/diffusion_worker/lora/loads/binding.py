@@ -70,8 +70,8 @@ def write_checked(laid_out: LaidOut, buffer: torch.Tensor, *, name: str) -> None
     """
     if (wrong := laid_out.write(buffer)) is not None:
         kind = str(wrong.layer.dtype).removeprefix("torch.")
-        found = f"with its scaling of {wrong.scaling:g} it has values that are not finite in {kind}"
-        raise invalid(f"adapter {name!r}: {wrong.name}: {found}")
+        found = f"multiplied by its scaling, {wrong.scaling:g}, it has values that are too large for {kind}, the dtype of the layer"
+        raise invalid(f"adapter {name!r}: module {wrong.name}: {found}")
 
 
 def components_of(checkpoint: LoRACheckpoint) -> frozenset[str]:
@@ -96,4 +96,6 @@ def _require_once(adapter: str, found: Sequence[tuple[str, Piece, LoRAFactors]])
     counts = Counter([(id(piece.layer), piece.part) for _, piece, _ in found])
     if len(counts) < len(found):
         twice = [name for name, piece, _ in found if counts[id(piece.layer), piece.part] > 1]
-        raise invalid(f"adapter {adapter!r}: expected one name for a layer, found several: {', '.join(dict.fromkeys(twice[:MOST_NAMES]))}")
+        raise invalid(
+            f"adapter {adapter!r}: expected one module for a layer, found several: {', '.join(dict.fromkeys(twice[:MOST_NAMES]))}"
+        )

@@ -171,7 +171,7 @@ def open_layout(layout: Layout, buffer: torch.Tensor, place: Place) -> HostAdapt
         layer, segment, columns = place(block.layer)
         target = columns[block.part].b if layout.matrices[matrix].is_b else columns[block.part].a
         if target.stop - target.start != block.width:
-            raise ValueError(f"{block.layer}: expected {target.stop - target.start} columns, found {block.width}")
+            raise ValueError(f"layer {block.layer}: expected {target.stop - target.start} columns, found {block.width}")
         if not runs or not runs[-1].continues(matrix, segment, target.start):
             runs.append(_Run(matrix, at, segment, target.start))
         runs[-1].add(block.width, block.scaling)

@@ -75,7 +75,7 @@ def dtype_named(name: str) -> torch.dtype:
     """Return the dtype of a name such as `float16`; raises ValueError for any other name."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"expected the name of a dtype, found {name!r}")
+        raise ValueError(f"expected the name of a dtype of torch, found {name!r}")
     return found
 
 

@@ -39,7 +39,7 @@ def map_sealed(path: str, size: int) -> torch.Tensor:
     try:
         found, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         if found != size or seals & SEALS != SEALS:
-            raise ValueError(f"expected {size} sealed bytes, found {found} with seals {seals:#x}")
+            raise ValueError(f"expected {size} sealed bytes of shared memory, found {found} with seals {seals:#x}")
         # torch keeps no descriptor open, of which a rank may have few. The mapping is private, and nothing writes to it.
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=False, size=size, dtype=torch.uint8)
     finally:
