@@ -20,6 +20,7 @@ from random import Random
 
 import click
 
+from tools.messages.entries import entries
 from tools.messages.page import PAGE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,9 +107,9 @@ def main() -> None:
 def items() -> None:
     """Print texts for a reader, who says of each what it means; first those that users read."""
     draw = _draw()
-    public = [line.strip() for line in PAGE.read_text().splitlines() if line.startswith("    ") and len(line.split()) >= FIRST_WORDS]
-    for number, text in enumerate(draw.sample(public, PUBLIC), 1):
-        click.echo(f"{number}. {text}\n")
+    public = [entry for entry in entries(PAGE.read_text()) if len(entry.text.split()) >= FIRST_WORDS]
+    for number, entry in enumerate(draw.sample(public, PUBLIC), 1):
+        click.echo(f"{number}. {entry}\n")
     own = sorted(docstrings_now().items())
     for number, ((file, name), (signature, text)) in enumerate(draw.sample(own, ITEMS - PUBLIC), PUBLIC + 1):
         click.echo(f"{number}. {file}: {name}\n{signature}\n    {text}\n")

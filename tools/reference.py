@@ -55,6 +55,7 @@ PATTERNS = {
     "^([a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$": "a label's name",
     "^([A-Za-z_][A-Za-z0-9_]*|[A-Za-z_][A-Za-z0-9_]*([.][A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)$": "a class or an import path",
 }
+NO_DEFAULT = "—"
 Schema = dict[str, Any]
 
 
@@ -118,7 +119,7 @@ def _kind(crd: Schema) -> str:
 def _spec_table(rows: list[Field]) -> list[str]:
     """Return the lines of the table of a spec; the column about replaced pods is there only if a change of some field replaces them."""
     replaces = [["yes" if row.replaces else ""] if any(one.replaces for one in rows) else [] for row in rows]
-    cells = [[f"`{row.path}`", _kind_of(row.schema), _default(row), _meaning(row.schema)] for row in rows]
+    cells = [[f"`{row.path}`", kind_of(row.schema), default(row), _meaning(row.schema)] for row in rows]
     header = [*["field", "type", "default", "meaning", "replaces"][: 4 + len(replaces[0])], "stability"]
     return _table(header, [[*one, *other, _stability(row)] for row, one, other in zip(rows, cells, replaces, strict=True)])
 
@@ -128,7 +129,7 @@ def _rules_table(schema: Schema) -> list[str]:
 
 
 def _status_table(schema: Schema) -> list[str]:
-    cells = [[f"`{row.path}`", _kind_of(row.schema), _meaning(row.schema), _stability(row)] for row in fields(schema)]
+    cells = [[f"`{row.path}`", kind_of(row.schema), _meaning(row.schema), _stability(row)] for row in fields(schema)]
     return _table(["field", "type", "meaning", "stability"], cells)
 
 
@@ -145,7 +146,7 @@ def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells).replace("|  |", "| |").rstrip() + " |"
 
 
-def _kind_of(schema: Schema) -> str:
+def kind_of(schema: Schema) -> str:
     """Return a field's type, possible values and bounds in a few words."""
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
@@ -153,9 +154,9 @@ def _kind_of(schema: Schema) -> str:
         return "quantity"
     match schema.get("type"):
         case "array":
-            return f"list{_up_to(schema.get('maxItems'))} of {_kind_of(schema['items'])}"
+            return f"list{_up_to(schema.get('maxItems'))} of {kind_of(schema['items'])}"
         case "object" if "additionalProperties" in schema:
-            return f"map{_up_to(schema.get('maxProperties'))} of {_kind_of(schema['additionalProperties'])}"
+            return f"map{_up_to(schema.get('maxProperties'))} of {kind_of(schema['additionalProperties'])}"
         case "integer" if "minimum" in schema:
             return f"integer, {schema['minimum']} to {schema['maximum']}" if "maximum" in schema else f"integer from {schema['minimum']}"
         case "string" if schema.get("format") == "date-time":
@@ -180,12 +181,13 @@ def _stability(row: Field) -> str:
     return "experimental" if row.experimental else "stable"
 
 
-def _default(row: Field) -> str:
+def default(row: Field) -> str:
+    """Return a field's default in backticks, `NO_DEFAULT`, or the word required."""
     if row.required:
         return "required"
     value = row.schema.get("default")
     if value in (None, {}, ""):
-        return "—"
+        return NO_DEFAULT
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 

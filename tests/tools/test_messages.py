@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tools.messages import browser, manifests, page
-from tools.messages.python import Kind, Package
+from tools.messages import browser, entries, manifests, page
+from tools.messages.message import Kind
+from tools.messages.python import Package
 
 SOURCE = '''
 """A module's docstring is no message."""
 LIMIT = "LimitReached"
+PREFIX = "worker_"
+NOT_FOUND = "no such file"
+MOST = 3
 log = logging.getLogger(__name__)
 
 def refused(field, expected):
@@ -33,7 +37,14 @@ def check(size, error):
     log.info("checked size=%d", size)
     log.warning("size not checked error=%s", error)
     gauge("sizes", "Sizes that were checked.", size)
+    if NOT_FOUND in str(error) or str(error).startswith("no such folder"):
+        draw(prompt="a blue house", headers={"Content-Security-Policy": "not for users"})
+        raise ConfigError(f"{size}: expected at most {MOST}")
+    counted("checks", "Checks of sizes.")
     return LIMIT, "the limit of sizes is reached"
+
+def counted(name, text):
+    return CounterMetricFamily(PREFIX + name, text)
 
 class RequestError(Exception):
     """Raised by `check`."""
@@ -62,7 +73,9 @@ def test_each_form_of_a_message_is_read_with_its_code_and_the_names_of_its_value
         (Kind.ERROR, "InvalidRequest: size: expected at most {LIMITS} bytes"),
         (Kind.ERROR, "ConfigError: --size: expected a number, found {nothing there|{error}}"),
         (Kind.LOG, "WARNING: size not checked error=%s"),
-        (Kind.METRIC, "sizes: Sizes that were checked."),
+        (Kind.METRIC, "sizes (gauge): Sizes that were checked."),
+        (Kind.ERROR, "ConfigError: {size}: expected at most 3"),
+        (Kind.METRIC, "worker_checks_total (counter): Checks of sizes."),
         (Kind.ERROR, "{check} = LimitReached: the limit of sizes is reached"),
     ]
 
@@ -122,8 +135,36 @@ def test_texts_of_the_chart_are_its_refusals_its_notes_and_its_alerts(tmp_path: 
     )
     assert list(manifests.refusals(tmp_path)) == ["metrics: is false", "env: %s is taken"]
     notes = tmp_path / "NOTES.txt"
-    notes.write_text("{{ .Chart.Name }} runs.\n{{- if .Values.crds }}\nKinds stay.\n{{- end }}\n")
-    assert list(manifests.notes(notes)) == ["{{ .Chart.Name }} runs.", "Kinds stay."]
+    notes.write_text("{{ .Chart.Name }} runs.\n{{- if .Values.crds }}\nKinds\nstay:\n\n  kubectl get crd\n{{- end }}\n")
+    assert list(manifests.notes(notes)) == ["{{ .Chart.Name }} runs.", "Kinds stay: kubectl get crd"]
     alerts = tmp_path / "alerts.yaml"
     alerts.write_text("- rules:\n  - {alert: Down, labels: {severity: critical}, annotations: {summary: It is down.}}")
     assert list(manifests.alerts(alerts)) == ["Down (critical): It is down."]
+
+
+PAGE = """The introduction.
+
+== Errors ==
+
+a.py
+    Busy: model {name}: {why}, {advice}
+    {why} = it has {left} requests
+    {why} = it sleeps
+    {advice} = wait {seconds} s
+    {refusal} = NotFound: there is no model
+    {limit} = over its limit
+    {limit} = and it has no limit
+
+== Alerts ==
+
+Down: It is down.
+"""
+
+
+def test_an_entry_is_a_whole_text_with_the_parts_that_it_holds_and_its_place() -> None:
+    assert [(one.section, one.heading, one.text) for one in entries.entries(PAGE)] == [
+        ("Errors", "a.py", "Busy: model {name}: {it has {left} requests|it sleeps}, wait {seconds} s"),
+        ("Errors", "a.py", "NotFound: there is no model"),
+        ("Errors", "a.py", "a part of a message, limit: over its limit | and it has no limit"),
+        ("Alerts", "", "Down: It is down."),
+    ]

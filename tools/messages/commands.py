@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The help of each command of both programs, as a terminal shows it."""
+"""The help of each command of both programs, an option a line."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from collections.abc import Iterable, Iterator
 
 import click
 
-WIDTH = 140
-
 
 def helps() -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield, for each command of the operator's and the worker's program, a title and the lines of its help."""
+    """Yield, for each command of the operator's and the worker's program, a title and lines: its usage, its help, and its options."""
     from diffusion_operator.__main__ import main as operator
     from diffusion_worker.cli import cli as worker
 
     for program, command in {"diffusion-operator": operator, "diffusion-worker": worker}.items():
         for name, inner in _commands(program, command):
-            with click.Context(inner, info_name=name, terminal_width=WIDTH, max_content_width=WIDTH) as context:
-                yield f"{name} --help", inner.get_help(context).splitlines()
+            yield f"{name} --help", _lines(name, inner)
+
+
+def _lines(name: str, command: click.Command) -> Iterator[str]:
+    with click.Context(command, info_name=name, max_content_width=10_000, terminal_width=10_000) as context:
+        yield f"    {command.get_usage(context)}"
+        yield f"    {name}: {' '.join((command.help or '').split())}"
+        records = (param.get_help_record(context) for param in command.get_params(context))
+        yield from (f"    {option}: {text}" for option, text in filter(None, records) if text)
 
 
 def _commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:

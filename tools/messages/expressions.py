@@ -16,6 +16,8 @@ LOGGERS = {"log", "logger"}
 CODE = re.compile(r"[A-Z][A-Za-z]+")
 WORD = re.compile(r"[\"'(“]*[A-Za-z][A-Za-z'’-]*[.,:;)\"'”?]*")
 FEWEST_WORDS = 2
+# A list of names, such as the parameters of a function, or directives with their values.
+LIST = re.compile(r"[\w.-]+(?:=\S+)?(?:, [\w.-]+(?:=\S+)?)+")
 HOLE = re.compile(r"\{[^{}]*\}")
 
 Texts = Mapping[str, Sequence[ast.expr]]
@@ -39,6 +41,24 @@ def texts_by_name(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
             case ast.Name(id=name, ctx=ast.Store()):
                 assigned[name] += 1
     return {name: found for name, found in texts.items() if len(found) == assigned[name]}
+
+
+def constants_of(tree: ast.Module) -> dict[str, list[ast.expr]]:
+    """Return the constants at the top of a module that are texts or numbers."""
+    body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return texts_by_name(body) | _numbers(body)
+
+
+def _numbers(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
+    found: dict[str, list[ast.expr]] = {}
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=int() | float()) as value):
+                found[name] = [value]
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                pairs = zip(names, values, strict=True)
+                found |= {last_name(one): [value] for one, value in pairs if isinstance(value, ast.Constant) and not is_text(value)}
+    return found
 
 
 def _chooses_text(node: ast.expr) -> bool:
@@ -90,6 +110,8 @@ def is_log_call(call: ast.Call) -> bool:
 
 
 def is_prose(text: str) -> bool:
-    """Return whether a text is one line of at least two words beside its values."""
+    """Return whether a text is one line of at least two words beside its values, and no mere list of names."""
+    if LIST.fullmatch(text):
+        return False
     plain = HOLE.sub("{}", text)
     return "\n" not in plain and "\\" not in plain and sum(map(bool, map(WORD.fullmatch, plain.split()))) >= FEWEST_WORDS

@@ -9,15 +9,18 @@ from pathlib import Path
 
 from tools.messages import browser, manifests
 from tools.messages.commands import helps
-from tools.messages.python import Kind, Message, Package
+from tools.messages.message import Kind, Message
+from tools.messages.python import Package
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "development" / "messages.txt"
 INTRODUCTION = """\
 Every text that users read, written by `python -m tools.messages` from the sources; do not edit.
 
-A value in a text is shown by its name in braces, and {a|b} is either of two texts. A line `{name} = …` is a text that others hold by this
-name. A condition or an Event begins with its type and reason, an error with its code or class, and a log line with its level.
+Each line is one text, below the file, the kind or the command that it belongs to. A value in a text is shown by its name in braces, and
+{a|b} is either of two texts. A line `{name} = …` is a part of other texts, which hold it by this name. An option begins with its name, a
+field with its path, its type and its default. A condition or an Event begins with its type and reason, an error with its code or class, a
+log line with its level, and a metric with its name and type.
 """
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import enum
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,38 +16,28 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
-from tools.messages.expressions import HOLE, Texts, children, code_of, is_log_call, is_prose, last_name, texts_by_name, texts_within, walk
+from tools.messages.expressions import (
+    HOLE,
+    Texts,
+    children,
+    code_of,
+    constants_of,
+    is_log_call,
+    is_prose,
+    last_name,
+    texts_by_name,
+    texts_within,
+    walk,
+)
+from tools.messages.message import Kind, Message
+from tools.messages.unread import unread
 from tools.words_sources import is_text
 
 QUIET = {"debug", "info"}
-METRICS = re.compile(r"gauge|counter|histogram|labelled|by_state|.*MetricFamily", re.IGNORECASE)
+METRICS = re.compile(r"(gauge|counter|histogram)(s|MetricFamily)?", re.IGNORECASE)
+METRIC_TYPE = re.compile(r"gauge|counter|histogram")
 VERDICTS = {"verdict", "_normal", "_warning", "PlannedEvent"}
 """Functions that make a condition or an Event; their message is shown by its name where it is no text."""
-# Strings in these are no messages: annotations, patterns, and the names of tasks.
-NO_MESSAGES = {"cast", "compile", "findall", "match", "search", "sub", "create_task", "basicConfig", "encode", "option"}
-
-
-class Kind(enum.StrEnum):
-    """The kind of a message, which is the section of the file that has it."""
-
-    CONDITION = "Conditions and Events"
-    ERROR = "Errors"
-    LOG = "Log lines of level WARNING and above"
-    METRIC = "Metrics"
-    API = "Descriptions in the HTTP API"
-
-
-@dataclass(frozen=True)
-class Message:
-    """A text that users read, or a part of one: its kind, the line where it begins, its code or level, and the text."""
-
-    kind: Kind
-    line: int
-    label: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.label}: {self.text}" if self.label else self.text
 
 
 @dataclass(frozen=True)
@@ -89,6 +78,30 @@ class Package:
         return {last_name(node.targets[0]): code for node in assigned if (code := code_of(node.value, {})) is not None}
 
     @cached_property
+    def constants(self) -> dict[str, dict[str, list[ast.expr]]]:
+        """The constants of each module that are texts or numbers, by the module's path."""
+        return {path: constants_of(tree) for path, tree in self.trees.items()}
+
+    def names(self, tree: ast.Module) -> Texts:
+        """Return the constants that a module can use and that are texts or numbers: its own, and those of modules from which it imports."""
+        found: dict[str, list[ast.expr]] = {}
+        for node in (node for node in walk(tree) if isinstance(node, ast.ImportFrom)):
+            there = self.constants.get(f"{(node.module or '').partition('.')[2].replace('.', '/')}.py", {})
+            found = there | found | {one.name: there[one.name] for one in node.names if one.name in there}
+        return found | constants_of(tree)
+
+    @cached_property
+    def families(self) -> dict[str, str]:
+        """The functions at the top of modules that make a family of metrics: its name, with a parameter in braces, and its type."""
+        found = {}
+        for tree in self.trees.values():
+            for function in self.functions(tree):
+                for node in walk(function):
+                    if isinstance(node, ast.Call) and last_name(node.func).endswith("MetricFamily"):
+                        found[function.name] = _Module(tree, self).metric_name(node)
+        return found
+
+    @cached_property
     def makers(self) -> dict[str, Maker]:
         """The functions at the top of modules that do nothing but make and return an error, by name."""
         functions = chain.from_iterable(self.functions(tree) for tree in self.trees.values())
@@ -117,17 +130,18 @@ class _Module:
         self._read: set[int] = set()
         self._makers = package.makers | {one.name: maker for one in package.functions(tree) if (maker := package.maker(one))}
         self._functions = {node.name for node in walk(tree) if isinstance(node, ast.FunctionDef)}
+        self._names = package.names(tree)
+        self._unread = unread(tree)
 
     def messages(self) -> list[Message]:
         """Return all messages of the module by their lines: those of calls that make one, and its other texts.
 
         The other texts get the commonest kind of the module's messages, log lines left out.
         """
-        constants = texts_by_name([node for node in self._tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)])
-        made = list(self._made(self._tree, constants))
+        made = list(self._made(self._tree, self._names))
         kinds = Counter(one.kind for one in made if one.kind is not Kind.LOG)
         kind = kinds.most_common(1)[0][0] if kinds else self._package.default
-        others = [Message(kind, line, "", text) for line, text in self._others(self._tree, constants, "")]
+        others = [Message(kind, line, "", text) for line, text in self._others(self._tree, self._names, "")]
         return sorted(dict.fromkeys([*made, *others]), key=lambda one: one.line)
 
     def _made(self, node: ast.AST, names: Texts, field: str = "", *, raised: bool = False) -> Iterator[Message]:
@@ -151,9 +165,9 @@ class _Module:
             text = self._text(call.args[-1 if called == "log" and len(call.args) < 2 else called == "log"], names)
             level = {"exception": "ERROR, with a traceback", "log": "WARNING or ERROR"}.get(called, called.upper())
             return None if called in QUIET else Message(Kind.LOG, call.lineno, level, text)
-        if METRICS.fullmatch(called) and len(call.args) > 1:
-            name, text = (self._text(argument, names) for argument in call.args[:2])
-            return None if HOLE.fullmatch(text) else Message(Kind.METRIC, call.lineno, name, text)
+        if (METRICS.fullmatch(called) or called in self._package.families) and len(call.args) > 1:
+            text = self._text(call.args[1], names)
+            return None if HOLE.fullmatch(text) else Message(Kind.METRIC, call.lineno, self.metric_name(call), text)
         for keyword in call.keywords:
             if keyword.arg == "description" and self._package.default is Kind.ERROR:
                 return Message(Kind.API, call.lineno, field, self._text(keyword.value, names))
@@ -162,6 +176,16 @@ class _Module:
         if raised or called in self._package.errors or called in VERDICTS:
             return self._coded(call, names, Kind.CONDITION if called in VERDICTS else Kind.ERROR)
         return None
+
+    def metric_name(self, call: ast.Call) -> str:
+        """Return the name that Prometheus shows for a metric that a call makes, followed by the metric's type in parentheses."""
+        given, called = call.args[0], last_name(call.func)
+        parts = [given.left, given.right] if isinstance(given, ast.BinOp) else [given]
+        name = "".join(self._text(part, self._names) for part in parts)
+        if not called.endswith("MetricFamily") and called in self._package.families:
+            return self._package.families[called].replace("{name}", name)
+        (form,) = METRIC_TYPE.findall(called.lower())
+        return f"{name}{'_total' * (form == 'counter')} ({form})"
 
     def _made_error(self, call: ast.Call, maker: Maker, names: Texts) -> Message | None:
         """Return the message of a call of a function that makes an error, with this call's arguments in the text."""
@@ -191,9 +215,11 @@ class _Module:
         Before the text stands the name of the function or variable that holds it.
         """
         match node:
-            case ast.Assert() | ast.arg() | ast.Compare(ops=[ast.In()]):
+            case ast.Assert() | ast.arg():
                 return
-            case ast.Call() if last_name(node.func) in NO_MESSAGES or is_log_call(node):
+            case _ if id(node) in self._unread:
+                return
+            case ast.Call() if is_log_call(node):
                 return
             case ast.Expr(value=value) if is_text(value):
                 return  # a docstring
@@ -222,7 +248,9 @@ class _Module:
         return code_of(node, self._package.codes)
 
     def _is_known(self, node: ast.expr, names: Texts) -> bool:
-        return is_text(node) or (isinstance(node, ast.Name) and node.id in names) or isinstance(node, ast.IfExp)
+        if isinstance(node, ast.Name) and node.id in names:
+            return not all(isinstance(one, ast.Constant) and not is_text(one) for one in names[node.id])
+        return is_text(node) or isinstance(node, ast.IfExp)
 
     def _text(self, node: ast.expr, names: Texts) -> str:
         """Return the text that an expression shows to a user, with values as names in braces, and mark the expression as read."""
@@ -253,6 +281,8 @@ class _Module:
                 return f"{self._name(value)}.{name.strip('_')}"
             case ast.Call(func=ast.Attribute(attr="join"), args=[argument]):
                 return self._name(argument)
+            case ast.Call(func=ast.Attribute(value=value, attr=method)) if hasattr(str, method) and method not in ("count", "index"):
+                return self._name(value)
             case ast.Call(func=ast.Name(id=called), args=[argument, *_]) if called not in self._functions:
                 return self._name(argument)
             case ast.Call(func=called):

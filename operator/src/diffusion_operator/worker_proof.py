@@ -41,8 +41,8 @@ def new_nonce() -> str:
 
 def proves(identity: Identity, *, token: str, nonce: str, address: str) -> bool:
     """Return whether the worker that answered has the token, and was called at this address."""
-    message = "\n".join((CONTEXT, nonce, address, identity.pod_uid))
-    expected = hmac.new(token.encode(), message.encode(), hashlib.sha256).hexdigest()
+    message = "\n".join((CONTEXT, nonce, address, identity.pod_uid)).encode()
+    expected = hmac.new(token.encode(), message, hashlib.sha256).hexdigest()
     return hmac.compare_digest(expected.encode(), identity.proof.encode())
 
 

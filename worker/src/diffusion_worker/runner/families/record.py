@@ -121,8 +121,8 @@ class ModelRecord(msgspec.Struct, frozen=True):
 class Workaround(enum.Enum):
     """A workaround for a fault of diffusers' class, by `pipelines/diffusers_workarounds.py`."""
 
-    HOOK_BEHIND_STAND_IN = "hook behind stand-in"
-    SD3_INPAINTING = "SD3 inpainting"
+    HOOK_BEHIND_STAND_IN = enum.auto()
+    SD3_INPAINTING = enum.auto()
 
 
 class PipelineRecord(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@
 from collections import Counter as Tally
 from collections.abc import Iterator
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from diffusion_worker.engine.engine import Engine
@@ -14,22 +14,13 @@ from diffusion_worker.engine.state.operations import OPERATION_KINDS
 from diffusion_worker.engine.state.state_document import AdapterState, EngineState, RankDocument, SleepPolicy, StateDocument
 from diffusion_worker.errors import ErrorCode, Fault
 from diffusion_worker.messages import PromptCacheStats
-from diffusion_worker.server.metrics.families import PREFIX, by_state, counter, gauge, histogram, labelled
+from diffusion_worker.server.metrics.families import by_rank, by_state, counter, gauge, histogram, labelled
 
 OK = "OK"
 # Faults that lose the group. A request's own faults do not, and the codes of `requests` count them.
 GROUP_FAULTS = [fault for fault in Fault if fault is not Fault.REQUEST]
 # Results of an adapter's load. Errors of its source, its file and the ranks have codes of their own.
 LOAD_CODES = (OK, *ErrorCode)
-RANK_MEMORY = {
-    "rank_weights_bytes": ("Size of a rank's weights.", "weights_bytes"),
-    "rank_weights_resident_bytes": ("Part of a rank's weights that is in memory.", "weights_resident_bytes"),
-    "rank_mirror_memory_bytes": ("Memory from which a rank's weights come back at wake.", "mirror_memory_bytes"),
-    "rank_mirror_shared_bytes": ("Such memory that ranks of the pod share, which the pod has once.", "mirror_shared_bytes"),
-    "rank_adapter_slots_resident_bytes": ("Part of a rank's slots for adapters that is in memory.", "adapter_slots_resident_bytes"),
-    "rank_adapter_host_bytes": ("Adapters that a rank has in host memory.", "adapter_host_bytes"),
-    "rank_cache_bytes": ("Bytes in a rank's prompt cache.", "cache_bytes"),
-}
 
 
 class EngineCollector(Collector):
@@ -133,8 +124,19 @@ class EngineCollector(Collector):
 
 
 def _rank_memory(ranks: list[RankDocument]) -> Iterator[Metric]:
-    for name, (text, field) in RANK_MEMORY.items():
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["rank"])
-        for rank in ranks:
-            family.add_metric([str(rank.rank)], getattr(rank.memory, field))
-        yield family
+    def by_field(name: str) -> dict[int, float]:
+        return {one.rank: getattr(one.memory, name) for one in ranks}
+
+    yield by_rank("rank_weights_bytes", "Size of a rank's weights.", by_field("weights_bytes"))
+    yield by_rank("rank_weights_resident_bytes", "Part of a rank's weights that is in memory.", by_field("weights_resident_bytes"))
+    yield by_rank("rank_mirror_memory_bytes", "Memory from which a rank's weights come back at wake.", by_field("mirror_memory_bytes"))
+    yield by_rank(
+        "rank_mirror_shared_bytes", "Such memory that ranks of the pod share, which the pod has once.", by_field("mirror_shared_bytes")
+    )
+    yield by_rank(
+        "rank_adapter_slots_resident_bytes",
+        "Part of a rank's slots for adapters that is in memory.",
+        by_field("adapter_slots_resident_bytes"),
+    )
+    yield by_rank("rank_adapter_host_bytes", "Adapters that a rank has in host memory.", by_field("adapter_host_bytes"))
+    yield by_rank("rank_cache_bytes", "Bytes in a rank's prompt cache.", by_field("cache_bytes"))

@@ -44,3 +44,11 @@ def by_state(name: str, text: str, states: Iterable[str], counts: Mapping[str, i
     for state in states:
         family.add_metric([str(state)], counts.get(state, 0))
     return family
+
+
+def by_rank(name: str, text: str, values: Mapping[int, float]) -> Metric:
+    """Return a gauge family with a sample for each rank, labelled by the rank's number."""
+    family = GaugeMetricFamily(PREFIX + name, text, labels=["rank"])
+    for rank, value in values.items():
+        family.add_metric([str(rank)], value)
+    return family
