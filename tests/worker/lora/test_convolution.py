@@ -80,7 +80,7 @@ def test_a_point_convolution_and_a_linear_layer_take_each_others_factors() -> No
     layers.pack(checkpoint_of({"linear": factors_of(model["point"], rank=2), "point": factors_of(model["linear"], rank=2)}), name="both")
     assert isinstance(model["linear"], LoRALinear) and isinstance(model["point"], LoRAConvolution)
     wide = {"point": factors_of(nn.Conv2d(6, 5, 3), rank=2)}
-    with pytest.raises(RequestError, match=r"transformer\.point \(expected 6 x 1 x 1 -> 5, found 6 x 3 x 3 -> 5\)"):
+    with pytest.raises(RequestError, match=r"transformer\.point \(expected 6 x 1 x 1 inputs and 5 outputs, found 6 x 3 x 3 and 5\)"):
         layers.pack(checkpoint_of(wide), name="wide")
 
 
@@ -140,7 +140,7 @@ def test_an_adapter_of_a_fused_projection_is_split_over_the_separate_ones(attend
 def test_an_adapter_of_a_fused_projection_with_other_sizes_is_refused(attended: Attended) -> None:
     name = "attn.to_kv" if attended.text is not None else "attn.to_qkv"
     factors = {name: LoRAFactors(torch.randn(2, 16 if attended.text is None else 12), torch.randn(40, 2), 1.0)}
-    with pytest.raises(RequestError, match=f"transformer.{name} .expected 1[26] -> (48|32), found 1[26] -> 40"):
+    with pytest.raises(RequestError, match=f"transformer.{name} .expected 1[26] inputs and (48|32) outputs, found 1[26] and 40"):
         layers_of(attended).pack(checkpoint_of(factors), name="wide")
 
 

@@ -101,7 +101,7 @@ def test_what_is_loaded_is_described_and_listed_and_an_unknown_id_is_nothing(rig
 def test_loading_twice_under_one_id_says_the_same_and_another_adapter_under_it_is_a_conflict(rig: Rig) -> None:
     request = rig.request(1)
     assert rig.manager.add_adapter(request) == rig.manager.add_adapter(request)
-    with pytest.raises(RequestError, match="its id 1 is that of 'adapter-1'") as refused:
+    with pytest.raises(RequestError, match="its id 1 is that of adapter 'adapter-1'") as refused:
         rig.manager.add_adapter(LoRARequest("other", 1, rig.request(2).lora_path))
     assert refused.value.code is ErrorCode.CONFLICT
 
@@ -155,7 +155,7 @@ def test_without_a_list_the_least_recently_used_goes_but_none_that_is_in_use_or_
     assert rig.manager.pin_adapter(2)
     assert rig.manager.add_adapter(rig.request(4)).evicted == [3]
     assert rig.manager.pin_adapter(4)
-    with pytest.raises(RequestError, match="3 adapters are in memory, and too few of them can be evicted") as refused:
+    with pytest.raises(RequestError, match="3 adapters are in host memory, and too few of them can be evicted") as refused:
         rig.add(5)
     assert refused.value.code is ErrorCode.CAPACITY_EXCEEDED
     assert rig.manager.list_adapters() == [1, 2, 4]

@@ -254,7 +254,7 @@ def test_an_adapter_of_another_model_is_refused_with_the_first_names(net: Net) -
 def test_an_adapter_that_fits_in_part_is_refused_whole_with_expected_and_found_shapes(net: Net) -> None:
     error = refusal(net, random_factors(net, ALL) | {"last": factors_of(net.first, rank=2)})
     assert error.code is ErrorCode.INVALID_ADAPTER
-    assert "1 of 4 modules do not match Net: transformer.last (expected 24 -> 6, found 10 -> 24)" in error.message
+    assert "1 of 4 modules do not match Net: transformer.last (expected 24 inputs and 6 outputs, found 10 and 24)" in error.message
 
 
 def test_a_rank_over_the_limit_is_refused_with_both_numbers_and_what_to_change(net: Net) -> None:
@@ -305,9 +305,7 @@ def test_the_target_modules_are_wrapped_at_once_and_no_others_ever(net: Net) -> 
     with pytest.raises(RequestError) as refused:
         layers.pack(checkpoint_of(random_factors(net, ("first", "last"))), name="mine")
     assert refused.value.code is ErrorCode.MODULES_OUTSIDE_ENVELOPE
-    expected = (
-        "expected layers of --lora-target-module or spec.lora.targetModules (blocks.0, last), found 1 outside of them: transformer.first"
-    )
+    expected = "expected layers of --lora-target-module or spec.lora.targetModules (blocks.0, last), found 1 others: transformer.first"
     assert refused.value.message == f"adapter 'mine': {expected}; add these to the list, or use another adapter"
     load(layers, 0, random_factors(net, ("blocks.0", "last")))
     layers.make_static([net])
@@ -322,8 +320,8 @@ def test_all_wraps_everything(net: Net) -> None:
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("to_q", "--lora-target-module to_q: the model has no layer of this name"),
-        ("irst", "--lora-target-module irst: the model has no layer of this name"),
+        ("to_q", "--lora-target-module to_q: the model has no layer whose name is this or ends with it"),
+        ("irst", "--lora-target-module irst: the model has no layer whose name is this or ends with it"),
         ("norm", "--lora-target-module norm: expected layers that adapters can change, found LayerNorm"),
     ],
 )

@@ -125,7 +125,7 @@ def test_all_adapters_are_removed_at_once_and_the_list_is_a_copy() -> None:
 
 def test_what_is_not_registered_cannot_be_activated_and_the_plain_manager_pins_nothing() -> None:
     manager, _ = plain()
-    with pytest.raises(ValueError, match="adapter 7 is not registered, there are: none"):
+    with pytest.raises(ValueError, match="adapter 7 is not registered, registered are: none"):
         manager.activate_adapter(7)
     with pytest.raises(NotImplementedError):
         manager.pin_adapter(7)
@@ -149,7 +149,7 @@ def test_a_mapping_gives_the_rows_of_one_call_their_slots_and_ends_with_it() -> 
     with manager.set_adapter_mapping([{3: 0.5}, {}, {2: 1.0, 3: 2.0}, {1: 0.0}]):
         assert layers.mapped == [[[SlotUse(1, 0.5)], [], [SlotUse(0, 1.0), SlotUse(1, 2.0)], []]]
     assert layers.mapped[1:] == [None]
-    with pytest.raises(ValueError, match=r"adapter 1 is in no slot, there are: \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"adapter 1 is in no slot, adapters in slots: \[2, 3\]"):
         manager.set_adapter_mapping([{1: 1.0}])
 
 

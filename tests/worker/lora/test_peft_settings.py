@@ -198,8 +198,8 @@ def refused(path: Path, *says: str) -> ErrorCode:
 @pytest.mark.parametrize(
     ("changes", "code", "says"),
     [
-        ({"lora_gain": 3.0}, "UnsupportedFormat", "settings that are not understood: lora_gain 3.0"),
-        ({"init_lora_weights": "singular"}, "UnsupportedFormat", "not understood: init_lora_weights 'singular'"),
+        ({"lora_gain": 3.0}, "UnsupportedFormat", "expected settings that this worker knows, found lora_gain 3.0"),
+        ({"init_lora_weights": "singular"}, "UnsupportedFormat", "that this worker knows, found init_lora_weights 'singular'"),
         ({"use_dora": True}, "UnsupportedFormat", "use_dora True"),
         ({"peft_type": "LOKR"}, "UnsupportedFormat", "peft_type 'LOKR'"),
         ({"r": 5}, "InvalidAdapter", "expected rank 5 as the configuration says, found 4"),
@@ -210,8 +210,8 @@ def refused(path: Path, *says: str) -> ErrorCode:
         ({"layers_to_transform": [0]}, "InvalidAdapter", "is excluded by the configuration's layers_to_transform"),
         ({"layers_to_transform": 1, "layers_pattern": ["joint", "transformer_blocks"]}, "InvalidAdapter", "layers_to_transform"),
         ({"layers_to_transform": [0, 1], "layers_pattern": "joint"}, "InvalidAdapter", "layers_to_transform"),
-        ({"layers_pattern": "transformer_blocks"}, "InvalidAdapter", "expected layers_to_transform beside layers_pattern"),
-        ({"layers_to_transform": 0, "target_modules": "all-linear"}, "InvalidAdapter", "expected target_modules as a list"),
+        ({"layers_pattern": "transformer_blocks"}, "InvalidAdapter", "expected layers_to_transform, as layers_pattern is set"),
+        ({"layers_to_transform": 0, "target_modules": "all-linear"}, "InvalidAdapter", "expected a list as target_modules"),
         ({"exclude_modules": 3}, "InvalidAdapter", "exclude_modules"),
         ({"transformer.r": 4}, "InvalidAdapter", "expected a component's name before every field or before none, found"),
     ],

@@ -266,7 +266,7 @@ def test_a_layer_that_is_registered_has_its_slots_before_the_first_adapter_and_c
     [
         ("transformer.1", {}, "found ReLU"),
         ("transformer.9", {}, "found nothing"),
-        ("transformer.2", {"targets": ["0"]}, "expected a layer that may have adapters, found Linear"),
+        ("transformer.2", {"targets": ["0"]}, "expected a layer that adapters may change, found Linear"),
         ("transformer.0", {"slots": 0, "cached": 0}, "adapters are off, --max-loras is 0"),
     ],
 )
@@ -277,7 +277,7 @@ def test_what_may_have_no_adapters_is_not_registered(name: str, options: dict[st
 
 def test_a_dummy_adapter_is_computed_by_every_layer_with_slots_and_changes_nothing() -> None:
     manager = created()
-    with pytest.raises(ValueError, match="found 0 and rank 2"):
+    with pytest.raises(ValueError, match="found 0 such layers and rank 2"):
         manager._copies.create_dummy_lora(-1, 2)
     manager.register_module("transformer.0")
     manager.register_module("transformer.2")

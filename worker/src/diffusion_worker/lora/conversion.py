@@ -81,7 +81,7 @@ def _converter(kind: Any, table: ConverterTable) -> Convert:
 
     def convert(tensors: Mapping[str, torch.Tensor], label: str) -> dict[str, Converted]:
         if large := [name for name in tensors if _LARGE_NUMBER.search(name)]:
-            raise _invalid(f"{label}: expected the number of a block that a model can have, found {shown(large[0])}")
+            raise _invalid(f"{label}: expected numbers below 1000 in the names of tensors, found {shown(large[0])}")
         results = _converted(load, tensors, label)
         found = {name: Converted(value.as_subclass(torch.Tensor), value.sources) for name, value in results.items()}
         _check_complete(tensors, found.values(), label)
@@ -171,7 +171,7 @@ def _converted(load: Callable[[dict[str, Any]], Any], tensors: Mapping[str, torc
             raise NeedsValues from None
         what = f"{type(error).__name__}: {ascii(str(error))[:200]}"
         at = ", ".join(shown(name) for name in touched[:3] or list(tensors)[:1])
-        raise _invalid(f"{label}: diffusers cannot convert it, and failed at {at}: {what}") from None
+        raise _invalid(f"{label}: diffusers cannot convert its tensors, and failed at {at}: {what}") from None
     finally:
         logging.set_verbosity(verbosity)
     state = result[0] if isinstance(result, tuple) else result

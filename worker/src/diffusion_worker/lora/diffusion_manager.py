@@ -111,7 +111,7 @@ class DiffusionLoRAManager:
             ValueError: `--max-loras` is 0; or nothing of that name may have adapters.
         """
         if not self._copies.lora_slots:
-            raise ValueError(f"{name}: adapters are off, --max-loras is 0")
+            raise ValueError(f"layer {name}: adapters are off, --max-loras is 0")
         return self._copies.register_module(name)
 
     def unregister_modules(self) -> None:
@@ -189,7 +189,7 @@ class DiffusionLoRAManager:
     def _require_free_id(self, request: LoRARequest) -> None:
         known = self._known.get(request.lora_int_id)
         if known is not None and known.request != request:
-            message = f"adapter {request.lora_name!r}: its id {request.lora_int_id} is that of {known.request.lora_name!r}"
+            message = f"adapter {request.lora_name!r}: its id {request.lora_int_id} is that of adapter {known.request.lora_name!r}"
             raise RequestError(ErrorCode.CONFLICT, message)
 
     def register(self, candidate: Candidate) -> LoadedLoRA:
@@ -392,7 +392,7 @@ class DiffusionLoRAManager:
         count = len(self._copies)
         going = copies[: max(0, count + 1 - self._cached)]
         if count + 1 - len(going) > most:
-            message = f"adapter {candidate.request.lora_name!r}: {count} adapters are in memory, and too few of them can be evicted"
+            message = f"adapter {candidate.request.lora_name!r}: {count} adapters are in host memory, and too few of them can be evicted"
             raise RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
         return [lora_int_id for copy in going for lora_int_id in sorted(self._ids_of(copy))]
 

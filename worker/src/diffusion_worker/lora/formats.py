@@ -90,7 +90,7 @@ def refuse_other_kinds(names: Iterable[str], label: str) -> None:
     for name in names:
         for pattern, kind in _OTHER_KINDS:
             if pattern.search(name):
-                raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected a plain LoRA, found {kind}: {shown(name)}")
+                raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected a plain LoRA, found {kind}: tensor {shown(name)}")
 
 
 def take_apart(name: str) -> TensorName | None:

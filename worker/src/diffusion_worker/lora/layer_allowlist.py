@@ -36,7 +36,7 @@ class LayerAllowlist:
             raise RequestError(
                 ErrorCode.MODULES_OUTSIDE_ENVELOPE,
                 f"adapter {adapter!r}: expected layers of {OPTION} or spec.lora.targetModules ({', '.join(self.targets)}), "
-                f"found {len(outside)} outside of them: {names}; add these to the list, or use another adapter",
+                f"found {len(outside)} others: {names}; add these to the list, or use another adapter",
             )
 
 
@@ -47,7 +47,7 @@ def _matching(target: str, model: ModelLayers) -> list[ModelLayer]:
     kinds = sorted({model.kind_of(name) or "" for name in model.names_of_other_modules() if _matches(name, target)})
     if kinds:
         raise ConfigError(f"{OPTION} {target}: expected layers that adapters can change, found {', '.join(kinds)}")
-    raise ConfigError(f"{OPTION} {target}: the model has no layer of this name")
+    raise ConfigError(f"{OPTION} {target}: the model has no layer whose name is this or ends with it")
 
 
 def _matches(name: str, target: str) -> bool:

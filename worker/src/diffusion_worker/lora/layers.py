@@ -99,7 +99,7 @@ class LoRALayer(nn.Module):
             self._holder.folding[self.name] = self
         if x.shape[0] != call.total and not call.shared:
             raise RowsNotSeparable(
-                f"{self.name}: expected {call.total} rows, found {x.shape[0]}: the adapters of different rows cannot be kept apart"
+                f"layer {self.name}: expected a batch of {call.total} rows, found {x.shape[0]}: adapters of rows cannot be kept apart"
             )
         out = out if out.is_contiguous() or call.shared else out.contiguous()
         mine, target = x, out

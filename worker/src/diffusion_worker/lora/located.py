@@ -50,7 +50,7 @@ def locate(path: Path, label: str, *, root: Path | None = None) -> Located:
         message = f"{label}: expected a .safetensors file, found {shown(pickles[0])}; pickle can run code and is never read"
         raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, message)
     found = f"{len(files)} .safetensors files" if files else "none of these"
-    expected = f"{CONFIG_FILE} with {PEFT_WEIGHTS}, {DIFFUSERS_WEIGHTS} or one .safetensors file"
+    expected = f"a folder with {CONFIG_FILE} and {PEFT_WEIGHTS}, with {DIFFUSERS_WEIGHTS}, or with just one .safetensors file"
     raise RequestError(ErrorCode.INVALID_ADAPTER, f"{label}: expected {expected}, found {found}")
 
 

@@ -87,8 +87,9 @@ class LayerMatch(NamedTuple):
 
     def misfit(self, a: torch.Size, b: torch.Size) -> str:
         """Return a text with the expected shapes and these, for factors that do not fit."""
-        expected = " x ".join(map(str, self.pieces[0].layer.inputs))
-        return f"expected {expected} -> {self.outputs}, found {' x '.join(map(str, a[1:]))} -> {b[0]}"
+        expected, inputs = (" x ".join(map(str, shape)) for shape in (self.pieces[0].layer.inputs, a[1:]))
+        outputs = b[0]
+        return f"expected {expected} inputs and {self.outputs} outputs, found {inputs} and {outputs}"
 
 
 class ModelLayers:

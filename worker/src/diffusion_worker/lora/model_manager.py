@@ -150,7 +150,7 @@ class LoRAModelManager:
 
     def pin_adapter(self, lora_int_id: int) -> bool:
         """Raise NotImplementedError, because this manager evicts nothing and so has nothing to pin."""
-        raise NotImplementedError(f"adapter {lora_int_id}: pinning is LRUCacheLoRAModelManager's, this manager evicts nothing")
+        raise NotImplementedError(f"adapter {lora_int_id}: this manager evicts nothing, so it pins nothing; LRUCacheLoRAModelManager does")
 
     def remove_adapter(self, lora_int_id: int) -> bool:
         """Forget an adapter and empty its slot, if it has one; return False for an unknown id."""
@@ -177,12 +177,12 @@ class LoRAModelManager:
     def _slot(self, lora_int_id: int) -> int:
         slot = self.slot_of(lora_int_id)
         if slot is None:
-            raise ValueError(f"adapter {lora_int_id} is in no slot, there are: {sorted(self._active) or 'none'}")
+            raise ValueError(f"adapter {lora_int_id} is in no slot, adapters in slots: {sorted(self._active) or 'none'}")
         return slot
 
     def _require(self, lora_int_id: int) -> LoRAModel:
         if lora_int_id not in self._registered:
-            raise ValueError(f"adapter {lora_int_id} is not registered, there are: {sorted(self._registered) or 'none'}")
+            raise ValueError(f"adapter {lora_int_id} is not registered, registered are: {sorted(self._registered) or 'none'}")
         return self._registered[lora_int_id]
 
 

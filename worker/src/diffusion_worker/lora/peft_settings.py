@@ -66,11 +66,13 @@ class PeftSettings(msgspec.Struct, frozen=True):
         """
         expected = _first_fit(self.rank_pattern, module, self.r, label)
         if expected != rank:
-            raise _invalid(f"{label}: {module}: expected rank {expected} as the configuration says, found {rank}")
+            raise _invalid(f"{label}: module {module}: expected rank {expected} as the configuration says, found {rank}")
         if not self._targets(module, label):
-            raise _invalid(f"{label}: {module} is none of the configuration's target_modules")
+            raise _invalid(f"{label}: module {module} is none of the configuration's target_modules")
         if (setting := self._excluded_by(module, label)) is not None:
-            raise _invalid(f"{label}: {module} is excluded by the configuration's {setting}, but the file has factors for it")
+            raise _invalid(
+                f"{label}: module {module} is excluded by the configuration's {setting}, but the weights file has tensors for it"
+            )
         alpha = _first_fit(self.alpha_pattern, module, self.lora_alpha, label)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -166,7 +168,7 @@ def _decode(data: bytes, label: str) -> dict[str, Any]:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _invalid(f"{label} cannot be read: {str(error)[:120]}") from None
+        raise _invalid(f"{label} is not JSON: {str(error)[:120]}") from None
     if not isinstance(document, dict):
         raise _invalid(f"{label} is not a JSON object")
     return document
@@ -189,10 +191,10 @@ def _settings(document: dict[str, Any], label: str) -> PeftSettings:
     try:
         settings = msgspec.convert(document, PeftSettings)
     except msgspec.ValidationError as error:
-        raise _invalid(f"{label} is wrong: {error}") from None
+        raise _invalid(f"{label} has a wrong value: {error}") from None
     # Compared, because `math.isfinite` fails for a whole number that is too large for a float.
     if not all(abs(alpha) <= sys.float_info.max for alpha in (settings.lora_alpha, *(settings.alpha_pattern or {}).values())):
-        raise _invalid(f"{label}: lora_alpha is not finite")
+        raise _invalid(f"{label}: an alpha, in lora_alpha or alpha_pattern, is not finite")
     _check_layers(settings, label)
     return settings
 
@@ -201,9 +203,9 @@ def _check_layers(settings: PeftSettings, label: str) -> None:
     """Raise RequestError (InvalidAdapter) for combinations that `peft.LoraConfig` refuses, because their target modules are ambiguous."""
     layers = settings.layers_to_transform not in (None, [])
     if layers and isinstance(settings.target_modules, str):
-        raise _invalid(f"{label}: expected target_modules as a list beside layers_to_transform, found {shown(settings.target_modules)}")
+        raise _invalid(f"{label}: expected a list as target_modules, as layers_to_transform is set, found {shown(settings.target_modules)}")
     if settings.layers_pattern and not layers:
-        raise _invalid(f"{label}: expected layers_to_transform beside layers_pattern, found none")
+        raise _invalid(f"{label}: expected layers_to_transform, as layers_pattern is set, found none")
 
 
 def _require_understood(document: dict[str, Any], label: str) -> None:
@@ -217,7 +219,9 @@ def _require_understood(document: dict[str, Any], label: str) -> None:
         unknown.append(f"init_lora_weights {ascii(document['init_lora_weights'])[:80]}")
     if unknown:
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: settings that are not understood: {', '.join(unknown[:3])}{more}")
+        raise RequestError(
+            ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected settings that this worker knows, found {', '.join(unknown[:3])}{more}"
+        )
 
 
 def _first_fit(patterns: Patterns | None, module: str, default: int | float, label: str) -> int | float:
@@ -240,7 +244,7 @@ def _match(pattern: str, module: str, label: str, match: Callable[[str, str], re
     try:
         return match(pattern, module)
     except (re.error, OverflowError, RecursionError) as error:
-        raise _invalid(f"{label}: {ascii(pattern)[:120]} is not a regular expression: {error}") from None
+        raise _invalid(f"{label}: the pattern {ascii(pattern)[:120]} is not a regular expression: {error}") from None
 
 
 def _invalid(message: str) -> RequestError:

@@ -133,7 +133,7 @@ class AdapterLayers:
         """
         layers = [piece.layer for piece in self._model.find(name).pieces]
         if not layers or not all(map(self._envelope.allows, layers)):
-            raise ValueError(f"{name}: expected a layer that may have adapters, found {self._model.kind_of(name) or 'nothing'}")
+            raise ValueError(f"{name}: expected a layer that adapters may change, found {self._model.kind_of(name) or 'nothing'}")
         new = [layer for layer in layers if layer not in self._wrapped]
         self._wrap(new)
         return bool(new)
@@ -158,7 +158,9 @@ class AdapterLayers:
             ValueError: no layer has slots, or the rank is over the largest one.
         """
         if not self._wrapped or not 0 < rank <= self._max_rank:
-            raise ValueError(f"expected layers with slots and a rank up to {self._max_rank}, found {len(self._wrapped)} and rank {rank}")
+            layers = len(self._wrapped)
+            expected = f"expected layers with slots, and a rank of 1 to {self._max_rank}"
+            raise ValueError(f"adapter of zeros: {expected}, found {layers} such layers and rank {rank}")
         bound = [
             Bound(layer.name, layer, part, *_zeros(own, rank, segment.rows.dtype), 1.0)
             for layer, (_, segment, columns) in self._wrapped.items()
@@ -275,7 +277,7 @@ class AdapterLayers:
     def _require_separable(self, call: RowAdapters) -> None:
         for name, layer in self._holder.folding.items() if not call.shared else ():
             if layer.named_by(call.mask):
-                raise RowsNotSeparable(f"{name} does not see the rows of a call: adapters cannot be kept apart")
+                raise RowsNotSeparable(f"layer {name} does not see the rows of a batch: adapters of rows cannot be kept apart")
 
     def _learn_from_compiled(self) -> None:
         """Add the layers that compiled code has marked as not seeing the rows of a call to the holder's `folding`."""

@@ -51,8 +51,8 @@ def _rules(recipe: Recipe) -> list[tuple[str, str, bool]]:
                 bool(sigmas) and falling and math.isfinite(sigmas[0]) and sigmas[-1] > 0,
             )
         )
-        rules.append(("sigmas", f"at most {MAX_STEPS}", len(sigmas) <= MAX_STEPS))
-        rules.append(("sigmas", f"{recipe.steps}, one for each of its steps", recipe.steps in (None, len(sigmas))))
+        rules.append(("sigmas", f"at most {MAX_STEPS} numbers", len(sigmas) <= MAX_STEPS))
+        rules.append(("sigmas", f"{recipe.steps} numbers, one for each of its steps", recipe.steps in (None, len(sigmas))))
     if recipe.shift is not None:
         rules.append(("shift", "a number over 0", math.isfinite(recipe.shift) and recipe.shift > 0))
     return rules

@@ -153,7 +153,7 @@ def walk_beneath(top: int, names: str) -> int:
 
 def _unreadable(path: Path, label: str, error: OSError | ValueError) -> RequestError:
     if isinstance(error, OSError) and error.errno == errno.EXDEV:
-        return _invalid(f"{label}: {path.name} is not beneath its root: a link or '..' leads out of it")
+        return _invalid(f"{label}: {path.name} is not within the folder or volume of its source: a link or '..' leads out of it")
     return _invalid(f"{label}: {ascii(path.name)[1:-1]} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
