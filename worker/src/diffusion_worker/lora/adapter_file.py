@@ -34,24 +34,11 @@ class Place(NamedTuple):
     end: int
 
 
-class AdapterFile(NamedTuple):
-    """A file that was read completely, with its tensors by name, whose values are all finite.
-
-    Most are views of one buffer, whose hashing may still go on. Tensors of float64 were converted to float32.
-    """
-
-    header: AdapterHeader
-    hashed: Future[str]
-    tensors: dict[str, torch.Tensor]
-
-    @property
-    def digest(self) -> str:
-        """The `sha256:<hex>` of all bytes; waits until it is computed."""
-        return self.hashed.result()
-
-
 class OpenWeights:
-    """An open weights file whose header was read and checked. Use it as a context manager, and call `read` at most once."""
+    """An open weights file whose header was read and checked. Use it as a context manager; call `allocate`, then `read`, once each.
+
+    `tensors` has the file's tensors by name, those of float64 as float32. Before `read` only alphas of a single number have values.
+    """
 
     def __init__(self, path: Path, label: str, *, root: Path | None = None) -> None:
         """Open a file, and read and check its header; messages begin with `label`. With a `root` only a file beneath it is opened.
@@ -69,7 +56,8 @@ class OpenWeights:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._alphas: dict[str, torch.Tensor] = {}
+        self._apart = {name: place for name, place in self._places.items() if _is_alpha(name, place) or _is_copied(place)}
+        self.tensors: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> "OpenWeights":
         return self
@@ -77,20 +65,22 @@ class OpenWeights:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
-    def stand_ins(self) -> dict[str, torch.Tensor]:
-        """Return the file's tensors by name on the meta device, so with shapes and dtypes but no values.
-
-        Alphas of a single number do have their values, which are read here because they are a few bytes each.
+    def allocate(self) -> None:
+        """Make `tensors` in memory that `read` fills. The values of alphas are read here, because they are a few bytes each.
 
         Raises:
             RequestError: InvalidAdapter for an alpha that cannot be read or is not finite.
         """
-        found = self._tensors(torch.empty(self.header.size_bytes - self.header.data_start, dtype=torch.uint8, device="meta"))
-        self._alphas = {name: self._alpha(name, place) for name, place in self._places.items() if _is_alpha(name, place)}
-        return found | self._alphas
+        # The kernel gives pages when they are written, so names and shapes are judged before the file takes memory.
+        self._buffer = torch.empty(self.header.size_bytes - self.header.data_start, dtype=torch.uint8)
+        numbers = {dtype: _numbers(self._buffer, dtype) for dtype in {place.dtype for place in self._places.values()}}
+        for name, place in self._places.items():
+            self.tensors[name] = self._separate(name, place) if name in self._apart else _view(numbers[place.dtype], place)
 
-    def read(self) -> AdapterFile:
-        """Read all tensors and require finite values. The digest is computed on a thread meanwhile, which is not waited for.
+    def read(self) -> Future[str]:
+        """Fill all tensors from the file, require finite values, and return the digest of the file, `sha256:<hex>`.
+
+        A thread computes the digest meanwhile, and it is not waited for.
 
         Raises:
             RequestError: InvalidAdapter for the first tensor with a value that is not finite, or for a file that changed or cannot be read.
@@ -100,24 +90,19 @@ class OpenWeights:
         hashing = ThreadPoolExecutor(max_workers=1)
         try:
             hashing.submit(digest.update, self._beginning)
-            size = self.header.size_bytes - self.header.data_start
-            buffer = _read_rest(self._descriptor, size, lambda chunk: hashing.submit(digest.update, chunk), self._label)
+            _read_rest(self._descriptor, self._buffer, lambda chunk: hashing.submit(digest.update, chunk), self._label)
             hashed = hashing.submit(lambda: f"sha256:{digest.hexdigest()}")
         finally:
             hashing.shutdown(wait=False)
-        tensors = self._tensors(buffer)
-        _check_finite(self._places, tensors, buffer, self._label)
-        if any(not torch.equal(tensors[name], alpha) for name, alpha in self._alphas.items()):
-            raise _invalid(f"{self._label}: the file changed while it was read")
-        double = [name for name, place in self._places.items() if place.dtype is torch.float64]
-        return AdapterFile(self.header, hashed, tensors | {name: _to_single(name, tensors[name], self._label) for name in double})
+        _check_finite(self._places, self._buffer, self._label)
+        for name, place in self._apart.items():
+            self._fill(name, place)
+        return hashed
 
-    def _tensors(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return all tensors by name from `buffer`, which has all bytes after the header: as views, or as copies if not aligned."""
-        numbers = {dtype: _numbers(buffer, dtype) for dtype in {place.dtype for place in self._places.values()}}
-        return {name: _view(buffer, numbers[place.dtype], place) for name, place in self._places.items()}
-
-    def _alpha(self, name: str, place: Place) -> torch.Tensor:
+    def _separate(self, name: str, place: Place) -> torch.Tensor:
+        """Return a tensor of its own: an alpha with its value, or memory for a tensor that `read` copies."""
+        if not _is_alpha(name, place):
+            return torch.empty(place.shape, dtype=torch.float32 if place.dtype is torch.float64 else place.dtype)
         try:
             data = os.pread(self._descriptor, place.end - place.begin, self.header.data_start + place.begin)
         except OSError as error:
@@ -129,19 +114,32 @@ class OpenWeights:
             raise _invalid(f"{self._label}: tensor {name} has values that are not finite")
         return alpha
 
+    def _fill(self, name: str, place: Place) -> None:
+        """Copy a tensor out of the bytes that were read, or compare an alpha with them; raises RequestError (InvalidAdapter)."""
+        values, tensor = _copied(self._buffer, place), self.tensors[name]
+        if _is_alpha(name, place):
+            if not torch.equal(values, tensor):
+                raise _invalid(f"{self._label}: the file changed while it was read")
+        elif not _is_finite(tensor.copy_(values)):
+            raise _invalid(f"{self._label}: tensor {name} is F64, and has values that are too large for F32, to which it is converted")
+
 
 def _is_alpha(name: str, place: Place) -> bool:
     return name.endswith(".alpha") and math.prod(place.shape) == 1
 
 
-def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], object], label: str) -> torch.Tensor:
-    """Read the rest of an open file into a new tensor, and pass each chunk to `hash_chunk` as well.
+def _is_copied(place: Place) -> bool:
+    """Return whether a tensor cannot be a view of the file's bytes: torch needs aligned ones, and no layer computes in float64."""
+    return place.begin % place.dtype.itemsize != 0 or place.dtype is torch.float64
+
+
+def _read_rest(descriptor: int, buffer: torch.Tensor, hash_chunk: Callable[[memoryview], object], label: str) -> None:
+    """Fill `buffer` with the rest of an open file, and pass each chunk to `hash_chunk` as well.
 
     Raises:
-        RequestError: InvalidAdapter if the file cannot be read, or if the rest is not exactly `size` bytes.
+        RequestError: InvalidAdapter if the file cannot be read, or if the rest has another size than the buffer.
     """
-    buffer = torch.empty(size, dtype=torch.uint8)
-    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+    view, size = memoryview(buffer.numpy()), len(buffer)  # type: ignore[arg-type]
     at = 0
     while at < size:
         try:
@@ -154,7 +152,6 @@ def _read_rest(descriptor: int, size: int, hash_chunk: Callable[[memoryview], ob
         at += count
     if os.read(descriptor, 1):
         raise _invalid(f"{label}: the file became longer while it was read")
-    return buffer
 
 
 def _places_of(header: AdapterHeader, label: str) -> dict[str, Place]:
@@ -176,19 +173,22 @@ def _numbers(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return buffer[: len(buffer) - len(buffer) % dtype.itemsize].view(dtype)
 
 
-def _view(buffer: torch.Tensor, numbers: torch.Tensor, place: Place) -> torch.Tensor:
-    item = numbers.dtype.itemsize
-    if place.begin % item:  # torch views only aligned bytes as numbers
-        return buffer[place.begin : place.end].clone().view(numbers.dtype).view(place.shape)
-    shape = place.shape
+def _view(numbers: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return a tensor as a view of the file's bytes, which are given as numbers of its dtype."""
+    shape, first = place.shape, place.begin // place.dtype.itemsize
     if len(shape) != 2:
-        return numbers[place.begin // item : place.end // item].view(shape)
+        return numbers[first : place.end // place.dtype.itemsize].view(shape)
     # Nearly all tensors, some hundred, are matrices: they take one call of torch each.
-    return numbers.as_strided(shape, (shape[1], 1), place.begin // item)
+    return numbers.as_strided(shape, (shape[1], 1), first)
 
 
-def _check_finite(places: Mapping[str, Place], tensors: dict[str, torch.Tensor], buffer: torch.Tensor, label: str) -> None:
-    """Raise RequestError (InvalidAdapter) with the first tensor of `tensors` that has a value that is not finite.
+def _copied(buffer: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return a tensor as a copy from the file's bytes, which need not be aligned."""
+    return buffer[place.begin : place.end].clone().view(place.dtype).view(place.shape)
+
+
+def _check_finite(places: Mapping[str, Place], buffer: torch.Tensor, label: str) -> None:
+    """Raise RequestError (InvalidAdapter) with the first tensor that has a value that is not finite.
 
     Adjacent tensors of one dtype are checked together, in one pass over memory. If that fails, or a run of them is not aligned to its
     dtype, all tensors are checked one by one.
@@ -198,17 +198,9 @@ def _check_finite(places: Mapping[str, Place], tensors: dict[str, torch.Tensor],
     aligned = all(begin % dtype.itemsize == 0 for dtype, begin, _ in runs)
     if aligned and all(_is_finite(buffer[begin:end].view(dtype)) for dtype, begin, end in runs):
         return
-    for name, tensor in tensors.items():
-        if not _is_finite(tensor):
+    for name, place in places.items():
+        if not _is_finite(_copied(buffer, place)):
             raise _invalid(f"{label}: tensor {name} has values that are not finite")
-
-
-def _to_single(name: str, tensor: torch.Tensor, label: str) -> torch.Tensor:
-    """Convert double precision, in which no layer computes, to single; raise RequestError if a value is then infinite."""
-    tensor = tensor.float()
-    if not _is_finite(tensor):
-        raise _invalid(f"{label}: tensor {name} is F64, and has values that are too large for F32, to which it is converted")
-    return tensor
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

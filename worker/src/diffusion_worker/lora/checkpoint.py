@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.adapter_file import AdapterFile, OpenWeights
+from diffusion_worker.lora.adapter_file import OpenWeights
 from diffusion_worker.lora.formats import Format, module_path
 from diffusion_worker.lora.header import AdapterHeader
 from diffusion_worker.lora.identity import LOW_RANK, ModuleChange, contradicts, identity_of
@@ -106,18 +106,20 @@ def read_checkpoint(
     config = read_settings(located.config, label, root=beneath) if located.config else None
     with OpenWeights(located.weights, label, root=beneath) as opened:
         sized(opened.header.size_bytes)
-        reading = _Reading(opened.header, opened.stand_ins(), config, options, model, label)
+        opened.allocate()
+        reading = _Reading(opened.header, opened.tensors, config, options, model, label)
+        checkpoint = None
         # Some conversions of names need values; those are made after the factors are read.
         with contextlib.suppress(NeedsValues):
-            judge(reading.checkpoint(reading.tensors, ""))
-        file = opened.read()
-    try:
-        checkpoint = reading.checkpoint(file.tensors, file.digest)
-    except RequestError:
-        # A wrong digest is reported first, because it explains more than an error in the content.
-        _require_digest(file, options, label)
-        raise
-    _require_digest(file, options, label)
+            checkpoint = reading.checkpoint(filled=False)
+            judge(checkpoint)
+        hashed = opened.read()
+    if options.digest is not None and hashed.result() != options.digest:
+        found = f"found {hashed.result()}"
+        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected a weights file with digest {options.digest}, {found}")
+    if checkpoint is None or any(factors.a.is_meta for factors in checkpoint.modules.values()):
+        checkpoint = reading.checkpoint(filled=True)
+    checkpoint = msgspec.structs.replace(checkpoint, digest=hashed.result())
     if options.identity is not None and contradicts(checkpoint.identity, options.identity):
         found = f"found {checkpoint.identity}: its configuration, such as lora_alpha, was changed"
         message = f"{label}: expected identity {options.identity}, as it was asked for, {found}"
@@ -125,13 +127,8 @@ def read_checkpoint(
     return checkpoint
 
 
-def _require_digest(file: AdapterFile, options: LoadOptions, label: str) -> None:
-    if options.digest is not None and file.digest != options.digest:
-        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected a weights file with digest {options.digest}, found {file.digest}")
-
-
 class _Reading:
-    """The names, shapes and settings of an adapter, known before the values of its factors; raises RequestError."""
+    """The names, shapes and settings of an adapter, which are known before `tensors` have values; raises RequestError."""
 
     def __init__(
         self,
@@ -142,24 +139,27 @@ class _Reading:
         model: AdaptedModel,
         label: str,
     ) -> None:
-        self.tensors = tensors
-        self._header, self._config, self._options, self._model, self._label = header, config, options, model, label
+        self._tensors, self._header, self._config, self._options = tensors, header, config, options
+        self._model, self._label = model, label
         self._written = modules_of(tensors, model, label)
         self._settings = _settings_of(header, config, self._written, model, label)
         with pattern_time.counted():
             self._scaling = {module: _scaling(module, names, self._settings, model, label) for module, names in self._written.items()}
 
-    def checkpoint(self, tensors: Mapping[str, torch.Tensor], digest: str) -> LoRACheckpoint:
-        """Return the adapter with these tensors; raises RequestError, or NeedsValues if a conversion needs values that they lack."""
+    def checkpoint(self, *, filled: bool) -> LoRACheckpoint:
+        """Return the adapter, without a digest. `filled`: all tensors have values; if not, those that a conversion makes are on meta.
+
+        Raises RequestError, and NeedsValues if a conversion needs the values that are not there yet.
+        """
         options, label, metadata = self._options, self._label, self._header.metadata
-        factors, found = bind(tensors, self._written, self._scaling.__getitem__, model=self._model, label=label)
+        factors, found = bind(self._tensors, self._written, self._scaling.__getitem__, filled=filled, model=self._model, label=label)
         found = Format.PEFT if self._config else found
         if options.format not in (None, found):
             raise RequestError(
                 ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected tensor names in the format {options.format}, found {found}"
             )
         checkpoint = LoRACheckpoint(
-            digest=digest,
+            digest="",
             size_bytes=self._header.size_bytes,
             modules=_of_components(factors, options.components, label),
             format=str(found),

@@ -112,12 +112,14 @@ def bind(
     written: Mapping[str, RawLoRAModule],
     scaling: Callable[[str], float],
     *,
+    filled: bool,
     model: AdaptedModel,
     label: str,
 ) -> tuple[dict[str, Factors], Format]:
     """Return the factors by `component.path` in diffusers' naming, and the format of the file.
 
     `scaling` returns the scaling of a module by its name in the file. If the model has none of the file's names, its converter is tried.
+    It gets tensors on the meta device unless they are `filled`, and so may raise NeedsValues.
     Modules that the model lacks may remain in the result.
 
     Raises:
@@ -139,7 +141,8 @@ def bind(
             )
         try:
             if model.convert is not None:
-                return _converted(tensors, written, scaling, model=model, label=label), format_of(written, converted=True)
+                given = tensors if filled else {name: tensor.to("meta") for name, tensor in tensors.items()}
+                return _converted(given, written, scaling, model=model, label=label), format_of(written, converted=True)
         except RequestError:
             if foreign is not None:
                 raise

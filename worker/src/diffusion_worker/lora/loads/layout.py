@@ -106,10 +106,12 @@ class LaidOut:
     def write(self, buffer: torch.Tensor) -> Bound | None:
         """Write the whole adapter into `buffer`, and return the first factors that are not finite in a slot's dtype; None if all are.
 
-        `buffer` has `layout.nbytes` bytes. Bytes between matrices are left as they are.
+        `buffer` has `layout.nbytes` bytes. Those between matrices become zeros, because they count in the checksum.
         """
         wrong = None
-        for view, (kind, group) in zip(_views(self.layout, buffer), self._groups, strict=True):
+        for matrix, view, (kind, group) in zip(self.layout.matrices, _views(self.layout, buffer), self._groups, strict=True):
+            end = matrix.offset + view.nbytes
+            buffer[end : -(-end // ALIGNMENT) * ALIGNMENT].zero_()
             # Transposing all at once takes less time than each by itself.
             if kind.is_b:
                 view.copy_(torch.cat([each.b for each in group]).t())
