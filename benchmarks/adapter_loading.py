@@ -126,7 +126,9 @@ def _layers(model: nn.Module, *, slots: int = 2) -> AdapterLayers:
 
 
 def _load(layers: AdapterLayers, file: Path, slot: int = 0) -> None:
-    _activate(layers, slot, layers.pack(read_checkpoint(str(file)), name="adapter"))
+    checkpoint = read_checkpoint(str(file))
+    _activate(layers, slot, layers.pack(checkpoint, name="adapter"))
+    assert checkpoint.digest  # A load ends when the file is hashed too.
 
 
 def _activate(layers: AdapterLayers, slot: int, adapter: HostAdapter) -> None:

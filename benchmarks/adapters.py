@@ -124,7 +124,7 @@ def random_adapter(linears: Mapping[str, nn.Linear], *, seed: int, dtype: torch.
         )
         for name, layer in linears.items()
     }
-    return LoRACheckpoint(digest=f"sha256:{seed}", size_bytes=0, modules=factors)
+    return LoRACheckpoint(hashed=lambda: f"sha256:{seed}", size_bytes=0, modules=factors)
 
 
 Ways = dict[str, Callable[[], Any]]

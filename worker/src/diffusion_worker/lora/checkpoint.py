@@ -48,20 +48,25 @@ class LoRAFactors(msgspec.Struct, frozen=True):
 
 
 class LoRACheckpoint(msgspec.Struct, frozen=True):
-    """An adapter as read from its file. `digest` and `size_bytes` are those of the weights file; modules are named `component.path`.
+    """An adapter as read from its file, whose size is `size_bytes`; modules are named `component.path`.
 
-    The tensors are views of the file's bytes, all of which stay in memory as long as one of the tensors.
-    `format` is the naming of the file's tensors. `alpha` is set if all modules share one. `base_model` is the model that the
-    metadata name.
+    `hashed` returns the weights file's digest, and waits for the thread that computes it. The tensors are views of the file's bytes, all
+    of which stay in memory as long as one of the tensors. `format` is the naming of the file's tensors. `alpha` is set if all modules
+    share one. `base_model` is the model that the metadata name.
     """
 
-    digest: str
+    hashed: Callable[[], str]
     size_bytes: int
     modules: dict[str, LoRAFactors]
     format: str = "peft"
     alpha: float | None = None
     base_model: str | None = None
     recipe: Recipe | None = None
+
+    @property
+    def digest(self) -> str:
+        """The digest of the weights file, `sha256:<hex>`; waits until it is computed."""
+        return self.hashed()
 
     @property
     def rank(self) -> int:
@@ -119,7 +124,7 @@ def read_checkpoint(
         raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected a weights file with digest {options.digest}, {found}")
     if checkpoint is None or any(factors.a.is_meta for factors in checkpoint.modules.values()):
         checkpoint = reading.checkpoint(filled=True)
-    checkpoint = msgspec.structs.replace(checkpoint, digest=hashed.result())
+    checkpoint = msgspec.structs.replace(checkpoint, hashed=hashed.result)
     if options.identity is not None and contradicts(checkpoint.identity, options.identity):
         found = f"found {checkpoint.identity}: its configuration, such as lora_alpha, was changed"
         message = f"{label}: expected identity {options.identity}, as it was asked for, {found}"
@@ -147,7 +152,7 @@ class _Reading:
             self._scaling = {module: _scaling(module, names, self._settings, model, label) for module, names in self._written.items()}
 
     def checkpoint(self, *, filled: bool) -> LoRACheckpoint:
-        """Return the adapter, without a digest. `filled`: all tensors have values; if not, those that a conversion makes are on meta.
+        """Return the adapter; it has no digest yet. `filled`: all tensors have values; if not, those that a conversion makes are on meta.
 
         Raises RequestError, and NeedsValues if a conversion needs the values that are not there yet.
         """
@@ -159,7 +164,7 @@ class _Reading:
                 ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected tensor names in the format {options.format}, found {found}"
             )
         checkpoint = LoRACheckpoint(
-            digest="",
+            hashed=_not_read,
             size_bytes=self._header.size_bytes,
             modules=_of_components(factors, options.components, label),
             format=str(found),
@@ -170,6 +175,10 @@ class _Reading:
         if options.expected_rank is not None and options.expected_rank != checkpoint.rank:
             raise invalid(f"{label}: expected {options.expected_rank} as the largest rank of its modules, found {checkpoint.rank}")
         return checkpoint
+
+
+def _not_read() -> str:
+    raise RuntimeError("expected an adapter whose weights were read, found one whose names and shapes alone are known")
 
 
 def _settings_of(

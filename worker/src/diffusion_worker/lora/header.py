@@ -9,6 +9,7 @@ needs: bounds of its size, plain names that occur once, and few dimensions. A fi
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,16 @@ def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHea
     Raises:
         RequestError: InvalidAdapter with the first tensor that is wrong.
     """
-    _judge_text(beginning[LENGTH_BYTES:], label)
+    text = beginning[LENGTH_BYTES:]
+    if text.count(b"{") > MAX_TENSORS or text.count(b"[") > 2 * MAX_TENSORS:
+        raise _invalid(f"{label}: its header has more objects or lists than {MAX_TENSORS} tensors need, which is the limit")
     try:
         metadata, tensors = read_layout(beginning, size_bytes)
     except ValueError as error:
+        _judge_text(text, label)
         raise _invalid(f"{label}: expected a complete safetensors file, found {size_bytes} bytes whose header is wrong: {error}") from None
+    if not _has_nothing_else(text, metadata, tensors) or not all(map(_is_tensor_name, tensors)):
+        _judge_text(text, label)
     for name, entry in tensors.items():
         if len(entry.shape) > MAX_DIMENSIONS or max(entry.shape, default=0) > MAX_FILE_BYTES:
             expected = f"expected a shape of at most {MAX_DIMENSIONS} dimensions, each at most {MAX_FILE_BYTES}"
@@ -146,14 +152,26 @@ def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHea
     return AdapterHeader(metadata=metadata, tensors=tensors, data_start=len(beginning), size_bytes=size_bytes)
 
 
+def _has_nothing_else(text: bytes, metadata: Mapping[str, str], tensors: Mapping[str, TensorEntry]) -> bool:
+    """Return True if the header has no repeated name and no field that the library ignored; False if that is not sure.
+
+    A tensor has two lists at least, so no tensor is there twice or is a list itself. Without escapes a string has exactly two quotes, and
+    a tensor five strings: its name, three fields and a dtype. So a string that the library did not show would be one too many.
+    """
+    strings = 5 * len(tensors) + (1 + 2 * len(metadata) if metadata else 0)
+    return b"\\" not in text and text.count(b"[") == 2 * len(tensors) and text.count(b'"') == 2 * strings
+
+
+def _is_tensor_name(name: str) -> bool:
+    return len(name) <= MAX_NAME_LENGTH and PLAIN_NAME.fullmatch(name) is not None and ".." not in name
+
+
 def _judge_text(data: bytes, label: str) -> None:
-    """Refuse what the library would accept or not show: repeated names, unknown fields, unusual names, and too many entries.
+    """Refuse what the library would accept or not show: repeated names, unknown fields and unusual names.
 
     Raises:
         RequestError: InvalidAdapter.
     """
-    if data.count(b"{") > MAX_TENSORS or data.count(b"[") > 2 * MAX_TENSORS:
-        raise _invalid(f"{label}: its header has more objects or lists than {MAX_TENSORS} tensors need, which is the limit")
     try:
         # Objects become tuples of their pairs, so that none is lost, and lists stay lists.
         document = json.loads(data, object_pairs_hook=tuple)
@@ -166,7 +184,7 @@ def _judge_text(data: bytes, label: str) -> None:
         if name == METADATA:
             _refuse_repeated(entry if isinstance(entry, tuple) else (), f"{label}: {METADATA}")
             continue
-        if len(name) > MAX_NAME_LENGTH or not PLAIN_NAME.fullmatch(name) or ".." in name:
+        if not _is_tensor_name(name):
             raise _invalid(f"{label}: {shown(name)} cannot be a tensor's name: it is too long or has unusual characters")
         # The library requires its three fields once each, so that three fields are these.
         if not isinstance(entry, tuple) or len(entry) != 3:

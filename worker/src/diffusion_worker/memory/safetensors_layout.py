@@ -49,8 +49,8 @@ def _read(beginning: bytes, size_bytes: int) -> Layout:
         copy.truncate(size_bytes)
         # A framework is asked for and not used. With `pread` the whole file is mapped only while the header is parsed.
         with safetensors.safe_open(f"/proc/self/fd/{copy.fileno()}", framework="numpy", backend="pread") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            tensors = {name: TensorEntry(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+            slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+            tensors = {name: TensorEntry(each.get_dtype(), tuple(each.get_shape())) for name, each in slices}
             return Layout(opened.metadata() or {}, tensors)
 
 
