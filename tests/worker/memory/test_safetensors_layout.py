@@ -53,5 +53,11 @@ def test_a_tensor_that_is_wrong_by_itself_is_named(wrong: Any, reason: str) -> N
 def test_a_header_that_is_wrong_as_a_whole_is_refused_with_the_reason_only() -> None:
     with pytest.raises(ValueError, match=r"^invalid offset for tensor `b`$"):
         read({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, 12)
-    with pytest.raises(ValueError, match=r"^incomplete metadata, file not fully covered$"):
-        read({"a": entry([2], 0, 8)}, 9)
+
+
+def test_a_file_that_does_not_end_with_its_last_tensor_is_refused_with_the_place_of_that_end() -> None:
+    header = {"a": entry([2], 0, 8), "b": entry([3], 8, 20)}
+    end = 8 + len(json.dumps(header)) + 20
+    for size in (9, 19, 21):
+        with pytest.raises(ValueError, match=rf"^its tensors end at byte {end}$"):
+            read(header, size)

@@ -18,7 +18,7 @@ import msgspec
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.located import PICKLE_SUFFIXES, PLAIN_NAME, shown
 from diffusion_worker.lora.regular_file import open_regular
-from diffusion_worker.memory.safetensors_layout import LENGTH_BYTES, TensorEntry, read_layout
+from diffusion_worker.memory.safetensors_layout import LENGTH_BYTES, METADATA, TensorEntry, read_layout
 
 # Trainers keep statistics of their data sets in the metadata: some hundred KB. This bounds the memory and time of parsing.
 MAX_HEADER_BYTES = 16 << 20
@@ -28,7 +28,6 @@ MAX_FILE_BYTES = 16 << 30
 MAX_TENSORS = 20_000
 MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
-METADATA = "__metadata__"
 _OTHER_FORMATS = (
     (b"PK\x03\x04", ErrorCode.UNSUPPORTED_FORMAT, "a zip or PyTorch pickle file; pickle can run code and is never read"),
     (b"\x80\x02", ErrorCode.UNSUPPORTED_FORMAT, "a pickle file; pickle can run code and is never read"),
@@ -142,7 +141,7 @@ def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHea
         metadata, tensors = read_layout(beginning, size_bytes)
     except ValueError as error:
         _judge_text(text, label)
-        raise _invalid(f"{label}: expected a complete safetensors file, found {size_bytes} bytes whose header is wrong: {error}") from None
+        raise _invalid(f"{label}: expected a complete safetensors file, found {size_bytes} bytes: {error}") from None
     if not _has_nothing_else(text, metadata, tensors) or not all(map(_is_tensor_name, tensors)):
         _judge_text(text, label)
     for name, entry in tensors.items():

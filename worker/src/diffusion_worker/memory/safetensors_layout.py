@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import safetensors
 
 LENGTH_BYTES = 8
+METADATA = "__metadata__"
 _PREFIX = "Error while deserializing header: "
 
 
@@ -35,12 +36,13 @@ def read_layout(beginning: bytes, size_bytes: int) -> Layout:
     The library keeps the last of two tensors of one name, and ignores fields that it does not know.
 
     Raises:
-        ValueError: the library refuses the header, with its reason, and the tensor that is wrong if it is wrong by itself.
+        ValueError: the library refuses the header. The text names the tensor that is wrong by itself, or says where the tensors end if
+            that is not the end of the file. Otherwise it is the library's reason.
     """
     try:
         return _read(beginning, size_bytes)
     except safetensors.SafetensorError as error:
-        raise ValueError(_refused_alone(beginning[LENGTH_BYTES:]) or _reason(error)) from None
+        raise ValueError(_refused_alone(beginning[LENGTH_BYTES:], size_bytes) or _reason(error)) from None
 
 
 def _read(beginning: bytes, size_bytes: int) -> Layout:
@@ -54,29 +56,34 @@ def _read(beginning: bytes, size_bytes: int) -> Layout:
             return Layout(opened.metadata() or {}, tensors)
 
 
-def _refused_alone(header: bytes) -> str | None:
+def _refused_alone(header: bytes, size_bytes: int) -> str | None:
     """Return a text with the first entry that the library refuses also by itself, a tensor or the metadata, and the reason.
 
-    Return None if it accepts each entry by itself, or if the header is not JSON.
+    If it accepts each by itself, the text says where the last tensor ends. Return None if that is the end of the file, or if the header is
+    not JSON.
     """
     try:
         document = json.loads(header)
     except (ValueError, RecursionError):
         return None
-    for name, entry in document.items() if isinstance(document, dict) else ():
+    if not isinstance(document, dict):
+        return None
+    for name, entry in document.items():
         text, size = _alone(name, entry)
         try:
             _read(len(text).to_bytes(LENGTH_BYTES, "little") + text, LENGTH_BYTES + len(text) + size)
         except safetensors.SafetensorError as error:
             return f"{ascii(name)[1:-1][:160]}: {_reason(error)}"
-    return None
+    ends = (entry["data_offsets"][1] for name, entry in document.items() if name != METADATA)
+    end = LENGTH_BYTES + len(header) + max(ends, default=0)
+    return None if end == size_bytes else f"its tensors end at byte {end}"
 
 
 def _alone(name: str, entry: Any) -> tuple[bytes, int]:
     """Return the header of a file with this entry only, and the bytes of its tensor."""
     size = 0
     match entry:
-        case {"data_offsets": [int(begin), int(end)]} if 0 <= end - begin < 1 << 48:
+        case {"data_offsets": [int(begin), int(end)]} if 0 <= begin <= end < begin + (1 << 48):
             size = end - begin
             entry = entry | {"data_offsets": [0, size]}
     return json.dumps({name: entry}).encode(), size

@@ -9,12 +9,12 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.memory.safetensors_layout import LENGTH_BYTES, read_layout
 
 # The format's own bound for the header, which is JSON and holds names, shapes and offsets only.
 MOST_HEADER_BYTES = 100_000_000
@@ -80,48 +80,22 @@ class WeightFile:
         return found.st_size, found.st_mtime_ns
 
     def _read_header(self, size: int) -> dict[str, "StoredTensor"]:
-        if size < 8:
+        if size < LENGTH_BYTES:
             raise ConfigError(f"{self.path}: expected a safetensors file, found {size} bytes, too few for one")
-        length = int.from_bytes(os.pread(self.descriptor, 8, 0), "little")
-        if length > min(size - 8, MOST_HEADER_BYTES):
+        length = int.from_bytes(os.pread(self.descriptor, LENGTH_BYTES, 0), "little")
+        if length > min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
             raise ConfigError(f"{self.path}: expected a safetensors file, found a header of {length} bytes in a file of {size}")
         try:
-            header = msgspec.json.decode(os.pread(self.descriptor, length, 8), type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{self.path}: the header cannot be read: {error}") from None
-        header.pop("__metadata__", None)
-        tensors = {name: self._entry(name, entry, 8 + length) for name, entry in header.items()}
-        self._check_extent(tensors.values(), begin=8 + length, size=size)
+            layout = read_layout(os.pread(self.descriptor, LENGTH_BYTES + length, 0), size)
+        except ValueError as error:
+            raise ConfigError(f"{self.path}: expected a complete safetensors file, found {size} bytes: {error}") from None
+        tensors, start = {}, LENGTH_BYTES + length
+        for name, entry in layout.tensors.items():
+            if entry.dtype not in DTYPES:
+                raise ConfigError(f"{self.path}: tensor {name}: expected one of the dtypes {', '.join(DTYPES)}, found {entry.dtype}")
+            tensors[name] = StoredTensor(self, name, start, DTYPES[entry.dtype], torch.Size(entry.shape))
+            start += tensors[name].nbytes
         return tensors
-
-    def _entry(self, name: str, entry: Any, data: int) -> "StoredTensor":
-        try:
-            found = msgspec.convert(entry, _Entry)
-            dtype, (begin, end) = DTYPES[found.dtype], found.data_offsets
-        except (msgspec.ValidationError, KeyError) as error:
-            raise ConfigError(f"{self.path}: tensor {name}: the header cannot be understood: {error}") from None
-        stored = StoredTensor(self, name, data + begin, dtype, torch.Size(found.shape))
-        if begin < 0 or min(found.shape, default=0) < 0 or end - begin != stored.nbytes:
-            said = f"{found.dtype} of shape {tuple(found.shape)}"
-            raise ConfigError(f"{self.path}: tensor {name}: expected {stored.nbytes} bytes for {said}, found {end - begin}")
-        return stored
-
-    def _check_extent(self, tensors: Any, *, begin: int, size: int) -> None:
-        """Raise ConfigError unless each tensor starts where the one before ends, and the last ends with the file."""
-        for stored in sorted(tensors, key=lambda stored: (stored.start, stored.nbytes)):
-            if stored.start != begin:
-                raise ConfigError(f"{self.path}: tensor {stored.name}: expected its bytes from {begin} on, the header says {stored.start}")
-            begin += stored.nbytes
-            if begin > size:
-                raise ConfigError(f"{self.path}: tensor {stored.name}: expected its end at {begin}, found the file's end at {size}")
-        if begin != size:
-            raise ConfigError(f"{self.path}: expected the file's end at {begin}, found {size} bytes")
-
-
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
 
 
 class StoredTensor(NamedTuple):
