@@ -15,7 +15,8 @@ from torch import nn
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.runner.families import TileShape, model_record, models
 from diffusion_worker.runner.model_call.call import ModelCall
-from diffusion_worker.runner.parallel.rows import Execute, Parallel
+from diffusion_worker.runner.parallel.agreement import same_on_all
+from diffusion_worker.runner.parallel.rows import CallFailed, Execute, Parallel
 
 Shape = tuple[int, ...]
 # A tile, and the options it is decoded with.
@@ -106,13 +107,20 @@ class VaeTiles:
         self._parallel = parallel
 
     def decode(self, call: ModelCall, execute: Execute) -> Any | None:
-        """Return the image of all rows; None for a single tile or a video, whose rows are spread instead."""
+        """Return the image of all rows; None for a single tile or a video, whose rows are spread instead.
+
+        Raises:
+            CallFailed: on all ranks, where a pipeline made the tiles of one of them different.
+        """
         if call.arguments["z"].dim() == 5 and call.arguments["z"].shape[2] > 1:
             return None
         vae = self._vae if call.module is None else call.module
         decoder: TileDecoder = vae.decoder.forward.__self__
         rows = slice(0, call.rows)
         asked = self._parallel.agree(lambda: decoder.record_tiles(lambda: execute(call, rows)))
+        # Shares of other sizes would leave the ranks in different collectives.
+        if not same_on_all(self._parallel, str([tuple(tile.shape) for tile, _ in asked])):
+            raise CallFailed(f"{call.component}.decode: expected the same tiles on all ranks, found others on one of them")
         if len(asked) < 2:
             return None
         tiles = self._spread(decoder, asked)
