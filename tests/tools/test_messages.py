@@ -25,7 +25,7 @@ def ready(now):
     return verdict("Ready", now.serving > 0, "Serving" if now.whole else "Starting", text)
 
 def _others(now):
-    return f"; not counted are {', '.join(now.names)}"
+    return f"; not counted are {', '.join(now.names) or 'an unknown number'}" if now.names else ""
 
 def check(size, error):
     assert size, "the size is known"
@@ -69,10 +69,10 @@ def test_each_form_of_a_message_is_read_with_its_code_and_the_names_of_its_value
     assert [(one.kind, str(one)) for one in found] == [
         (Kind.ERROR, "InvalidRequest: {field}: expected {expected}"),
         (Kind.CONDITION, "Ready Serving|Starting: {now.serving} of {now.groups} serve{others}"),
-        (Kind.ERROR, "{others} = ; not counted are {now.names}"),
+        (Kind.ERROR, "{others} = {; not counted are {{now.names}|an unknown number}|}"),
         (Kind.ERROR, "InvalidRequest: size: expected at most {LIMITS} bytes"),
         (Kind.ERROR, "ConfigError: --size: expected a number, found {nothing there|{error}}"),
-        (Kind.LOG, "WARNING: size not checked error=%s"),
+        (Kind.LOG, "WARNING: size not checked error={error}"),
         (Kind.METRIC, "sizes (gauge): Sizes that were checked."),
         (Kind.ERROR, "ConfigError: {size}: expected at most 3"),
         (Kind.METRIC, "worker_checks_total (counter): Checks of sizes."),

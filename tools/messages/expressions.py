@@ -36,7 +36,7 @@ def texts_by_name(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
     assigned: Counter[str] = Counter()
     for node in chain.from_iterable(map(walk, body)):
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_text(value) or _chooses_text(value):
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_text(value) or choices(value):
                 texts.setdefault(name, []).append(value)
             case ast.Name(id=name, ctx=ast.Store()):
                 assigned[name] += 1
@@ -61,8 +61,19 @@ def _numbers(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
     return found
 
 
-def _chooses_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.IfExp) and (is_text(node.body) or is_text(node.orelse))
+def choices(node: ast.AST) -> Sequence[ast.expr]:
+    """Return the expressions between which one chooses, if one of them is a text; an empty list for any other expression.
+
+    A choice is `a if b else c`, or `a or b`.
+    """
+    match node:
+        case ast.IfExp(body=body, orelse=orelse):
+            found = [body, orelse]
+        case ast.BoolOp(op=ast.Or(), values=values):
+            found = values
+        case _:
+            return []
+    return found if any(map(is_text, found)) else []
 
 
 def code_of(node: ast.AST, constants: Mapping[str, str]) -> str | None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages in Python: errors, conditions, Events, log lines, help of metrics, and the texts they consist of.
 
-A value in a message is shown by its name in braces, or by the text above that it stands for. A choice of two is shown as `{a|b}`.
+A value in a message is shown by its name in braces, or by the text above that it stands for. A choice, as of `a if b else c` and `a or c`,
+is shown as `{a|c}`, and no text in it as nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tools.messages.expressions import (
     HOLE,
     Texts,
     children,
+    choices,
     code_of,
     constants_of,
     is_log_call,
@@ -36,6 +38,7 @@ from tools.words_sources import is_text
 QUIET = {"debug", "info"}
 METRICS = re.compile(r"(gauge|counter|histogram)(s|MetricFamily)?", re.IGNORECASE)
 METRIC_TYPE = re.compile(r"gauge|counter|histogram")
+FORMAT = re.compile(r"%[-+ 0#]*[\d.]*[a-z]")
 VERDICTS = {"verdict", "_normal", "_warning", "PlannedEvent"}
 """Functions that make a condition or an Event; their message is shown by its name where it is no text."""
 
@@ -162,7 +165,7 @@ class _Module:
     def _message(self, call: ast.Call, names: Texts, field: str, *, raised: bool) -> Message | None:
         called = last_name(call.func)
         if is_log_call(call):
-            text = self._text(call.args[-1 if called == "log" and len(call.args) < 2 else called == "log"], names)
+            text = self._log_text(call.args[called == "log" and len(call.args) > 1 :], names)
             level = {"exception": "ERROR, with a traceback", "log": "WARNING or ERROR"}.get(called, called.upper())
             return None if called in QUIET else Message(Kind.LOG, call.lineno, level, text)
         if (METRICS.fullmatch(called) or called in self._package.families) and len(call.args) > 1:
@@ -236,6 +239,11 @@ class _Module:
             if id(node) not in self._read and is_prose(text := self._text(node, names)):
                 yield node.lineno, f"{owner} {text}"
             inner: list[ast.AST] = [part.value for part in walk(node) if isinstance(part, ast.FormattedValue)]
+        elif any(is_text(one) and is_prose(self._text(one, names)) for one in choices(node)):
+            assert isinstance(node, ast.expr)
+            if id(node) not in self._read:
+                yield node.lineno, f"{owner} {self._text(node, names)}"
+            inner = [one for one in children(node) if not is_text(one)]
         else:
             apart = [getattr(node, "annotation", None), getattr(node, "returns", None), *getattr(node, "decorator_list", ())]
             inner = [child for child in children(node) if child not in apart]
@@ -257,19 +265,25 @@ class _Module:
         self._read.add(id(node))
         match node:
             case ast.Constant(value=value):
-                return str(value)
+                return "" if value is None else str(value)
             case ast.JoinedStr(values=parts):
                 return "".join(self._text(part.value if isinstance(part, ast.FormattedValue) else part, names) for part in parts)
             case ast.BinOp(op=ast.Add(), left=left, right=right) if is_text(node):
                 return self._text(left, names) + self._text(right, names)
-            case ast.IfExp(body=body, orelse=orelse) if is_text(body) or is_text(orelse):
-                return f"{{{self._text(body, names)}|{self._text(orelse, names)}}}"
+            case ast.IfExp() | ast.BoolOp() if found := choices(node):
+                return f"{{{'|'.join(self._text(one, names) for one in found)}}}"
             case ast.Attribute(value=ast.Name(id="ErrorCode")):
                 return self._code(node) or ""
             case ast.Name(id=name) if name in names:
                 above = [one for one in names[name] if getattr(one, "lineno", 0) <= node.lineno]
                 return self._text((above or names[name])[-1], {other: texts for other, texts in names.items() if other != name})
         return f"{{{self._name(node)}}}"
+
+    def _log_text(self, arguments: Sequence[ast.expr], names: Texts) -> str:
+        """Return the text of a log line, the first argument, with the names of the others in place of its `%s` and their like."""
+        text = self._text(arguments[0], names)
+        values = [f"{{{self._name(value)}}}" for value in arguments[1:]]
+        return FORMAT.sub(lambda _: values.pop(0), text) if len(FORMAT.findall(text)) == len(values) else text
 
     def _name(self, node: ast.AST) -> str:
         match node:
