@@ -65,7 +65,7 @@ def test_the_commit_is_pinned_and_the_second_replica_has_it_though_the_branch_mo
     model = rig.kubectl.get(DD)["status"]["model"]
     assert (model["revision"], model["source"]) == (servers.COMMIT, "hf://org/digits@main")
     [told] = rig.events(NAME, "ModelResolved")
-    assert told.startswith(f"hf://org/digits@main is {servers.COMMIT}")
+    assert told.startswith(f"hf://org/digits@main has the version {servers.COMMIT}")
     assert servers.COMMIT in rig.kubectl.text("get", DD, "-o", "wide")
 
     move_branch(rig, "d" * 40)

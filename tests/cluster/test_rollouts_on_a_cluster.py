@@ -149,7 +149,7 @@ def test_a_worker_that_dies_at_every_start_gets_another_pod_and_then_the_verdict
     rig.eventually("the verdict", lambda: "every ten minutes at most" in rig.condition(resource, "Ready")["message"], deadline_s=200)
     told, status = rig.condition(resource, "Ready"), rig.kubectl.get(resource)["status"]
     assert (told["status"], told["reason"], rig.condition(resource, "Degraded")["reason"]) == ("False", "CrashLooping", "CrashLooping")
-    assert f"out of host memory, over its limit of {TOO_LITTLE}" in told["message"]
+    assert f"ran out of host memory: it used more than its limit of {TOO_LITTLE}" in told["message"]
     (group,) = status["replicaStates"]
     assert (group["incarnation"], group["lastFailure"]["code"]) == (1, "OOMKilled") and group["failures"] >= 4
     rig.kubectl.patch(resource, {"spec": {"resources": {"limits": {"memory": ENOUGH}}}})

@@ -46,7 +46,8 @@ class NotUnderstood(OperatorError):
 
     def __init__(self, kind: str, name: str, why: str) -> None:
         """`why` has the field, what was expected there and what was found."""
-        super().__init__(f"{kind} {name} is not understood: {why}")
+        text = f"{kind} {name} is not understood: {why}"
+        super().__init__(text)
         self.why = why
 
 

@@ -209,7 +209,7 @@ async def test_what_refuses_a_child_is_told_and_the_rest_serves(everywhere: Ever
         assert (await place.condition("ChildrenReady"))[:2] == ("True", "AllApplied")
     else:
         message = await place.until("ChildrenReady", "False", reason)
-        assert f"{kind.kind} {NAMES[kind]} was refused" in message
+        assert f"the API server did not accept a write of {kind.kind} {NAMES[kind]}" in message
         assert said in message
         await place.until("Ready", *ready_without(kind))
         await place.noted("ChildRefused")

@@ -60,8 +60,8 @@ REFUSALS: list[tuple[str, LoRAAdapter, tuple[LoRAAdapter, ...], dict[str, Any], 
     ("a Secret that is not mounted", made(source=HUB), (), {}, "SecretNotMounted", ["Secret hub", "spec.lora.secrets"]),
     ("another Secret is", made(source=BUCKET), (), {"secrets": ["hub"]}, "SecretNotMounted", ["Secret bucket"]),
     ("a claim that is not mounted", made(source=CLAIM), (), {}, "ClaimNotMounted", ["Claim styles", "spec.lora.claims"]),
-    ("an expected rank", made(expectedRank=48), (), {"maxRank": 32}, "RankTooLarge", ["rank 48", "is 32", "raise the limit to 64"]),
-    ("a reported rank", made(status=PINNED), (), {}, "RankTooLarge", ["rank 128", "is 64", "raise the limit to 128"]),
+    ("an expected rank", made(expectedRank=48), (), {"maxRank": 32}, "RankTooLarge", ["expectedRank is 48", "is 32", "maxRank to 64"]),
+    ("a reported rank", made(status=PINNED), (), {}, "RankTooLarge", ["adapter has rank 128", "is 64", "maxRank to 128"]),
     ("no slots at all", made(), (), {"maxLoaded": 0}, "CapacityExceeded", ["maxLoaded", "is 0"]),
     (
         "one Resident too many",
@@ -69,7 +69,7 @@ REFUSALS: list[tuple[str, LoRAAdapter, tuple[LoRAAdapter, ...], dict[str, Any], 
         (made("y", age=1, residency="Resident"),),
         {"maxLoaded": 1},
         "CapacityExceeded",
-        ["1 of 1 adapters are Resident"],
+        ["is 1, and it has as many older adapters with the residency Resident"],
     ),
 ]
 
@@ -96,7 +96,7 @@ TAKEN: list[tuple[str, LoRAAdapter, tuple[LoRAAdapter, ...], dict[str, Any]]] = 
 @pytest.mark.parametrize(("adapter", "others", "lora"), [row[1:] for row in TAKEN], ids=[row[0] for row in TAKEN])
 def test_taken_is(adapter: LoRAAdapter, others: tuple[LoRAAdapter, ...], lora: dict[str, Any]) -> None:
     decision = decided(adapter, *others, **lora)
-    assert (decision.accepted, decision.message) == (True, "served by DiffusionDeployment d")
+    assert (decision.accepted, decision.message) == (True, "accepted by DiffusionDeployment d")
     assert decision.desired is not None
 
 

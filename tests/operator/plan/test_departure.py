@@ -85,7 +85,7 @@ def test_a_replica_that_drains_is_on_its_way_out_and_another_one_takes_its_place
     assert kinds(result, CreatePod) == [CreatePod(index=0, incarnation=1)]
     assert [group.state for group in result.groups] == [ReplicaState.TERMINATING]
     assert result.status.replica_states[0].message == (
-        "it has up to 300 s to finish its requests (spec.drain.timeoutSeconds), and then it is deleted"
+        "its pod ends when its requests are finished, after 300 s at the latest (spec.drain.timeoutSeconds)"
     )
     assert result.look_again_s == 0.5
 

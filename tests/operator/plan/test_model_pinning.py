@@ -205,13 +205,13 @@ async def test_what_the_first_replica_found_is_told_to_the_next_before_its_pod_i
     status = rig.status()["model"]
     assert (status["revision"], status["digest"], status["sizeBytes"]) == ("a", "sha256:1", 5)
     assert told(rig)["digest"] == "sha256:1"
-    assert rig.cluster.notes("ModelResolved") == ["hf://org/x@main is a"], "once"
+    assert rig.cluster.notes("ModelResolved") == ["hf://org/x@main has the version a, which is pinned for all replicas"], "once"
 
 
 async def test_of_replicas_that_raced_the_one_with_another_model_is_replaced() -> None:
     rig = await started(2, "a", "b")
     assert rig.condition("ModelResolved") == ("False", "DigestMismatch")
-    assert "replica 1 found b, expected a, which is pinned for all replicas" in rig.message("ModelResolved")
+    assert "replica 1 found the version b, expected a, which is pinned for all replicas" in rig.message("ModelResolved")
     await rig.run(10)
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-1"]
     rig.start("d-1-1", model=ModelReport(revision="a"))

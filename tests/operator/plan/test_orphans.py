@@ -54,17 +54,17 @@ class Case:
 PINNED = {"model": {"source": "/m", "digest": "sha256:pinned"}}
 CASES = [
     Case("the same template and model", [orphan(), orphan(1)], ["d-0-0", "d-1-0"]),
-    Case("another template", [orphan(revision="another")], [], why="it has another template"),
-    Case("made by the first version", [orphan(owner_uid="")], [], why="it does not name the object that it was made for"),
+    Case("another template", [orphan(revision="another")], [], why="it was made of another template"),
+    Case("made by the first version", [orphan(owner_uid="")], [], why="it does not name the DiffusionDeployment that it was made for"),
     Case(
         "another model than a replica has",
         [pod(routable=True), orphan(1)],
         [],
         {1: worker("sha256:x")},
-        why="has the model sha256:x, and expected is sha256:m",
+        why="has a model with the digest sha256:x, expected sha256:m",
     ),
-    Case("another model than the first one", [orphan(), orphan(1)], ["d-0-0"], {1: worker("sha256:x")}, why="has the model sha256:x"),
-    Case("another model than the pinned one", [orphan()], [], {}, PINNED, why="expected is sha256:pinned"),
+    Case("another model than the first one", [orphan(), orphan(1)], ["d-0-0"], {1: worker("sha256:x")}, why="digest sha256:x"),
+    Case("another model than the pinned one", [orphan()], [], {}, PINNED, why="expected sha256:pinned"),
     Case("no digest yet", [orphan()], [], {0: worker(None)}),
     Case("never a digest", [orphan()], [], {0: worker(None, state_age_seconds=600.0)}, why="reports no digest"),
     Case("a digest that comes after a long load", [orphan(routable=False)], [], {0: says(WorkerPhase.STARTING, state_age_seconds=900.0)}),
@@ -97,7 +97,7 @@ def test_an_orphan_that_goes_says_that_it_is_one() -> None:
     gone = plan(orphan(revision="another", routable=False))
     (action,) = [one for one in gone.pods if isinstance(one, DeletePod)]
     assert action.orphan
-    assert "it has another template" in action.why
+    assert "it was made of another template" in action.why
 
 
 def test_an_orphan_whose_worker_takes_no_token_counts_as_serving_while_its_probe_passes() -> None:

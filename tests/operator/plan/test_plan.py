@@ -126,7 +126,7 @@ def test_missing_replicas_are_made_at_free_indices_above_every_known_incarnation
 def test_of_two_pods_of_one_replica_the_older_goes_and_none_is_made() -> None:
     plan = planned(pod(0, 0), pod(0, 1), pod(1, 3, terminating=True), pod(1, 4), replicas=2)
     assert [(one.name, one.why) for one in plan.pods if isinstance(one, DeletePod)] == [
-        ("d-0-0", "a newer pod has the index of this replica")
+        ("d-0-0", "there is a newer pod of the same replica")
     ]
     assert [one for one in plan.pods if isinstance(one, CreatePod)] == []
 

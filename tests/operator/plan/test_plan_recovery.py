@@ -192,7 +192,7 @@ def test_a_waiting_replica_says_when_its_next_pod_comes() -> None:
 KILLED, ON_DEVICE = Exit(code=137, reason="OOMKilled"), Exit(code=70, message="CUDA out of memory. Tried to allocate 2 GiB")
 OOM = [
     ("host memory with a limit", KILLED, {"memory": "2Gi"}, "its limit of 2Gi (spec.resources.limits.memory)", "OOMKilled"),
-    ("host memory without a limit", KILLED, {}, "it has no limit: its node has too little", "OOMKilled"),
+    ("host memory without a limit", KILLED, {}, "it has no limit (spec.resources.limits.memory), so its node has too little", "OOMKilled"),
     ("memory of a device", ON_DEVICE, {}, "Tried to allocate 2 GiB", "OutOfMemory"),
 ]
 

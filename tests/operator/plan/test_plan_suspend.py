@@ -23,7 +23,7 @@ def test_a_suspended_replica_is_unrouted_and_deleted_and_told_nothing(state: Wor
     routed = planned(pod(routable=True), states={0: state}, suspend=True)
     assert routed.pods == (SetRoutable("d-0-0", "uid-0-0", routable=False),)
     unrouted = planned(pod(), states={0: state}, suspend=True)
-    assert unrouted.pods == (DeletePod("d-0-0", "uid-0-0", why="the deployment is suspended"),)
+    assert unrouted.pods == (DeletePod("d-0-0", "uid-0-0", why="spec.suspend of the deployment is true"),)
     assert routed.calls == unrouted.calls == ()
 
 

@@ -54,7 +54,7 @@ def test_an_eviction_is_told_in_the_status_of_the_replica() -> None:
 
 def test_a_pod_that_ended_by_itself_without_a_word_has_failed_and_the_event_says_what_is_known() -> None:
     events, replica = events_of(finished=True)
-    assert events == [("ReplicaRestarted", "replica 0 failed: the pod ended and will not be started again")]
+    assert events == [("ReplicaRestarted", "replica 0 failed: the pod ended, and the kubelet does not start it again")]
     assert replica.last_failure is not None
 
 

@@ -150,11 +150,11 @@ def test_what_the_schema_cannot_refuse_is_told() -> None:
 
 
 STEPS = [
-    (DRAINING, {}, "running requests have up to 300 s before it sleeps"),
-    (DRAINING, {"drain": "Abort"}, "running requests are ended"),
-    (DRAINING, {"drainTimeoutSeconds": 0}, "running requests are ended"),
-    (SLEEPING, {}, "it frees its memory"),
-    (WAKING, {"wakeTimeoutSeconds": 9}, "it has 9 s to wake"),
+    (DRAINING, {}, "it is going to sleep, and running requests have up to 300 s to finish"),
+    (DRAINING, {"drain": "Abort"}, "it is going to sleep, and running requests are aborted"),
+    (DRAINING, {"drainTimeoutSeconds": 0}, "it is going to sleep, and running requests are aborted"),
+    (SLEEPING, {}, "it is going to sleep and frees its memory"),
+    (WAKING, {"wakeTimeoutSeconds": 9}, "it is waking, and has up to 9 s for that (spec.sleep.wakeTimeoutSeconds)"),
     (ASLEEP, {}, None),
 ]
 

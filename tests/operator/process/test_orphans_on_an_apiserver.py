@@ -97,7 +97,7 @@ async def test_pods_that_an_earlier_object_left_are_adopted_or_replaced_one_by_o
         await client.create(DEPLOYMENT, SPACE, deployment(replicas=2, engine={"maxBatchSize": 2}))
         await eventually_nothing(lambda: there.unsettled({"d-0-1": "", "d-1-1": ""}))
         await eventually_nothing(lambda: there.unnoted("OrphanReplaced", "pod d-0-0 is deleted", "pod d-1-0 is deleted"))
-        assert all("it has another template" in note for note in await there.notes("OrphanReplaced"))
+        assert all("it was made of another template" in note for note in await there.notes("OrphanReplaced"))
         assert complaints(operator) == []
     assert kubelet.wrong == []
 

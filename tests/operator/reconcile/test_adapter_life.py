@@ -106,7 +106,7 @@ async def test_the_old_version_serves_until_the_new_one_is_there() -> None:
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/y"}))
     await rig.run(20)
     assert rig.adapter_condition("UpToDate") == ("False", "OldDigestStillLoaded")
-    assert rig.adapter_message("UpToDate") == "sha256:loras-x still serves on replica 0"
+    assert rig.adapter_message("UpToDate") == "another version, sha256:loras-x, still serves on replica 0"
     assert rig.adapter_condition("Ready") == ("False", "Loading")
     assert rig.adapter_condition("Degraded") == ("False", "AsExpected"), "no drift: the source was changed"
     assert worker.adapters["x"].state is RecordState.LOADED
@@ -132,7 +132,8 @@ async def test_an_error_of_the_source_is_said_until_a_try_has_found_out_more() -
         assert rig.instance()["state"] == "Fetching", "a try is under way"
         assert rig.adapter_condition("SourceResolved") == ("False", "NetworkError")
         assert rig.adapter_message("SourceResolved") == (
-            "replica 0: NetworkError: no byte for 60 s, 12 of 340 MiB; no replica has found out more since: see Loaded"
+            "replica 0: NetworkError: no byte for 60 s, 12 of 340 MiB; "
+            "no replica has a newer answer from the source yet: see the condition Loaded"
         )
         worker.finish_load("x")
         await rig.run(2)
@@ -168,7 +169,7 @@ async def test_a_commit_that_a_replica_found_is_resolved_while_its_load_fails_an
     await rig.run()
     assert rig.adapter_condition("Ready") == ("False", "Failed")
     assert rig.adapter_condition("SourceResolved") == ("True", "Resolved")
-    assert "c0ffee; status.resolved has it when a replica has loaded it: see Loaded" in rig.adapter_message("SourceResolved")
+    assert "c0ffee; status.resolved is set when one has loaded it: see the condition Loaded" in rig.adapter_message("SourceResolved")
     assert "resolved" not in rig.adapter_status()
 
 
@@ -179,7 +180,7 @@ async def test_a_new_source_that_is_broken_leaves_the_old_version_serving() -> N
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(source={"path": "/loras/y"}))
     await rig.run(900)
     assert rig.adapter_condition("Ready") == ("False", "SourceError")
-    assert rig.adapter_message("Ready").endswith("sha256:loras-x still serves on replica 0")
+    assert rig.adapter_message("Ready").endswith("another version, sha256:loras-x, still serves on replica 0")
     assert rig.adapter_condition("SourceResolved") == ("False", "InvalidAdapter")
     assert worker.adapters["x"].digest == "sha256:loras-x"
     assert worker.calls == ["put x"] * 3, "the same bytes are tried again after ten minutes"
@@ -260,7 +261,7 @@ async def test_an_evicted_adapter_that_requests_load_again_is_ready() -> None:
     await rig.run(30)
     assert worker.calls == ["put x"], "eviction is the engine's own business"
     assert rig.adapter_condition("Ready") == ("True", "CachedOnDemand")
-    assert "evicted from memory on replica 0, loaded at its first request there" in rig.adapter_message("Ready")
+    assert "not in memory on replica 0, where the next request for it loads it" in rig.adapter_message("Ready")
     assert rig.adapter_condition("Loaded") == ("False", "CachedOnDemand")
     assert rig.adapter_condition("Degraded") == ("False", "AsExpected")
     assert rig.condition("AdaptersReady") == ("True", "AllReady")
@@ -452,10 +453,10 @@ async def test_an_adapter_in_use_drains_and_both_steps_are_told() -> None:
     rig.cluster.remove(ADAPTER, "x")
     await rig.run(15)
     assert worker.calls == ["put x", "remove x"], "told once, however long it drains"
-    assert rig.cluster.notes("AdapterUnloaded") == ["Draining: 2 requests still use it on replica 0 and may finish within 120 s"]
+    assert rig.cluster.notes("AdapterUnloaded") == ["Draining: 2 requests still use the adapter on replica 0 and have 120 s to finish"]
     worker.drained("x")
     await rig.run(15)
-    assert rig.cluster.notes("AdapterUnloaded")[1:] == ["Removed from replica 0"]
+    assert rig.cluster.notes("AdapterUnloaded")[1:] == ["Removed: replica 0 has unloaded the adapter"]
 
 
 async def test_a_suspended_adapter_shows_where_it_is_still_in_use() -> None:
@@ -465,7 +466,7 @@ async def test_a_suspended_adapter_shows_where_it_is_still_in_use() -> None:
     rig.cluster.change(ADAPTER, "x", lambda spec: spec.update(suspend=True))
     await rig.run()
     assert rig.adapter_condition("Ready") == ("False", "Suspended")
-    assert rig.adapter_message("Ready") == "spec.suspend is true; still in use on replica 0"
+    assert rig.adapter_message("Ready") == "spec.suspend is true; the adapter is still being unloaded on replica 0"
     assert (rig.instance()["state"], rig.adapter_status()["desiredReplicas"]) == ("Draining", 0)
     worker.drained("x")
     await rig.run()
@@ -488,7 +489,9 @@ async def test_the_next_owner_of_a_name_waits_until_the_last_one_is_unloaded() -
     rig.cluster.remove(ADAPTER, "old")
     await rig.run(30)
     assert rig.adapter_condition("Accepted", "new") == ("False", "NameConflict")
-    assert rig.adapter_message("Accepted", "new") == "the adapter that had the name 'style' before is still being unloaded"
+    assert rig.adapter_message("Accepted", "new") == (
+        "an earlier adapter of the name 'style' is still being unloaded; this one is accepted after that"
+    )
     assert "style" not in worker.adapters
     assert rig.desired()["adapters"] == []
     worker.drained("style")
@@ -650,7 +653,7 @@ async def test_events_are_not_repeated_with_every_try() -> None:
     rig.cluster.put(adapter())
     await rig.run(600)
     assert len(worker_of(rig).calls) > 4
-    assert rig.cluster.notes("AdapterLoadFailed") == ["replica 0: NetworkError: connection refused"]
+    assert rig.cluster.notes("AdapterLoadFailed") == ["replica 0 could not load the adapter: NetworkError: connection refused"]
 
 
 async def test_a_pod_that_is_gone_takes_nothing_of_an_adapter_with_it() -> None:
@@ -661,7 +664,8 @@ async def test_a_pod_that_is_gone_takes_nothing_of_an_adapter_with_it() -> None:
     rig.start("d-0-1", digests={"/loras/x": "sha256:other"})
     await rig.run()
     assert rig.adapter_condition("SourceResolved") == ("False", "DigestMismatch")
-    assert rig.cluster.notes("DigestMismatch") == ["replica 0: DigestMismatch: expected sha256:loras-x, found sha256:other"]
+    failure = "DigestMismatch: expected sha256:loras-x, found sha256:other"
+    assert rig.cluster.notes("DigestMismatch") == [f"replica 0 could not load the adapter: {failure}"]
 
 
 async def test_a_sleeper_that_fetches_by_itself_what_it_could_not_before_is_not_asked_again() -> None:

@@ -81,7 +81,7 @@ async def test_pods_of_another_template_are_replaced_one_after_the_other_and_tol
     assert (rig.condition("Ready"), rig.routable()) == (("True", "Serving"), ["d-0-1", "d-1-1"])
     notes = rig.cluster.notes("OrphanReplaced")
     assert len(notes) == 2
-    assert all("it has another template" in note for note in notes)
+    assert all("it was made of another template" in note for note in notes)
     assert not rig.cluster.notes("PodAdopted")
 
 
@@ -91,7 +91,7 @@ async def test_a_pod_with_another_model_is_replaced_and_the_other_one_adopted() 
     await rig.run(20)
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-1"]
     (note,) = rig.cluster.notes("OrphanReplaced")
-    assert "has the model sha256:x, and expected is sha256:m" in note
+    assert "has a model with the digest sha256:x, expected sha256:m" in note
 
 
 async def test_pods_of_the_first_version_have_no_annotation_and_are_replaced_while_the_others_serve() -> None:
@@ -112,7 +112,7 @@ async def test_pods_of_the_first_version_have_no_annotation_and_are_replaced_whi
         rig.start_all(model=MODEL)
     assert min(served) >= 1
     assert rig.cluster.names(POD) == ["d-0-1", "d-1-1"]
-    assert all("it does not name the object that it was made for" in note for note in rig.cluster.notes("OrphanReplaced"))
+    assert all("it does not name the DiffusionDeployment that it was made for" in note for note in rig.cluster.notes("OrphanReplaced"))
 
 
 @pytest.mark.parametrize("change", ["labels", "manager", "controller"])

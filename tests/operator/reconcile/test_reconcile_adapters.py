@@ -232,7 +232,7 @@ async def test_the_resident_adapter_over_the_limit_is_refused_and_the_others_sta
     assert rig.adapter_condition("Accepted", "b") == ("False", "CapacityExceeded")
     assert rig.adapter_condition("Ready", "c") == ("True", "LoadedEverywhere"), "one that may be evicted takes no place for good"
     assert rig.condition("AdaptersReady") == ("False", "CapacityExceeded")
-    assert "1 of 1 adapters are Resident" in rig.message("AdaptersReady")
+    assert "is 1, and it has as many older adapters with the residency Resident" in rig.message("AdaptersReady")
     rig.cluster.remove(ADAPTER, "a")
     await rig.run()
     assert rig.adapter_condition("Ready", "b") == ("True", "LoadedEverywhere")
@@ -311,7 +311,7 @@ async def test_an_adapter_deleted_while_its_replica_sleeps_is_gone_before_it_ser
     await rig.run()
     assert rig.workers.at("10.0.0.1").adapters == {}
     assert rig.states() == ["Awake"]
-    assert rig.cluster.notes("AdapterUnloaded") == ["Removed from replica 0"]
+    assert rig.cluster.notes("AdapterUnloaded") == ["Removed: replica 0 has unloaded the adapter"]
 
 
 async def test_a_replica_that_wakes_is_not_awake_before_its_adapters_are_in_place() -> None:

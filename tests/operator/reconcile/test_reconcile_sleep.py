@@ -90,8 +90,10 @@ async def test_a_model_that_nobody_asks_sleeps_after_the_idle_time_and_a_request
     await rig.run(3)
     assert (rig.states(), rig.condition("Ready")) == (["Awake"], ("True", "Serving"))
     assert kinds(worker(rig)) == ["sleep", "wake"], "the operator woke nobody"
-    assert rig.cluster.notes("Slept") == ["replica 0 fell asleep in 0.250 s at level HostMemory and freed 2.98 GiB"]
-    assert rig.cluster.notes("Woke") == ["replica 0 woke in 0.250 s from level HostMemory, 5 bytes of weights are in memory again"]
+    assert rig.cluster.notes("Slept") == ["replica 0 fell asleep in 0.250 s at the level HostMemory and freed 2.98 GiB of memory"]
+    assert rig.cluster.notes("Woke") == [
+        "replica 0 woke in 0.250 s from a sleep of the level HostMemory; 5 bytes of weights are in memory again"
+    ]
 
 
 async def test_each_cycle_is_one_sleep_and_one_event_though_the_operator_restarts_in_it() -> None:

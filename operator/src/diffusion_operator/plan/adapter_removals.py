@@ -46,13 +46,14 @@ def _refs(groups: Iterable[Group], place: AdapterPlace) -> int:
     return sum(record.refs for document in documents for record in document.named.get(name, ()))
 
 
-def _draining(owner: ObjectMeta, index: int | None, place: AdapterPlace, refs: int, drain_s: int) -> AdapterEvent:
-    message = f"Draining: {refs} requests still use it on replica {index} and may finish within {drain_s} s"
+def _draining(owner: ObjectMeta, index: int | None, place: AdapterPlace, requests: int, drain_s: int) -> AdapterEvent:
+    message = f"Draining: {requests} requests still use the adapter on replica {index} and have {drain_s} s to finish"
     return AdapterEvent(about=owner, event=_event(message, place, owner, "draining"))
 
 
 def _removed(owner: ObjectMeta, index: int, place: AdapterPlace) -> AdapterEvent:
-    return AdapterEvent(about=owner, event=_event(f"Removed from replica {index}", place, owner, "removed"))
+    message = f"Removed: replica {index} has unloaded the adapter"
+    return AdapterEvent(about=owner, event=_event(message, place, owner, "removed"))
 
 
 def _event(message: str, place: AdapterPlace, owner: ObjectMeta, step: str) -> PlannedEvent:

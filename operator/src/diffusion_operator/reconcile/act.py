@@ -77,7 +77,8 @@ async def _act_on_pod(
         case SetRoutable(name=name, uid=uid, routable=routable):
             labels = {LABEL_ROUTABLE: "true" if routable else None}
             if memory.routed.get(uid) is routable:
-                await tell_repaired(runtime, deployment, f"label {LABEL_ROUTABLE} of pod {name} was changed", about=uid)
+                change = f"label {LABEL_ROUTABLE} of pod {name} was changed"
+                await tell_repaired(runtime, deployment, change, about=uid)
             await runtime.cluster.set_labels(POD, namespace, name, uid=uid, labels=labels)
             memory.routed[uid] = routable
             if not routable:

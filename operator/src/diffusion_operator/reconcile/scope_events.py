@@ -40,9 +40,7 @@ def _refusals(runtime: Runtime, listings: Sequence[Listing]) -> Iterator[Planned
     for namespace in sorted({one.scope.namespace for one in listings if one.refusal}):
         error = next(one.refusal for one in listings if one.refusal and one.scope.namespace == namespace)
         message = (
-            f"the operator cannot list objects in namespace {namespace} and tries again every 30 s; other namespaces are served: {error}"[
-                :1000
-            ]
+            f"the operator cannot list objects in namespace {namespace} and tries again every 30 s; other namespaces are served: {error}"
         )
         key = f"{namespace}-{runtime.now():%Y-%m-%dT%H}"
-        yield PlannedEvent(type=EventType.WARNING, reason=NAMESPACE_REFUSED, message=message, key=key)
+        yield PlannedEvent(type=EventType.WARNING, reason=NAMESPACE_REFUSED, message=message[:1000], key=key)

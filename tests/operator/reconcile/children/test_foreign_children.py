@@ -122,7 +122,10 @@ async def test_a_refused_child_is_named_and_the_rest_serves(kind: Kind) -> None:
     rig.cluster.refuse = lambda verb, manifest: refusal(kind) if manifest["kind"] == kind.kind else None
     await begun(rig)
     assert rig.condition("ChildrenReady") == ("False", "Forbidden")
-    assert rig.message("ChildrenReady") == f"{kind.kind} {NAMES[kind]} was refused: exceeded quota: no more of these"
+    assert (
+        rig.message("ChildrenReady")
+        == f"the API server did not accept a write of {kind.kind} {NAMES[kind]}: exceeded quota: no more of these"
+    )
     assert len(rig.cluster.notes("ChildRefused")) == 1
     assert all(rig.cluster.names(other) == [name] for other, name in NAMES.items() if other != kind)
     assert (rig.cluster.names(POD) == []) is (kind in MOUNTED)
@@ -165,7 +168,7 @@ async def test_no_replica_goes_for_a_new_template_while_no_pod_can_be_made_of_it
     assert (rig.cluster.names(POD), rig.routable()) == (["d-0-0"], ["d-0-0"])
     assert rig.condition("Ready")[0] == "True"
     assert rig.condition("Degraded") == ("True", "ChildrenNotReady")
-    assert f"no pod is made: {kind.kind} {NAMES[kind]} was refused" in rig.message("Progressing")
+    assert f"no pod is made: the API server did not accept a write of {kind.kind} {NAMES[kind]}" in rig.message("Progressing")
     rig.cluster.refuse = lambda verb, manifest: None
     await rig.run(90)
     rig.start_all()
@@ -182,7 +185,9 @@ async def test_a_secret_that_may_not_be_changed_is_named_with_the_servers_words(
     await begun(rig)
     assert rig.cluster.find(SECRET, NAMES[SECRET]) == theirs
     assert rig.condition("ChildrenReady")[0] == "False"
-    assert rig.message("ChildrenReady") == f"Secret {NAMES[SECRET]} was refused: exceeded quota: no more of these"
+    assert (
+        rig.message("ChildrenReady") == f"the API server did not accept a write of Secret {NAMES[SECRET]}: exceeded quota: no more of these"
+    )
 
 
 async def test_a_refused_configmap_and_a_deleted_pod_are_not_called_serving() -> None:
@@ -195,7 +200,7 @@ async def test_a_refused_configmap_and_a_deleted_pod_are_not_called_serving() ->
     await rig.run(10)
     assert rig.cluster.names(POD) == []
     assert rig.condition("Ready") == ("False", "ChildrenNotReady")
-    assert "ConfigMap d-desired was refused: exceeded quota" in rig.message("Ready")
+    assert "the API server did not accept a write of ConfigMap d-desired: exceeded quota" in rig.message("Ready")
     assert rig.condition("ChildrenReady") == ("False", "Forbidden")
     assert rig.cluster.notes("ChildRefused") != []
 

@@ -167,7 +167,7 @@ async def test_a_shard_that_the_api_server_refuses_is_told_and_its_adapters_are_
     rig.cluster.put(adapter("a", "/loras/a"))
     await rig.run(20)
     assert rig.condition("ChildrenReady") == ("False", "Forbidden")
-    assert f"ConfigMap {A} was refused: a policy says no" in rig.message("ChildrenReady")
+    assert f"the API server did not accept a write of ConfigMap {A}: a policy says no" in rig.message("ChildrenReady")
     assert rig.adapter_condition("Ready", "a") == ("True", "LoadedEverywhere")
     assert len(main(rig)["shards"]) == 1, "what is not there is not named"
     rig.cluster.remove(POD, "d-0-0")

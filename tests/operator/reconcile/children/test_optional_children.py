@@ -146,7 +146,7 @@ async def test_a_cluster_that_refuses_both_serves_all_the_same_and_the_condition
     await rig.run(30)
     assert rig.condition("Ready") == ("True", "Serving")
     assert rig.condition("ControlSecured") == ("False", "PolicyRefused")
-    assert "NetworkPolicy d-control was refused: forbidden" in rig.message("ControlSecured")
+    assert "the API server did not accept a write of NetworkPolicy d-control: forbidden" in rig.message("ControlSecured")
     assert rig.condition("ChildrenReady") == ("False", "Forbidden")
     rig.cluster.refuse = lambda verb, manifest: None
     await rig.run(60)

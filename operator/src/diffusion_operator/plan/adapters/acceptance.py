@@ -68,7 +68,8 @@ def decide(deployment: DiffusionDeployment, adapter: LoRAAdapter, claim: Claim, 
             adapter=adapter, accepted=False, reason=reason, message=message, conflict_with=claim.owner if reason == "NameConflict" else None
         )
     desired = None if adapter.spec.suspend else _desired(deployment, adapter)
-    return Decision(adapter=adapter, accepted=True, message=f"served by DiffusionDeployment {deployment.metadata.name}", desired=desired)
+    accepted = f"accepted by DiffusionDeployment {deployment.metadata.name}"
+    return Decision(adapter=adapter, accepted=True, message=accepted, desired=desired)
 
 
 def overruled(decision: Decision, errors: Iterable[WireError]) -> Decision:
@@ -106,22 +107,23 @@ def _refusal(
     deployment: DiffusionDeployment, adapter: LoRAAdapter, claim: Claim, *, held: Sequence[AdapterRecord]
 ) -> tuple[str, str] | None:
     """Return reason and message of the refusal; None for an adapter that is accepted."""
-    lora, name, where = deployment.spec.lora, adapter.served_name, f"DiffusionDeployment {deployment.metadata.name}"
+    lora, name = deployment.spec.lora, adapter.served_name
+    its_deployment = f"DiffusionDeployment {deployment.metadata.name}"
     if not lora.enabled:
-        return "LoRADisabled", f"spec.lora.enabled of {where} is false"
+        return "LoRADisabled", f"spec.lora.enabled of {its_deployment} is false"
     if name == deployment.served_name:
-        return "NameReserved", f"the name {name!r} is the served name of {where}; create the adapter with another spec.adapterName"
+        return "NameReserved", f"the name {name!r} is the served name of {its_deployment}; create the adapter with another spec.adapterName"
     if claim.owner is not None:
         return (
             "NameConflict",
             f"the name {name!r} belongs to the older LoRAAdapter {claim.owner}; create this one with another spec.adapterName",
         )
     if _held_by_another(deployment, adapter, held):
-        return "NameConflict", f"the adapter that had the name {name!r} before is still being unloaded"
+        return "NameConflict", f"an earlier adapter of the name {name!r} is still being unloaded; this one is accepted after that"
     return (
-        _not_mounted(adapter, lora, where)
-        or _too_large(deployment, adapter, where)
-        or _capacity_refusal(adapter, lora, where, full=claim.full)
+        _not_mounted(adapter, lora, its_deployment)
+        or _too_large(deployment, adapter, its_deployment)
+        or _capacity_refusal(adapter, lora, its_deployment, full=claim.full)
     )
 
 
@@ -137,36 +139,41 @@ def _held_by_another(deployment: DiffusionDeployment, adapter: LoRAAdapter, reco
     return any(record.state is RecordState.DRAINING or identity(record.source) != own for record in records)
 
 
-def _not_mounted(adapter: LoRAAdapter, lora: Lora, where: str) -> tuple[str, str] | None:
+def _not_mounted(adapter: LoRAAdapter, lora: Lora, its_deployment: str) -> tuple[str, str] | None:
     secret, claim = secret_of(adapter.spec.source), claim_of(adapter.spec.source)
     if secret is not None and secret not in lora.secrets:
-        return "SecretNotMounted", f"spec.source needs the Secret {secret}: add it to spec.lora.secrets of {where}"
+        return "SecretNotMounted", f"spec.source needs the Secret {secret}: add it to spec.lora.secrets of {its_deployment}"
     if claim is not None and claim not in lora.claims:
-        return "ClaimNotMounted", f"spec.source lies on the PersistentVolumeClaim {claim}: add it to spec.lora.claims of {where}"
+        return (
+            "ClaimNotMounted",
+            f"spec.source lies on the PersistentVolumeClaim {claim}: add it to spec.lora.claims of {its_deployment}",
+        )
     return None
 
 
-def _too_large(deployment: DiffusionDeployment, adapter: LoRAAdapter, where: str) -> tuple[str, str] | None:
+def _too_large(deployment: DiffusionDeployment, adapter: LoRAAdapter, its_deployment: str) -> tuple[str, str] | None:
     known = pinned(deployment.metadata.uid, adapter)
     rank, limit = adapter.spec.expected_rank or (known.rank if known else None), deployment.spec.lora.max_rank
     if rank is None or rank <= limit:
         return None
     enough = next((one for one in _RANKS if one >= rank), None)
-    advice = f"raise the limit to {enough}, which replaces the replicas, or use a smaller adapter" if enough else "use a smaller adapter"
-    return "RankTooLarge", f"the adapter has rank {rank}, and spec.lora.maxRank of {where} is {limit}: {advice}"
+    found = f"spec.expectedRank is {rank}" if adapter.spec.expected_rank else f"the adapter has rank {rank}"
+    smaller = "use an adapter of a smaller rank"
+    advice = f"raise spec.lora.maxRank to {enough}, which replaces the replicas, or {smaller}" if enough else smaller
+    return "RankTooLarge", f"{found}, and spec.lora.maxRank of {its_deployment} is {limit}: {advice}"
 
 
-def _capacity_refusal(adapter: LoRAAdapter, lora: Lora, where: str, *, full: bool) -> tuple[str, str] | None:
+def _capacity_refusal(adapter: LoRAAdapter, lora: Lora, its_deployment: str, *, full: bool) -> tuple[str, str] | None:
     """Return reason and message if the deployment has no places, or if they are all taken and the adapter is Resident.
 
     Other adapters take turns; None for them, and for a suspended one.
     """
     if lora.slots == 0:
-        return "CapacityExceeded", f"spec.lora.maxLoaded of {where} is 0, so no adapter can be used: raise it"
+        return "CapacityExceeded", f"spec.lora.maxLoaded of {its_deployment} is 0, so no adapter can be used: raise it"
     if adapter.spec.suspend or adapter.spec.residency is not Residency.RESIDENT or not full:
         return None
-    message = f"{lora.slots} of {lora.slots} adapters are Resident on {where} (spec.lora.maxLoaded): raise it, or make one Cached"
-    return "CapacityExceeded", message
+    crowd = f"spec.lora.maxLoaded of {its_deployment} is {lora.slots}, and it has as many older adapters with the residency Resident"
+    return "CapacityExceeded", f"{crowd}: raise maxLoaded, or give one of the adapters the residency Cached"
 
 
 def _desired(deployment: DiffusionDeployment, adapter: LoRAAdapter) -> DesiredAdapter:

@@ -12,7 +12,7 @@ from diffusion_operator.plan.observed.states import RESTING_STATES
 
 MIB = 1024 * 1024
 _COMING = (InstanceState.FETCHING, InstanceState.LOADING)
-_NO_NEWS = "; no replica has found out more since: see Loaded"
+_NO_NEWS = "; no replica has a newer answer from the source yet: see the condition Loaded"
 
 
 def without_deployment(adapter: LoRAAdapter) -> tuple[Verdict, ...]:
@@ -27,18 +27,20 @@ def without_deployment(adapter: LoRAAdapter) -> tuple[Verdict, ...]:
     )
 
 
-def not_understood(text: str) -> Verdict:
-    """Return Ready=Unknown for an adapter that cannot be read, or whose deployment cannot. `text` names the field."""
-    return verdict("Ready", None, "NotUnderstood", f"{text}; {remedy(text)}")
+def not_understood(wrong_field: str) -> Verdict:
+    """Return Ready=Unknown for an adapter that cannot be read, or whose deployment cannot. `wrong_field` names the field and its fault."""
+    advice = remedy(wrong_field)
+    return verdict("Ready", None, "NotUnderstood", f"{wrong_field}; {advice}")
 
 
-def remedy(text: str) -> str:
+def remedy(wrong_field: str) -> str:
     """Return the rest of a message about a field that is not understood: nothing changes until it is corrected.
 
-    `text` begins with the field. For one of the status it names the option by which `kubectl edit` reaches it.
+    `wrong_field` begins with the field. For one of the status it names the option by which `kubectl edit` reaches it.
     """
-    how = " by `kubectl edit --subresource=status`" if text.startswith("status.") else ""
-    return f"the operator leaves everything as it is until the field is corrected{how}, and the rest of this status may be out of date"
+    by_kubectl = " by `kubectl edit --subresource=status`" if wrong_field.startswith("status.") else ""
+    idle = f"the operator leaves everything as it is until the field is corrected{by_kubectl}"
+    return f"{idle}, and the rest of this status may be out of date"
 
 
 def adapter_verdicts(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedStatus | None) -> tuple[Verdict, ...]:
@@ -50,17 +52,18 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
     if not view.decision.accepted:
         return verdict("Ready", False, "NotAccepted", view.decision.message)
     if adapter.spec.suspend:
-        used = f"; still in use on {_replicas(view.instances)}" if view.instances else ""
-        return verdict("Ready", False, "Suspended", f"spec.suspend is true{used}")
+        leaving = f"; the adapter is still being unloaded on {_replicas(view.instances)}" if view.instances else ""
+        return verdict("Ready", False, "Suspended", f"spec.suspend is true{leaving}")
     if view.suspended:
         return verdict("Ready", False, "Deferred", "the deployment's spec.suspend is true; the adapter is loaded when that is false again")
-    text = _tally(view)
+    tally = _tally(view)
     if view.wakeable:
-        return verdict("Ready", True, "AsleepWakeable", f"{text}; the next request wakes the model, which loads it first")
+        text = f"{tally}; the next request wakes a replica, which loads the adapter before it serves"
+        return verdict("Ready", True, "AsleepWakeable", text)
     if view.ready:
         everywhere = view.count(InstanceState.LOADED) == len(view.instances)
         whole = all(one.status.state is InstanceState.LOADED for one in view.awake)
-        return verdict("Ready", True, "LoadedEverywhere" if everywhere else "LoadedWhereAwake" if whole else "CachedOnDemand", text)
+        return verdict("Ready", True, "LoadedEverywhere" if everywhere else "LoadedWhereAwake" if whole else "CachedOnDemand", tally)
     served = any(view.serves(one) for one in view.awake)
     if view.count(InstanceState.FAILED):
         reason = "PartiallyLoaded" if served else "SourceError" if _source_error(view) else "Failed"
@@ -68,10 +71,10 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
     if view.evicted:
         return verdict("Ready", False, "Evicted", _evicted(view))
     if served:
-        return verdict("Ready", False, "PartiallyLoaded", text)
+        return verdict("Ready", False, "PartiallyLoaded", tally)
     if any(state in RESTING_STATES for state in view.group_states) and view.count(InstanceState.DEFERRED) == len(view.instances):
-        return verdict("Ready", False, "Deferred", f"{text}; the adapter is loaded before a replica is awake again")
-    return verdict("Ready", False, "Loading", text + _other_version(view))
+        return verdict("Ready", False, "Deferred", f"{tally}; a replica that wakes loads the adapter before it serves")
+    return verdict("Ready", False, "Loading", tally + _other_version(view))
 
 
 def source_resolved(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedStatus | None) -> Verdict:
@@ -83,33 +86,35 @@ def source_resolved(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedS
     if error is not None:
         return verdict("SourceResolved", False, error, _first_error(view))
     if resolved is not None:
-        return verdict("SourceResolved", True, "Resolved", f"{resolved.source} is {resolved.digest}")
-    if found := _found(view):
-        text = f"{declared(adapter)} is {found}; status.resolved has it when a replica has loaded it: see Loaded"
+        return verdict("SourceResolved", True, "Resolved", f"{resolved.source} has the digest {resolved.digest}")
+    if version := _found(view):
+        source = declared(adapter)
+        text = f"a replica found {source} at {version}; status.resolved is set when one has loaded it: see the condition Loaded"
         return verdict("SourceResolved", True, "Resolved", text)
     if view.count(InstanceState.CACHED):
         return verdict("SourceResolved", None, "NotTried", "the adapter is fetched at its first request")
     if (before := _last_error(adapter, view)) is not None:
         return verdict("SourceResolved", False, before.reason, before.message.partition(_NO_NEWS)[0] + _NO_NEWS)
     if view.count(*_COMING, InstanceState.FAILED):
-        return verdict("SourceResolved", None, "NotKnown", "no replica has found out yet: see Loaded")
+        return verdict("SourceResolved", None, "NotKnown", "no replica has found out yet what the source has: see the condition Loaded")
     return verdict("SourceResolved", None, "NotTried", "no replica has looked at the source yet")
 
 
 def loaded(view: AdapterView) -> Verdict:
     desired = view.decision.desired is not None
-    total, text = len(view.instances) if desired else 0, _tally(view)
+    total, tally = len(view.instances) if desired else 0, _tally(view)
     if total == 0:
-        return verdict("Loaded", False, "NoReplicas", "there is no replica to load it on" if desired else "no replica is asked to load it")
+        unwanted = "no replica is asked to load the adapter, which is suspended or not accepted"
+        return verdict("Loaded", False, "NoReplicas", "there is no replica to load the adapter on" if desired else unwanted)
     if view.count(InstanceState.LOADED) == total:
-        return verdict("Loaded", True, "AllReplicas", text)
+        return verdict("Loaded", True, "AllReplicas", tally)
     if view.count(InstanceState.FAILED):
-        return verdict("Loaded", False, "SomeReplicasFailed", f"{text}; {_first_error(view)}")
+        return verdict("Loaded", False, "SomeReplicasFailed", f"{tally}; {_first_error(view)}")
     if any(state in RESTING_STATES for state in view.group_states):
-        return verdict("Loaded", False, "WaitingForWake", text)
+        return verdict("Loaded", False, "WaitingForWake", tally)
     if view.count(InstanceState.LOADED, InstanceState.CACHED) == total:
-        return verdict("Loaded", False, "CachedOnDemand" if view.loads_on_request else "Evicted", text)
-    return verdict("Loaded", False, "WaitingForEngine", text)
+        return verdict("Loaded", False, "CachedOnDemand" if view.loads_on_request else "Evicted", tally)
+    return verdict("Loaded", False, "WaitingForEngine", tally)
 
 
 def degraded(view: AdapterView) -> Verdict:
@@ -123,7 +128,8 @@ def degraded(view: AdapterView) -> Verdict:
             if load is not None and one.other_digest == expected and contradicts(one.other_identity, load.identity):
                 found = f"has the weights {expected} with another configuration: identity {one.other_identity}, expected {load.identity}"
                 return verdict("Degraded", True, "IdentityMismatch", f"replica {one.status.replica} {found}")
-            message = f"replica {one.status.replica} has {one.other_digest or 'another version'}, every replica must have {expected}"
+            version = one.other_digest or "a version without a digest"
+            message = f"replica {one.status.replica} has {version}, every replica must have {expected}"
             return verdict("Degraded", True, "DigestDrift", message)
     for one in view.instances:
         if one.record is not None and one.record.verification_failed:
@@ -133,7 +139,8 @@ def degraded(view: AdapterView) -> Verdict:
             return verdict("Degraded", True, "VerificationFailed", f"replica {one.status.replica}: {message}")
     for one in view.instances:
         if one.evictions:
-            message = f"replica {one.status.replica} evicted the adapter {one.evictions} times in the last ten minutes; it was loaded again"
+            evictions = f"replica {one.status.replica} evicted the adapter {one.evictions} times in the last ten minutes"
+            message = f"{evictions}, though nobody asked for that; the operator has it loaded again"
             return verdict("Degraded", True, "EvictedUnexpectedly", message)
     return verdict("Degraded", False, "AsExpected", "")
 
@@ -142,39 +149,41 @@ def up_to_date(view: AdapterView) -> Verdict:
     if any(one.other_digest is not None for one in view.instances):
         return verdict("UpToDate", False, "OldDigestStillLoaded", _other_version(view).lstrip("; "))
     if _source_error(view) is not None:
-        return verdict(
-            "UpToDate", None, "SourceNotResolved", "the source's current version is not known, because the source cannot be read"
-        )
+        text = "a replica could not get a usable adapter from the source: see the condition SourceResolved"
+        return verdict("UpToDate", None, "SourceNotResolved", text)
     if view.decision.accepted and view.count(InstanceState.LOADED, InstanceState.CACHED):
         return verdict("UpToDate", True, "Current", "no replica has another version of the adapter")
-    return verdict("UpToDate", None, "NotLoaded", "no replica has the adapter")
+    return verdict("UpToDate", None, "NotLoaded", "no replica serves the adapter")
 
 
 def _tally(view: AdapterView) -> str:
-    text = f"loaded on {view.count(InstanceState.LOADED)} of {len(view.instances)} replicas"
+    loaded_on = f"loaded on {view.count(InstanceState.LOADED)} of {len(view.instances)} replicas"
     cached = [one for one in view.instances if one.status.state is InstanceState.CACHED]
-    if cached:
-        text += f"; evicted from memory on {_replicas(cached)}" + (", loaded at its first request there" if view.loads_on_request else "")
-    return text + "".join(f"; replica {one.status.replica}: {_progress(one)}" for one in view.instances if one.status.state in _COMING)
+    later = ", where the next request for it loads it" if view.loads_on_request else ""
+    missing = f"; not in memory on {_replicas(cached)}{later}" if cached else ""
+    coming = "".join(f"; replica {one.status.replica}: {_progress(one)}" for one in view.instances if one.status.state in _COMING)
+    return f"{loaded_on}{missing}{coming}"
 
 
 def _progress(instance: Instance) -> str:
     status = instance.status
     if status.state is InstanceState.FETCHING and status.total_bytes:
-        return f"Fetching, {(status.fetched_bytes or 0) // MIB} of {-(-status.total_bytes // MIB)} MiB"
+        fetched, total = (status.fetched_bytes or 0) // MIB, -(-status.total_bytes // MIB)
+        return f"Fetching, {fetched} of {total} MiB"
     return status.state.value
 
 
 def _evicted(view: AdapterView) -> str:
     return (
-        f"evicted from memory on {_replicas(view.evicted)}, where a request for it gets 503 AdapterNotLoaded. More adapters than "
-        "the deployment's spec.lora.maxCached are in use: raise it, set spec.lora.onMissing to Load, or make this one Resident"
+        f"not in memory on {_replicas(view.evicted)}, where a request for it gets 503 AdapterNotLoaded. The deployment has more "
+        "adapters than its spec.lora.maxCached: raise that, set its spec.lora.onMissing to Load, or set this adapter's spec.residency to "
+        "Resident"
     )
 
 
 def _other_version(view: AdapterView) -> str:
     others = [one for one in view.instances if one.other_digest is not None]
-    return f"; {others[0].other_digest} still serves on {_replicas(others)}" if others else ""
+    return f"; another version, {others[0].other_digest}, still serves on {_replicas(others)}" if others else ""
 
 
 def _replicas(instances: tuple[Instance, ...] | list[Instance]) -> str:

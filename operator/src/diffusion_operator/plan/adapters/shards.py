@@ -149,14 +149,14 @@ def packed(adapters: Iterable[DesiredAdapter]) -> bytes:
 def _refusals(shards: Shards, deployment: str) -> Iterator[tuple[str, Refusal]]:
     for one in shards.crowded:
         count = len(shards.wanted) - len(shards.crowded)
-        text = f"DiffusionDeployment {deployment} has {count} older adapters, the most that it may have; delete some of them, {_ELSEWHERE}"
-        yield one.uid, ("CapacityExceeded", text)
+        too_many = f"DiffusionDeployment {deployment} has {count} older adapters, the most that it may have"
+        yield one.uid, ("CapacityExceeded", f"{too_many}; delete some of them, {_ELSEWHERE}")
     for shard in shards.shards:
         name = shard_config_name(deployment, shard.number)
         taken = f"{shard.fitting} older adapters in it take {len(shard.content)} of at most {FILE_BYTES} bytes"
-        text = f"ConfigMap {name} has no room for this adapter: {taken}; delete some of those in it, {_ELSEWHERE}"
-        yield from ((one.uid, ("CapacityExceeded", text)) for one in shard.refused)
+        full = f"ConfigMap {name} has no room for this adapter: {taken}; delete some of those in it, {_ELSEWHERE}"
+        yield from ((one.uid, ("CapacityExceeded", full)) for one in shard.refused)
     for one in shards.wanted if shards.foreign else ():
-        why = shards.foreign.get(shard_of(one.name))
-        if why is not None:
-            yield one.uid, (NAME_CONFLICT, f"the operator cannot list this adapter for the workers: {why}")
+        conflict = shards.foreign.get(shard_of(one.name))
+        if conflict is not None:
+            yield one.uid, (NAME_CONFLICT, f"the operator cannot make the ConfigMap that lists this adapter for the workers: {conflict}")

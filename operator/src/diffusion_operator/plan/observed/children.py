@@ -139,16 +139,16 @@ class Repairs(msgspec.Struct, frozen=True):
 
 def contested(kind: Kind, name: str, change: Change, *, ours: bool, not_before: datetime) -> ChildState:
     """Build the state of a contested child, which differs from the spec by `change`."""
-    text = f"{change.text}; another client or an admission webhook changes it each time, so the operator puts it back less often"
+    contest = f"{change.text}; another client or an admission webhook changes it each time, so the operator puts it back less often"
     return ChildState(
-        kind=kind.kind, name=name, ours=ours, reason=CONTESTED, message=text, not_before=not_before, misroutes=change.misroutes
+        kind=kind.kind, name=name, ours=ours, reason=CONTESTED, message=contest, not_before=not_before, misroutes=change.misroutes
     )
 
 
 def anothers(kind: Kind, name: str, *, not_before: datetime) -> ChildState:
     """Return the state of a child that another operator writes. It is no contest: the child is put back as soon as that one has ended."""
-    text = f"{kind.kind} {name} is written by another operator, such as one of an earlier release; this one puts it back every ten seconds"
-    return ChildState(kind=kind.kind, name=name, ours=True, reason=ANOTHER_OPERATOR, message=text, passing=True, not_before=not_before)
+    rival = f"{kind.kind} {name} is written by another operator, such as one of an earlier release; this one puts it back every ten seconds"
+    return ChildState(kind=kind.kind, name=name, ours=True, reason=ANOTHER_OPERATOR, message=rival, passing=True, not_before=not_before)
 
 
 def hurried(known: ChildTry, now: datetime) -> ChildTry:
@@ -157,14 +157,14 @@ def hurried(known: ChildTry, now: datetime) -> ChildTry:
 
 
 def stranger(kind: Kind, name: str) -> ChildState:
-    found = f"{kind.kind} {name} is not managed by this DiffusionDeployment and is left alone"
-    text = f"{found}; delete or rename it, or give the deployment another name"
-    return ChildState(kind=kind.kind, name=name, ours=False, reason=NAME_CONFLICT, message=text)
+    stranger_found = f"{kind.kind} {name} is not managed by this DiffusionDeployment and is left alone"
+    name_conflict = f"{stranger_found}; delete or rename it, or give the deployment another name"
+    return ChildState(kind=kind.kind, name=name, ours=False, reason=NAME_CONFLICT, message=name_conflict)
 
 
 def leaving(kind: Kind, name: str) -> ChildState:
-    text = f"{kind.kind} {name} belongs to an earlier DiffusionDeployment of this name and is made again when it is gone"
-    return ChildState(kind=kind.kind, name=name, ours=False, reason=LEAVING, message=text)
+    wait = f"{kind.kind} {name} belongs to an earlier DiffusionDeployment of this name; the operator makes it again when it is deleted"
+    return ChildState(kind=kind.kind, name=name, ours=False, reason=LEAVING, message=wait)
 
 
 def refused(
@@ -175,8 +175,8 @@ def refused(
     A reason that conditions do not repeat becomes `Refused`.
     """
     known = reason if reason in REFUSALS else REFUSED
-    text = f"{kind.kind} {name} was refused: {message}"
-    return ChildState(kind=kind.kind, name=name, ours=ours, reason=known, message=text, passing=passing, not_before=not_before)
+    refusal = f"the API server did not accept a write of {kind.kind} {name}: {message}"
+    return ChildState(kind=kind.kind, name=name, ours=ours, reason=known, message=refusal, passing=passing, not_before=not_before)
 
 
 def children_ready(children: Sequence[ChildState]) -> Verdict:
@@ -187,9 +187,11 @@ def children_ready(children: Sequence[ChildState]) -> Verdict:
     told = [one for one in children if one.reason and not (one.passing and one.silent and one.ours)]
     missing = sorted(told, key=lambda one: (one.silent, one.reason != NAME_CONFLICT))
     if not missing:
-        return verdict("ChildrenReady", True, "AllApplied", "every Secret, ConfigMap, Service, policy and budget is as the spec asks")
+        text = "every Secret, ConfigMap, Service, NetworkPolicy and PodDisruptionBudget of this object is as the spec asks"
+        return verdict("ChildrenReady", True, "AllApplied", text)
     worst = missing[0]
-    return verdict("ChildrenReady", None if worst.silent else False, worst.reason, "; ".join(one.message for one in missing))
+    known = None if worst.silent else False
+    return verdict("ChildrenReady", known, worst.reason, "; ".join(child.message for child in missing))
 
 
 def pods_wait_for(children: Sequence[ChildState]) -> str:

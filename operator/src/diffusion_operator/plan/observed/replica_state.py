@@ -35,7 +35,7 @@ _PHASES = {
     WorkerPhase.FAILED: ReplicaState.FAILED,
     WorkerPhase.TERMINATING: ReplicaState.TERMINATING,
 }
-ENDED = "the pod ended and will not be started again"
+ENDED = "the pod ended, and the kubelet does not start it again"
 
 
 class Problem(StrEnum):
@@ -145,12 +145,12 @@ def read_group(pod: Pod, poll: Poll, previous: ReplicaStatus | None, deployment:
     problem, message = _problem(pod, poll, state, deployment)
     if poll.state is not None and not poll.state.state.known:
         state_name = poll.state.state.value
-        word = f"the worker reports the state {state_name!r}, which this operator does not know: the worker is newer than the operator"
-        message = f"{message}; {word}".lstrip("; ")
+        unknown = f"the worker reports the state {state_name!r}, which this operator does not know: the worker is newer than the operator"
+        message = _joined(message, unknown)
     if poll.state is not None and poll.state.desired.problem is not None:
-        message = f"{message}; {poll.state.desired.problem.message}".lstrip("; ")
+        message = _joined(message, poll.state.desired.problem.message)
     if pod.left:
-        message = f"{pod.left}; {message}".rstrip("; ")
+        message = _joined(pod.left, message)
     return Group(index=pod.index, pod=pod, poll=poll, state=state, previous=previous, problem=problem, message=message)
 
 
@@ -176,16 +176,15 @@ def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState
 
 def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
     if state is ReplicaState.TERMINATING:
-        return None, f"the pod is being disrupted: {pod.disruption}" if pod.disruption else _last_requests(
-            poll, deployment.spec.drain.timeout_seconds
-        )
+        disrupted = f"the pod is being disrupted: {pod.disruption}"
+        return None, disrupted if pod.disruption else _last_requests(poll, deployment.spec.drain.timeout_seconds)
     if pod.finished:
         return Problem.POD_FAILED, pod.finished_message or ENDED
     if pod.lost:
-        text = (
+        node_lost = (
             f"its node {pod.node} does not answer; the replica is replaced when the cluster removes the pod, by default after five minutes"
         )
-        return Problem.NODE_LOST, text
+        return Problem.NODE_LOST, node_lost
     if pod.unschedulable:
         gpu = "Insufficient " + (deployment.spec.resources.gpu_resource_name or "nvidia.com/gpu")
         return (Problem.WAITING_FOR_GPU if gpu in pod.unschedulable else Problem.UNSCHEDULABLE), pod.unschedulable
@@ -214,22 +213,25 @@ def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem 
     if ended is None:
         unreachable = Problem.UNREACHABLE if pod.ready else None  # a start may take its time: the message says it, and the reason does not
         return (unreachable, _unreachable(poll)) if poll.unreachable else (None, "")
-    message = f"the worker ended with {exit_text(ended)}{_memory_advice(ended, memory)}, {pod.container.restarts} restarts"
+    restarted = f"its container was started again {pod.container.restarts} times so far"
+    end = f"the worker ended with {exit_text(ended)}{_memory_advice(ended, memory)}; {restarted}"
     if (code := device_code_in(ended.message)) is not None:
-        return _DEVICE[code], message
+        return _DEVICE[code], end
     if ended.code == STARTUP_ERROR_EXIT:
         return Problem.MODEL_ERROR, exit_message(ended)
     if pod.container.restarts >= CRASH_LOOP_RESTARTS or pod.container.waiting_reason == "CrashLoopBackOff":
-        return Problem.CRASH_LOOPING, message
-    return None, message
+        return Problem.CRASH_LOOPING, end
+    return None, end
 
 
 def _last_requests(poll: Poll, seconds: int) -> str:
-    return f"it has up to {seconds} s to finish its requests (spec.drain.timeoutSeconds), and then it is deleted" if poll.draining else ""
+    if not poll.draining:
+        return ""
+    return f"its pod ends when its requests are finished, after {seconds} s at the latest (spec.drain.timeoutSeconds)"
 
 
 def _unreachable(poll: Poll) -> str:
-    return f"the last calls to its control port failed: {poll.error}"
+    return f"the operator's last calls to its control port failed: {poll.error}"
 
 
 def _fault(document: WorkerState, failure: WireError) -> tuple[Problem, str]:
@@ -270,22 +272,25 @@ def _on_its_way(state: ReplicaState, sleep: Sleep) -> str:
     """Describe a drain, sleep or wake that goes on, without figures that change between looks; empty in any other state."""
     if state is ReplicaState.DRAINING:
         patient = sleep.drain is DrainMode.WAIT and sleep.drain_timeout_seconds
-        return f"running requests have up to {sleep.drain_timeout_seconds} s before it sleeps" if patient else "running requests are ended"
-    return {ReplicaState.SLEEPING: "it frees its memory", ReplicaState.WAKING: f"it has {sleep.wake_timeout_seconds} s to wake"}.get(
-        state, ""
-    )
+        time = f"running requests have up to {sleep.drain_timeout_seconds} s to finish" if patient else "running requests are aborted"
+        return f"it is going to sleep, and {time}"
+    if state is ReplicaState.SLEEPING:
+        return "it is going to sleep and frees its memory"
+    if state is ReplicaState.WAKING:
+        return f"it is waking, and has up to {sleep.wake_timeout_seconds} s for that (spec.sleep.wakeTimeoutSeconds)"
+    return ""
 
 
 def _memory_advice(ended: Exit, memory: Quantity | None) -> str:
     """Return the end of a message about a container that was killed for host memory (OOMKilled); empty for any other end."""
     if ended.reason != "OOMKilled":
         return ""
-    limit = (
-        f"over its limit of {memory} (spec.resources.limits.memory)"
+    cause = (
+        f"it used more than its limit of {memory} (spec.resources.limits.memory)"
         if memory is not None
-        else "and it has no limit: its node has too little"
+        else "it has no limit (spec.resources.limits.memory), so its node has too little"
     )
-    return f", out of host memory, {limit}"
+    return f", because it ran out of host memory: {cause}"
 
 
 def exit_text(ended: Exit) -> str:
@@ -321,3 +326,7 @@ def _failure_code(ended: Exit) -> str:
 
 def _sentence(*parts: str) -> str:
     return ": ".join(part for part in parts if part)
+
+
+def _joined(*sentences: str) -> str:
+    return "; ".join(sentence for sentence in sentences if sentence)

@@ -60,7 +60,7 @@ def _may_be_busy(state: WorkerState) -> bool:
 def _drained(observed: Observed) -> Iterator[DeletePod]:
     """Yield the pods whose worker has drained, or should have."""
     for pod in observed.pods:
-        if _drains_now(observed, pod) and (why := _why_over(observed, observed.polls[pod.uid])):
+        if _drains_now(observed, pod) and (why := _why_pod_is_deleted(observed, observed.polls[pod.uid])):
             yield DeletePod(name=pod.name, uid=pod.uid, why=why)
 
 
@@ -68,11 +68,11 @@ def _drains_now(observed: Observed, pod: Pod) -> bool:
     return not pod.terminating and not pod.orphan and observed.leaves(pod)
 
 
-def _why_over(observed: Observed, poll: Poll) -> str:
-    """Return why the drain of a worker is over: no answer, no requests, or no time left; empty while it may still be busy."""
+def _why_pod_is_deleted(observed: Observed, poll: Poll) -> str:
+    """Return why a pod goes whose worker drains: no answer, no requests, or no time left; empty while it may still be busy."""
     if poll.state is None or poll.unreachable:
-        return "its worker, which drains, does not answer"
+        return "its worker, which was finishing its last requests, does not answer"
     if poll.fresh and not poll.state.busy:
-        return "its requests are answered"
+        return "its last requests are answered"
     over = poll.state_age_s >= observed.deployment.spec.drain.timeout_seconds + MARGIN_S
-    return "the time for its requests is over" if over else ""
+    return "the time for its last requests is over (spec.drain.timeoutSeconds)" if over else ""

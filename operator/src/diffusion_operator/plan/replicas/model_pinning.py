@@ -137,9 +137,10 @@ def _difference(group: Group, resolution: Resolution) -> str:
     found = report.revision if resolution.model.revision is not None else report.digest
     pinned = resolution.model.revision or resolution.model.digest
     if group.pod.uid in unpinned(resolution):
-        return f"replica {group.index} found {found}, expected {pinned}, which is pinned for all replicas; the replica is replaced"
+        difference = f"replica {group.index} found the version {found}, expected {pinned}, which is pinned for all replicas"
+        return f"{difference}; the replica is replaced"
     advice = f"to accept the source as it is now, give the annotation {ANNOTATION_RESTARTED_AT} a new value, which replaces all replicas"
-    return f"replica {group.index} loaded {found}, expected {pinned}, which is pinned for all replicas; {advice}"
+    return f"replica {group.index} loaded the version {found}, expected {pinned}, which is pinned for all replicas; {advice}"
 
 
 def _failure(group: Group) -> tuple[str, str] | None:
@@ -163,8 +164,7 @@ def _failure(group: Group) -> tuple[str, str] | None:
 def _pinned_text(model: ModelStatus) -> str:
     if model.resolved_at is None:
         return ""
-    parts = [model.revision, model.digest]
-    return f"; pinned for all replicas: {', '.join(part for part in parts if part)}"
+    return f"; pinned for all replicas: {', '.join(version for version in (model.revision, model.digest) if version)}"
 
 
 def _cut(revision: str | None) -> str | None:

@@ -38,26 +38,26 @@ def _judged(pod: Pod, poll: Poll, digest: str | None, revision: str) -> Pod:
 
     So it counts as a pod of another template.
     """
-    if not pod.orphan or pod.terminating or not (why := _why_replaced(pod, poll, digest, revision)):
+    if not pod.orphan or pod.terminating or not (why := _why_pod_is_replaced(pod, poll, digest, revision)):
         return pod
     left = f"an earlier DiffusionDeployment of this name left the pod, and it is replaced, because {why}"
     return msgspec.structs.replace(pod, left=left, revision="")
 
 
-def _why_replaced(pod: Pod, poll: Poll, digest: str | None, revision: str) -> str:
+def _why_pod_is_replaced(pod: Pod, poll: Poll, digest: str | None, revision: str) -> str:
     """Return why an orphan is to be replaced; empty if it agrees, or has yet to say which model it has."""
     if not pod.owner_uid:
-        return "it does not name the object that it was made for"
+        return "it does not name the DiffusionDeployment that it was made for"
     if pod.revision != revision:
-        return "it has another template"
+        return "it was made of another template"
     if poll.unreachable:
-        return f"its worker does not answer: {poll.error}"
+        return f"its worker does not answer the operator: {poll.error}"
     if poll.state is None:
         return ""
     found = poll.state.model.digest
     if found is None:
-        return "its worker reports no digest of its model" if _should_know(poll, poll.state) else ""
-    return "" if found == digest else f"its worker has the model {found}, and expected is {digest}"
+        return "its worker reports no digest of its model after ten minutes" if _should_know(poll, poll.state) else ""
+    return "" if found == digest else f"its worker has a model with the digest {found}, expected {digest}"
 
 
 def _should_know(poll: Poll, state: WorkerState) -> bool:

@@ -55,9 +55,10 @@ def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime, 
 
 def given_up(groups: Sequence[Group], spec: DeploymentSpec) -> Mapping[int, Reason]:
     """Return the reason for each replica whose pod is given up for a new one, by index. `groups` come with their failures counted."""
-    reasons = {group.index: why for group in groups if (why := _reason(group, spec)) is not None}
+    reasons = {group.index: why for group in groups if (why := _why_pod_is_replaced(group, spec)) is not None}
     silent = _cut_off(groups)
-    return reasons | ({silent.index: Reason("its control port could not be reached for five minutes")} if silent is not None else {})
+    why_pod_is_replaced = Reason("the operator could not reach its control port for five minutes")
+    return reasons | ({silent.index: why_pod_is_replaced} if silent is not None else {})
 
 
 def due(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> Mapping[int, str]:
@@ -70,12 +71,12 @@ def backoff(recovery: ReplicaRecovery, failures: int) -> timedelta:
     return timedelta(seconds=min(recovery.backoff_max_seconds, recovery.backoff_seconds * 2 ** min(failures - 1, 30)))
 
 
-def _reason(group: Group, spec: DeploymentSpec) -> Reason | None:
+def _why_pod_is_replaced(group: Group, spec: DeploymentSpec) -> Reason | None:
     container, document = group.pod.container, group.document
     if group.state is ReplicaState.TERMINATING or group.pod.lost:
         return None
     if group.pod.finished:
-        return Reason("the pod ended for good", of_node=group.pod.node_fault)
+        return Reason("the pod ended, and the kubelet does not start it again", of_node=group.pod.node_fault)
     if not container.running:
         refused = container.last_exit is None or container.last_exit.code == STARTUP_ERROR_EXIT
         # A container may have ended that often in the course of months.
@@ -84,7 +85,9 @@ def _reason(group: Group, spec: DeploymentSpec) -> Reason | None:
     if document is None or document.state not in (WorkerPhase.RESTARTING, WorkerPhase.FAILED):
         return None
     patience_s = RESTART_PERIODS * spec.startup.timeout_seconds
-    return Reason(f"its ranks did not come up within {patience_s} s") if group.poll.state_age_s >= patience_s else None
+    if group.poll.state_age_s < patience_s:
+        return None
+    return Reason(f"its ranks were not up again within {patience_s} s, twice spec.startup.timeoutSeconds")
 
 
 def _cut_off(groups: Sequence[Group]) -> Group | None:
@@ -153,13 +156,13 @@ def _with_verdict(group: Group, recovery: ReplicaRecovery) -> Group:
     failures, message = group.failures, group.message[:900]
     when = f"{failures.next_restart:%H:%M:%S} UTC (spec.replicaRecovery)" if failures.next_restart is not None else ""
     if when and group.pod.node_fault:
-        text = f"{message}; node {group.pod.node} is at fault; a new pod, which prefers other nodes, is made at {when}"
-        return msgspec.structs.replace(group, message=text.lstrip("; "))
+        fault = f"{message}; node {group.pod.node} is at fault; a new pod, which prefers other nodes, is made at {when}"
+        return msgspec.structs.replace(group, message=fault.lstrip("; "))
     own = group.problem in _ITS_OWN_WORDS or group.state is ReplicaState.TERMINATING
     if failures.spent and not group.live and not own:
         pace = f"{failures.count} failures within {recovery.window_seconds} s, so a new pod is made every ten minutes at most"
-        text = f"{pace}{f', the next at {when}' if when else ''}: {message or 'the replica is starting again'}"
-        return msgspec.structs.replace(group, problem=Problem.CRASH_LOOPING, message=text)
+        loop = f"{pace}{f', the next at {when}' if when else ''}: {message or 'the replica is starting again'}"
+        return msgspec.structs.replace(group, problem=Problem.CRASH_LOOPING, message=loop)
     if when:
         return msgspec.structs.replace(group, message=f"{message}; a new pod is made at {when}".lstrip("; "))
     return group

@@ -48,8 +48,8 @@ def plan_replicas(
     many = len(present) - allowed(rollout, present, replicas=replicas, revision=revision)
     surplus = by_removal_priority(present, revision=revision)[: max(0, many)]
     kept = [group for group in present if group not in surplus]
-    why = "the deployment is suspended" if spec.suspend else "there are more replicas than asked for"
-    retire = [_retire(group, why) for group in surplus]
+    why_pod_is_deleted = "spec.suspend of the deployment is true" if spec.suspend else "there are more replicas than the spec asks for"
+    retire = [_retire(group, why_pod_is_deleted) for group in surplus]
     if not held:
         retire += _replaced(kept, spec, revision=revision, stalled=progress.stalled, raced=raced, now=now, quiet=bool(retire))
     retire += _twins(observed, groups)
@@ -75,9 +75,9 @@ def _replaced(
         return retire
     old = to_replace(spec.rollout, kept, replicas=spec.wanted_replicas, revision=revision) if not stalled else ()
     losers = _wrongly_pinned(kept, raced, revision=revision) if not old else ()
-    return [_retire(group, "the template changed") for group in old] + [
-        _retire(group, "it has another version of the model than the one that is pinned for all replicas") for group in losers
-    ]
+    wrong_model = "it has another version of the model than the one that is pinned for all replicas"
+    why_pod_is_replaced = "the template changed" if old else wrong_model
+    return [_retire(group, why_pod_is_replaced) for group in old or losers]
 
 
 def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
@@ -87,7 +87,8 @@ def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
     """
     newest = {group.pod.uid for group in groups}
     older = [pod for pod in observed.pods if not observed.leaves(pod) and pod.uid not in newest]
-    return [DeletePod(name=pod.name, uid=pod.uid, why="a newer pod has the index of this replica", orphan=pod.orphan) for pod in older]
+    why_pod_is_deleted = "there is a newer pod of the same replica"
+    return [DeletePod(name=pod.name, uid=pod.uid, why=why_pod_is_deleted, orphan=pod.orphan) for pod in older]
 
 
 def _wrongly_pinned(kept: Sequence[Group], raced: Collection[str], *, revision: str) -> Sequence[Group]:

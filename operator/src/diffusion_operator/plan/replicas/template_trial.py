@@ -93,7 +93,7 @@ def _next_pod(observed: Observed) -> CreatePod:
 
 
 def _message(words: str) -> str:
-    text = f"the API server refuses pods of the changed template, so the old replicas stay: {words[:WORDS]}"
+    text = f"a pod of the changed template is refused, so the old replicas stay: {words[:WORDS]}"
     return f"{text}; correct the spec, or the policy that refuses the pod; the operator tries again every minute"
 
 

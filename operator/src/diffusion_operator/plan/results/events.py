@@ -42,7 +42,7 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
     events += _model_events(before, after)
     if after.replica_states_truncated and not before.replica_states_truncated:
         shown = f"status.replicaStates has {len(after.replica_states)} of {after.replicas} replicas, or shortened messages"
-        message = f"{shown}; the counts are of all replicas"
+        message = f"the whole status would be too large, so {shown}; the counts in the status are of all replicas"
         events.append(_normal("StatusTruncated", message, key=str(after.observed_generation)))
     if _revision_done(before, after):
         message = f"all replicas have the template's revision {after.current_revision}"
@@ -68,12 +68,10 @@ def _model_events(before: DeploymentStatus, after: DeploymentStatus) -> list[Pla
     events = []
     was, model = before.model, after.model
     if model is not None and model.resolved_at is not None and (was is None or was.resolved_at != model.resolved_at):
-        found = ", ".join(part for part in (model.revision, model.digest) if part) or "resolved"
-        events.append(
-            _normal(
-                "ModelResolved", f"{model.source or 'the model'} is {found}", key=f"{model.pinned_for}-{model.revision or model.digest}"
-            )
-        )
+        version = ", ".join(found for found in (model.revision, model.digest) if found) or "unknown"
+        source = model.source or "the model"
+        message = f"{source} has the version {version}, which is pinned for all replicas"
+        events.append(_normal("ModelResolved", message, key=f"{model.pinned_for}-{model.revision or model.digest}"))
     then, now = condition_of(before.conditions, "ModelResolved"), condition_of(after.conditions, "ModelResolved")
     if now is not None and now.status is ConditionStatus.FALSE and (then is None or then.reason != now.reason):
         events.append(_warning(f"Model{now.reason}", now.message, key=f"{after.observed_generation}-{now.reason}"))
@@ -132,22 +130,22 @@ def _operation_events(index: int, ended: OperationStatus, *, boot: str, generati
     """
     if ended.code in NO_FAILURES:
         return []
-    took = f"in {ended.seconds or 'an unknown number of'} s"
+    took = f"in {ended.seconds} s" if ended.seconds else "in an unknown time"
     if ended.code is None:
-        woke, level = ended.kind == "wake", ended.level.value if ended.level is not None else "unknown"
-        what = f"woke {took} from level {level}, {_size(ended.bytes)} of weights are in memory again"
-        slept = f"fell asleep {took} at level {level} and freed {_size(ended.bytes)}"
-        key = f"{boot}-{ended.id}"
-        return [_normal("Woke" if woke else "Slept", f"replica {index} {what if woke else slept}", key=key)]
+        key, level, amount = f"{boot}-{ended.id}", ended.level.value if ended.level is not None else "unknown", _size(ended.bytes)
+        if ended.kind == "wake":
+            message = f"replica {index} woke {took} from a sleep of the level {level}; {amount} of weights are in memory again"
+            return [_normal("Woke", message, key=key)]
+        return [_normal("Slept", f"replica {index} fell asleep {took} at the level {level} and freed {amount} of memory", key=key)]
     kind = "wake" if ended.kind == "wake" else "sleep"
-    reason = _FAILURES.get((kind, ended.code)) or ("WakeFailed" if kind == "wake" else "SleepFailed")
     message = f"replica {index}: the {kind} failed {took}: {_why(ended.code, ended.message)}"
-    return [_warning(reason, message, key=f"{boot}-{generation}-{ended.kind}-{ended.code}")]
+    key = f"{boot}-{generation}-{ended.kind}-{ended.code}"
+    return [_warning(_FAILURES.get((kind, ended.code)) or ("WakeFailed" if kind == "wake" else "SleepFailed"), message, key=key)]
 
 
 def _why(code: str | None, message: str | None) -> str:
     """Return code and words as far as there are any: an Event always says why, if only that nobody knows."""
-    return ": ".join(part for part in (code, message) if part) or "no reason is known"
+    return ": ".join(reason for reason in (code, message) if reason) or "no reason is known"
 
 
 def _size(count: int | None) -> str:
@@ -195,15 +193,12 @@ def _instance_events(before: InstanceStatus | None, after: InstanceStatus, gener
         return []
     key = f"{generation}-{after.boot_id}"
     if after.state is InstanceState.LOADED:
-        return [
-            _normal(
-                "AdapterLoaded", f"loaded on replica {after.replica}, {after.digest or 'of an unknown digest'}", key=f"{key}-{after.digest}"
-            )
-        ]
+        message = f"loaded on replica {after.replica} with {f'the digest {after.digest}' if after.digest else 'an unknown digest'}"
+        return [_normal("AdapterLoaded", message, key=f"{key}-{after.digest}")]
     if after.state is InstanceState.FAILED and after.last_error is not None:
-        reason = after.last_error.code if after.last_error.code in ("DigestMismatch", "IdentityMismatch") else "AdapterLoadFailed"
-        message = f"replica {after.replica}: {_why(after.last_error.code, after.last_error.message)}"
-        return [_warning(reason, message, key=f"{key}-{after.last_error.code}")]
+        code, named = after.last_error.code or "", ("DigestMismatch", "IdentityMismatch")
+        message = f"replica {after.replica} could not load the adapter: {_why(code, after.last_error.message)}"
+        return [_warning(code if code in named else "AdapterLoadFailed", message, key=f"{key}-{after.last_error.code}")]
     return []
 
 

@@ -45,8 +45,6 @@ _DEGRADED_REASONS = {
 _MESSAGE_LIMIT = 1500
 NOT_UNDERSTOOD = "NotUnderstood"
 """The reason of Ready where the object cannot be read."""
-QUOTA = "exceeded quota"
-"""Words of the API server's refusal."""
 
 
 def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
@@ -64,17 +62,18 @@ def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
     )
 
 
-def pass_failed(text: str) -> Verdict:
+def pass_failed(failure: str) -> Verdict:
     """Return Ready=Unknown with the reason PassFailed, for a pass in which the operator could not find out."""
-    return verdict("Ready", None, "PassFailed", text)
+    return verdict("Ready", None, "PassFailed", failure)
 
 
-def not_understood(text: str) -> Verdict:
+def not_understood(wrong_field: str) -> Verdict:
     """Return Ready=Unknown for an object whose spec cannot be read.
 
-    `text` has the field, what was expected there and what was found; a remedy is added to it.
+    `wrong_field` has the field, what was expected there and what was found; a remedy is added to it.
     """
-    return verdict("Ready", None, NOT_UNDERSTOOD, f"{text}; {remedy(text)}")
+    advice = remedy(wrong_field)
+    return verdict("Ready", None, NOT_UNDERSTOOD, f"{wrong_field}; {advice}")
 
 
 def ready(now: Situation) -> Verdict:
@@ -89,7 +88,7 @@ def ready(now: Situation) -> Verdict:
     if now.asleep_wanted and live:
         return verdict("Ready", False, "SleepRequested", f"spec.sleep.policy is Asleep; {_tally(now)}")
     if now.no_service and (now.serving or now.wakeable):
-        return verdict("Ready", False, "NoService", f"{_tally(now)}, and no client reaches them: {now.no_service}")
+        return verdict("Ready", False, "NoService", f"{_tally(now)}, and clients reach none through the Service: {now.no_service}")
     if now.serving:
         whole = now.serving + now.wakeable >= now.wanted and not any(group.problem for group in now.groups)
         text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}{_others(now)}"
@@ -106,8 +105,8 @@ def _not_serving(now: Situation) -> Verdict:
         return verdict("Ready", False, lost.problem.value, _replica_message(lost))
     unreachable = next((group for group in now.groups if group.problem is Problem.UNREACHABLE), None)
     if unreachable is not None:
-        # The data path may be fine: the kubelet's probe answers for the data port only.
-        return verdict("Ready", None if unreachable.pod.ready else False, "ControlUnreachable", _replica_message(unreachable))
+        known = None if unreachable.pod.ready else False  # the data path may be fine: the kubelet's probe answers for the data port only
+        return verdict("Ready", known, "ControlUnreachable", _replica_message(unreachable))
     if now.count(*RESTING_STATES):
         return verdict("Ready", False, "Waking", _tally(now) + _others(now))
     if now.pods_wait_for:
@@ -144,12 +143,12 @@ def progressing(now: Situation) -> Verdict:
     if stuck is not None and stuck.problem is not None:
         return verdict("Progressing", False, stuck.problem.value, _replica_message(stuck))
     if now.outdated:
-        why = f"; no pod is made: {now.pods_wait_for}" if now.pods_wait_for else ""
-        return verdict("Progressing", True, "RolloutProgressing", _rolled_out(now) + why + _others(now))
+        held = f"; no pod is made: {now.pods_wait_for}" if now.pods_wait_for else ""
+        return verdict("Progressing", True, "RolloutProgressing", f"{_rolled_out(now)}{held}{_others(now)}")
     if missing:
-        why = now.pods_wait_for or now.refusal
-        text = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {why}" if why else "")
-        return verdict("Progressing", True, "RolloutProgressing", text)
+        cause = now.pods_wait_for or now.refusal
+        exist = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {cause}" if cause else "")
+        return verdict("Progressing", True, "RolloutProgressing", exist)
     loading = [group for group in now.groups if group.state in (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.VERIFYING)]
     if loading or now.count(ReplicaState.FAILED):
         return verdict("Progressing", True, "LoadingModel", _tally(now) + _others(now))
@@ -168,15 +167,15 @@ def scheduled(now: Situation) -> Verdict:
         text = f"{gated} of {now.wanted} replicas wait behind a scheduling gate, such as Kueue's, which goes when the queue has quota"
         return verdict("Scheduled", False, "WaitingForQuota", text)
     if now.refusal:
-        return verdict("Scheduled", False, "QuotaExceeded" if QUOTA in now.refusal else "PodsRefused", now.refusal)
+        return verdict("Scheduled", False, "QuotaExceeded" if now.over_quota else "PodsRefused", now.refusal)
     if len(now.groups) < now.wanted or not all(group.pod.scheduled for group in now.groups):
-        return verdict("Scheduled", None, "Scheduling", "not every replica's pod has been looked at by the scheduler")
+        return verdict("Scheduled", None, "Scheduling", "not every replica has a pod with a node yet")
     return verdict("Scheduled", True, "AllScheduled", f"{len(now.groups)} of {now.wanted} replicas have a node")
 
 
 def awake(now: Situation) -> Verdict:
-    value, reason, text = _awake(now)
-    return verdict("Awake", value, reason, text + "".join(f"; {advice}" for advice in _sleep_advice(now.spec)))
+    value, reason, message = _awake(now)
+    return verdict("Awake", value, reason, message + "".join(f"; {advice}" for advice in _sleep_advice(now.spec)))
 
 
 def _awake(now: Situation) -> tuple[bool, str, str]:
@@ -203,7 +202,8 @@ def _sleep_advice(spec: DeploymentSpec) -> Iterator[str]:
     if sleep.policy is SleepPolicy.ON_IDLE and sleep.min_awake > spec.replicas:
         yield f"spec.sleep.minAwake is {sleep.min_awake} and spec.replicas {spec.replicas}, so no replica sleeps"
     if sleep.policy is not SleepPolicy.ALWAYS_AWAKE and sleep.level is SleepLevel.HOST_MEMORY and "memory" not in spec.resources.limits:
-        yield "warning: spec.sleep.level is HostMemory and spec.resources.limits has no memory, so nothing limits what a sleep keeps"
+        unlimited = "spec.sleep.level is HostMemory and spec.resources.limits has no memory"
+        yield f"warning: {unlimited}, so nothing limits the host memory of replicas that sleep"
 
 
 def adapters_ready(now: Situation) -> Verdict:
@@ -212,25 +212,25 @@ def adapters_ready(now: Situation) -> Verdict:
         return verdict("AdaptersReady", True, "NoAdapters", "no LoRAAdapter refers to this object")
     crowded = tally.first(CROWDED)
     if crowded is not None:
-        text = _named(crowded.decision.adapter.metadata.name, crowded.decision.message)
-        return verdict("AdaptersReady", False, "CapacityExceeded", text)
+        refusal = _named(crowded.decision.adapter.metadata.name, crowded.decision.message)
+        return verdict("AdaptersReady", False, "CapacityExceeded", refusal)
     if now.spec.suspend:
         return verdict("AdaptersReady", False, "Deferred", _suspended(now))
     if tally.count(REFUSED | BROKEN):
         return verdict("AdaptersReady", False, "SomeFailed", f"see the status of LoRAAdapter {tally.names(REFUSED | BROKEN)}")
     if tally.count(EVICTED):
-        text = (
-            "evicted from memory, so a request for one of them can get 503 AdapterNotLoaded. "
+        evicted = (
+            "not in memory on every awake replica, so a request for one of them can get 503 AdapterNotLoaded. "
             f"Only {now.spec.lora.cached} adapters fit: raise spec.lora.maxCached, or set spec.lora.onMissing to Load"
         )
-        return verdict("AdaptersReady", False, "CapacityExceeded", f"{tally.names(EVICTED)}: {text}")
+        return verdict("AdaptersReady", False, "CapacityExceeded", f"{tally.names(EVICTED)}: {evicted}")
     if not tally.count(WANTED, none_of=READY | WAKEABLE):
         who = "every awake replica serves" if tally.count(READY) else "each replica will serve once a request wakes it"
         return verdict("AdaptersReady", True, "AllReady", f"{who} {tally.count(WANTED)} adapters")
     names = tally.names(WANTED, none_of=READY | WAKEABLE)
     if now.groups and not now.count(ReplicaState.AWAKE, ReplicaState.VERIFYING):
-        return verdict("AdaptersReady", False, "Deferred", f"{names}: loaded before a replica is awake again")
-    return verdict("AdaptersReady", False, "Loading", f"{names}: not yet on every awake replica")
+        return verdict("AdaptersReady", False, "Deferred", f"{names}: a replica that wakes loads them before it serves")
+    return verdict("AdaptersReady", False, "Loading", f"{names}: not yet loaded on every awake replica")
 
 
 def degraded(now: Situation) -> Verdict:
@@ -241,7 +241,7 @@ def degraded(now: Situation) -> Verdict:
     if now.pods_wait_for:
         return verdict("Degraded", True, "ChildrenNotReady", f"no pod is made: {now.pods_wait_for}")
     if now.refusal and len(now.groups) < now.wanted:
-        return verdict("Degraded", True, "QuotaExceeded" if QUOTA in now.refusal else "PodsRefused", now.refusal)
+        return verdict("Degraded", True, "QuotaExceeded" if now.over_quota else "PodsRefused", now.refusal)
     return verdict("Degraded", False, "AsExpected", "")
 
 
@@ -270,7 +270,8 @@ def _suspended(now: Situation) -> str:
 
 
 def _rolled_out(now: Situation) -> str:
-    return f"{len(now.groups) - now.outdated} of {now.wanted} replicas have the new template"
+    renewed = len(now.groups) - now.outdated
+    return f"{renewed} of {now.wanted} replicas have the new template"
 
 
 def _idle(now: Situation) -> str:

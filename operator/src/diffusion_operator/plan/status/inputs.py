@@ -44,6 +44,11 @@ class Situation(msgspec.Struct, frozen=True):
         return pods_wait_for(self.children) if len(self.groups) < self.wanted or self.outdated else ""
 
     @property
+    def over_quota(self) -> bool:
+        """Return whether the API server's refusal of a pod says that a quota is exceeded."""
+        return "exceeded quota" in self.refusal
+
+    @property
     def no_service(self) -> str:
         """Return why no client reaches the replicas; empty where clients do."""
         return no_service(self.children)

@@ -20,8 +20,8 @@ from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime
 
 
-async def tell_repaired(runtime: Runtime, deployment: DiffusionDeployment, what: str, *, about: str) -> None:
-    text = f"{what} by another client; the operator repairs it"
+async def tell_repaired(runtime: Runtime, deployment: DiffusionDeployment, change: str, *, about: str) -> None:
+    text = f"{change} by another client; the operator repairs it"
     await tell(runtime, deployment, repaired(text, key=f"{about}-{runtime.now():%Y-%m-%dT%H:%M}"))
 
 
@@ -58,7 +58,8 @@ async def repair_pods(
         if is_controlled_by(one, metadata.uid) and not one["metadata"].get("deletionTimestamp")
     }
     for uid in lost.keys() & staying.keys():
-        await tell_repaired(runtime, deployment, f"labels of pod {staying[uid].name} were changed", about=uid)
+        change = f"labels of pod {staying[uid].name} were changed"
+        await tell_repaired(runtime, deployment, change, about=uid)
     memory.missed_pods |= {uid: pod for uid, pod in memory.pods.items() if uid not in staying and uid not in memory.deleted_pods}
     memory.pods = staying
     return found
@@ -88,7 +89,8 @@ async def tell_missed_pods(runtime: Runtime, deployment: DiffusionDeployment, me
     failed = {group.leader_pod for group in deployment.status.replica_states if group.state is ReplicaState.FAILED}
     sound = {uid: pod.name for uid, pod in memory.missed_pods.items() if pod.revision == plan.template.revision and pod.name not in failed}
     for uid, name in list(sound.items())[:made]:
-        await tell_repaired(runtime, deployment, f"pod {name} was deleted", about=uid)
+        change = f"pod {name} was deleted"
+        await tell_repaired(runtime, deployment, change, about=uid)
     memory.missed_pods = {}
 
 

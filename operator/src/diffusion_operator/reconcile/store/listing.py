@@ -33,7 +33,8 @@ class Scope(msgspec.Struct, frozen=True):
     labels: Mapping[str, str] = {}
 
     def __str__(self) -> str:
-        return f"{self.kind.plural} in {self.namespace or 'all namespaces'}"
+        place = f"namespace {self.namespace}" if self.namespace else "all namespaces"
+        return f"{self.kind.plural} in {place}"
 
 
 class Listing:

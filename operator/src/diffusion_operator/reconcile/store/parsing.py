@@ -45,7 +45,8 @@ def _explained(text: str, manifest: Mapping[str, Any], type_: type) -> str:
     message, place = _PLACE.fullmatch(text).groups()  # type: ignore[union-attr]  # matches any text
     place = place or ""
     if missing := _MISSING.fullmatch(message):
-        return f"{place}.{missing[1]}".lstrip(".") + ": expected a value, found none"
+        field = f"{place}.{missing[1]}".lstrip(".")
+        return f"{field}: expected a value, found none"
     steps = [_ELEMENT if step.startswith("[") else step for step in _STEP.findall(place)]
     expected, _, found = message.replace("`", "").partition(", got ")
     if allowed := _allowed(inspect.type_info(type_), steps):

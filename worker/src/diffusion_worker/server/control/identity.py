@@ -30,7 +30,15 @@ class IdentityQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]+$", min_length=32, max_length=128, description="Random hexadecimal digits.")]
+    nonce: Annotated[
+        str,
+        Field(
+            pattern=r"^[0-9a-f]+$",
+            min_length=32,
+            max_length=128,
+            description="Random hexadecimal digits that the client makes for this call; the proof is made over them.",
+        ),
+    ]
 
 
 class IdentityAnswer(BaseModel):
