@@ -92,6 +92,14 @@ def test_who_comes_too_early_keeps_the_time_it_was_promised() -> None:
     assert bounds.promised == 2
 
 
+def test_who_comes_in_time_is_admitted_though_the_work_before_it_is_longer_than_expected() -> None:
+    bounds = QueueBounds(QueueLimits(max_queued_seconds=10.0))
+    admitted(bounds, "a", 9.0)
+    due_s = refused(bounds, "b", 1.5).retry_after_s
+    assert refused(bounds, "stranger", 1.5, now_s=due_s).bound is Bound.SECONDS
+    admitted(bounds, "b", 1.5, now_s=due_s)
+
+
 def test_a_place_of_a_client_that_does_not_come_back_is_free_for_others() -> None:
     bounds = QueueBounds(QueueLimits(max_queued=1))
     first = admitted(bounds, "a", 5.0)
@@ -186,7 +194,8 @@ PATTERNS: dict[str, tuple[Callable[[random.Random], list[Client]], QueueLimits, 
 }
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+# Without `KEPT_PROMISE` seed 5 admits 86 % of the mixed sizes by seconds.
+@pytest.mark.parametrize("seed", [1, 5])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_nine_of_ten_that_come_back_when_they_were_told_are_admitted(pattern: str, seed: int) -> None:
     arrivals, limits, cost, decode_s = PATTERNS[pattern]

@@ -23,6 +23,8 @@ LEAST_MARGIN, MOST_MARGIN = 1.15, 2.0
 GROWS, SHRINKS = 1.04, 0.997
 # A client that comes at most so much before its promised time counts as on time.
 EARLY_S = 0.25
+# Factor on the bound of seconds for a client that comes at its promised time, because estimates of the work before it may have grown.
+KEPT_PROMISE = 1.1
 # A promise ends so long after its time.
 LATE_S = 10.0
 # Promises that are kept at most; beyond them a refused request only gets a time.
@@ -139,13 +141,14 @@ class QueueBounds:
         self._refresh(now_s)
         demand = Demand(estimate(), size_bytes)
         own = next((promise for promise in self._promises if promise.key == key), None)
-        bound = self._met(demand)
-        if bound is None and (own is None or own.due_s > now_s + EARLY_S) and self._promises:
+        on_time = own is not None and own.due_s <= now_s + EARLY_S
+        bound = self._met(demand, promised=on_time)
+        if bound is None and not on_time and self._promises:
             bound = self._broken(demand, own, now_s, cold_s)
-        if own is not None and own.due_s <= now_s + EARLY_S:
+        if on_time:
             factor = SHRINKS if bound is None else GROWS
             self._margin = min(MOST_MARGIN, max(LEAST_MARGIN, self._margin * factor))
-        if own is not None and (bound is None or own.due_s <= now_s + EARLY_S):
+        if own is not None and (bound is None or on_time):
             self._promises.remove(own)
         if bound is None:
             return self._placed(demand, estimate)
@@ -181,12 +184,16 @@ class QueueBounds:
 
     # --- admission ------------------------------------------------------------------------------------------------------
 
-    def _met(self, demand: Demand) -> Bound | None:
-        """Return the bound that a request would exceed now, if any. A request that exceeds one by itself is admitted once it is alone."""
+    def _met(self, demand: Demand, *, promised: bool) -> Bound | None:
+        """Return the bound that a request would exceed now, if any; it may exceed the seconds a little if it has a promise for now.
+
+        A request that exceeds a bound by itself is admitted once it is alone.
+        """
         limits = self.limits
+        most_s = limits.max_queued_seconds * (KEPT_PROMISE if promised else 1.0)
         if self.waiting + 1 > limits.max_queued and self._places:
             return Bound.REQUESTS
-        if self._left_s + demand.seconds > limits.max_queued_seconds and self._places:
+        if self._left_s + demand.seconds > most_s and self._places:
             return Bound.SECONDS
         if self._size_bytes + demand.size_bytes > limits.max_queued_bytes and self._size_bytes and demand.size_bytes:
             return Bound.BYTES
