@@ -356,7 +356,7 @@ def test_each_tag_comes_back_by_itself_and_no_step_is_taken_before_the_last(rig:
 )
 def test_what_needs_the_model_is_refused_while_it_sleeps(rig: RunnerRig, what: str, call: Callable[[Any], object]) -> None:
     rig.runner.release()
-    with pytest.raises(RequestError, match=f"{what}.*expected a model that is awake, found weights, adapters, caches released") as caught:
+    with pytest.raises(RequestError, match=f"{what}.*expected a model that is awake, found weights, adapters, caches freed") as caught:
         call(rig.runner)
     assert caught.value.code is ErrorCode.ASLEEP
     assert rig.runner.memory().weights_resident_bytes == 0
@@ -455,7 +455,7 @@ def test_a_wake_with_too_little_memory_is_refused_before_anything_is_filled(
     rig.runner.release()
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "CGROUP", limited(tmp_path, limit=100 * MIB, used=99 * MIB))
-        with pytest.raises(RequestError, match=rf"waking needs \d+ bytes of memory a rank, found {MIB} free on cpu") as caught:
+        with pytest.raises(RequestError, match=rf"waking needs \d+ bytes of memory a rank, found {MIB} bytes free on cpu") as caught:
             rig.runner.restore()
         assert (caught.value.code, caught.value.retryable) == (ErrorCode.INSUFFICIENT_MEMORY, True)
         report = rig.runner.memory()

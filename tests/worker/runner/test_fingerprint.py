@@ -249,7 +249,7 @@ def test_a_model_that_refuses_whatever_is_tried_has_no_probe_and_says_so_and_its
     with caplog.at_level(logging.WARNING):
         found = runner.fingerprint(probe=True)
     assert found.probe is None and found.weights == runner.fingerprint(probe=False).weights
-    assert "no probe, so that wakes are verified by checksums alone: too small" in caplog.text
+    assert "no small image can be made for comparison after a wake, so that wakes are verified by checksums alone: too small" in caplog.text
 
 
 def test_too_little_memory_for_the_probe_is_an_error_that_may_pass() -> None:

@@ -191,7 +191,7 @@ async def test_ranks_that_share_the_memory_have_no_fingerprint() -> None:
     async with ranks(shard=2) as executor:
         refused = await executor.call("fingerprint", timeout_s=30, probe=True)
         assert {reply.error and reply.error.message for reply in refused} == {
-            "fingerprint: not supported with --shard, whose weights the worker cannot free"
+            "fingerprint: not supported with --shard: it serves to check a wake, and this worker never sleeps"
         }
 
 

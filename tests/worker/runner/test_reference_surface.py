@@ -165,7 +165,7 @@ def test_a_worker_gives_its_memory_back_and_has_it_again_tag_by_tag(fresh: Diffu
     assert fresh.resident_bytes() == 0
     fresh.wake_up([MemoryTag.WEIGHTS])
     assert set(fresh.memory().asleep) == set(MemoryTag) - {MemoryTag.WEIGHTS}
-    with pytest.raises(RequestError, match="released by a sleep"):
+    with pytest.raises(RequestError, match="freed by a sleep"):
         fresh.execute_model(request("before"))
     fresh.wake_up()
     np.testing.assert_array_equal(fresh.execute_model(request("before")), before)

@@ -25,7 +25,7 @@ from support.worker.server_edge import Edge
 
 MODEL = ModelInfo(pipeline="P", dtype="float32", size_multiple=8, weights_bytes=1)
 WARM_UP_FAILED = "the warm-up before the first request failed: "
-FAILED = ErrorReport(ErrorCode.ENGINE_FAILED, "generate with 1 steps in 64x64 by P: ValueError: shapes do not match")
+FAILED = ErrorReport(ErrorCode.ENGINE_FAILED, "warm-up: generate with 1 steps in 64x64 by P: ValueError: shapes do not match")
 
 
 def config_of(**change: object) -> WorkerConfig:
@@ -129,9 +129,10 @@ async def test_ranks_that_are_started_again_are_warmed_up_again_or_the_worker_en
 
 async def test_what_a_single_rank_says_of_an_option_is_told_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     edge = Edge(FakeRankGroup(3), ranks=3)
-    monkeypatch.setattr(edge.ranks, "_replies", lambda *_: [_reply(0, "default"), _reply(1, "default"), _reply(2, "none: fell back: x")])
+    replies = [_reply(0, "default"), _reply(1, "default"), _reply(2, "none: compilation failed: x")]
+    monkeypatch.setattr(edge.ranks, "_replies", lambda *_: replies)
     await edge.engine.start()
-    assert (await edge.state())["features"] == {"compile": "rank 2: none: fell back: x"}
+    assert (await edge.state())["features"] == {"compile": "rank 2: none: compilation failed: x"}
     monkeypatch.undo()
     await edge.engine.terminate()
 
@@ -141,7 +142,7 @@ class FallsBack(FakeRankGroup):
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:
         report = await super().next_report(timeout_s, phase=phase)
-        return TickReport(msgspec.structs.replace(report.done, features={"compile": "none: fell back: x"}), report.frames)
+        return TickReport(msgspec.structs.replace(report.done, features={"compile": "none: compilation failed: x"}), report.frames)
 
 
 async def test_what_becomes_of_an_option_while_requests_run_is_in_the_state_document() -> None:
@@ -150,7 +151,7 @@ async def test_what_becomes_of_an_option_while_requests_run_is_in_the_state_docu
     await edge.engine.start()
     assert (await edge.state())["features"] == edge.ranks.features
     assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
-    assert (await edge.state())["features"] == {"compile": "none: fell back: x"}
+    assert (await edge.state())["features"] == {"compile": "none: compilation failed: x"}
     await edge.engine.terminate()
 
 
@@ -221,9 +222,9 @@ def test_a_pipeline_to_which_one_step_is_none_is_warmed_up_by_two() -> None:
 
 
 def test_a_request_that_fails_is_told_with_its_size_and_the_model() -> None:
-    with pytest.raises(RequestError, match="generate with 2 steps in 64x64 by P: IndexError: no such layer"):
+    with pytest.raises(RequestError, match="warm-up: generate with 2 steps in 64x64 by P: IndexError: no such layer"):
         warm_up(config_of(warmup_sizes=[(64, 64)]), MODEL, Ranks(fail="IndexError: no such layer").execute)
-    with pytest.raises(RequestError, match="generate with 2 steps in the default size by P: "):
+    with pytest.raises(RequestError, match="warm-up: generate with 2 steps in the default size by P: "):
         warm_up(config_of(), MODEL, Ranks(fail="IndexError: no such layer").execute)
 
 
@@ -281,7 +282,7 @@ def test_a_model_that_makes_no_image_never_becomes_ready_and_the_worker_ends_wit
     with WorkerProcess(options=options, env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY / 'worker' / 'src'}"}) as worker:
         assert worker.wait_exit(START_TIMEOUT_S) == 1
         said = worker.termination_log.read_text()
-    assert f"{WARM_UP_FAILED}RequestFailed: generate with 2 steps in the default size by Broken: " in said
+    assert f"{WARM_UP_FAILED}RequestFailed: warm-up: generate with 2 steps in the default size by Broken: " in said
     assert "IndexError: no such layer" in said
 
 

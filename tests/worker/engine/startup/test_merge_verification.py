@@ -17,10 +17,12 @@ from diffusion_worker.messages import MergeBasis, MergeVerdict, ModelInfo, Model
 from support.worker.fake_rank_group import WEIGHTS_BYTES, FakeRankGroup
 from support.worker.server_edge import DEADLINE_S, Edge
 
-ALONE = ModelMerging("transformer", "Mine", "forward", MergeBasis.ALONE, "Mine has no record; not verified yet", True)
+ALONE = ModelMerging(
+    "transformer", "Mine", "forward", MergeBasis.ALONE, "Mine has no record that its calls may be merged; not verified yet", True
+)
 MODEL = ModelInfo("P", "float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES, merging=[ALONE], platform="torch 1")
 GOOD = MergeVerdict(component="transformer", model="Mine", method="forward", signature="x", source="s", arguments=["x: float[2]"])
-BAD = msgspec.structs.replace(GOOD, arguments=[], problem="two calls as one are 1.0 apart", apart=1.0)
+BAD = msgspec.structs.replace(GOOD, arguments=[], problem="merged or split calls differ by 1.0", apart=1.0)
 
 
 @pytest.fixture(autouse=True)

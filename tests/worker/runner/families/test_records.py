@@ -114,5 +114,5 @@ def test_no_class_of_diffusers_inherits_the_record_of_another() -> None:
 def test_a_second_record_for_a_name_is_refused() -> None:
     known = next(models())
     families.register(known)
-    with pytest.raises(ValueError, match=f"another record for a class {known.name}"):
+    with pytest.raises(ValueError, match=f"a different record is registered already for a class named {known.name}"):
         families.register(ModelRecord(known.name))

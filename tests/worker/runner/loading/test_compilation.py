@@ -103,7 +103,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning_and_the_features
     with caplog.at_level(logging.WARNING):
         assert torch.equal(model(x), expected)
         assert torch.equal(model(x), expected)
-    assert compilation.features == {"compile": "none: fell back: Unsupported: no such operation"}
+    assert compilation.features == {"compile": "none: compilation failed: Unsupported: no such operation"}
     [said] = [record for record in caplog.records if record.name == "diffusion_worker.runner.loading.compilation"]
     assert said.levelname == "WARNING"
     assert "--compile default: Block cannot be compiled, the model runs uncompiled" in caplog.text
@@ -327,7 +327,9 @@ def test_a_size_that_cannot_be_compiled_while_serving_is_answered_and_its_tick_t
             told.append(output.features)
             output = rig.runner.execute_stepwise(Tick(1))
         told.append(output.features)
-    assert [features for features in told if features is not None] == [{"compile": "none: fell back: Unsupported: too many tokens"}]
+    assert [features for features in told if features is not None] == [
+        {"compile": "none: compilation failed: Unsupported: too many tokens"}
+    ]
 
 
 # --- with a code generator, and without its compiler --------------------------------------------------------------------
@@ -386,6 +388,6 @@ def test_without_a_compiler_on_the_machine_the_worker_serves_and_its_state_says_
     with WorkerProcess(options=("--compile=default", "--max-loras=0"), env=env) as worker:
         worker.wait_ready()
         said = worker.state()["features"]["compile"]
-        assert said.startswith("none: fell back: "), said
+        assert said.startswith("none: compilation failed: "), said
         assert worker.image(prompt="a red digit seven", seed=1, num_inference_steps=2).size == (64, 64)
         assert worker.output.count("--compile default: JointTransformerBlock cannot be compiled") == 1

@@ -211,7 +211,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "integers": (
         lambda folder: rewrite(folder, lambda tensors: tensors.update({OUT: torch.zeros(3, dtype=torch.int64)})),
-        f"diffusion_pytorch_model.safetensors: tensor {OUT}: expected a floating type, found int64",
+        f"diffusion_pytorch_model.safetensors: tensor {OUT}: expected a floating-point type, found int64",
     ),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read: No such file"),
     "half a config": (lambda folder: (folder / "config.json").write_text('{"act_fn": '), "config.json is not a JSON object"),
@@ -245,7 +245,7 @@ TEXT_FAULTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] 
     ),
     "integers": (
         lambda tensors: tensors.update({"encoder.final_layer_norm.weight": torch.zeros(16, dtype=torch.int32)}),
-        "model.safetensors: tensor encoder.final_layer_norm.weight: expected a floating type, found int32",
+        "model.safetensors: tensor encoder.final_layer_norm.weight: expected a floating-point type, found int32",
     ),
 }
 

@@ -91,7 +91,7 @@ def test_options_of_loading_that_cannot_work_are_refused_at_start_without_torch(
 
 
 def test_a_class_that_needs_a_library_that_is_not_there_names_the_library() -> None:
-    with pytest.raises(ConfigError, match="--pipeline: OnnxStableDiffusionPipeline needs onnx, which the worker does not have"):
+    with pytest.raises(ConfigError, match=r"--pipeline: OnnxStableDiffusionPipeline needs .* does not have: onnx"):
         load_pipeline(config_of(pipeline="OnnxStableDiffusionPipeline"), torch.float32)
 
 
@@ -143,7 +143,7 @@ def test_dummy_weights_leave_the_random_numbers_of_the_process_alone(without_wei
 
 def test_dummy_weights_without_a_config_name_the_component(without_weights: Path) -> None:
     (without_weights / "vae" / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"component vae: expected .*vae/config\.json, found nothing there"):
+    with pytest.raises(ConfigError, match=r"component vae: expected a file config\.json in .*vae, found none"):
         load_pipeline(config_of(model=str(without_weights), load_format=LoadFormat.DUMMY), torch.float32)
 
 

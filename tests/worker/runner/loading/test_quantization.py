@@ -126,7 +126,7 @@ def test_four_bits_are_refused_on_a_cpu_by_the_name_of_the_option() -> None:
 
 def test_a_model_without_a_denoiser_to_quantize_is_refused() -> None:
     config = WorkerConfig(model="m", served_name="m", quantization=Quantization.INT8)
-    with pytest.raises(ConfigError, match=r"--quantization int8: expected a model with one of .*transformer.*, found vae"):
+    with pytest.raises(ConfigError, match=r"--quantization int8: expected a model with one of .*transformer.*, found only vae"):
         quantization.require_quantizable(config, ["vae"])
 
 

@@ -76,7 +76,9 @@ def _no_record() -> Iterator[None]:
 @pytest.mark.usefixtures("_no_record")
 def test_a_class_without_a_record_is_alone_until_the_worker_has_verified_it_and_its_images_stay_the_same() -> None:
     rig = MergingRig()
-    assert rig.told() == ModelMerging("transformer", CLASS, "forward", MergeBasis.ALONE, f"{CLASS} has no record; not verified yet", True)
+    assert rig.told() == ModelMerging(
+        "transformer", CLASS, "forward", MergeBasis.ALONE, f"{CLASS} has no record that its calls may be merged; not verified yet", True
+    )
     assert rig.rows_of_two() == [2] * 6
     alone = rig.images
     [verdict] = rig.verify()
@@ -119,7 +121,7 @@ def test_a_verification_that_is_ended_leaves_the_class_alone_and_says_so() -> No
 def test_never_leaves_a_class_without_a_record_alone() -> None:
     rig = MergingRig(verify_merging=VerifyMerging.NEVER)
     assert rig.verify() == []
-    assert rig.told().why == f"{CLASS} has no record; not verified, by --verify-merging never"
+    assert rig.told().why == f"{CLASS} has no record that its calls may be merged; not verified, because of --verify-merging never"
     assert rig.rows_of_two() == [2] * 6
 
 
@@ -165,7 +167,7 @@ def test_a_class_whose_rows_see_each_other_is_found_out_with_or_without_a_record
         assert rig.told().basis is (MergeBasis.RECORD if recorded else MergeBasis.ALONE)
         verdicts = rig.verify()
         [problem] = [verdict.problem for verdict in verdicts if verdict.component == "transformer"]
-        assert problem.startswith("two calls as one are ") and "apart from each alone, expected at most " in problem
+        assert problem.startswith("merged or split calls differ by ") and "from the same calls alone, at most " in problem
         assert rig.told().basis is MergeBasis.ALONE and problem in rig.told().why
         assert rig.rows_of_two() == [2] * 6
 
@@ -191,4 +193,4 @@ def test_a_subclass_has_the_record_of_the_class_it_extends_only_while_it_has_its
 
 def test_a_class_of_the_same_name_in_another_library_has_no_use_of_the_record() -> None:
     other = type(CLASS, (torch.nn.Module,), {"forward": SD3Transformer2DModel.forward, "__module__": "mypackage.models"})
-    assert trust_in(other, "forward").why == f"the record of {CLASS} is for the class of diffusers, found one of mypackage"
+    assert trust_in(other, "forward").why == f"the record is for the class {CLASS} of diffusers, found one of mypackage"

@@ -72,7 +72,7 @@ def test_a_method_that_nobody_knows_to_work_by_rows_runs_alone() -> None:
 
 
 def test_rows_that_go_together_only_by_their_number_are_refused_with_the_argument_that_differs() -> None:
-    with pytest.raises(ValueError, match="encoder_hidden_states: rows of other shapes"):
+    with pytest.raises(ValueError, match="encoder_hidden_states: expected rows of one precision and one shape"):
         merge([call_of(1, encoder_hidden_states=torch.ones(1, 7)), call_of(1, encoder_hidden_states=torch.ones(1, 8))])
 
 

@@ -43,7 +43,7 @@ def kinds_of(pipeline: Any, **sizes: Any) -> ParallelKinds:
         ("FluxPipeline", {"tensor": 4}, r"--tensor 4: FluxTransformer2DModel \(transformer\) has 2 attention heads"),
         ("FluxControlNetPipeline", {"sequence": 2}, "--sequence: FluxControlNetPipeline is not supported: a ControlNet adds"),
         ("Flux2KleinKVPipeline", {"sequence": 2}, "--sequence: Flux2KleinKVPipeline is not supported: it caches keys and values"),
-        ("DiTPipeline", {"shard": 2}, r"--shard: DiTTransformer2DModel \(transformer\) is not supported: it computes its condition"),
+        ("DiTPipeline", {"shard": 2}, r"--shard: DiTTransformer2DModel \(transformer\) is not supported: it calls a layer"),
         ("ZImageControlNetPipeline", {"shard": 2}, "--shard: ZImageControlNetPipeline is not supported: .* share layers"),
         ("WanPipeline", {"vae_tiling": True}, r"--vae-tiling: AutoencoderKLWan \(vae\) is not supported, expected one of AutoencoderKL"),
     ],
@@ -61,7 +61,7 @@ def flux_with_heads(heads: int) -> Any:
 
 
 def test_a_text_whose_length_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--sequence 3: the text of FluxPipeline has 512 tokens, which is not a multiple of 3"):
+    with pytest.raises(ConfigError, match="--sequence 3: a text of FluxPipeline has 512 tokens by default, which is not a multiple of 3"):
         kinds_of(flux_with_heads(3), sequence=3)
 
 

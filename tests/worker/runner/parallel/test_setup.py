@@ -96,7 +96,7 @@ def test_the_ranks_are_the_product_of_all_sizes_and_only_those_of_one_group_comp
     }
     for sizes, (mesh, rows) in expected.items():
         assert [places[sizes] for places in each] == [(mesh, ran) for ran in rows]
-    assert {places["{'tensor': 3}"] for places in each} == {"4 ranks are not a multiple of tensor 3 x sequence 1 x shard 1"}
+    assert {places["{'tensor': 3}"] for places in each} == {"4 ranks are not a multiple of --tensor 3 x --sequence 1 x --shard 1"}
 
 
 @pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderKLQwenImage"])
@@ -136,7 +136,7 @@ def test_layers_over_two_ranks_sleep_and_wake_with_the_same_contents_from_their_
 
 
 def test_a_text_that_cannot_be_split_is_an_error_of_its_request_alone(two: list[dict[str, Any]]) -> None:
-    error = "InvalidRequest: expected a number of tokens of the text that is a multiple of --sequence 2, found 7"
+    error = "InvalidRequest: the text: expected a number of tokens that is a multiple of --sequence 2, found 7"
     assert [rank["an odd text"] for rank in two] == [[error, "even"]] * 2
 
 

@@ -89,10 +89,10 @@ def bare(kind: Any, scheduler: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "scheduler", "recipe", "says"),
     [
-        ("LTXConditionPipeline", "DDIMScheduler", {"shift": 2.0}, "shift: expected a flow scheduler, found DDIMScheduler"),
+        ("LTXConditionPipeline", "DDIMScheduler", {"shift": 2.0}, "shift: expected a flow scheduler that uses it, found DDIMScheduler"),
         ("WanPipeline", "UniPCMultistepScheduler", {"sigmas": SIGMAS}, "sigmas: WanPipeline takes no such argument"),
         ("StableDiffusionPipeline", "DDIMScheduler", {"sigmas": SIGMAS}, "sigmas: expected a scheduler that takes them, found DDIM"),
-        ("WanPipeline", "UniPCMultistepScheduler", {"shift": 2.0}, "shift: expected a flow scheduler, found UniPC"),
+        ("WanPipeline", "UniPCMultistepScheduler", {"shift": 2.0}, "shift: expected a flow scheduler that uses it, found UniPC"),
     ],
 )
 def test_a_schedule_that_would_have_no_effect_is_refused_by_its_name(kind: str, scheduler: str, recipe: dict[str, Any], says: str) -> None:

@@ -181,8 +181,8 @@ def test_an_adapter_applies_to_edits_and_a_base_edit_beside_it_is_untouched(rig:
     [
         (edit("x", images=[]), 0, "image: expected one image, found 0"),
         (edit("x", images=[ImageInput(0, (SIDE, SIDE, 3))] * 2), 1, "image: expected one image, found 2"),
-        (edit("x", mask=ImageInput(1, (SIDE, SIDE, 1))), 2, "mask: expected none, found one"),
-        (inpaint("x", mask=None), 1, "mask: expected one, found none"),
+        (edit("x", mask=ImageInput(1, (SIDE, SIDE, 1))), 2, "mask: expected no mask, found a mask"),
+        (inpaint("x", mask=None), 1, "mask: expected a mask, found no mask"),
     ],
 )
 def test_what_the_class_does_not_take_of_an_edit_is_the_requests_error(rig: RunnerRig, spec: RequestSpec, frames: int, says: str) -> None:

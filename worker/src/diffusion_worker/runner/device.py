@@ -27,8 +27,8 @@ def device_of(wanted: Device, local_rank: int) -> torch.device:
         if wanted is Device.CUDA:
             raise ConfigError(f"{DEVICE_UNAVAILABLE}: --device cuda: expected a GPU that torch can use, found none: {why_no_accelerator()}")
         return torch.device("cpu")
-    if local_rank >= (found := torch.cuda.device_count()):
-        raise ConfigError(f"--ranks: rank {local_rank} has no GPU of its own, found {found}")
+    if local_rank >= (gpus := torch.cuda.device_count()):
+        raise ConfigError(f"--ranks: rank {local_rank} has no GPU of its own, found {gpus} GPUs; ranks count from 0")
     return torch.device("cuda", local_rank)
 
 
@@ -45,10 +45,10 @@ def open_device(device: torch.device, config: WorkerConfig) -> None:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
         full = classify(error) is Fault.OUT_OF_MEMORY
-        code = ErrorCode.INSUFFICIENT_MEMORY if full else DEVICE_UNAVAILABLE
+        fault, code = (Fault.OUT_OF_MEMORY, ErrorCode.INSUFFICIENT_MEMORY) if full else (Fault.DEVICE, DEVICE_UNAVAILABLE)
         # The first line is the device's; those behind it explain how to debug.
-        words = str(error).partition("\n")[0]
-        raise RankFault(Fault.OUT_OF_MEMORY if full else Fault.DEVICE, f"{code}: {device} cannot be used: {words}") from error
+        reason = str(error).partition("\n")[0]
+        raise RankFault(fault, f"{code}: {device} cannot be used: {reason}") from error
     if Dtype.BFLOAT16 in (config.dtype, *config.component_dtypes.values()) or config.dtype is Dtype.AUTO:
         _require_bfloat16(device, config.dtype)
 
@@ -63,7 +63,7 @@ def why_no_accelerator() -> str:
     except (AssertionError, RuntimeError) as error:
         # AssertionError: a build of torch for CPUs alone.
         return " ".join(str(error).split())
-    return f"torch {torch.__version__} counts {torch.cuda.device_count()}"
+    return f"torch {torch.__version__} counts {torch.cuda.device_count()} GPUs"
 
 
 def _require_bfloat16(device: torch.device, dtype: Dtype) -> None:

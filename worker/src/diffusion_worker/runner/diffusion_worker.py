@@ -260,7 +260,8 @@ class DiffusionWorker:
                 fingerprint, and such a worker never sleeps.
         """
         if self._config.shard > 1:
-            raise RequestError(ErrorCode.INVALID_REQUEST, "fingerprint: not supported with --shard, whose weights the worker cannot free")
+            message = "fingerprint: not supported with --shard: it serves to check a wake, and this worker never sleeps"
+            raise RequestError(ErrorCode.INVALID_REQUEST, message)
         return self.model_runner.fingerprint(probe=probe, contents=contents)
 
     def verify_merging(self, *, more: bool) -> list[MergeVerdict] | None:

@@ -84,7 +84,7 @@ class Probe:
         Raises:
             RequestError: InsufficientMemory.
         """
-        why = f"{model.pipeline} serves no task that a probe can be made for"
+        why = f"{model.pipeline} serves no task, so it makes no image"
         for request in probe_requests(model, self._tasks):
             try:
                 image = self._image(request)
@@ -94,7 +94,7 @@ class Probe:
                 why = error.message
                 continue
             return Probed(hashlib.sha256(f"{image.shape}\n".encode() + image.tobytes()).hexdigest(), cells_of(image))
-        log.warning("no probe, so that wakes are verified by checksums alone: %s", why)
+        log.warning("no small image can be made for comparison after a wake, so that wakes are verified by checksums alone: %s", why)
         return None
 
     def _image(self, request: WarmUpRequest) -> Pixels:

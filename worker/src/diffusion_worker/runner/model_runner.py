@@ -183,7 +183,7 @@ class DiffusionModelRunner:
         if self.pipeline is None or self._kinds is None:
             return
         if self.loras is not None:
-            self._have_own_weights("the manager of adapters cannot be replaced")
+            self._have_own_weights("the adapters cannot be set up again")
             self.loras.unregister_modules()
             forget_copies()
         modules = modules_of(self.pipeline)
@@ -324,15 +324,15 @@ class DiffusionModelRunner:
         # Torch gathers sharded weights without gradients. It does so in inference mode too on a CPU, but does not promise it.
         return torch.no_grad() if self._config.shard > 1 else torch.inference_mode()
 
-    def _have_own_weights(self, otherwise: str) -> None:
+    def _have_own_weights(self, consequence: str) -> None:
         """Bring offloaded weights home, before work on the weights.
 
         Raises:
-            RequestError: Asleep; Busy while requests run. The message begins with `otherwise`, the consequence.
+            RequestError: Asleep; Busy while requests run. The message begins with `consequence`.
         """
-        self._memory.require_awake(otherwise)
-        if self._states:
-            raise RequestError(ErrorCode.BUSY, f"{otherwise} while {len(self._states)} requests run")
+        self._memory.require_awake(consequence)
+        if running := len(self._states):
+            raise RequestError(ErrorCode.BUSY, f"{consequence} while {running} requests run")
         self._offloading.send_home()
 
     def re_init_pipeline(self, pipeline: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:
@@ -471,8 +471,8 @@ class DiffusionModelRunner:
     def _checked(self, image: Any) -> Pixels:
         if isinstance(image, np.ndarray) and image.dtype == np.uint8:
             return image
-        found = f"{type(self.pipeline).__name__} returned {type(image).__name__}"
-        raise RequestError(ErrorCode.REQUEST_FAILED, f"{found}, expected an image of uint8")
+        made = f"{type(self.pipeline).__name__} returned {type(image).__name__}"
+        raise RequestError(ErrorCode.REQUEST_FAILED, f"{made}, expected an image as an array of uint8")
 
     def supports_step_mode(self) -> bool:
         """Return whether some component of the pipeline has a `step`, so that requests advance by it; False while nothing is loaded.

@@ -42,17 +42,15 @@ class RankMemory:
         """Use these weights and adapters as the model's from now on."""
         self._weights, self._loras = weights, loras
 
-    def require_awake(self, what: str) -> None:
-        """Refuse work unless every tag is in memory; `what` names the work in the message.
+    def require_awake(self, work: str) -> None:
+        """Refuse work unless every tag is in memory; the message begins with `work`.
 
         Raises:
             RequestError: Asleep, with the tags that are missing.
         """
         if self.asleep:
-            asleep = ", ".join(self.asleep)
-            raise RequestError(
-                ErrorCode.ASLEEP, f"{what}: expected a model that is awake, found {asleep} released by a sleep; wake it first"
-            )
+            freed = ", ".join(self.asleep)
+            raise RequestError(ErrorCode.ASLEEP, f"{work}: expected a model that is awake, found {freed} freed by a sleep; wake it first")
 
     def release(self, level: SleepLevel) -> None:
         """Give back the memory of weights, adapter slots and caches; return at once if all of it sleeps at this level or deeper.
@@ -92,7 +90,8 @@ class RankMemory:
                 self._give_back(tag, forget=False)
             give_back_heap(self._device)
             if classify(error) is Fault.OUT_OF_MEMORY:
-                raise _insufficient(needed, available_bytes(self._device), "when an allocation failed") from error
+                free = available_bytes(self._device)
+                raise _insufficient(needed, free, "when an allocation failed") from error
             if isinstance(error, ConfigError):
                 raise RequestError(ErrorCode.ENGINE_FAILED, f"the weights cannot be restored: {error}") from error
             raise
@@ -124,9 +123,9 @@ class RankMemory:
     def _require_room(self, needed: int) -> None:
         if needed == 0:
             return
-        found = available_bytes(self._device)
-        if needed * self._sharing > found:
-            raise _insufficient(needed, found, f"for {self._sharing} ranks" if self._sharing > 1 else f"on {self._device}")
+        free = available_bytes(self._device)
+        if needed * self._sharing > free:
+            raise _insufficient(needed, free, f"for {self._sharing} ranks together" if self._sharing > 1 else f"on {self._device}")
 
     def _give_back(self, tag: MemoryTag, *, forget: bool) -> None:
         """Give back the memory of a tag; `forget` also drops the adapters' copies in host memory."""
@@ -147,6 +146,6 @@ class RankMemory:
             self._loras.restore()
 
 
-def _insufficient(needed: int, found: int, where: str) -> RequestError:
-    message = f"waking needs {needed} bytes of memory a rank, found {found} free {where}"
-    return RequestError(ErrorCode.INSUFFICIENT_MEMORY, message, details={"neededBytes": needed, "foundBytes": found})
+def _insufficient(needed: int, free: int, where: str) -> RequestError:
+    message = f"waking needs {needed} bytes of memory a rank, found {free} bytes free {where}"
+    return RequestError(ErrorCode.INSUFFICIENT_MEMORY, message, details={"neededBytes": needed, "foundBytes": free})

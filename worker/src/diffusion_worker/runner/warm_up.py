@@ -84,8 +84,8 @@ def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variant
             made = _make(execute, msgspec.structs.replace(request, spec=spec), variant)
         if isinstance(made, ErrorReport):
             size = f"{spec.width}x{spec.height}" if spec.width else "the default size"
-            what = f"{spec.task} with {spec.steps} steps in {size} by {model.pipeline}"
-            raise RequestError(ErrorCode(made.code), f"{what}: {made.message}")
+            asked = f"{spec.task} with {spec.steps} steps in {size} by {model.pipeline}"
+            raise RequestError(ErrorCode(made.code), f"warm-up: {asked}: {made.message}")
         ticks.append(made)
     return ticks
 

@@ -4,8 +4,8 @@
 from diffusion_worker.config import StepCache
 from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord, Record, SequencePlan, TokenCount
 
-TRIED = "the plan of diffusers was tried"
-EXAMPLES = "its images are rows of examples, not one image to change"
+TRIED = "diffusers' own plan for --tensor was tried with this class and works"
+EXAMPLES = "it serves no edits: it takes rows of example images, and an edit changes one image"
 
 RECORDS: tuple[Record, ...] = (
     ModelRecord(

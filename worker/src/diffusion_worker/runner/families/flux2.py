@@ -12,7 +12,7 @@ from diffusion_worker.runner.families.record import (
     TokenCount,
 )
 
-TRIED = "the plan of diffusers was tried"
+TRIED = "diffusers' own plan for --tensor was tried with this class and works"
 
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
@@ -51,7 +51,10 @@ RECORDS: tuple[Record, ...] = (
     PipelineRecord("Flux2KleinModularPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
     PipelineRecord("Flux2KleinBaseModularPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
     PipelineRecord(
-        "Flux2KleinKVPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES, unsplit="it caches keys and values of whole images"
+        "Flux2KleinKVPipeline",
+        version="diffusers 0.42.1",
+        references=MOST_REFERENCES,
+        unsplit="it caches keys and values of whole images, and --sequence splits each image over ranks",
     ),
     PipelineRecord("Flux3ModularPipeline", version="diffusers 0.42.1", packs=2),
     PipelineRecord("Flux3DistilledModularPipeline", version="diffusers 0.42.1", packs=2),

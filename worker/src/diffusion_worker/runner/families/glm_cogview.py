@@ -49,5 +49,7 @@ RECORDS: tuple[Record, ...] = (
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     PipelineRecord("GlmImagePipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
-    CacheRecord("GlmImageKVCache", layers="caches", mode="mode", why="one is passed at every step, also without reference images"),
+    CacheRecord(
+        "GlmImageKVCache", layers="caches", mode="mode", why="the pipeline passes this cache at every step, also without reference images"
+    ),
 )

@@ -78,5 +78,5 @@ RECORDS: tuple[Record, ...] = (
         version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
-    PipelineRecord("HunyuanImageRefinerPipeline", version="diffusers 0.42.1", no_edit="it refines an image that another model made"),
+    PipelineRecord("HunyuanImageRefinerPipeline", version="diffusers 0.42.1", no_edit="it serves no edits: it refines an image"),
 )

@@ -25,7 +25,7 @@ RECORDS: tuple[Record, ...] = (
             gathered="proj_out",
             text_attention="attn2",
             # With an image to start from each token has a time of its own.
-            why="the plan of diffusers splits the text too, and then fails on its mask, which has all heads",
+            why="diffusers' own plan also splits the text over ranks, and then fails: the text's mask has the heads of all ranks",
         ),
         step_caches=frozenset({StepCache.FIRST_BLOCK}),
     ),

@@ -45,7 +45,7 @@ RECORDS: tuple[Record, ...] = (
                 "hidden_states, timestep, input_ids, input_img_latents, input_image_sizes, attention_mask, position_ids, return_dict=True"
             )
         },
-        roles=(ArgumentRole("position_ids", Role.EQUAL, "it is read from row 0 only, unlike that of Ideogram 4"),),
+        roles=(ArgumentRole("position_ids", Role.EQUAL, "the model reads these positions of the first row only, unlike Ideogram 4"),),
     ),
     PipelineRecord("ZImageOmniPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
 )

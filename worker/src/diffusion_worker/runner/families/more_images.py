@@ -32,7 +32,7 @@ RECORDS: tuple[Record, ...] = (
                 "return_dict=True"
             )
         },
-        roles=(ArgumentRole("encoder_hidden_states_llama3", Role.COLUMN, "the layers of the language model come before the rows"),),
+        roles=(ArgumentRole("encoder_hidden_states_llama3", Role.COLUMN, "its first dimension is the layers, its second the rows"),),
     ),
     ModelRecord(
         "Ideogram4Transformer2DModel",

@@ -13,8 +13,8 @@ from diffusion_worker.runner.families.record import (
     Workaround,
 )
 
-TRIED = "the plan of diffusers was tried"
-LAYERS = "it takes an image apart into layers"
+TRIED = "diffusers' own plan for --tensor was tried with this class and works"
+LAYERS = "it serves no edits: it takes an image apart into layers"
 
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
@@ -73,7 +73,7 @@ RECORDS: tuple[Record, ...] = (
         version="diffusers 0.42.1",
         references=MOST_REFERENCES,
         packs=2,
-        harmless="every request sets the same hook, which keeps nothing",
+        harmless="every request sets the same hook on the model, and the hook keeps no values",
         workarounds=frozenset({Workaround.HOOK_BEHIND_STAND_IN}),
     ),
     PipelineRecord("QwenImage21ModularPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),

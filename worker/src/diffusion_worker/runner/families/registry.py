@@ -24,7 +24,7 @@ def register(*records: Record) -> None:
     """
     for record in records:
         if _by_name.setdefault(record.name, record) != record:
-            raise ValueError(f"there is another record for a class {record.name}; give your class a name of its own")
+            raise ValueError(f"a different record is registered already for a class named {record.name}; give your class another name")
     _found.clear()
 
 

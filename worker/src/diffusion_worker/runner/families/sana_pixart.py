@@ -9,7 +9,7 @@ RECORDS: tuple[Record, ...] = (
         "DiTTransformer2DModel",
         version="diffusers 0.42.1",
         signatures={"forward": "hidden_states, timestep=None, class_labels=None, cross_attention_kwargs=None, return_dict=True"},
-        unsharded="it computes its condition with a layer of its first block",
+        unsharded="it calls a layer of its first block outside that block, when the block's weights are not gathered",
         step_caches=frozenset({StepCache.FIRST_BLOCK}),
     ),
     ModelRecord(

@@ -3,9 +3,9 @@
 
 from diffusion_worker.runner.families.record import ArgumentRole, ModelRecord, PipelineRecord, Record, Role
 
-GRADIENTS = "needs gradients of the model, and inference has none"
-ENLARGES = "it makes a larger image of the one that it is given"
-CONTROL_MODES = "its images come with a number for the kind of control, which a request does not have"
+GRADIENTS = "needs gradients of the model, which the worker does not compute"
+ENLARGES = "it serves no edits: it enlarges the image that it is given"
+CONTROL_MODES = "it serves no edits: each of its images needs a number for the kind of control, which no request has"
 
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
@@ -57,7 +57,7 @@ RECORDS: tuple[Record, ...] = (
                 "mid_block_additional_residual=None, return_dict=True"
             )
         },
-        roles=(ArgumentRole("encoder_hidden_states", Role.ROW, "the prompt is there once for each frame of a row"),),
+        roles=(ArgumentRole("encoder_hidden_states", Role.ROW, "it holds the prompt once for each frame of a row"),),
     ),
     ModelRecord(
         "UNetSpatioTemporalConditionModel",

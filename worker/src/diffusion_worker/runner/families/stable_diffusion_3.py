@@ -20,7 +20,7 @@ RECORDS: tuple[Record, ...] = (
             gathered="proj_out",
             joint_processor="JointAttnProcessor2_0",
             # The text is on every rank: it is short, and 333 tokens long.
-            why="diffusers has no plan for it, and no processor that supports one",
+            why="diffusers has no plan to split the tokens of this class, and its attention processor could follow none",
         ),
         step_caches=frozenset({StepCache.FIRST_BLOCK, StepCache.TAYLOR_SEER}),
     ),

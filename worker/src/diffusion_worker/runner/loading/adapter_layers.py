@@ -46,8 +46,7 @@ def create_lora_manager(
         ConfigError: --max-cached-loras is below --max-loras, or a target of --lora-target-modules fits no layer.
     """
     if config.max_cached_loras < config.max_loras:
-        found = f"{config.max_cached_loras}, and --max-loras is {config.max_loras}"
-        raise ConfigError(f"--max-cached-loras: expected at least as many as adapters that are used at once, found {found}")
+        raise ConfigError(f"--max-cached-loras: expected at least --max-loras {config.max_loras}, found {config.max_cached_loras}")
     components = adapted_components(modules)
     return DiffusionLoRAManager(
         components,
@@ -81,7 +80,7 @@ def add_on_all_ranks(loras: DiffusionLoRAManager, parallel: Parallel, request: L
         raise RequestError(ErrorCode(failure.code), failure.message)
     assert candidate is not None
     if not same_on_all(parallel, candidate.loaded.identity):
-        message = f"adapter {request.lora_name!r}: the ranks read different files, expected the same; they may have changed during the load"
+        message = f"adapter {request.lora_name!r}: the ranks read different files, expected the same; did the files change meanwhile?"
         raise RequestError(ErrorCode.RANK_FAILED, message)
     return loras.register(candidate)
 

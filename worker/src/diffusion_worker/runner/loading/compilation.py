@@ -55,7 +55,7 @@ class Compilation:
         if self._kind is Compile.NONE:
             return {}
         if self._reason is not None:
-            return {"compile": f"none: fell back: {self._reason}"}
+            return {"compile": f"none: compilation failed: {self._reason}"}
         return {"compile": f"{self._kind} ({'whole' if self._whole else f'regional, {len(self.regions)} blocks'})"}
 
     @contextlib.contextmanager
@@ -99,8 +99,8 @@ class Compilation:
 
         Compiling in vain at each call would be slow.
         """
-        words = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-        self._reason = f"{type(error).__name__}: {words}"[:REASON_CHARS]
+        first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+        self._reason = f"{type(error).__name__}: {first_line}"[:REASON_CHARS]
         log.warning("--compile %s: %s cannot be compiled, the model runs uncompiled: %s", self._kind, type(region).__name__, self._reason)
         log.debug("the reason it cannot be compiled", exc_info=error)
 

@@ -77,7 +77,7 @@ def build_unread(
 def _of_diffusers(kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Checkpoint, unread: Placeholders) -> tuple[Any, list[str]]:
     config = kind.load_config(folder, local_files_only=True)
     if config.get("quantization_config") is not None:
-        raise NotReadable("the config names a quantization")
+        raise NotReadable("the component's config.json asks for quantised weights")
     before = kind._set_default_torch_dtype(dtype)
     try:
         with no_init_weights(), accelerate.init_empty_weights():
@@ -140,7 +140,7 @@ class _DeferredTensor:
 def _of_transformers(kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Checkpoint, unread: Placeholders) -> tuple[Any, list[str]]:
     config = kind.config_class.from_pretrained(folder, local_files_only=True)
     if getattr(config, "quantization_config", None) is not None:
-        raise NotReadable("the config names a quantization")
+        raise NotReadable("the component's config.json asks for quantised weights")
     module, info = _promise(kind, config, dtype, checkpoint.tensors, unread)
     if doubled := _stored_twice(module, unread):
         once = {name: stored for name, stored in checkpoint.tensors.items() if name not in doubled}
@@ -200,5 +200,5 @@ def _check_shape(stored: StoredTensor, expected: torch.Size) -> None:
 
 def _check_kind(stored: StoredTensor, *, floating: bool) -> None:
     if stored.dtype.is_floating_point != floating:
-        wanted = "a floating type" if floating else "integers"
-        raise ConfigError(f"{stored.file.path}: tensor {stored.name}: expected {wanted}, found {str(stored.dtype).removeprefix('torch.')}")
+        expected, dtype = "a floating-point type" if floating else "an integer type", str(stored.dtype).removeprefix("torch.")
+        raise ConfigError(f"{stored.file.path}: tensor {stored.name}: expected {expected}, found {dtype}")

@@ -47,7 +47,7 @@ def build_dummy_modules(
 
 def _build(kind: Any, name: str, folder: Path, dtype: torch.dtype, unread: Placeholders | None) -> torch.nn.Module:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"component {name}: expected {folder / 'config.json'}, found nothing there")
+        raise ConfigError(f"component {name}: expected a file config.json in {folder}, found none")
     # Buffers are computed as the class does it, with its own random numbers if it wants any.
     with torch.random.fork_rng(devices=[]), no_init_weights(), accelerate.init_empty_weights():
         torch.manual_seed(0)

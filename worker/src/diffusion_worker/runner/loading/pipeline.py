@@ -74,7 +74,7 @@ def _pipeline_class(config: WorkerConfig, index: dict[str, Any]) -> Any:
     name = str(index["_class_name"] if config.pipeline == "auto" else config.pipeline)
     found = getattr(diffusers, name, None)
     if missing := missing_libraries(found):
-        raise ConfigError(f"--pipeline: {name} needs {' and '.join(missing)}, which the worker does not have")
+        raise ConfigError(f"--pipeline: {name} needs Python packages that the worker does not have: {', '.join(missing)}")
     if not _is_pipeline(found):
         raise ConfigError(f"model {config.model!r}: {name!r} is not a pipeline of diffusers {diffusers.__version__}")
     return found
@@ -175,6 +175,5 @@ def _check_components(config: WorkerConfig, pipeline: Any) -> None:
     for name, module in modules_of(pipeline).items():
         classes = tuple(kind for kind in expected.get(name, ()) if inspect.isclass(kind) and kind is not inspect.Parameter.empty)
         if classes and not isinstance(module, classes):
-            wanted = " or ".join(kind.__name__ for kind in classes)
-            found = type(module).__name__
-            raise ConfigError(f"--pipeline {config.pipeline}: expected {name} to be {wanted}, found {found} in {config.model!r}")
+            expected, found = " or ".join(kind.__name__ for kind in classes), type(module).__name__
+            raise ConfigError(f"--pipeline {config.pipeline}: {name} of {config.model!r}: expected a {expected}, found a {found}")

@@ -41,8 +41,10 @@ def quantization_options(config: WorkerConfig, component: str, dtype: torch.dtyp
 def require_quantizable(config: WorkerConfig, components: Collection[str]) -> None:
     """Raise ConfigError if --quantization is set, but none of these components is among the denoisers, the only ones that are quantised."""
     if config.quantization is not Quantization.NONE and not set(DENOISERS).intersection(components):
-        wanted = ", ".join(DENOISERS)
-        raise ConfigError(f"--quantization {config.quantization}: expected a model with one of {wanted}, found {', '.join(components)}")
+        raise ConfigError(
+            f"--quantization {config.quantization}: expected a model with one of the components {', '.join(DENOISERS)}, "
+            f"found only {', '.join(components)}"
+        )
 
 
 def nf4_is_refused() -> bool:

@@ -39,7 +39,8 @@ def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeight
         elif expected != given[name].shape:
             refused.append(f"{name} (expected {tuple(expected)}, found {tuple(given[name].shape)})")
     if refused:
-        message = f"weights: {len(refused)} of {len(given)} tensors do not fit: {', '.join(sorted(refused)[:MOST_NAMES])}"
+        count, total = len(refused), len(given)
+        message = f"weights: {count} of {total} tensors do not fit, so none was written: {', '.join(sorted(refused)[:MOST_NAMES])}"
         raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "weights"})
     for name, values in given.items():
         weights.replace(own[name], values)
@@ -54,13 +55,13 @@ def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"path {str(path)!r}: expected safetensors files, found none there")
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"path {str(path)!r}: expected a folder with *.safetensors files, found none in it")
     try:
         for file in files:
             with safe_open(file, framework="pt") as tensors:
                 yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118 (it is no mapping)
     except (OSError, SafetensorError) as error:
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"path {str(path)!r}: {error}") from error
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"path {str(path)!r}: cannot be read as safetensors: {error}") from error
 
 
 def _named_tensors(modules: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -33,10 +33,10 @@ def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Modul
     denoisers = {name: modules[name] for name in DIVISIBLE_DENOISERS if name in modules}
     reason = why_no_pipeline(pipeline) or next((why for part in denoisers.values() if (why := why_no_denoiser(kind, made, part))), None)
     if reason is not None or not denoisers:
-        named = ", ".join(sorted({type(part).__name__ for part in denoisers.values()})) or "no denoiser"
+        classes = ", ".join(sorted({type(part).__name__ for part in denoisers.values()})) or "no denoiser"
         known = ", ".join(supported(kind))
         why = reason or "there is nothing to cache"
-        raise ConfigError(f"--step-cache {kind}: {type(pipeline).__name__} with {named} is not supported: {why}; supported: {known}")
+        raise ConfigError(f"--step-cache {kind}: {type(pipeline).__name__} with {classes} is not supported: {why}; supported are {known}")
     return PipelineStepCache(made, denoisers, _agreement(parallel) if parallel.world > 1 else None)
 
 

@@ -44,7 +44,7 @@ def compare(one: ModelCall, other: ModelCall, run: Run, outcome: Comparison) -> 
     why.
     """
     if group_key(one) is None or group_key(one) != group_key(other):
-        outcome.unknown = "its calls have no rows, or an argument of a kind that cannot be merged"
+        outcome.unknown = "the model's calls have no rows, or an argument of a kind that cannot be merged"
         return
     outcome.unknown = UNFINISHED
     alone = run(one)
@@ -67,20 +67,22 @@ def _judge(outcome: Comparison, twins: list[Any], pairs: list[tuple[Any, Any]], 
     outcome.unknown = ""
     unit = max((torch.finfo(tensor.dtype).eps for tensor in tensors_of(alone) if tensor.is_floating_point()), default=0.0)
     if not unit:
-        outcome.unknown = "its results are no numbers that could be compared"
+        outcome.unknown = "the model's results have no floating-point numbers to compare"
         return
     if not all(bool(tensor.isfinite().all()) for output in (alone, alone_other) for tensor in tensors_of(output)):
-        outcome.unknown = "its results are not finite"
+        outcome.unknown = "the model's results have values that are not finite"
         return
     rounding = max(apart(twin, alone) for twin in twins)
     outcome.allowed = max(UNITS * unit, TIMES * rounding)
     outcome.apart = max(apart(found, expected) for found, expected in pairs)
     if not rounding <= math.sqrt(unit):
-        outcome.wrong = f"two equal calls as one are {rounding:.1e} apart from one alone, more than rounding explains"
+        outcome.wrong = f"two equal calls merged into one differ by {rounding:.1e} from one alone, more than rounding explains"
     elif not outcome.apart <= outcome.allowed:
-        outcome.wrong = f"two calls as one are {outcome.apart:.1e} apart from each alone, expected at most {outcome.allowed:.1e}"
+        outcome.wrong = (
+            f"merged or split calls differ by {outcome.apart:.1e} from the same calls alone, at most {outcome.allowed:.1e} is rounding"
+        )
     elif not apart(alone_other, alone) >= POWER * outcome.allowed:
-        outcome.unknown = "two calls with other arguments have nearly the same result, so nothing is shown"
+        outcome.unknown = "two calls with different arguments have nearly the same result, so the comparison shows nothing"
 
 
 def apart(found: Any, expected: Any) -> float:

@@ -112,11 +112,11 @@ class Merging:
         verdict = self._verdicts.get((subject.component, subject.method))
         basis, why = MergeBasis.RECORD if trust.ok else MergeBasis.ALONE, trust.why
         if verdict is not None:
-            found = verdict.problem or f"two calls as one were {verdict.apart:.1e} apart from each alone, {verdict.allowed:.1e} is rounding"
+            agreed = f"merged calls differed by {verdict.apart:.1e} from the same calls alone, at most {verdict.allowed:.1e} is rounding"
             basis = MergeBasis.ALONE if verdict.problem else MergeBasis.VERIFIED
-            why = f"{trust.why}; verified: {found}"
+            why = f"{trust.why}; verified: {verdict.problem or agreed}"
         elif not trust.ok:
-            why += "; not verified, by --verify-merging never" if self._verify is VerifyMerging.NEVER else "; not verified yet"
+            why += "; not verified, because of --verify-merging never" if self._verify is VerifyMerging.NEVER else "; not verified yet"
         return ModelMerging(subject.component, subject.model_class.__name__, subject.method, basis, why, self._is_open(subject))
 
 

@@ -27,17 +27,17 @@ def trust_in(model_class: Any, method: str) -> Trust:
     """
     record = model_record(model_class)
     if not record.name:
-        return Trust(False, f"{model_class.__name__} has no record")
+        return Trust(False, f"{model_class.__name__} has no record that its calls may be merged")
     expected = record.signatures.get(method)
     if expected is None:
-        return Trust(False, f"the record of {record.name} has no signature of {method}")
+        return Trust(False, f"the record of {record.name} has no signature of its method {method}")
     tested = next(parent for parent in model_class.__mro__ if parent.__name__ == record.name)
     library, home = record.version.partition(" ")[0], tested.__module__.partition(".")[0]
     if library and library != home:
-        return Trust(False, f"the record of {record.name} is for the class of {library}, found one of {home}")
+        return Trust(False, f"the record is for the class {record.name} of {library}, found one of {home}")
     found = signature_of(model_class, method)
     if found != expected:
         return Trust(False, f"signature of {method}: expected {expected!r} as in the record of {record.name}, found {found!r}")
     if inspect.unwrap(getattr(model_class, method)) is not inspect.unwrap(getattr(tested, method)):
-        return Trust(False, f"{model_class.__name__} has its own {method}, and only that of {record.name} has a record")
-    return Trust(True, f"tested with {record.version}" if record.version else f"the record of {record.name}")
+        return Trust(False, f"{model_class.__name__} has its own method {method}, and the record is for that of {record.name}")
+    return Trust(True, f"tested with {record.version}" if record.version else f"trusted by the record of {record.name}")

@@ -104,7 +104,7 @@ def _leading(arguments: dict[str, Any]) -> str:
     for name, value in arguments.items():
         if not _is_time(name) and _has_rows(value):
             return name
-    raise ValueError(f"a model call without a tensor that has rows: {', '.join(arguments)}")
+    raise ValueError(f"expected a tensor with rows among the arguments of a model call, found only {', '.join(arguments)}")
 
 
 def _has_rows(value: Any) -> bool:
@@ -264,7 +264,8 @@ def _merge_values(path: str, values: list[Any], rows: list[int], layout: _Layout
 def _concatenate(path: str, values: list[torch.Tensor]) -> torch.Tensor:
     shapes = {(value.dtype, tuple(value.shape[1:])) for value in values}
     if len(shapes) > 1:
-        raise ValueError(f"{path}: rows of other shapes or precisions share no call, found {sorted(map(str, shapes))}")
+        found = " and ".join(sorted(map(str, shapes)))
+        raise ValueError(f"{path}: expected rows of one precision and one shape in a call, found {found}")
     return torch.cat(values)
 
 

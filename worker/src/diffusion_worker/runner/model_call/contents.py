@@ -46,7 +46,7 @@ class Contents:
 
     def has_any(self, path: str, value: torch.Tensor) -> bool:
         """Return whether a tensor has a nonzero value."""
-        return bool(self._remembered(f"any of {path}", value, lambda tensor: bool(tensor.any())))
+        return bool(self._remembered(f"any:{path}", value, lambda tensor: bool(tensor.any())))
 
     def _remembered(self, key: str, value: torch.Tensor, find: Callable[[torch.Tensor], Hashable]) -> Hashable:
         remembered = self._known.setdefault(key, [])

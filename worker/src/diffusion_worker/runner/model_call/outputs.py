@@ -23,7 +23,7 @@ def split(output: Any, rows: list[int]) -> list[Any]:
 def _part(output: Any, start: int, stop: int, total: int) -> Any:
     if isinstance(output, torch.Tensor):
         if output.dim() == 0 or output.shape[0] % total:
-            raise TypeError(f"a module returned {tuple(output.shape)} for {total} rows, which cannot be split")
+            raise TypeError(f"a model's output of shape {tuple(output.shape)} cannot be split by {total} rows")
         each = output.shape[0] // total
         return output[start * each : stop * each]
     return _rebuilt(output, lambda item: _part(item, start, stop, total))
@@ -44,7 +44,7 @@ def _rebuilt(output: Any, change: Callable[[Any], Any]) -> Any:
     if _is_distribution(output):
         # A distribution is made again from its parameters: its other tensors are slices of them, bit for bit.
         return type(output)(change(output.parameters), deterministic=output.deterministic)
-    raise TypeError(f"a module returned {type(output).__name__}, which cannot be split by rows")
+    raise TypeError(f"a model's output of type {type(output).__name__} cannot be split by rows")
 
 
 def _is_distribution(output: Any) -> bool:

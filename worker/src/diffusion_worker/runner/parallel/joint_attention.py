@@ -29,8 +29,8 @@ class SplitJointAttention:
         Raises:
             ValueError: another argument is given, such as a mask or an IP adapter's.
         """
-        if strangers := [name for name, value in others.items() if value is not None]:
-            raise ValueError(f"attention over split tokens takes no {', '.join(strangers)}")
+        if unsupported := [name for name, value in others.items() if value is not None]:
+            raise ValueError(f"attention over tokens that are split over ranks does not support {', '.join(unsupported)}")
         image = self._to_heads(_project(attn, hidden_states, ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")))
         length = image.shape[2]
         if encoder_hidden_states is None:

@@ -49,7 +49,7 @@ class RowGroup:
         tensors = tensors_of(output)
         for tensor in tensors:
             if tensor.dim() == 0 or tensor.shape[0] % count:
-                raise TypeError(f"a module returned {tuple(tensor.shape)} for {count} rows, which cannot be gathered")
+                raise TypeError(f"a model's output of shape {tuple(tensor.shape)} cannot be gathered from ranks by {count} rows")
         flat = [tensor.contiguous().reshape(count, -1).view(torch.uint8) for tensor in tensors]
         if len(flat) == 1 and count == max(self._counts(rows)):
             return self._with_room(flat[0])

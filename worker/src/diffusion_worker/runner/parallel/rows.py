@@ -76,7 +76,7 @@ class Parallel:
         shard: int = 1,
     ) -> None:
         if world % (tensor * sequence * shard):
-            raise ValueError(f"{world} ranks are not a multiple of tensor {tensor} x sequence {sequence} x shard {shard}")
+            raise ValueError(f"{world} ranks are not a multiple of --tensor {tensor} x --sequence {sequence} x --shard {shard}")
         self.rank = rank
         self.world = world
         self.device = device
@@ -153,11 +153,12 @@ class Parallel:
             # Without failures this costs one small collective. The lowest rank that failed has the greatest number.
             status = torch.tensor([self.world - self.rank if message else 0, found, -found])
             dist.all_reduce(status, dist.ReduceOp.MAX)
-            failed, most, least = status.tolist()
+            failed, most, negated = status.tolist()
+            least = -negated
             if failed:
                 raise _failure(_message_of(self.world - failed, message))
-            if most != -least:
-                raise CallFailed(f"a row of the output has {-least} to {most} bytes on different ranks")
+            if most != least:
+                raise CallFailed(f"expected rows of equal size on all ranks in a model's output, found {least} to {most} bytes")
         return output
 
     def any_of(self, flags: list[bool]) -> list[bool]:
@@ -218,7 +219,7 @@ class Parallel:
         except dist.DistError:
             alike = False
         if not alike:
-            raise RankFault(Fault.COLLECTIVE, f"{call.component}: {words}, and not on all ranks that compute it together") from error
+            raise RankFault(Fault.COLLECTIVE, f"{call.component}: {words}; other ranks of the same call did not fail alike") from error
 
 
 def _unchanged(call: ModelCall) -> ModelCall:

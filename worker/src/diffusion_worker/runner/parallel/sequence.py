@@ -82,13 +82,13 @@ def _diffusers_plan(plan: SequencePlan, model: Any) -> Plan:
 
 def check_model(name: str, model: nn.Module, size: int) -> None:
     """Raise ConfigError if the record of the model's class has no plan, or `size` does not divide the number of attention heads."""
-    kind = type(model).__name__
+    model_class = type(model).__name__
     if model_record(type(model)).sequence is None:
         known = ", ".join(record.name for record in models() if record.sequence is not None)
-        raise ConfigError(f"--sequence: {kind} ({name}) is not supported, expected one of {known}")
+        raise ConfigError(f"--sequence: {model_class} ({name}) is not supported, expected one of {known}")
     heads = int(model.config["num_attention_heads"])  # type: ignore[index]
     if heads % size:
-        raise ConfigError(f"--sequence {size}: {kind} ({name}) has {heads} attention heads, which is not a multiple of {size}")
+        raise ConfigError(f"--sequence {size}: {model_class} ({name}) has {heads} attention heads, which is not a multiple of {size}")
 
 
 def describe(info: ModelInfo, token_pixels: int, size: int) -> ModelInfo:
@@ -138,9 +138,9 @@ class Ulysses:
         plan, config = plan_of(model), model.config
 
         def prepare(call: ModelCall) -> ModelCall:
-            self._check_length("tokens of the image", _tokens(plan, call.arguments, config))
+            self._check_length("the image", _tokens(plan, call.arguments, config))
             if plan.text is not None:
-                self._check_length("tokens of the text", int(call.arguments[plan.text].shape[1]))
+                self._check_length("the text", int(call.arguments[plan.text].shape[1]))
             if not plan.pads_text:
                 return call
             return msgspec.structs.replace(call, arguments=_pad_text(call.arguments, self.size))
@@ -153,10 +153,11 @@ class Ulysses:
         if type(module.processor).__name__ == plan.joint_processor:
             module.processor = SplitJointAttention(self._group)
         if not hasattr(module.processor, "_parallel_config"):
-            raise ConfigError(f"--sequence: {name} has a {type(module.processor).__name__}, which does not support several ranks")
+            processor = type(module.processor).__name__
+            raise ConfigError(f"--sequence: the attention processor of {name}, {processor}, does not support several ranks")
         module.processor._parallel_config = self._config
 
-    def _check_length(self, what: str, length: int) -> None:
-        if length % self.size:
-            message = f"expected a number of {what} that is a multiple of --sequence {self.size}, found {length}"
+    def _check_length(self, part: str, tokens: int) -> None:
+        if tokens % self.size:
+            message = f"{part}: expected a number of tokens that is a multiple of --sequence {self.size}, found {tokens}"
             raise RequestError(ErrorCode.INVALID_REQUEST, message)

@@ -131,16 +131,16 @@ class ParallelKinds:
 
     def _check_sequence(self) -> None:
         """Raise ConfigError for parts of the pipeline, beside its model, that cannot be split."""
-        size, kind = self._config.sequence, type(self._pipeline).__name__
+        size, pipeline = self._config.sequence, type(self._pipeline).__name__
         if any("controlnet" in name for name in self._modules):
-            raise ConfigError(f"--sequence: {kind} is not supported: a ControlNet adds to the tokens of whole images")
+            raise ConfigError(f"--sequence: {pipeline} is not supported: a ControlNet adds to the tokens of whole images")
         if why := pipeline_record(type(self._pipeline)).unsplit:
-            raise ConfigError(f"--sequence: {kind} is not supported: {why}")
+            raise ConfigError(f"--sequence: {pipeline} is not supported: {why}")
         parameter = inspect.signature(type(self._pipeline).__call__).parameters.get("max_sequence_length")
-        text = None if parameter is None else parameter.default
+        tokens = None if parameter is None else parameter.default
         splits_text = any(sequence.plan_of(model).text for model in self._denoisers.values())
-        if splits_text and isinstance(text, int) and text % size:
-            raise ConfigError(f"--sequence {size}: the text of {kind} has {text} tokens, which is not a multiple of {size}")
+        if splits_text and isinstance(tokens, int) and tokens % size:
+            raise ConfigError(f"--sequence {size}: a text of {pipeline} has {tokens} tokens by default, which is not a multiple of {size}")
 
     def _check_shared_layers(self) -> None:
         """Raise ConfigError where two models share a layer, because a layer is sharded with one model."""
@@ -160,7 +160,7 @@ class ParallelKinds:
         for name in ("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_scale_factor"):
             if isinstance(found := getattr(self._pipeline, name, None), int):
                 return found
-        raise ConfigError(f"--sequence: {type(self._pipeline).__name__} does not say how large a latent is")
+        raise ConfigError(f"--sequence: {type(self._pipeline).__name__} has no vae_scale_factor, the pixels along a side of a latent")
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

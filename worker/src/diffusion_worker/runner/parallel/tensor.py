@@ -26,17 +26,17 @@ def check_model(name: str, model: nn.Module, size: int) -> None:
     Raises:
         ConfigError: the reason, with the option `--tensor` and the component's name.
     """
-    kind = type(model).__name__
+    model_class = type(model).__name__
     if not model_record(type(model)).tensor:
         known = ", ".join(record.name for record in models() if record.tensor)
-        raise ConfigError(f"--tensor: {kind} ({name}) is not supported, expected one of {known}")
+        raise ConfigError(f"--tensor: {model_class} ({name}) is not supported, expected one of {known}")
     heads = int(model.config["num_attention_heads"])  # type: ignore[index]
     if heads % size:
-        raise ConfigError(f"--tensor {size}: {kind} ({name}) has {heads} attention heads, which is not a multiple of {size}")
+        raise ConfigError(f"--tensor {size}: {model_class} ({name}) has {heads} attention heads, which is not a multiple of {size}")
     try:
         resolve_tp_shard_specs(model, model._tp_plan, size)
     except ValueError as error:
-        raise ConfigError(f"--tensor {size}: {kind} ({name}): {error}") from None
+        raise ConfigError(f"--tensor {size}: {model_class} ({name}): {error}") from None
 
 
 class TensorCut:

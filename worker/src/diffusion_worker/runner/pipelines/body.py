@@ -220,7 +220,8 @@ def _check_negative_prompt(takes: Mapping[str, Any], arguments: Arguments, pipel
     if not arguments.get("negative_prompt") or TRUE_GUIDANCE not in takes or hasattr(type(pipeline), "do_classifier_free_guidance"):
         return
     if (arguments.get(TRUE_GUIDANCE, takes[TRUE_GUIDANCE]) or 0) <= 1:
-        message = f"negative_prompt: {type(pipeline).__name__} makes no use of one unless its {TRUE_GUIDANCE} is above 1"
+        cure = "unless guidance_scale is above 1" if _guides_truly(takes) else "in every request"
+        message = f"negative_prompt: {type(pipeline).__name__} ignores one {cure}"
         raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "negative_prompt"})
 
 

@@ -97,9 +97,10 @@ def conditioning_of(takes: ImageInputs, spec: RequestSpec, frames: Sequence[byte
     """
     if not 1 <= len(spec.images) <= takes.most:
         expected = "one image" if takes.most == 1 else f"1 to {takes.most} images"
-        raise refused("image", expected, len(spec.images))
+        count = len(spec.images)
+        raise refused("image", expected, count)
     if (spec.mask is None) != (takes.mask is None):
-        raise refused("mask", "none" if takes.mask is None else "one", "none" if spec.mask is None else "one")
+        raise refused("mask", "no mask" if takes.mask is None else "a mask", "no mask" if spec.mask is None else "a mask")
     images = [_image(item, frames) for item in spec.images]
     size = (spec.width, spec.height) if spec.width and spec.height else None
     if takes.fitted and size:
@@ -129,7 +130,8 @@ def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
         return spec.strength
     if spec.strength is None:
         return min(1.0, math.nextafter(1 / steps, 1))
-    raise refused("strength", f"at least {1 / steps:.3g}, so that one of {steps} steps is left", strength)
+    least = f"{1 / steps:.3g}"
+    raise refused("strength", f"at least {least}, so that one of {steps} steps is left", strength)
 
 
 def _steps_left(pipeline: Any, steps: int, strength: float) -> int:

@@ -63,7 +63,7 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
     kind = kind_of(type(pipeline))
     if kind not in ("image", "video"):
         found = "makes neither images nor videos, and nothing else is served"
-        raise ConfigError(f"--pipeline: {type(pipeline).__name__} {found}; a custom class says what it makes by worker_makes")
+        raise ConfigError(f"--pipeline: {type(pipeline).__name__} {found}; a custom class names the kind in its attribute worker_makes")
     if impossible := why_impossible(type(pipeline)):
         raise ConfigError(f"--pipeline: {type(pipeline).__name__} {impossible}")
     takes = inputs_of(pipeline)

@@ -24,14 +24,15 @@ def check_sigmas(scheduler: Any, sigmas: list[float], *, steps: int | None) -> N
     """
     if scheduler is None or "sigmas" not in inspect.signature(scheduler.set_timesteps).parameters:
         raise refused("sigmas", "a scheduler that takes them", "none" if scheduler is None else type(scheduler).__name__)
-    if steps not in (None, len(sigmas)):
-        raise refused("num_inference_steps", f"{len(sigmas)}, the number of the adapter's sigmas", steps)
+    count = len(sigmas)
+    if steps not in (None, count):
+        raise refused("num_inference_steps", f"{count}, the number of the adapter's sigmas", steps)
 
 
 def check_shift(scheduler: Any) -> None:
     """Refuse a shift for a scheduler that would ignore it, as its configuration has none in use; raise RequestError (InvalidRequest)."""
     if _setting_of(scheduler) is None:
-        raise refused("shift", "a flow scheduler", type(scheduler).__name__)
+        raise refused("shift", "a flow scheduler that uses it", type(scheduler).__name__)
 
 
 def own_scheduler(scheduler: Any, shift: float | None) -> Any:

@@ -88,8 +88,10 @@ class TaskPipelines:
         """
         server = self._servers.get(spec.task)
         if server is None:
-            found = f"{type(self._pipeline).__name__}, which serves {' and '.join(self.served) or 'no text to image'}"
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"model: expected a pipeline that serves {spec.task}, found {found}")
+            name, served = type(self._pipeline).__name__, " and ".join(self.served) or "nothing"
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST, f"model: expected a pipeline that serves {spec.task}, found {name}, which serves {served}"
+            )
         if server.inputs is None:
             return make_body(server.pipeline, spec)
         takes, loaded = inputs_of(server.pipeline), inputs_of(self._pipeline)

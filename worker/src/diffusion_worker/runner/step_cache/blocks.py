@@ -57,12 +57,12 @@ def why_no_blocks(module: torch.nn.Module) -> str | None:
     """Return an obstacle to hooks on the first and last block: fewer than two, or a class that diffusers does not know; otherwise None."""
     blocks = blocks_of(module)
     if len(blocks) < 2:
-        return f"it has {len(blocks)} transformer blocks, and the first and the last are needed"
+        return f"it has {len(blocks)} transformer blocks, expected at least 2"
     for block in blocks:
         try:
             Block(block)
         except ValueError:
-            return f"diffusers does not describe its {type(block).__name__}"
+            return f"diffusers has no description of its blocks, of the class {type(block).__name__}"
     return None
 
 

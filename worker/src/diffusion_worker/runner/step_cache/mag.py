@@ -68,7 +68,7 @@ class MagCache:
     def why_not(self, module: torch.nn.Module) -> str | None:
         if not model_record(type(module)).mag_ratios:
             known = ", ".join(record.name for record in models() if record.mag_ratios)
-            return f"the magnitudes of its residuals are not known, only those of {known}"
+            return f"diffusers has no magnitudes of its residuals, only those of {known}"
         return why_no_blocks(module)
 
     def branch(self, steps: int | None) -> _MagBranch:

@@ -101,5 +101,5 @@ class CallHistory:
         # The call may be of another denoiser, for the last steps, that was not reached yet (Wan 2.2).
         alike = [answer for (_, _, rows), answer in self.denoised.items() if rows == call.rows]
         if not alike:
-            raise NoPreview(f"{call.component} was not called yet with {call.rows} rows")
+            raise NoPreview(f"no denoiser has been called with {call.rows} rows yet")
         return alike[-1]

@@ -5,8 +5,8 @@ A stand-in noted the methods that pipelines call in every test family. The sourc
 components too. `SharedPart` itself has `to`, `eval` and their like.
 """
 
-_READS = "hands out what the module has"
-_COMPUTES = "computes from its arguments and from weights, and keeps nothing"
+_READS = "returns parts of the module and changes nothing"
+_COMPUTES = "computes from its arguments and from weights, and changes nothing"
 
 HARMLESS: dict[str, str] = {
     **dict.fromkeys(("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "num_parameters"), _READS),

@@ -106,7 +106,7 @@ def to_pixels(output: Any) -> Pixels:
 
 def _require_numbers(finite: bool) -> None:
     if not finite:
-        raise RequestError(ErrorCode.REQUEST_FAILED, "the model returned values that are not numbers")
+        raise RequestError(ErrorCode.REQUEST_FAILED, "the model returned values that are not numbers (NaN or infinity)")
 
 
 def _in_colour(pixels: Pixels) -> Pixels:
