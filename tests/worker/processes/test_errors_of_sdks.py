@@ -212,7 +212,7 @@ def test_an_error_in_a_stream_is_raised_with_its_message_and_code_and_nothing_is
     raised = "ssestream.StreamError" if streaming.name == "go" else "APIError"
     expected = {"raised": raised, "code": "Cancelled", "type": "invalid_request_error"}
     assert {name: found.get(name) for name in expected} == expected, found
-    assert found["message"] == "the request was cancelled" and found.get("status") is None
+    assert found["message"] == "the request was cancelled by DELETE /v1/requests" and found.get("status") is None
 
 
 def test_a_stream_that_is_refused_before_it_begins_is_an_error_by_its_status(streaming: Client) -> None:

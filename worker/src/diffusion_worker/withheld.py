@@ -46,8 +46,12 @@ def install() -> None:
     logging.setLogRecordFactory(WithheldRecord)
     logging.captureWarnings(True)
     # Python prints uncaught exceptions with their messages.
-    threading.excepthook = lambda ended: _log_uncaught(ended.exc_value, f"in thread {ended.thread.name if ended.thread else None}")
-    sys.unraisablehook = lambda lost: _log_uncaught(lost.exc_value, "that could not be raised")
+    threading.excepthook = lambda ended: _log_uncaught(ended.exc_value, f"in the thread {_name_of(ended.thread)}")
+    sys.unraisablehook = lambda lost: _log_uncaught(lost.exc_value, "where Python cannot raise it, such as in a finalizer")
+
+
+def _name_of(thread: threading.Thread | None) -> str | None:
+    return thread.name if thread is not None else None
 
 
 def _log_uncaught(error: BaseException | None, where: str) -> None:

@@ -145,7 +145,7 @@ def test_a_side_that_a_format_cannot_have_is_refused_by_name_and_a_png_takes_it(
     for height, width in ((1, most + 1), (most + 1, 1)):
         pixels = bytes(3 * (most + 1))
         with pytest.raises(
-            RequestError, match=f"output_format: {output_format} expected at most {most} pixels a side, found {width}x{height}"
+            RequestError, match=f"output_format: expected at most {most} pixels a side for {output_format}, found {width}x{height}"
         ):
             encode(pixels, height, width, output_format=output_format)
         assert opened(encode(pixels, height, width, output_format=OutputFormat.PNG)).size == (width, height)

@@ -293,7 +293,7 @@ def test_every_kind_of_image_becomes_its_colours(image: Image.Image, form: str, 
 
 BROKEN_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "no bytes"),
-    "a text": (lambda: b"hello", "5 bytes of something else"),
+    "a text": (lambda: b"hello", "5 bytes of another format"),
     "a GIF": (lambda: red(form="GIF"), "PNG, JPEG or WebP"),
     "a truncated PNG": (lambda: red(form="PNG")[:-40], "a whole PNG file"),
     "a truncated JPEG": (lambda: red(400, 400, "JPEG")[:700], "a whole JPEG file"),
@@ -330,7 +330,7 @@ async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(ed
         ({}, {}, "body", "multipart/form-data"),
         ({}, {"mask": half_mask()}, "image", "found none"),
         ({}, {"image": red(), "mask": half_mask(48, 40)}, "mask", "expected the size of the image, 48x32, found 48x40"),
-        ({}, {"image": red(), "mask": red()}, "mask", "fully transparent, or else white, in the part"),
+        ({}, {"image": red(), "mask": red()}, "mask", "fully transparent pixels, or white ones"),
         ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "found no such pixel"),
         ({}, {"image": red(), "mask": file_of(Image.new("RGBA", (48, 32), (255, 255, 255, 1)))}, "mask", "found no such pixel"),
         ({}, {"image": red(), "markup": red()}, "markup", "no such field"),

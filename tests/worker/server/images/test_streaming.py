@@ -119,7 +119,7 @@ async def test_an_error_in_a_stream_is_its_last_event_with_the_body_of_all_error
         rest += message["body"].decode()
     [error] = [event for event in events_of(rest + message["body"].decode()) if event["type"] == "error"]
     assert error["error"] == {
-        "message": "the request was cancelled",
+        "message": "the request was cancelled by DELETE /v1/requests",
         "type": "invalid_request_error",
         "param": None,
         "code": "Cancelled",

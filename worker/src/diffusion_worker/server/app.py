@@ -32,6 +32,9 @@ from diffusion_worker.server.ui import page_router, status_router
 # Most bytes of a body: a prompt is a few kilobytes, and only edits bring images.
 MAX_BODY_BYTES = 1_048_576
 LARGER_BODIES = {"/v1/images/edits": 67_108_864}
+# The tokens' names in errors.
+API_KEY = "the API key"
+CONTROL_TOKEN = "the control token"
 # Methods that a page of an allowed origin may use, and headers of answers that it may read.
 METHODS_OF_PAGES = ("GET", "POST", "DELETE")
 READ_BY_PAGES = ("X-Request-ID", "X-Replica", "Retry-After", "X-Should-Retry")
@@ -57,7 +60,7 @@ def data_app(engine: Engine, *, local: bool = False) -> FastAPI:
     app.state.metrics.registry.register(ConnectionCollector(app.state.connections))
     secured, key_path, origins = [], engine.config.api_key_path, engine.config.cors_origins
     if key_path is not None:
-        secured = _require(app, TokenFile(Path(key_path), "--api-key-file"), "the API key", _is_api)
+        secured = _require(app, TokenFile(Path(key_path), "--api-key-file"), API_KEY, _is_api)
     app.add_middleware(OwnOrigin, allowed=origins, local=local and key_path is None)
     if origins:
         app.add_middleware(
@@ -81,12 +84,12 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     Raises:
         ConfigError: the token file is missing or empty.
     """
-    app = _app(engine, title="diffusion-worker control", flat_errors=True)
+    app = _app(engine, title="diffusion-worker control API", flat_errors=True)
     secured = []
     if token_path is not None:
         token_file = app.state.token_file = TokenFile(token_path, "--control-token-file")
         # The API's description is no secret, and a client that asks for a proof has sent no token yet.
-        secured = _require(app, token_file, "the control token", lambda path: path not in ("/openapi.json", identity.PATH))
+        secured = _require(app, token_file, CONTROL_TOKEN, lambda path: path not in ("/openapi.json", identity.PATH))
         app.include_router(identity.router)
     if engine.pod_uid:
         app.add_middleware(identity.NamePod, pod_uid=engine.pod_uid)
@@ -97,13 +100,13 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     return app
 
 
-def _require(app: FastAPI, token_file: TokenFile, what: str, guards: Callable[[str], bool]) -> list[params.Depends]:
-    """Add a middleware that requires the token for each path of which `guards` returns True; `what` names the token in its errors.
+def _require(app: FastAPI, token_file: TokenFile, name: str, guards: Callable[[str], bool]) -> list[params.Depends]:
+    """Add a middleware that requires the token for each path of which `guards` returns True; `name` is the token's in its errors.
 
     The returned dependencies check nothing, but put the token into the OpenAPI document. Raise ConfigError if there is no token.
     """
     token_file.require()
-    app.add_middleware(RequireToken, token_file=token_file, what=what, guards=guards)
+    app.add_middleware(RequireToken, token_file=token_file, name=name, guards=guards)
     return [Depends(HTTPBearer(auto_error=False))]
 
 

@@ -136,7 +136,7 @@ async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], R
     life = asyncio.create_task(_life(engine))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({life, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    ending = life.result() if life.done() else Ending(EXIT_OK, "asked to terminate")
+    ending = life.result() if life.done() else Ending(EXIT_OK, "a signal asked the worker to end")
     watchdog.arm(ending, config.drain_timeout_s + STOP_TIMEOUT_S)
     if life.done():
         # A client that waits for an image has its error by now, and only has to receive it.
@@ -242,7 +242,7 @@ async def _close(engine: Engine, listeners: list[Listener], serving: list[asynci
 
 
 def _end_at_once(ending: Ending, timeout_s: float) -> None:
-    reason = f"the shutdown took more than {timeout_s:g} s, after: {ending.reason}"
+    reason = f"the shutdown took more than {timeout_s:g} s and was cut off; it began because: {ending.reason}"
     log.error("%s", reason)
     write_termination_log(reason)
     os._exit(ending.exit_code or EXIT_GROUP_LOST)

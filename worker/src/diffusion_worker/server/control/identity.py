@@ -55,7 +55,9 @@ async def identity(query: Annotated[IdentityQuery, Query()], request: Request) -
     pod_uid: str = request.app.state.engine.pod_uid
     proof = token_file.sign("\n".join((CONTEXT, query.nonce, _address(request), pod_uid)).encode())
     if proof is None:
-        raise RequestError(ErrorCode.STARTING, "the control token cannot be read now", retry_after_s=1.0)
+        raise RequestError(
+            ErrorCode.STARTING, "the worker cannot read its control token now, because the file is unreadable or empty", retry_after_s=1.0
+        )
     return IdentityAnswer(podUid=pod_uid, proof=proof)
 
 

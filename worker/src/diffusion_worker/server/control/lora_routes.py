@@ -60,7 +60,7 @@ async def load_lora_adapter(body: LoadLoRABody, request: Request) -> str:
     if not body.load_inplace and engine.adapter_source(body.lora_name) is not None:
         raise RequestError(
             ErrorCode.INVALID_REQUEST,
-            f"lora_name: expected a new name, or load_inplace with it, found {body.lora_name!r}, which is there already",
+            f"lora_name: expected a new name, or also 'load_inplace': true, found {body.lora_name!r}, which is in use",
             details={"field": "lora_name"},
         )
     source = _source(body.lora_path)
@@ -94,6 +94,8 @@ def _own_engine(request: Request) -> Engine:
     """Return the engine, if calls may change its adapters; raise RequestError (Managed) if the operator manages them."""
     engine: Engine = request.app.state.engine
     if engine.config.desired_path is not None:
-        message = "adapters: expected LoRAAdapter objects instead of this call, as the operator manages this worker's adapters"
+        message = (
+            "adapters: expected LoRAAdapter objects in the cluster instead of this call, as the operator manages this worker's adapters"
+        )
         raise RequestError(ErrorCode.MANAGED, message)
     return engine

@@ -54,7 +54,7 @@ async def state(query: Annotated[StateQuery, Query()], request: Request) -> Resp
             return _encoded(engine.state_continued(query.token, limit))
         return _encoded(engine.state_document() if query.limit is None else engine.state_page(limit))
     if query.token is not None:
-        raise refused("after", "either after or continue", query.after)
+        raise refused("after", "either after or continue", "both")
     try:
         return _encoded(await unless_gone(request, engine.state_after(query.after, query.wait, limit)))
     except ClientGone:

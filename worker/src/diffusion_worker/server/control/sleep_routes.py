@@ -171,7 +171,7 @@ async def _over(engine: Engine, operation_id: str, kind: str) -> OperationResult
         async with asyncio.timeout(OVER_TIMEOUT_S):
             result = await engine.operation_over(operation_id)
     except TimeoutError:
-        raise RequestError(ErrorCode.TIMEOUT, f"expected the operation to end within {OVER_TIMEOUT_S:g} s; it goes on") from None
+        raise RequestError(ErrorCode.TIMEOUT, f"{kind}: expected an end within {OVER_TIMEOUT_S:g} s; the operation goes on") from None
     if result is None or result.kind != kind:
         return None  # a wake during the drain cancelled the sleep, so nothing slept
     if result.error is not None:
@@ -207,7 +207,7 @@ def _ack(ack: TaskAck, acks: list[TaskAck], *, slept: bool) -> AckAnswer:
 def _require_stage(body: OmniBody) -> None:
     unknown = [stage for stage in body.stage_ids or [] if stage != STAGE]
     if unknown:
-        raise refused("stage_ids", f"{STAGE}, which is all that a worker has", unknown[0])
+        raise refused("stage_ids", f"only {STAGE}, the one stage of a worker", unknown[0])
 
 
 def _cannot_sleep(engine: Engine, request: Request) -> Response | None:

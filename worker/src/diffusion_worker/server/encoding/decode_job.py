@@ -17,6 +17,11 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: int = 5
     memory_bytes: int = 1 << 30
 
+    @property
+    def memory_mib(self) -> int:
+        """The allowed memory in MiB, rounded down."""
+        return self.memory_bytes >> 20
+
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):
     """The sizes of the file's image and of the pixels that follow: 3 bytes a pixel and, with `masked`, a mask of 1 byte."""

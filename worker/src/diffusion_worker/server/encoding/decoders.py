@@ -51,7 +51,7 @@ class Decoders:
                 async with asyncio.timeout(DEADLINE_S):
                     return await self._decode(content, job)
             except TimeoutError:
-                raise _busy(f"{job.field}: expected to decode it within {DEADLINE_S:g} s; the machine is too busy") from None
+                raise _busy(f"{job.field}: not decoded within {DEADLINE_S:g} s, as the machine is too busy; try again later") from None
             finally:
                 self.worked.observe(time.monotonic() - began)
 
@@ -66,15 +66,13 @@ class Decoders:
                     pid = int.from_bytes(await reader.readexactly(4))
             except (asyncio.IncompleteReadError, TimeoutError):
                 parent.kill()
-                raise _busy(
-                    f"{job.field}: expected a decoder of the worker to begin within {START_S:g} s, found none; try again later"
-                ) from None
+                raise _busy(f"{job.field}: no process of the worker began to decode it within {START_S:g} s; try again later") from None
             process = os.pidfd_open(pid)
             try:
                 writer.write(b"!")
                 return await _read(reader, job)
             except asyncio.IncompleteReadError:
-                limits = f"{job.cpu_s} s of CPU and {job.memory_bytes >> 20} MiB"
+                limits = f"{job.cpu_s} s of CPU time and {job.memory_mib} MiB"
                 raise refused(job.field, f"an image that decodes within {limits}", "an image that takes more") from None
             finally:
                 with contextlib.suppress(ProcessLookupError):
@@ -141,7 +139,9 @@ async def _read(reader: asyncio.StreamReader, job: DecodeJob) -> DecodedImage:
 async def _pixels(reader: asyncio.StreamReader, outcome: Decoded, max_pixels: int) -> DecodedImage:
     height, width = outcome.height, outcome.width
     if not 0 < height * width <= max_pixels:
-        raise RequestError(ErrorCode.ENGINE_FAILED, f"expected at most {max_pixels} pixels of the decoding process, found {width}x{height}")
+        raise RequestError(
+            ErrorCode.ENGINE_FAILED, f"the decoding process returned an image of {width}x{height}, expected at most {max_pixels} pixels"
+        )
     image = InputImage(await reader.readexactly(height * width * 3), height, width)
     mask = InputImage(await reader.readexactly(height * width), height, width, 1) if outcome.masked else None
     return DecodedImage(image, mask, outcome.file_height, outcome.file_width)

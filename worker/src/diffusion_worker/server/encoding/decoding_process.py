@@ -85,7 +85,7 @@ def _decoded(job: DecodeJob, file: int, large: int) -> tuple[Outcome, list[bytes
         limit(cpu_s=job.cpu_s, memory_bytes=job.memory_bytes)
         filter_calls()
     except OSError as error:
-        return Failed(f"the process that decodes a file cannot be confined: {error}"), []
+        return Failed(f"the process that decodes images cannot be put into its sandbox: {error}"), []
     try:
         content = os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)
         found = decode(job.field, content, max_pixels=job.max_pixels, large=_turn_of_the_large(large))
@@ -93,9 +93,7 @@ def _decoded(job: DecodeJob, file: int, large: int) -> tuple[Outcome, list[bytes
     except RequestError as error:
         return Refused(error.message), []
     except MemoryError:
-        return Refused(
-            f"{job.field}: expected an image that decodes within {job.memory_bytes >> 20} MiB, found an image that takes more"
-        ), []
+        return Refused(f"{job.field}: expected an image that decodes within {job.memory_mib} MiB, found an image that takes more"), []
     return _outcome(found, mask is not None), [found.image.pixels, *([mask.pixels] if mask is not None else [])]
 
 

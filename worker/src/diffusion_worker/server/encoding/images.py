@@ -81,7 +81,7 @@ def check_sides(output_format: OutputFormat, height: int | None, width: int | No
     """
     most = MOST_PIXELS_A_SIDE.get(output_format, math.inf)
     if max(height or 0, width or 0) > most:
-        message = f"output_format: {output_format} expected at most {most} pixels a side, found {width}x{height}"
+        message = f"output_format: expected at most {most} pixels a side for {output_format}, found {width}x{height}"
         raise RequestError(ErrorCode.INVALID_REQUEST, message, details={"field": "output_format"})
 
 

@@ -78,7 +78,8 @@ def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContex
     """
     format_ = _format_of(content)
     if format_ is None:
-        raise refused(field, "an image in PNG, JPEG or WebP", f"{len(content)} bytes of something else" if content else "no bytes")
+        size = len(content)
+        raise refused(field, "an image in PNG, JPEG or WebP", f"{size} bytes of another format" if size else "no bytes")
     try:
         claimed = format_.size(content)
         if claimed is not None:

@@ -76,7 +76,7 @@ def filter_calls() -> None:
         OSError: the kernel has no such filter, or the architecture has no list.
     """
     if (machine := platform.machine()) not in ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"expected one of {', '.join(ARCHITECTURES)} for a filter of system calls, found {machine}")
+        raise OSError(errno.ENOSYS, f"system calls can be filtered on {', '.join(ARCHITECTURES)}, found {machine}")
     column = list(ARCHITECTURES).index(machine)
     instructions = _instructions(ARCHITECTURES[machine], [numbers[column] for numbers in CALLS.values()])
     code = ctypes.create_string_buffer(b"".join(instructions))

@@ -68,13 +68,13 @@ class TokenFile:
 class RequireToken:
     """ASGI middleware that answers 401, without reading the body, to a request to a guarded path that lacks the right token.
 
-    A path is guarded if `guards` returns True for it; `what` names the token in the answer.
+    A path is guarded if `guards` returns True for it; the answer has the token's `name`.
     """
 
-    def __init__(self, app: ASGIApp, token_file: TokenFile, *, what: str, guards: Callable[[str], bool]) -> None:
+    def __init__(self, app: ASGIApp, token_file: TokenFile, *, name: str, guards: Callable[[str], bool]) -> None:
         self._app = app
         self._token_file = token_file
-        self._what = what
+        self._name = name
         self._guards = guards
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,6 +86,6 @@ class RequireToken:
         if self._token_file.accepts(authorization):
             await self._app(scope, receive, send)
             return
-        found = "another one" if authorization else "none"
-        error = RequestError(ErrorCode.UNAUTHORIZED, f"expected {self._what} as 'Authorization: Bearer …', found {found}")
+        found = "something else" if authorization else "no such header"
+        error = RequestError(ErrorCode.UNAUTHORIZED, f"expected {self._name} in the header 'Authorization: Bearer …', found {found}")
         await error_answer(error, request, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)

@@ -45,7 +45,9 @@ class OwnOrigin:
     def _why_refused(self, method: str, headers: Headers) -> str | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._local and not self._may_name(host):
-            return f"Host: expected localhost or a loopback address, as no key is required there, found {shortened(host) or 'none'}"
+            return (
+                f"Host: expected localhost or a loopback address, as this port requires no key or token, found {shortened(host) or 'none'}"
+            )
         if method in SAFE_METHODS or origin is None or origin in self._allowed or ANY_ORIGIN in self._allowed:
             return None
         if _is_place_of(origin, host):

@@ -67,7 +67,7 @@ async def run_cancellable(request: Request, work: Coroutine[Any, Any, T]) -> T:
             if task.done():
                 return task.result()
             if ended.done():
-                raise RequestError(ErrorCode.CANCELLED, "the request was cancelled")
+                raise RequestError(ErrorCode.CANCELLED, "the request was cancelled by DELETE /v1/requests")
             raise ClientGone
         finally:
             for unfinished in (task, gone, ended):

@@ -71,9 +71,9 @@ def form_schema() -> dict[str, Any]:
     """Return the body's schema for the OpenAPI document. A form has no null, so nullable fields may be absent instead."""
     fields = EditRequest.model_json_schema()["properties"]
     properties = {name: _without_null(schema) for name, schema in fields.items() if schema.get("type") != "null"}
-    file = {"type": "string", "format": "binary", "description": "PNG, JPEG or WebP."}
+    file = {"type": "string", "format": "binary", "description": "An image in PNG, JPEG or WebP."}
     properties["image"] = file
-    properties["image[]"] = {"type": "array", "items": file, "description": "Several images."}
+    properties["image[]"] = {"type": "array", "items": file, "description": "Several images, for a model that takes several."}
     properties["url"] = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,", "description": "An image as a data: URL."}
     properties["mask"] = file | {
         "description": "A mask of the image's size. The fully transparent part is painted again, or the white part of an opaque mask."
@@ -136,18 +136,20 @@ def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
         root, is_file = name.partition("[")[0], isinstance(value, UploadFile)
         if name in IMAGES:
             if is_file != (root == "image"):
-                raise refused(root, *("a file", "a text") if root == "image" else ("a data: URL", "a file"))
+                if is_file:
+                    raise refused("url", "a data: URL", "a file")
+                raise refused("image", "a file", "a text")
             images.append((root, value))
         elif name == "markup":
-            raise refused(name, "no such field, because only the prompt and a mask change an image", "one")
+            raise refused("markup", "no such field, because only the prompt and a mask change an image", "one")
         elif name == "mask":
             if mask is not None or not isinstance(value, UploadFile):
-                raise refused(name, "a single file", "a text" if mask is None else "a second one")
+                raise refused("mask", "a single file", "a text" if mask is None else "a second one")
             mask = value
         elif isinstance(value, UploadFile):
-            raise refused(shortened(name), "a text, as files are for image, image[] and mask", "a file")
+            raise refused(shortened(name), "a text, as only image, image[] and mask are files", "a file")
         elif root == "lora" and name != root:  # the SDK's form of an object in a form
-            raise refused(root, "a JSON text, as a form has no objects", f"the field {shortened(name)}")
+            raise refused("lora", "a JSON text, as a form has no objects", f"the field {shortened(name)}")
         elif root == "svg":  # svg[model] and the like
             texts[root] = value
         elif name in texts:
@@ -203,9 +205,9 @@ async def _with_images(request: Request, form: EditForm, params: GenerationParam
 
 def _usable_mask(mask: DecodedImage, image: DecodedImage) -> Any:
     if (mask.height, mask.width) != (image.height, image.width):
-        raise refused("mask", f"the size of the image, {image.width}x{image.height}", f"{mask.width}x{mask.height}")
+        raise refused("mask", f"the size of the first image, {image.width}x{image.height}", f"{mask.width}x{mask.height}")
     if mask.mask is None or 255 not in mask.mask.pixels:
-        raise refused("mask", "an image that is fully transparent, or else white, in the part to paint again", "no such pixel")
+        raise refused("mask", "fully transparent pixels, or white ones in an opaque mask, for the part to paint again", "none")
     return mask.mask
 
 

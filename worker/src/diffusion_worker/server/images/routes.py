@@ -31,10 +31,11 @@ async def cancel_request(request_id: str, request: Request) -> None:
     running: RunningRequests = request.app.state.running
     if running.cancel(owner_of(request), request_id):
         return
-    if (replica := replica_of(request_id)) not in (None, request.app.state.replica):
-        message = f"requests: expected an id of the replica {request.app.state.replica}, found one of {replica}"
+    own: str = request.app.state.replica
+    if (replica := replica_of(request_id)) not in (None, own):
+        message = f"requests: expected an id of this replica, {own}, found one of {replica}, which alone can cancel it"
         raise RequestError(ErrorCode.NOT_FOUND, message, details={"replica": replica})
-    raise RequestError(ErrorCode.NOT_FOUND, "requests: no running request has this id")
+    raise RequestError(ErrorCode.NOT_FOUND, "requests: no running request with the same Authorization has this id")
 
 
 @router.get("/v1/models", response_model_exclude_none=True)

@@ -109,7 +109,8 @@ def _asked(field: str, asked: LoRAObject) -> AskedAdapter:
 def _only(field: str, asked: LoRAObject, names: Sequence[str]) -> Any:
     given = [name for name in names if getattr(asked, name) is not None]
     if len(given) > 1:
-        raise refused(f"{field}.{given[1]}", f"only one of {' and '.join(given)}", "both" if len(given) == 2 else "all of them")
+        second, fields = given[1], " and ".join(given)
+        raise refused(f"{field}.{second}", f"only one of {fields}", "both" if len(given) == 2 else "all of them")
     return getattr(asked, given[0]) if given else None
 
 
@@ -124,7 +125,8 @@ def require_own_paths(engine: Engine, asked: Sequence[AskedAdapter]) -> None:
         if path is None or own is None or place_of_text(path) == place_of(own):
             continue
         # Clients of the data port may not learn the adapter's source.
-        raise refused(f"{field}.path", f"none, or the source of adapter {choice.name!r}", repr(path.partition("?")[0][:SHOWN_CHARS]))
+        shown = path.partition("?")[0][:SHOWN_CHARS]
+        raise refused(f"{field}.path", f"none, or the source of adapter {choice.name!r}", repr(shown))
 
 
 def place_of_text(text: str) -> str:

@@ -10,6 +10,7 @@ Messages name the field, what was expected and what was found. Prompts are never
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -28,6 +29,8 @@ from diffusion_worker.server.schemas.sources import SOURCE_FORMS
 # Fields of a user's private text, which goes into no message and no log.
 PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
 SHOWN_CHARS = 80
+# The words by which pydantic's messages begin that need others for users.
+OPENINGS = re.compile("Input should be|String should have")
 # nginx's status for a client that went away; nobody receives it.
 CLIENT_CLOSED_REQUEST = 499
 REQUEST_ID, REPLICA = "X-Request-ID", "X-Replica"
@@ -119,7 +122,7 @@ def _openai_type(status: int) -> ErrorType:
 
 def lost_ranks(error: GroupFailed) -> RequestError:
     """Build the client's error for ranks that were lost for good."""
-    return RequestError(ErrorCode.ENGINE_FAILED, f"the worker lost its ranks and ends: {error}")
+    return RequestError(ErrorCode.ENGINE_FAILED, f"the worker lost its ranks for good, and its process ends: {error}")
 
 
 def unexpected_error(error: Exception) -> RequestError:
@@ -135,7 +138,8 @@ def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
     field = _field_name(problem["loc"])
     kind = problem["type"]
     if kind == "json_invalid":
-        return "body", f"the body: expected JSON, found an error at character {problem['loc'][-1]}: {problem['ctx']['error']}"
+        position, reason = problem["loc"][-1], problem["ctx"]["error"]
+        return "body", f"the body: expected JSON, found an error at character {position}: {reason}"
     if kind in ("extra_forbidden", "none_required"):
         return field, f"{field}: not supported: {REFUSED[field]}" if field in REFUSED else f"{field}: unknown field"
     if kind == "missing":
@@ -159,19 +163,19 @@ def _expected(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "string_pattern_mismatch":
         pattern = problem["ctx"]["pattern"]
         return f"expected {FORMS.get(pattern, f'a text of the form {pattern}')}"
-    message = str(problem["msg"])
-    return message.replace("Input should be", "expected", 1).replace("String should have", "expected", 1)
+    return OPENINGS.sub("expected", str(problem["msg"]), count=1)
 
 
 def _shown(field: str, value: object) -> str:
     if isinstance(value, str):
-        return f"a text of {len(value)} characters" if field in PRIVATE_FIELDS else shortened(repr(value))
+        length = len(value)
+        return f"a text of {length} characters" if field in PRIVATE_FIELDS else shortened(repr(value))
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, int) and (bits := value.bit_length()) > 200:
+        return f"an integer of {bits} bits"
     return shortened(str(value))
 
 
@@ -202,11 +206,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == CLIENT_CLOSED_REQUEST:
         return client_gone(request)
     code = HTTP_CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
-    route = f"{request.method} {shortened(request.url.path)}"
+    method, path = request.method, shortened(request.url.path)
+    route = f"{method} {path}"
     messages: dict[int, str] = {
         HTTPStatus.BAD_REQUEST: "the body: expected JSON, found a body that cannot be parsed",
         HTTPStatus.NOT_FOUND: f"{route}: there is no such route{INSTEAD.get(request.url.path, '')}",
-        HTTPStatus.METHOD_NOT_ALLOWED: f"{route}: the route has no such method",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{route}: the route does not support this method",
     }
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:

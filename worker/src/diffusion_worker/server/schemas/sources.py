@@ -24,9 +24,9 @@ SOURCE_FORMS = {
     KEY_PATTERN: "a key of letters, digits, '.', '_' and '-'",
     REPO_PATTERN: "OWNER/NAME",
     S3_PATTERN: "s3://BUCKET/KEY",
-    URL_PATTERN: "an https address",
-    SHA256_PATTERN: "64 hexadecimal digits, small letters",
-    WEIGHTS_PATTERN: "a file that ends in .safetensors",
+    URL_PATTERN: "an address such as https://HOST/PATH",
+    SHA256_PATTERN: "64 hexadecimal digits with small letters",
+    WEIGHTS_PATTERN: "a relative path that ends in .safetensors",
 }
 MEMBERS = ("path", "hugging_face", "s3", "pvc", "http")
 
