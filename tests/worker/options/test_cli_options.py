@@ -100,7 +100,7 @@ def test_allowed_origins_come_from_options_or_from_the_environment(monkeypatch: 
         ([f"--lora=a={DIGITS_MODEL / 'model_index.json'}"], "found a file 'model_index.json'"),
         (["--lora=a=ftp://host/x"], "--lora a=ftp://host/x: expected a path, hf://"),
         (["--lora=a=https://host/x?sig=secret"], "--lora a=https://host/x: expected the digest of the file"),
-        ([f"--lora=a=http://host/x#sha256={'0' * 64}"], "'http': refused, expected https; --allow-http-sources allows http"),
+        ([f"--lora=a=http://host/x#sha256={'0' * 64}"], "expected a source over https, found 'http'; --allow-http-sources allows http"),
         (
             ['--lora=a={"path": "/x", "pvc": {"claimName": "c", "path": "."}}'],
             "exactly one of path, huggingFace, s3, pvc and http, found path and pvc",
@@ -174,8 +174,8 @@ def test_adapters_are_parsed_with_equals_signs_in_their_path() -> None:
             "--model: an http address is not supported for a model, because it gives one file and a model is a folder",
         ),
         ("pvc://weights/sd", "--model: SourceNotFound: claim 'weights': expected it to be mounted at"),
-        ('{"s3": {"uri": "s3://b/m/", "endpoint": "http://minio"}}', "--model: a source over 'http': refused"),
-        ('{"hub": "x"}', "--model: expected a JSON object of a source"),
+        ('{"s3": {"uri": "s3://b/m/", "endpoint": "http://minio"}}', "--model: expected a source over https, found 'http'"),
+        ('{"hub": "x"}', "--model: expected a source as a JSON object"),
         ("hf://sd", "--model: expected hf://org/name@revision"),
     ],
 )

@@ -102,7 +102,7 @@ REFUSALS = {
     "says more than it sends": (Served(LARGE, length=len(LARGE) + 9, ranges=False), ErrorCode.NETWORK_ERROR, "connection failed"),
     "says less than it sends": (Served(LARGE, length=len(LARGE) - 9), ErrorCode.DIGEST_MISMATCH, "expected sha256:"),
     "stalls": (Served(LARGE, gate_after=1000), ErrorCode.NETWORK_ERROR, "sent nothing for"),
-    "redirects without end": (Served(redirect=PATH), ErrorCode.NETWORK_ERROR, "redirects without end"),
+    "redirects without end": (Served(redirect=PATH), ErrorCode.NETWORK_ERROR, "redirects too often"),
     "redirects to a metadata address": (Served(redirect="http://169.254.169.254/latest"), ErrorCode.NETWORK_ERROR, "a link-local address"),
     "redirects to another scheme": (Served(redirect="ftp://127.0.0.1/a"), ErrorCode.NETWORK_ERROR, "expected https"),
     "redirects to a file": (Served(redirect="file:///etc/passwd"), ErrorCode.NETWORK_ERROR, "expected https"),
@@ -188,7 +188,7 @@ def bring(server: SourceServer, folder: Path, *, etag: str | None = None) -> byt
     url = f"{server.url}{PATH}"
     with checked_client(allow_http=True, reach=Reach.LOOPBACK, read_timeout_s=5.0) as client:
         downloader = Downloader(client, cache, max_bytes=1 << 30, stall_s=5.0, totals=Totals(lambda *_: None, {url: None}))
-        blob, lease = downloader.bring(RemoteFile(url=url, what="the file", identity=url, etag=etag))
+        blob, lease = downloader.bring(RemoteFile(url=url, label="the file", identity=url, etag=etag))
     lease.close()
     return cache.blob(blob.sha256).read_bytes()
 
@@ -220,7 +220,7 @@ def test_a_file_that_changes_whenever_it_is_read_is_an_error(server: SourceServe
     third = Served(LARGE, break_after=150_000, etag='"three"', if_range=False)
     first.then, second.then, third.then = second, third, second
     server.files[PATH] = first
-    with pytest.raises(RequestError, match="changed while it was read: expected the ETag") as refused:
+    with pytest.raises(RequestError, match="changed at the source while it was read: expected the ETag") as refused:
         bring(server, tmp_path, etag=expected)
     assert refused.value.code is ErrorCode.NETWORK_ERROR
 

@@ -216,7 +216,7 @@ async def test_a_model_whose_hub_cannot_be_asked_is_what_it_was_last(
     first = await rig.model(source)
     hub.delete("org/x")
     assert await rig.model(source) == first
-    assert f"the version fetched last is used, {commit}" in caplog.text
+    assert f"revision {commit}, fetched before, is used" in caplog.text
 
 
 @pytest.mark.slow

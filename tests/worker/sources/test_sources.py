@@ -57,7 +57,7 @@ def test_a_text_stands_for_a_source(text: str, source: Source) -> None:
         ("pvc:///x", "expected pvc://claim/path"),
         ("https://host/f", "expected the digest"),
         (f"https://host/f#sha1={SHA}", "expected the digest"),
-        ("{", "expected a JSON object of a source"),
+        ("{", "expected a source as a JSON object"),
         ('{"path": "/x", "http": {"url": "u", "sha256": "s"}}', "found path and http"),
         ("{}", "found none"),
     ],

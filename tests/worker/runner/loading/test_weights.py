@@ -87,7 +87,7 @@ def test_new_weights_stay_over_sleep_and_wake(rig: RunnerRig) -> None:
     [
         ("transformer.no_such.weight", (1,), r"1 of 2 tensors do not fit, so none was written: transformer\.no_such\.weight \(the model"),
         ("transfomer.proj_out.bias", (8,), r"transfomer\.proj_out\.bias \(the model has no such tensor\)"),
-        ("transformer.proj_out.bias", (3,), r"transformer\.proj_out\.bias \(expected \(\d+,\), found \(3,\)\)"),
+        ("transformer.proj_out.bias", (3,), r"transformer\.proj_out\.bias \(expected the shape \(\d+,\), found \(3,\)\)"),
     ],
 )
 def test_weights_of_unknown_names_or_other_shapes_are_refused_and_nothing_is_changed(

@@ -25,7 +25,8 @@ def device_of(wanted: Device, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         if wanted is Device.CUDA:
-            raise ConfigError(f"{DEVICE_UNAVAILABLE}: --device cuda: expected a GPU that torch can use, found none: {why_no_accelerator()}")
+            reason = why_no_accelerator()
+            raise ConfigError(f"{DEVICE_UNAVAILABLE}: --device cuda: expected a GPU that torch can use, found none: {reason}")
         return torch.device("cpu")
     if local_rank >= (gpus := torch.cuda.device_count()):
         raise ConfigError(f"--ranks: rank {local_rank} has no GPU of its own, found {gpus} GPUs; ranks count from 0")

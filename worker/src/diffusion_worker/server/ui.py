@@ -17,16 +17,9 @@ from diffusion_worker.engine.state.state_document import EngineState, LoadStage,
 from diffusion_worker.errors import ErrorCode
 
 # No content from elsewhere, no inline code, no frames around the page; images are made from answers.
-DIRECTIVES = (
-    "default-src 'self'",
-    "img-src 'self' data: blob:",
-    "object-src 'none'",
-    "base-uri 'none'",
-    "form-action 'none'",
-    "frame-ancestors 'none'",
-)
+POLICY = "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
-    "Content-Security-Policy": "; ".join(DIRECTIVES),
+    "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     # The browser asks each time, and gets the file again only from a worker with another version of it.

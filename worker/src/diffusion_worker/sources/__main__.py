@@ -51,14 +51,20 @@ def _outcome(job: Job, leases: ExitStack) -> Event:
         return fetch(job, lambda done, total: tell(FetchProgress(done, total)), leases)
     except RequestError as error:
         # The refusal of a host or scheme comes from the HTTP client, which does not know the job: name it here.
-        return FetchFailed(error.code, error.message if error.message.startswith(job.what) else f"{job.what}: {error.message}")
+        return FetchFailed(error.code, error.message if error.message.startswith(job.artifact) else f"{job.artifact}: {error.message}")
     except MemoryError:
-        return FetchFailed(ErrorCode.TOO_LARGE, f"{job.what}: its process needs more memory than {job.limits.memory_bytes} bytes")
+        return FetchFailed(
+            ErrorCode.TOO_LARGE, f"{job.artifact}: the process that reads it needs more memory than {job.limits.memory_bytes} bytes"
+        )
     except Exception as error:
         if isinstance(error, OSError) and isinstance(job, FetchJob):
-            return FetchFailed(ErrorCode.CACHE_FULL, f"{job.what}: the cache {job.cache_dir} cannot be written to: {error.strerror}")
+            return FetchFailed(
+                ErrorCode.CACHE_FULL, f"{job.artifact}: the cache {job.cache_dir} cannot be read or written: {error.strerror}"
+            )
         # The error's text is left out: it may hold a secret.
-        return FetchFailed(ErrorCode.NETWORK_ERROR, f"{job.what}: its process failed unexpectedly ({type(error).__name__})")
+        return FetchFailed(
+            ErrorCode.NETWORK_ERROR, f"{job.artifact}: the process that reads it failed unexpectedly ({type(error).__name__})"
+        )
 
 
 def _bound(job: Job) -> None:

@@ -33,12 +33,12 @@ TELL_S = 0.1
 class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file at an address.
 
-    `what` begins messages about it. `identity` names the content: different contents have different identities. `size`, `sha256` and
+    `label` begins messages about it. `identity` names the content: different contents have different identities. `size`, `sha256` and
     `etag` are set if known beforehand.
     """
 
     url: str
-    what: str
+    label: str
     identity: str
     size: int | None = None
     sha256: str | None = None
@@ -174,7 +174,7 @@ class Downloader:
                 os.ftruncate(partial.descriptor, 0)
                 if not resumed:
                     raise RequestError(
-                        ErrorCode.DIGEST_MISMATCH, f"{file.what}: expected sha256:{file.sha256}, found sha256:{found.sha256}"
+                        ErrorCode.DIGEST_MISMATCH, f"{file.label}: expected sha256:{file.sha256}, found sha256:{found.sha256}"
                     )
                 resumed = False  # an earlier process may have left older content: start again
         except RequestError as error:
@@ -191,7 +191,7 @@ class Downloader:
 
     def _require_wanted(self) -> None:
         if self.stop.is_set():
-            raise RequestError(ErrorCode.CANCELLED, "another file of the same source failed")
+            raise RequestError(ErrorCode.CANCELLED, "this download ended because another file of the same source failed")
 
 
 class Transfer:
@@ -227,12 +227,14 @@ class Transfer:
             except Changed as change:
                 changes += 1
                 if changes > 1:
-                    raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.what}: changed while it was read: {change}") from None
+                    raise RequestError(
+                        ErrorCode.NETWORK_ERROR, f"{self._file.label}: changed at the source while it was read: {change}"
+                    ) from None
                 self._restart()
             except Interrupted as error:
                 vain = 0 if self._done > before else vain + 1
                 if vain >= MAX_VAIN_TRIES:
-                    raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.what}: {error}") from None
+                    raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.label}: {error}") from None
                 stop.wait(FIRST_PAUSE_S * 2**vain)
         return Blob(self._digest.hexdigest(), self._done)
 
@@ -258,18 +260,18 @@ class Transfer:
         Raises:
             Interrupted, Changed: another try may succeed. RequestError: none would.
         """
-        what = self._file.what
+        label = self._file.label
         try:
             with client.stream("GET", self._file.url, headers=self._request_headers()) as response:
                 self._accept(response)
                 for piece in response.iter_raw():
                     self._write(piece)
             if self._size is not None and self._done < self._size:
-                raise Interrupted(f"expected {self._size} bytes, found {self._done}")
+                raise Interrupted(f"the source ended after {self._done} of {self._size} bytes")
         except httpx2.ReadTimeout:
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: the source sent nothing for {stall_s:g} s") from None
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{label}: the source sent nothing for {stall_s:g} s") from None
         except httpx2.TooManyRedirects:
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: the source redirects without end") from None
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{label}: the source redirects too often") from None
         except (httpx2.TimeoutException, httpx2.ConnectError) as error:
             raise Interrupted(f"the source cannot be reached ({type(error).__name__})") from None
         except httpx2.HTTPError as error:
@@ -292,17 +294,20 @@ class Transfer:
         """
         status = response.status_code
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and self._done:
-            raise Changed("the source has no bytes beyond those read so far")
+            raise Changed(f"the source has no bytes after the {self._done} that were read before")
         if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
-            raise_for_status(response, self._file.what)
+            raise_for_status(response, self._file.label)
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self._file.what}: expected the file as it is, found it compressed by the source")
+            raise RequestError(
+                ErrorCode.NETWORK_ERROR, f"{self._file.label}: expected the file uncompressed, found another Content-Encoding"
+            )
         etag = response.headers.get("etag")
         if self._done and status == HTTPStatus.OK:
             # The source cannot continue, or its content changed: the answer is the whole file.
             self._restart()
         if self._etag and etag and etag.removeprefix("W/") != self._etag.removeprefix("W/"):
-            raise Changed(f"expected the ETag {self._etag[:80]}, found {etag[:80]}")
+            before, now = self._etag[:80], etag[:80]
+            raise Changed(f"expected the ETag {before}, found {now}")
         self._etag = etag or self._etag
         self._accept_size(_whole_size(response, self._done))
 
@@ -310,16 +315,17 @@ class Transfer:
         if size is None:
             return
         if self._size is not None and size != self._size:
-            raise Changed(f"expected {self._size} bytes, found {size}")
+            before = self._size
+            raise Changed(f"expected {before} bytes, found {size}")
         if size > self._max_bytes:
             raise _too_large(self._file, self._max_bytes)
         if self._size is None or self._done == 0:
-            self._cache.make_room(size - self._done, self._file.what)
+            self._cache.make_room(size - self._done, self._file.label)
         self._size = size
 
     def _write(self, piece: bytes) -> None:
         if self._done == 0:
-            refuse_magic(piece, self._file.what)
+            refuse_magic(piece, self._file.label)
         if self._done + len(piece) > (self._max_bytes if self._size is None else self._size):
             if self._size is None:
                 raise _too_large(self._file, self._max_bytes)
@@ -337,14 +343,14 @@ class Transfer:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-        self._cache.make_room(len(view), self._file.what)
+        self._cache.make_room(len(view), self._file.label)
         try:
             return os.write(self._descriptor, view)
         except OSError as error:
-            raise RequestError(ErrorCode.CACHE_FULL, f"{self._file.what}: cannot be written to the cache: {error.strerror}") from None
+            raise RequestError(ErrorCode.CACHE_FULL, f"{self._file.label}: cannot be written to the cache: {error.strerror}") from None
 
 
-def raise_for_status(response: httpx2.Response, what: str) -> None:
+def raise_for_status(response: httpx2.Response, label: str) -> None:
     """Raise the error for the status of an answer that is no file: Interrupted for 429 and 5xx, else RequestError.
 
     Only the status is reported, because an answer may repeat secrets.
@@ -352,25 +358,25 @@ def raise_for_status(response: httpx2.Response, what: str) -> None:
     status = response.status_code
     found = f"the source answered {status}"
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{what}: {found}: its credentials are missing or insufficient")
+        raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{label}: {found}: credentials for it are missing or insufficient")
     if status in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
-        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: {found}")
+        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{label}: {found}")
     if status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500:
         raise Interrupted(found)
-    raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: {found}, expected a file")
+    raise RequestError(ErrorCode.NETWORK_ERROR, f"{label}: {found}, expected 200 and a file")
 
 
 # First bytes of archives and pickle files, under any name: zip, gzip, 7z, and pickle of protocol 2 to 5.
 MAGIC = (b"PK\x03\x04", b"\x1f\x8b", b"7z\xbc\xaf", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
-def refuse_magic(piece: bytes, what: str) -> None:
+def refuse_magic(piece: bytes, label: str) -> None:
     """Raise RequestError (UnsupportedFormat) if a file's first bytes are those of a pickle file or an archive.
 
     A safetensors file may begin with the same bytes, because the length of its header comes first; a brace follows it.
     """
     if piece.startswith(MAGIC) and piece[8:9] != b"{":
-        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a safetensors or text file, found a pickle file or an archive")
+        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected a safetensors or text file, found a pickle file or an archive")
 
 
 def _whole_size(response: httpx2.Response, done: int) -> int | None:
@@ -385,7 +391,7 @@ def _whole_size(response: httpx2.Response, done: int) -> int | None:
 
 
 def _too_large(file: RemoteFile, max_bytes: int) -> RequestError:
-    return RequestError(ErrorCode.TOO_LARGE, f"{file.what}: expected at most {max_bytes} bytes, found more")
+    return RequestError(ErrorCode.TOO_LARGE, f"{file.label}: expected at most {max_bytes} bytes, found more")
 
 
 def bring_all(downloader: Downloader, files: Mapping[str, RemoteFile], stack: ExitStack) -> dict[str, Blob]:

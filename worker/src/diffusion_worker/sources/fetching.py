@@ -179,40 +179,40 @@ class Fetcher:
             async with asyncio.timeout(job.deadline_s), self._running:
                 done = await fetch_in_process(job, report, lambda done: self._adopt(job, done))
         except TimeoutError:
-            raise RequestError(ErrorCode.TIMEOUT, f"{job.what}: expected it to be fetched within {job.deadline_s:g} s") from None
+            raise RequestError(ErrorCode.TIMEOUT, f"{job.artifact}: not fetched within {job.deadline_s:g} s") from None
         if done.note is not None:
-            log.warning("fetch of %s: %s", job.what, done.note)
-        log.info("%s fetched digest=%s revision=%s bytes=%d", job.what, done.digest, done.revision, done.size_bytes)
+            log.warning("fetch of %s: %s", job.artifact, done.note)
+        log.info("%s fetched digest=%s revision=%s bytes=%d", job.artifact, done.digest, done.revision, done.size_bytes)
         return Fetched(done.path, done.digest, done.revision, done.size_bytes, root=job.cache_dir)
 
     def _adopt(self, job: FetchJob, done: FetchDone) -> None:
         """Take a lease on fetched files, before the fetching process gives up its own; raise RequestError (CacheFull) if one is gone."""
         lease = FileCache(Path(job.cache_dir)).lease(dict.fromkeys(done.blobs))
         if lease is None:
-            raise RequestError(ErrorCode.CACHE_FULL, f"{job.what}: was removed from the cache while it was fetched")
+            raise RequestError(ErrorCode.CACHE_FULL, f"{job.artifact}: its files were removed from the cache while they were fetched")
         self._leases.setdefault(done.path, []).append(lease)
 
-    async def _local(self, source: Source, what: str, look: Callable[..., Path], deadline_s: float) -> Fetched:
+    async def _local(self, source: Source, label: str, look: Callable[..., Path], deadline_s: float) -> Fetched:
         try:
             async with asyncio.timeout(deadline_s):
-                return await asyncio.to_thread(self._look, source, what, look)
+                return await asyncio.to_thread(self._look, source, label, look)
         except TimeoutError:
-            raise RequestError(ErrorCode.TIMEOUT, f"{what}: its folder did not answer within {deadline_s:g} s") from None
+            raise RequestError(ErrorCode.TIMEOUT, f"{label}: its folder did not answer within {deadline_s:g} s") from None
 
-    def _look(self, source: Source, what: str, look: Callable[..., Path]) -> Fetched:
+    def _look(self, source: Source, label: str, look: Callable[..., Path]) -> Fetched:
         """Find a local adapter or model by `look`, on a claim or at a path, and stamp an adapter's files.
 
         It blocks for as long as a network file system does, so threads call it.
         """
         if source.pvc is not None:
             claim, path = claim_path(source.pvc, self._config.claims_dir)
-            found = look(path, f"{what}: claim {source.pvc.claim_name!r} path {source.pvc.path!r}", inside=claim)
-            return Fetched(str(found), root=str(claim), stamps=_stamps(look, found, what, claim))
+            found = look(path, f"{label}: claim {source.pvc.claim_name!r} path {source.pvc.path!r}", inside=claim)
+            return Fetched(str(found), root=str(claim), stamps=_stamps(look, found, label, claim))
         assert source.path is not None, "only a path is left"
-        found = look(Path(source.path), f"{what}: {source.path}")
-        return Fetched(str(found), stamps=_stamps(look, found, what, None))
+        found = look(Path(source.path), f"{label}: {source.path}")
+        return Fetched(str(found), stamps=_stamps(look, found, label, None))
 
 
-def _stamps(look: Callable[..., Path], found: Path, what: str, root: Path | None) -> tuple[FileStamp, ...]:
+def _stamps(look: Callable[..., Path], found: Path, label: str, root: Path | None) -> tuple[FileStamp, ...]:
     """Return the stamps of an adapter's files, taken before a reader opens them, so that a write meanwhile counts; none for a model."""
-    return adapter_stamps(found, what, root=root) if look is local_adapter else ()
+    return adapter_stamps(found, label, root=root) if look is local_adapter else ()

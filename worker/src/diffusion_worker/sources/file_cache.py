@@ -68,7 +68,7 @@ class FileCache:
             for name in FOLDERS:
                 (folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RequestError(ErrorCode.CACHE_FULL, f"cache {folder}: cannot be written to: {error.strerror}") from None
+            raise RequestError(ErrorCode.CACHE_FULL, f"cache {folder}: its folders cannot be made: {error.strerror}") from None
 
     def blob(self, sha256: str) -> Path:
         """Return the path of a blob, present or not."""
@@ -164,8 +164,8 @@ class FileCache:
         unfinished.write_bytes(msgspec.json.encode(record))
         unfinished.rename(path)
 
-    def make_room(self, need_bytes: int, what: str) -> None:
-        """Evict unused files, the least recently used first, until `need_bytes` more fit; none if they do. The error begins with `what`.
+    def make_room(self, need_bytes: int, label: str) -> None:
+        """Evict unused files, the least recently used first, until `need_bytes` more fit; none if they do. The error begins with `label`.
 
         Raises:
             RequestError: CacheFull, everything unused is evicted and they still do not fit.
@@ -182,7 +182,7 @@ class FileCache:
         if (missing := self._missing(need_bytes)) > 0:
             raise RequestError(
                 ErrorCode.CACHE_FULL,
-                f"{what}: expected {need_bytes} bytes of room in the cache, found {missing} bytes too few and nothing left to evict",
+                f"{label}: needs {need_bytes} bytes of room in the cache, of which {missing} are missing, with nothing left to evict",
             )
 
     def _missing(self, need_bytes: int) -> int:

@@ -30,33 +30,35 @@ def resolve_hub(source: HuggingFaceSource, question: ResolveContext) -> Resolved
     secret = source.token_secret_ref
     # False and not None: with None the library would look for a token of this machine's user.
     token: str | bool = read_secret(question.secrets, secret.name, secret.key) if secret else False
-    what = f"{question.what}: hub {source.repo}@{source.revision}"
+    repository = f"{question.artifact}: hub {source.repo}@{source.revision}"
     huggingface_hub.set_client_factory(lambda: question.client)
-    info = _ask(huggingface_hub.HfApi(token=token), source, what)
+    info = _ask(huggingface_hub.HfApi(token=token), source, repository)
     commit = str(info.sha or "")
     if not commit:
-        raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: expected the commit of the revision, found none")
+        raise RequestError(ErrorCode.NETWORK_ERROR, f"{repository}: expected the commit of the revision in the hub's answer, found none")
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or []}
-    chosen = _choose(source, list(siblings), question.wanted, what)
+    chosen = _choose(source, list(siblings), question.wanted, repository)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    files = {name: _remote(source.repo, commit, siblings[path], headers=headers, what=f"{what}: {path}") for name, path in chosen.items()}
+    files = {
+        name: _remote(source.repo, commit, siblings[path], headers=headers, label=f"{repository}: {path}") for name, path in chosen.items()
+    }
     return Resolved(files=files, revision=commit, folder=question.wanted is ArtifactKind.MODEL or len(files) > 1)
 
 
-def _ask(api: huggingface_hub.HfApi, source: HuggingFaceSource, what: str) -> Any:
+def _ask(api: huggingface_hub.HfApi, source: HuggingFaceSource, repository: str) -> Any:
     try:
         return api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=30.0)
     except HFValidationError:
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"{what}: expected a repository as org/name") from None
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"{repository}: expected a repository's name as org/name") from None
     except HfHubHTTPError as error:
-        raise _refusal(error, what) from None
+        raise _refusal(error, repository) from None
     except httpx2.HTTPError as error:
-        raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: the hub cannot be reached ({type(error).__name__})") from None
+        raise RequestError(ErrorCode.NETWORK_ERROR, f"{repository}: the hub cannot be reached ({type(error).__name__})") from None
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise RequestError(ErrorCode.NETWORK_ERROR, f"{what}: expected a hub's answer in JSON, found another form") from None
+        raise RequestError(ErrorCode.NETWORK_ERROR, f"{repository}: expected a hub's answer in JSON, found another form") from None
 
 
-def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
+def _refusal(error: HfHubHTTPError, repository: str) -> RequestError:
     """Return an error by the answer's status: SourceUnauthorized for 401 and 403, SourceNotFound for 404, NetworkError for any other.
 
     The exception's own text is dropped, since it has the request in it.
@@ -64,13 +66,13 @@ def _refusal(error: HfHubHTTPError, what: str) -> RequestError:
     status = error.response.status_code
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         why = "the repository does not exist, or the token (tokenSecretRef) is missing or may not read it"
-        return RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{what}: the hub answered {status}: {why}")
+        return RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{repository}: the hub answered {status}: {why}")
     if status == HTTPStatus.NOT_FOUND:
-        return RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: the hub has no such repository or revision")
-    return RequestError(ErrorCode.NETWORK_ERROR, f"{what}: the hub answered {status}")
+        return RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{repository}: the hub has no such repository or revision")
+    return RequestError(ErrorCode.NETWORK_ERROR, f"{repository}: the hub answered {status}")
 
 
-def _choose(source: HuggingFaceSource, paths: list[str], wanted: ArtifactKind, what: str) -> dict[str, str]:
+def _choose(source: HuggingFaceSource, paths: list[str], wanted: ArtifactKind, repository: str) -> dict[str, str]:
     """Choose the files to fetch, and return their paths in the repository by local name.
 
     Raises:
@@ -79,23 +81,23 @@ def _choose(source: HuggingFaceSource, paths: list[str], wanted: ArtifactKind, w
     prefix = f"{source.subfolder.strip('/')}/" if source.subfolder else ""
     if wanted is ArtifactKind.ADAPTER and source.file is not None:
         path = prefix + source.file
-        single_adapter(path, what)
+        single_adapter(path, repository)
         if path not in paths:
-            raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: there is no file {path!r}")
+            raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{repository}: the repository has no file {path!r}")
         return {ADAPTER_WEIGHTS: path}
     names = [path.removeprefix(prefix) for path in paths if path.startswith(prefix)]
     if prefix and not names:
-        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: there is no folder {source.subfolder!r}")
+        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{repository}: the repository has no folder {source.subfolder!r}")
     choose = adapter_files if wanted is ArtifactKind.ADAPTER else model_files
-    return {name: prefix + path for name, path in choose(names, what, patterns=source.allow_patterns).items()}
+    return {name: prefix + path for name, path in choose(names, repository, patterns=source.allow_patterns).items()}
 
 
-def _remote(repo: str, commit: str, sibling: Any, *, headers: dict[str, str], what: str) -> RemoteFile:
+def _remote(repo: str, commit: str, sibling: Any, *, headers: dict[str, str], label: str) -> RemoteFile:
     lfs = sibling.lfs
     url = huggingface_hub.hf_hub_url(repo, sibling.rfilename, revision=commit)
     return RemoteFile(
         url=url,
-        what=what,
+        label=label,
         identity=f"{url} {sibling.blob_id}",
         size=lfs.size if lfs else sibling.size,
         sha256=lfs.sha256 if lfs else None,

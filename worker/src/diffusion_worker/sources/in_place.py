@@ -28,30 +28,30 @@ class FileStamp(NamedTuple):
     ctime_ns: int
 
 
-def local_adapter(path: Path, what: str, *, inside: Path | None = None) -> Path:
+def local_adapter(path: Path, label: str, *, inside: Path | None = None) -> Path:
     """Check that a path is a safetensors file or a folder with one, and return it. With `inside`, all of it must lie in that folder.
 
     Raises:
         RequestError: SourceNotFound, UnsupportedFormat, InvalidAdapter.
     """
-    require_there(path, what)
-    names = names_in(path, what, root=inside)
+    require_there(path, label)
+    names = names_in(path, label, root=inside)
     if names is None:
-        refuse_endings([path.name], what)
+        refuse_endings([path.name], label)
         if path.suffix != WEIGHTS:
             raise RequestError(
-                ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a *{WEIGHTS} file or a folder with one, found {path.name!r}"
+                ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected a *{WEIGHTS} file or a folder with one, found {path.name!r}"
             )
     elif not any(name.endswith(WEIGHTS) for name in names):
-        refuse_endings(names, what)
-        raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected a *{WEIGHTS} file in the folder, found none")
-    for file in filter(None, locate(path, what, root=inside)):
+        refuse_endings(names, label)
+        raise RequestError(ErrorCode.INVALID_ADAPTER, f"{label}: expected a *{WEIGHTS} file in the folder, found none")
+    for file in filter(None, locate(path, label, root=inside)):
         if names is None or file.name in names:  # a missing file is reported by its reader
-            os.close(open_regular(file, what, root=inside))
+            os.close(open_regular(file, label, root=inside))
     return path
 
 
-def adapter_stamps(path: Path, what: str, *, root: Path | None = None) -> tuple[FileStamp, ...]:
+def adapter_stamps(path: Path, label: str, *, root: Path | None = None) -> tuple[FileStamp, ...]:
     """Return stamps of an adapter's weights and configuration, which differ as soon as one of these files was written.
 
     A missing file has no stamp.
@@ -60,7 +60,7 @@ def adapter_stamps(path: Path, what: str, *, root: Path | None = None) -> tuple[
         RequestError: InvalidAdapter, UnsupportedFormat, SourceNotFound.
     """
     stamps = []
-    for file in filter(None, locate(path, what, root=root)):
+    for file in filter(None, locate(path, label, root=root)):
         try:
             found = file.stat()
         except OSError:
@@ -69,20 +69,20 @@ def adapter_stamps(path: Path, what: str, *, root: Path | None = None) -> tuple[
     return tuple(stamps)
 
 
-def local_model(path: Path, what: str, *, inside: Path | None = None) -> Path:
+def local_model(path: Path, label: str, *, inside: Path | None = None) -> Path:
     """Check that a path is a folder, and return it; its files are not read. With `inside`, no link beneath it may lead out of that folder.
 
     Raises:
         RequestError: SourceNotFound.
     """
-    require_there(path, what)
+    require_there(path, label)
     if not path.is_dir():
-        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: expected a diffusers folder, found a file")
+        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{label}: expected a diffusers folder, found a file")
     if inside is not None:
-        _require_inside(path, inside, what)
+        _require_inside(path, inside, label)
         for place, folders, files in os.walk(path):
             for name in [*folders, *files]:
-                _require_inside(Path(place, name), inside, what)
+                _require_inside(Path(place, name), inside, label)
     return path
 
 
@@ -92,38 +92,40 @@ def claim_path(source: PvcSource, claims_dir: str) -> tuple[Path, Path]:
     Raises:
         RequestError: SourceNotFound if either is missing; InvalidRequest for a malformed name, or a path that leaves the claim.
     """
-    what = f"claim {source.claim_name!r}"
+    label = f"claim {source.claim_name!r}"
     if not source.claim_name or "/" in source.claim_name or source.claim_name.startswith("."):
         raise RequestError(ErrorCode.INVALID_REQUEST, f"source.pvc.claimName: expected the name of a claim, found {source.claim_name!r}")
     if Path(source.path).is_absolute() or ".." in Path(source.path).parts:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"source.pvc.path: expected a path on the claim without '..', found {source.path!r}")
-    claim = Path(claims_dir) / source.claim_name
-    if not claim.is_dir():
-        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: expected it to be mounted at {claim}, found nothing there")
-    found = claim / source.path
-    require_there(found, f"{what} path {source.path!r}")
-    return claim, found
+    mount = Path(claims_dir) / source.claim_name
+    if not mount.is_dir():
+        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{label}: expected it to be mounted at {mount}, found nothing there")
+    found = mount / source.path
+    require_there(found, f"{label} path {source.path!r}")
+    return mount, found
 
 
-def refuse_endings(names: list[str], what: str) -> None:
+def refuse_endings(names: list[str], label: str) -> None:
     """Raise RequestError (UnsupportedFormat) if one of these names ends like a pickle file or an archive."""
     for name in names:
         if name.lower().endswith(REFUSED_ENDINGS):
             raise RequestError(
-                ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected {WEIGHTS}, found {name!r}: pickle files and archives are not read"
+                ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected a *{WEIGHTS} file, found {name!r}: pickle files and archives are not read"
             )
 
 
-def require_there(path: Path, what: str) -> None:
+def require_there(path: Path, label: str) -> None:
     """Raise RequestError if a path is not there (SourceNotFound) or is no path at all (InvalidRequest)."""
     try:
         path.stat()
     except OSError as error:
-        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: expected a file or folder: {error.strerror or error}") from None
+        raise RequestError(
+            ErrorCode.SOURCE_NOT_FOUND, f"{label}: expected a file or folder that can be read: {error.strerror or error}"
+        ) from None
     except ValueError:
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"{what}: expected a path, found a NUL in {str(path)!r}") from None
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"{label}: expected a path, found the character NUL in {str(path)!r}") from None
 
 
-def _require_inside(path: Path, inside: Path, what: str) -> None:
+def _require_inside(path: Path, inside: Path, label: str) -> None:
     if not path.resolve().is_relative_to(inside.resolve()):
-        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{what}: {path.name!r} is a link that leads out of the claim")
+        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{label}: {path.name!r} is a link that leads out of the claim")

@@ -52,7 +52,7 @@ class FetchJob(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     limits: FetchLimits
 
     @property
-    def what(self) -> str:
+    def artifact(self) -> str:
         """The start of a message about this fetch: `adapter 'NAME'`, or just `model`."""
         return f"adapter {self.name!r}" if self.wanted is ArtifactKind.ADAPTER else "model"
 
@@ -83,7 +83,7 @@ class CheckJob(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     limits: FetchLimits
 
     @property
-    def what(self) -> str:
+    def artifact(self) -> str:
         """The start of a message about this check."""
         return f"adapter {self.name!r}"
 

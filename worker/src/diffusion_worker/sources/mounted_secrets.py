@@ -17,16 +17,17 @@ def read_secret(folder: Path, name: str, key: str) -> str:
     """
     for part in (name, key):
         if not part or "/" in part or part in (".", ".."):
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"a Secret and its key are names without slashes, found {part!r}")
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"expected the name of a Secret, or of its key, without slashes, found {part!r}")
+    path = folder / name / key
     try:
-        with (folder / name / key).open("rb") as file:
+        with path.open("rb") as file:
             found = file.read(MAX_SECRET_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError):
         found = ""
     if not found or not found.isprintable():
         raise RequestError(
             ErrorCode.SECRET_MISSING,
-            f"Secret {name!r}, key {key!r}: expected a text at {folder / name / key}, found none; "
+            f"Secret {name!r}, key {key!r}: expected a printable text at {path}, found none; "
             "check that the Secret exists, has this key, and is mounted",
         )
     return found

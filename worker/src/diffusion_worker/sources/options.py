@@ -92,10 +92,11 @@ def check_lora_bounds(config: WorkerConfig) -> None:
         raise ConfigError(f"--max-cached-loras: expected at least --max-loras {config.max_loras}, found {config.max_cached_loras}")
     if config.max_loras and config.max_loras_per_request > config.max_loras:
         raise ConfigError(f"--max-loras-per-request: expected at most --max-loras {config.max_loras}, found {config.max_loras_per_request}")
-    if config.preload_loras and not config.max_loras:
-        raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-loras is 0")
-    if len(config.preload_loras) > config.max_cached_loras:
-        raise ConfigError(f"--lora: {len(config.preload_loras)} adapters, but --max-cached-loras is {config.max_cached_loras}")
+    count = len(config.preload_loras)
+    if count and not config.max_loras:
+        raise ConfigError(f"--lora: {count} adapters, but --max-loras is 0")
+    if count > config.max_cached_loras:
+        raise ConfigError(f"--lora: {count} adapters, but --max-cached-loras is {config.max_cached_loras}")
 
 
 def check_names(source: Source) -> None:

@@ -12,7 +12,7 @@ from diffusion_worker.sources.source import HttpSource, HuggingFaceSource, PvcSo
 
 URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
-FORMS = "a path, hf://org/name@revision, s3://bucket/key, pvc://claim/path, https://host/file#sha256=…, or a JSON object of a source"
+FORMS = "a path, hf://org/name@revision, s3://bucket/key, pvc://claim/path, https://host/file#sha256=…, or a source as a JSON object"
 
 
 def parse_source(text: str) -> Source:
@@ -21,7 +21,7 @@ def parse_source(text: str) -> Source:
         try:
             return msgspec.json.decode(text, type=Source)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"expected a JSON object of a source: {error}") from None
+            raise ConfigError(f"expected a source as a JSON object: {error}") from None
     scheme = URI.match(text)
     if scheme is None:
         if not text:

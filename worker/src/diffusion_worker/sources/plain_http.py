@@ -29,7 +29,7 @@ def resolve_http(source: HttpSource, question: ResolveContext) -> Resolved:
     if question.wanted is ArtifactKind.MODEL:
         raise RequestError(
             ErrorCode.INVALID_REQUEST,
-            f"{question.what}: an http address is not supported for a model, because it gives one file and a model is a folder",
+            f"{question.artifact}: an http address is not supported for a model, because it gives one file and a model is a folder",
         )
     try:
         parts = urlsplit(source.url)
@@ -40,8 +40,8 @@ def resolve_http(source: HttpSource, question: ResolveContext) -> Resolved:
         raise RequestError(ErrorCode.INVALID_REQUEST, "source.http.url: expected https://host/path without a user's name")
     require_scheme(parts.scheme, allow_http=question.allow_http)
     # Without the query, which may be a signature.
-    what = f"{question.what}: {parts.scheme}://{parts.netloc}{parts.path}"
-    refuse_endings([parts.path], what)
+    label = f"{question.artifact}: {parts.scheme}://{parts.netloc}{parts.path}"
+    refuse_endings([parts.path], label)
     digest = http_digest(source)
-    file = RemoteFile(url=source.url, what=what, identity=f"sha256:{digest}", sha256=digest)
+    file = RemoteFile(url=source.url, label=label, identity=f"sha256:{digest}", sha256=digest)
     return Resolved(files={ADAPTER_WEIGHTS: file}, revision=None, folder=False)

@@ -98,10 +98,10 @@ async def _follow(lines: asyncio.StreamReader, job: Job, report: Report) -> Fetc
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + moved_at + job.limits.stall_s - time.monotonic()):
                 line = await lines.readline()
         except TimeoutError:
-            why = f"no progress for {job.limits.stall_s:g} s"
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{job.what}: its source makes {why}") from None
+            message = f"{job.artifact}: its source made no progress for {job.limits.stall_s:g} s"
+            raise RequestError(ErrorCode.NETWORK_ERROR, message) from None
         if not line:
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{job.what}: the process that reads it died")
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{job.artifact}: the process that reads it died")
         event: Event = msgspec.json.decode(line, type=Event)
         if isinstance(event, FetchDone | Checked):
             return event

@@ -16,8 +16,8 @@ class ResolveContext(msgspec.Struct, frozen=True, kw_only=True):
 
     client: httpx2.Client
     wanted: ArtifactKind
-    # For messages.
-    what: str
+    # The artifact's name in messages.
+    artifact: str
     secrets: Path
     allow_http: bool
     reach: Reach

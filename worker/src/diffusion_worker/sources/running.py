@@ -41,7 +41,7 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
         question = ResolveContext(
             client=client,
             wanted=job.wanted,
-            what=job.what,
+            artifact=job.artifact,
             secrets=Path(job.secrets_dir),
             allow_http=job.allow_http,
             reach=job.reach,
@@ -53,13 +53,15 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
             last = _recorded(job, cache, "last", leases) if job.revision is None and job.wanted is ArtifactKind.MODEL else None
             if last is None or error.code not in UNREACHABLE:
                 raise
-            return msgspec.structs.replace(last, note=f"the version fetched last is used, {last.revision}, because of: {error.message}")
+            return msgspec.structs.replace(last, note=f"revision {last.revision}, fetched before, is used, because of: {error.message}")
         moved = job.revision not in (None, resolved.revision)
         if moved and job.digest is None:
-            raise _moved(job, resolved)
+            raise _moved(job, resolved, "possibly another model, as no digest was given to compare")
         totals = Totals(report, {file.identity: file.size for file in resolved.files.values()})
         if totals.total is not None and totals.total > job.max_bytes:
-            raise RequestError(ErrorCode.TOO_LARGE, f"{job.what}: expected at most {job.max_bytes} bytes, found {totals.total}")
+            raise RequestError(
+                ErrorCode.TOO_LARGE, f"{job.artifact}: expected at most {job.max_bytes} bytes in all files, found {totals.total}"
+            )
         downloader = Downloader(client, cache, max_bytes=job.max_bytes, stall_s=job.limits.stall_s, totals=totals)
         with totals:
             blobs = bring_all(downloader, resolved.files, leases)
@@ -67,9 +69,11 @@ def fetch(job: FetchJob, report: Callable[[int, int | None], None], leases: Exit
     if not moved:
         return done
     if done.digest != job.digest:
-        raise _moved(job, resolved)
+        raise _moved(job, resolved, "another model, as its digest differs")
     return msgspec.structs.replace(
-        done, revision=job.revision, note=f"{resolved.revision} has the same bytes as the expected {job.revision}, and is used"
+        done,
+        revision=job.revision,
+        note=f"the source's revision {resolved.revision} has the same bytes as the expected {job.revision} and is used",
     )
 
 
@@ -88,7 +92,10 @@ def resolve(source: Source, question: ResolveContext) -> Resolved:
         from diffusion_worker.sources.s3 import resolve_s3
 
         return resolve_s3(source.s3, question)
-    raise RequestError(ErrorCode.INVALID_REQUEST, f"{question.what}: expected huggingFace, s3 or http, found a source without a download")
+    raise RequestError(
+        ErrorCode.INVALID_REQUEST,
+        f"{question.artifact}: expected huggingFace, s3 or http, found a path or a claim, from which nothing is downloaded",
+    )
 
 
 def _pinned(job: FetchJob) -> str | None:
@@ -102,7 +109,9 @@ def _pinned(job: FetchJob) -> str | None:
         return pinned
     named = http_digest(job.source.http)
     if pinned not in (None, named):
-        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{job.what}: expected sha256:{pinned}, found that its source names sha256:{named}")
+        raise RequestError(
+            ErrorCode.DIGEST_MISMATCH, f"{job.artifact}: expected sha256:{pinned}, found that its source names sha256:{named}"
+        )
     return named
 
 
@@ -112,7 +121,7 @@ def _pin(resolved: Resolved, pinned: str | None) -> Resolved:
         return resolved
     weights = resolved.files[ADAPTER_WEIGHTS]
     if weights.sha256 not in (None, pinned):
-        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{weights.what}: expected sha256:{pinned}, found sha256:{weights.sha256}")
+        raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{weights.label}: expected sha256:{pinned}, found sha256:{weights.sha256}")
     files: dict[str, RemoteFile] = {**resolved.files, ADAPTER_WEIGHTS: msgspec.structs.replace(weights, sha256=pinned)}
     return msgspec.structs.replace(resolved, files=files)
 
@@ -125,9 +134,9 @@ def _at_revision(job: FetchJob) -> Source:
     return Source(hugging_face=msgspec.structs.replace(hub, revision=job.revision))
 
 
-def _moved(job: FetchJob, resolved: Resolved) -> RequestError:
+def _moved(job: FetchJob, resolved: Resolved, verdict: str) -> RequestError:
     found = f"expected revision {job.revision}, found {resolved.revision} at the source"
-    return RequestError(ErrorCode.DIGEST_MISMATCH, f"{job.what}: {found}, which is another model")
+    return RequestError(ErrorCode.DIGEST_MISMATCH, f"{job.artifact}: {found}, {verdict}")
 
 
 def _known(job: FetchJob, cache: FileCache, pinned: str | None, leases: ExitStack) -> FetchDone | None:
@@ -182,7 +191,7 @@ def _finish(job: FetchJob, cache: FileCache, resolved: Resolved, blobs: dict[str
     with ExitStack() as briefly:  # the caller holds leases on all of them already
         done = _done(job, cache, record, briefly)
     if done is None:
-        raise RequestError(ErrorCode.CACHE_FULL, f"{job.what}: was evicted while it was fetched")
+        raise RequestError(ErrorCode.CACHE_FULL, f"{job.artifact}: its files were evicted from the cache while they were fetched")
     return done
 
 

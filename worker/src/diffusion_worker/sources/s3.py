@@ -49,13 +49,15 @@ def resolve_s3(source: S3Source, question: ResolveContext) -> Resolved:
     bucket = Bucket(source, question)
     if bucket.key and not bucket.key.endswith("/"):
         if question.wanted is ArtifactKind.MODEL:
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"{bucket.what}: a model is a folder, expected a slash at the end")
-        single_adapter(bucket.key, bucket.what)
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST, f"{bucket.address}: expected a slash at the end of the address, as a model is a folder"
+            )
+        single_adapter(bucket.key, bucket.address)
         file, revision = bucket.object()
         return Resolved(files={ADAPTER_WEIGHTS: file}, revision=revision, folder=False)
     objects = bucket.list()
     choose = adapter_files if question.wanted is ArtifactKind.ADAPTER else model_files
-    files = {name: bucket.remote(objects[path]) for name, path in choose(list(objects), bucket.what).items()}
+    files = {name: bucket.remote(objects[path]) for name, path in choose(list(objects), bucket.address).items()}
     state = key_of(*(f"{name} {file.etag}" for name, file in sorted(files.items())))
     return Resolved(files=files, revision=f"etags-{state[:16]}", folder=question.wanted is ArtifactKind.MODEL or len(files) > 1)
 
@@ -67,14 +69,14 @@ class Bucket:
         parts = urlsplit(source.uri)
         if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"source.s3.uri: expected s3://bucket/key, found {source.uri[:200]!r}")
-        self.what = f"{question.what}: {source.uri}"
+        self.address = f"{question.artifact}: {source.uri}"
         self.key = parts.path.lstrip("/")
         self._name = parts.netloc
         self._client = question.client
         self._expires = timedelta(seconds=min(question.deadline_s + 60, MAX_SIGNED_S))
         region = source.region or DEFAULT_REGION
         if source.endpoint is None and not REGION.fullmatch(region):
-            raise RequestError(ErrorCode.INVALID_REQUEST, "source.s3.region: expected letters, digits and '-' of a host's name")
+            raise RequestError(ErrorCode.INVALID_REQUEST, "source.s3.region: expected a region of letters, digits and '-'")
         self._endpoint = (source.endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
         _check_endpoint(self._endpoint, question)
         settings = _settings(source, question)
@@ -90,14 +92,16 @@ class Bucket:
             with relay(self._reach, allow_http=self._allow_http) as proxy:
                 found = obstore.list(self._listing_store(proxy), self.key or None).collect()
         except (UnauthenticatedError, PermissionDeniedError):
-            raise RequestError(ErrorCode.SOURCE_UNAUTHORIZED, f"{self.what}: its credentials are missing or insufficient") from None
+            raise RequestError(
+                ErrorCode.SOURCE_UNAUTHORIZED, f"{self.address}: credentials for the bucket are missing or insufficient"
+            ) from None
         except FileNotFoundError:
-            raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{self.what}: there is no such bucket") from None
+            raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{self.address}: there is no such bucket") from None
         except (BaseError, OSError) as error:
             # The error's text repeats the answer, which may name the access key.
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self.what}: the bucket cannot be listed ({type(error).__name__})") from None
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self.address}: the bucket cannot be listed ({type(error).__name__})") from None
         if not found:
-            raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{self.what}: nothing is below it")
+            raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{self.address}: the bucket has no object below this address")
         return {meta["path"].removeprefix(self.key): meta for meta in found}
 
     def _listing_store(self, proxy: str) -> S3Store:
@@ -118,11 +122,13 @@ class Bucket:
         try:
             answer = self._client.head(self._url("HEAD", self.key))
             if answer.status_code != HTTPStatus.OK:
-                raise_for_status(answer, self.what)
+                raise_for_status(answer, self.address)
         except Interrupted as error:
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self.what}: {error}") from None
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self.address}: {error}") from None
         except httpx2.HTTPError as error:
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"{self.what}: cannot be reached ({type(error).__name__})") from None
+            raise RequestError(
+                ErrorCode.NETWORK_ERROR, f"{self.address}: the object's host cannot be reached ({type(error).__name__})"
+            ) from None
         etag, version = answer.headers.get("etag"), answer.headers.get("x-amz-version-id")
         length = answer.headers.get("content-length", "")
         meta = {"path": self.key, "e_tag": etag, "size": int(length) if length.isdecimal() else None}
@@ -134,8 +140,8 @@ class Bucket:
         The address is signed if there are credentials, for a minute beyond the fetch's deadline, though never more than a week.
         """
         identity = f"{self._endpoint} {self._name} {meta['path']} {meta['e_tag']} {meta['size']}"
-        what = f"{self.what}: {meta['path']}" if meta["path"] != self.key else self.what
-        return RemoteFile(url=self._url("GET", meta["path"]), what=what, identity=identity, size=meta["size"], etag=meta["e_tag"])
+        label = f"{self.address}: {meta['path']}" if meta["path"] != self.key else self.address
+        return RemoteFile(url=self._url("GET", meta["path"]), label=label, identity=identity, size=meta["size"], etag=meta["e_tag"])
 
     def _url(self, method: Any, path: str) -> str:
         if self._signed:

@@ -21,7 +21,7 @@ MAX_FILES = 4096
 MAX_DEPTH = 8
 
 
-def adapter_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
+def adapter_files(names: Sequence[str], label: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
     """Choose the files of an adapter's folder, its weights and its config if there is one, and return their names by local name.
 
     Only files at its top that match one of `patterns`, if there are any, count. The weights are `adapter_model.safetensors` or the only
@@ -34,14 +34,17 @@ def adapter_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = 
     weights = [name for name in here if name.endswith(WEIGHTS)]
     chosen = ADAPTER_WEIGHTS if ADAPTER_WEIGHTS in weights else weights[0] if len(weights) == 1 else None
     if not weights:
-        refuse_endings(here, what)
-        raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected a *{WEIGHTS} file, found none")
+        refuse_endings(here, label)
+        raise RequestError(ErrorCode.INVALID_ADAPTER, f"{label}: expected a *{WEIGHTS} file, found none")
     if chosen is None:
-        raise RequestError(ErrorCode.INVALID_ADAPTER, f"{what}: expected the name of one file, found {', '.join(sorted(weights)[:5])}")
+        raise RequestError(
+            ErrorCode.INVALID_ADAPTER,
+            f"{label}: expected one *{WEIGHTS} file, or the name of one, found several: {', '.join(sorted(weights)[:5])}",
+        )
     return {ADAPTER_WEIGHTS: chosen} | ({CONFIG_FILE: CONFIG_FILE} if CONFIG_FILE in here else {})
 
 
-def model_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
+def model_files(names: Sequence[str], label: str, *, patterns: Sequence[str] = ()) -> dict[str, str]:
     """Choose the files of a model's folder, and return their names by local name, which is the same.
 
     With `patterns` they are those that match one, else the usual ones of a diffusers folder; never hidden files, pickles or archives.
@@ -54,29 +57,32 @@ def model_files(names: Sequence[str], what: str, *, patterns: Sequence[str] = ()
     chosen = [name for name in allowed if _matches(name, patterns)] if patterns else _usual(allowed)
     if not any(name in MODEL_INDEXES for name in chosen):
         raise RequestError(
-            ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a diffusers folder, found no {' or '.join(MODEL_INDEXES)} in it"
+            ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected a diffusers folder, found no {' or '.join(MODEL_INDEXES)} in it"
         )
     if not any(name.endswith(WEIGHTS) for name in chosen):
-        refuse_endings(visible, what)
+        refuse_endings(visible, label)
     if len(chosen) > MAX_FILES:
-        raise RequestError(ErrorCode.TOO_LARGE, f"{what}: expected at most {MAX_FILES} files, found {len(chosen)}")
+        raise RequestError(ErrorCode.TOO_LARGE, f"{label}: expected at most {MAX_FILES} files in the folder, found {len(chosen)}")
     for name in chosen:
-        require_plain(name, what)
+        require_plain(name, label)
     return {name: name for name in chosen}
 
 
-def single_adapter(name: str, what: str) -> None:
+def single_adapter(name: str, label: str) -> None:
     """Raise RequestError (UnsupportedFormat) if a file's name does not end in .safetensors."""
-    refuse_endings([name], what)
+    refuse_endings([name], label)
     if not name.endswith(WEIGHTS):
-        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected a *{WEIGHTS} file, found {name!r}")
+        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{label}: expected a *{WEIGHTS} file, found {name!r}")
 
 
-def require_plain(name: str, what: str) -> None:
+def require_plain(name: str, label: str) -> None:
     """Raise RequestError (UnsupportedFormat) for a name that is unsafe in a local folder: a source's names become paths there."""
     parts = name.split("/")
     if len(parts) > MAX_DEPTH or not all(NAME_PART.fullmatch(part) for part in parts):
-        raise RequestError(ErrorCode.UNSUPPORTED_FORMAT, f"{what}: expected plain names of files, found {name[:200]!r}")
+        raise RequestError(
+            ErrorCode.UNSUPPORTED_FORMAT,
+            f"{label}: expected file names of letters, digits and ._+- in at most {MAX_DEPTH} parts, found {name[:200]!r}",
+        )
 
 
 def _usual(names: list[str]) -> list[str]:

@@ -100,11 +100,11 @@ def allowed_addresses(host: str, port: int, reach: Reach) -> list[str]:
     texts = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     for text in texts:
         if why := why_refused(ipaddress.ip_address(text.partition("%")[0]), reach):
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"host {host!r}: refused, {text} is {why}")
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"host {host!r}: refused, because its address {text} is {why}")
     return texts
 
 
 def require_scheme(scheme: str, *, allow_http: bool, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> None:
     """Raise RequestError with `code` for a scheme other than https, or http where that is allowed."""
     if scheme != "https" and not (allow_http and scheme == "http"):
-        raise RequestError(code, f"a source over {scheme!r}: refused, expected https")
+        raise RequestError(code, f"expected a source over https, found {scheme!r}")

@@ -200,5 +200,6 @@ def _check_shape(stored: StoredTensor, expected: torch.Size) -> None:
 
 def _check_kind(stored: StoredTensor, *, floating: bool) -> None:
     if stored.dtype.is_floating_point != floating:
-        expected, dtype = "a floating-point type" if floating else "an integer type", str(stored.dtype).removeprefix("torch.")
+        expected = "a floating-point type" if floating else "an integer type"
+        dtype = str(stored.dtype).removeprefix("torch.")
         raise ConfigError(f"{stored.file.path}: tensor {stored.name}: expected {expected}, found {dtype}")

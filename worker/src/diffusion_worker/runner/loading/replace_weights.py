@@ -29,15 +29,7 @@ def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeight
     """
     given = dict(named)
     own = dict(_named_tensors(modules))
-    refused = [f"{name} (the model has no such tensor)" for name in given if name not in own]
-    for name in given.keys() & own.keys():
-        expected = None if is_quantized(own[name]) else weights.whole_shape(own[name])
-        if is_quantized(own[name]):
-            refused.append(f"{name} (quantised, its weights cannot be replaced)")
-        elif expected is None:
-            refused.append(f"{name} (sharded, its weights cannot be replaced)")
-        elif expected != given[name].shape:
-            refused.append(f"{name} (expected {tuple(expected)}, found {tuple(given[name].shape)})")
+    refused = [f"{name} ({why})" for name, values in given.items() if (why := _why_refused(own.get(name), values, weights)) is not None]
     if refused:
         count, total = len(refused), len(given)
         message = f"weights: {count} of {total} tensors do not fit, so none was written: {', '.join(sorted(refused)[:MOST_NAMES])}"
@@ -45,6 +37,18 @@ def replace_weights(modules: Mapping[str, torch.nn.Module], weights: ModelWeight
     for name, values in given.items():
         weights.replace(own[name], values)
     return set(given)
+
+
+def _why_refused(own: torch.Tensor | None, values: torch.Tensor, weights: ModelWeights) -> str | None:
+    """Return the reason why the model's `own` tensor of a name cannot get these values; None if it can."""
+    if own is None:
+        return "the model has no such tensor"
+    if is_quantized(own):
+        return "quantised, its weights cannot be replaced"
+    shape = weights.whole_shape(own)
+    if shape is None:
+        return "sharded, its weights cannot be replaced"
+    return None if shape == values.shape else f"expected the shape {tuple(shape)}, found {tuple(values.shape)}"
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,11 +32,14 @@ def make_step_cache(kind: Kind, pipeline: Any, modules: dict[str, torch.nn.Modul
     made = KINDS[kind]()
     denoisers = {name: modules[name] for name in DIVISIBLE_DENOISERS if name in modules}
     reason = why_no_pipeline(pipeline) or next((why for part in denoisers.values() if (why := why_no_denoiser(kind, made, part))), None)
-    if reason is not None or not denoisers:
-        classes = ", ".join(sorted({type(part).__name__ for part in denoisers.values()})) or "no denoiser"
+    if not denoisers:
+        raise ConfigError(f"--step-cache {kind}: {type(pipeline).__name__} has none of the components {', '.join(DIVISIBLE_DENOISERS)}")
+    if reason is not None:
+        classes = ", ".join(sorted({type(part).__name__ for part in denoisers.values()}))
         known = ", ".join(supported(kind))
-        why = reason or "there is nothing to cache"
-        raise ConfigError(f"--step-cache {kind}: {type(pipeline).__name__} with {classes} is not supported: {why}; supported are {known}")
+        raise ConfigError(
+            f"--step-cache {kind}: {type(pipeline).__name__} with {classes} is not supported: {reason}; supported are {known}"
+        )
     return PipelineStepCache(made, denoisers, _agreement(parallel) if parallel.world > 1 else None)
 
 

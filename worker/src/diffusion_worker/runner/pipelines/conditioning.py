@@ -130,8 +130,8 @@ def strength_of(pipeline: Any, spec: RequestSpec) -> float | None:
         return spec.strength
     if spec.strength is None:
         return min(1.0, math.nextafter(1 / steps, 1))
-    least = f"{1 / steps:.3g}"
-    raise refused("strength", f"at least {least}, so that one of {steps} steps is left", strength)
+    least = 1 / steps
+    raise refused("strength", f"at least {least:.3g}, so that one of {steps} steps is left", strength)
 
 
 def _steps_left(pipeline: Any, steps: int, strength: float) -> int:

@@ -19,7 +19,6 @@ import diffusers
 from diffusion_worker.runner.families import pipeline_record
 
 STEPS = re.compile(r"scheduler\w*(?:\[\w+\])?\.step\(|\.step\(\s*(?:noise_pred|model_output)")
-BEGINS = re.compile(r"\s*(?:async )?def ")
 CHANGES = {
     "set_attn_processor(": "swaps the model's attention processors during its call",
     "register_forward_hook(": "hooks a model during its call",
@@ -127,5 +126,5 @@ def _function_source(code: Any) -> str:
         outer = line.strip() and len(line) - len(line.lstrip()) <= indent
         if outer and inside and not line.lstrip().startswith((")", "#", '"')):
             return "".join(lines[:number])
-        inside = inside or BEGINS.match(line) is not None
+        inside = inside or line.lstrip().startswith(("def ", "async def "))
     return "".join(lines)

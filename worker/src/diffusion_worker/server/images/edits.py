@@ -108,9 +108,13 @@ async def _read_form(request: Request) -> EditForm:
     Raises:
         RequestError: InvalidRequest, the body is no form, or has parts that no edit has.
     """
-    kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "multipart/form-data":
-        raise refused("body", "a form, sent as multipart/form-data", shortened(kind) or "no content type")
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise refused(
+            "body",
+            "a form, sent as multipart/form-data",
+            f"the content type {shortened(content_type)!r}" if content_type else "no content type",
+        )
     parser = MultiPartParser(request.headers, request.stream(), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BYTES)
     try:
         parsed = await parser.parse()

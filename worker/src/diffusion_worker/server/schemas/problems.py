@@ -10,7 +10,6 @@ Messages name the field, what was expected and what was found. Prompts are never
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -29,8 +28,6 @@ from diffusion_worker.server.schemas.sources import SOURCE_FORMS
 # Fields of a user's private text, which goes into no message and no log.
 PRIVATE_FIELDS = frozenset({"prompt", "negative_prompt"})
 SHOWN_CHARS = 80
-# The words by which pydantic's messages begin that need others for users.
-OPENINGS = re.compile("Input should be|String should have")
 # nginx's status for a client that went away; nobody receives it.
 CLIENT_CLOSED_REQUEST = 499
 REQUEST_ID, REPLICA = "X-Request-ID", "X-Replica"
@@ -141,7 +138,8 @@ def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
         position, reason = problem["loc"][-1], problem["ctx"]["error"]
         return "body", f"the body: expected JSON, found an error at character {position}: {reason}"
     if kind in ("extra_forbidden", "none_required"):
-        return field, f"{field}: not supported: {REFUSED[field]}" if field in REFUSED else f"{field}: unknown field"
+        reason = REFUSED.get(field)
+        return field, f"{field}: unknown field" if reason is None else f"{field}: not supported: {reason}"
     if kind == "missing":
         return field, f"{field}: required, found nothing" if field != "body" else "the body: expected a JSON object, found nothing"
     if kind == "model_attributes_type":
@@ -163,7 +161,8 @@ def _expected(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "string_pattern_mismatch":
         pattern = problem["ctx"]["pattern"]
         return f"expected {FORMS.get(pattern, f'a text of the form {pattern}')}"
-    return OPENINGS.sub("expected", str(problem["msg"]), count=1)
+    message = str(problem["msg"])
+    return message.replace("Input should be", "expected", 1).replace("String should have", "expected", 1)
 
 
 def _shown(field: str, value: object) -> str:
@@ -207,10 +206,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         return client_gone(request)
     code = HTTP_CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
     method, path = request.method, shortened(request.url.path)
-    route = f"{method} {path}"
+    route, hint = f"{method} {path}", INSTEAD.get(request.url.path, "")
     messages: dict[int, str] = {
         HTTPStatus.BAD_REQUEST: "the body: expected JSON, found a body that cannot be parsed",
-        HTTPStatus.NOT_FOUND: f"{route}: there is no such route{INSTEAD.get(request.url.path, '')}",
+        HTTPStatus.NOT_FOUND: f"{route}: there is no such route{hint}",
         HTTPStatus.METHOD_NOT_ALLOWED: f"{route}: the route does not support this method",
     }
     headers = dict(error.headers or {})

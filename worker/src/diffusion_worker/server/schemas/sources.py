@@ -102,7 +102,7 @@ class SourceBody(ControlBody):
     def _exactly_one(self) -> "SourceBody":
         given = [to_camel(name) for name in MEMBERS if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(given) or "none of them"
+            found = " and ".join(given) or "none"
             raise PydanticCustomError(
                 "one_source", "expected exactly one of path, huggingFace, s3, pvc and http; found {found}", {"found": found}
             )
