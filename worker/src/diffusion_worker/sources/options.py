@@ -94,9 +94,9 @@ def check_lora_bounds(config: WorkerConfig) -> None:
         raise ConfigError(f"--max-loras-per-request: expected at most --max-loras {config.max_loras}, found {config.max_loras_per_request}")
     count = len(config.preload_loras)
     if count and not config.max_loras:
-        raise ConfigError(f"--lora: {count} adapters, but --max-loras is 0")
+        raise ConfigError(f"--lora: found {count} adapters, but --max-loras is 0, which allows none")
     if count > config.max_cached_loras:
-        raise ConfigError(f"--lora: {count} adapters, but --max-cached-loras is {config.max_cached_loras}")
+        raise ConfigError(f"--lora: found {count} adapters, but --max-cached-loras is {config.max_cached_loras}")
 
 
 def check_names(source: Source) -> None:

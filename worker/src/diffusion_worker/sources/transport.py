@@ -37,7 +37,7 @@ class CheckedBackend(httpcore2.SyncBackend):
             RequestError: NetworkError for an unknown host, or one with any address out of bounds. ConnectError, ConnectTimeout: the
                 last address failed too.
         """
-        failure: Exception = httpcore2.ConnectError("no address")
+        failure: Exception = httpcore2.ConnectError("the host has no address")
         for address in allowed_addresses(host, port, self._reach):
             try:
                 return super().connect_tcp(address, port, timeout, local_address, socket_options)
