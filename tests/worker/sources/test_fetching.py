@@ -104,8 +104,8 @@ REFUSALS = {
     "stalls": (Served(LARGE, gate_after=1000), ErrorCode.NETWORK_ERROR, "sent nothing for"),
     "redirects without end": (Served(redirect=PATH), ErrorCode.NETWORK_ERROR, "redirects too often"),
     "redirects to a metadata address": (Served(redirect="http://169.254.169.254/latest"), ErrorCode.NETWORK_ERROR, "a link-local address"),
-    "redirects to another scheme": (Served(redirect="ftp://127.0.0.1/a"), ErrorCode.NETWORK_ERROR, "expected https"),
-    "redirects to a file": (Served(redirect="file:///etc/passwd"), ErrorCode.NETWORK_ERROR, "expected https"),
+    "redirects to another scheme": (Served(redirect="ftp://127.0.0.1/a"), ErrorCode.NETWORK_ERROR, "expected a source over https"),
+    "redirects to a file": (Served(redirect="file:///etc/passwd"), ErrorCode.NETWORK_ERROR, "expected a source over https"),
     "compressed": (Served(gzip.compress(LARGE), headers={"Content-Encoding": "gzip"}), ErrorCode.NETWORK_ERROR, "compressed"),
     "archive": (Served(b"PK\x03\x04" + LARGE), ErrorCode.UNSUPPORTED_FORMAT, "an archive"),
     "pickle": (Served(b"\x80\x02" + LARGE), ErrorCode.UNSUPPORTED_FORMAT, "a pickle file"),
@@ -170,7 +170,7 @@ async def test_a_region_that_is_no_part_of_a_hosts_name_is_refused(rig: SourceRi
 @pytest.mark.slow
 async def test_http_is_refused_unless_it_is_allowed(server: SourceServer, tmp_path: Path) -> None:
     error = await SourceRig(tmp_path, allow_http_sources=False).refusal(serve(server, Served(LARGE)))
-    assert (error.code, "expected https" in error.message) == (ErrorCode.INVALID_REQUEST, True)
+    assert (error.code, "expected a source over https" in error.message) == (ErrorCode.INVALID_REQUEST, True)
     assert not server.asked
 
 

@@ -93,6 +93,14 @@ def test_what_the_class_does_not_take_is_refused_by_the_fields_name(name: str, f
     assert refused.value.message.startswith(f"{field}: {name} ")
 
 
+@pytest.mark.parametrize(
+    ("name", "when"), [("FluxPipeline", "in every request"), ("QwenImagePipeline", "unless guidance_scale is above 1")]
+)
+def test_a_negative_prompt_that_would_be_ignored_is_refused_with_the_field_that_helps_if_one_does(name: str, when: str) -> None:
+    with pytest.raises(RequestError, match=f"negative_prompt: {name} ignores one {when}$"):
+        arguments_of(without_loading(name), guidance_scale=1.0, negative_prompt="stripes kumquatfen")
+
+
 def test_a_conditioning_image_that_the_class_does_not_take_is_refused_by_its_name() -> None:
     pipeline = without_loading("StableDiffusion3Pipeline")
     with pytest.raises(RequestError, match=r"mask_image: StableDiffusion3Pipeline takes no such argument"):

@@ -329,10 +329,10 @@ async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(ed
     [
         ({}, {}, "body", "multipart/form-data"),
         ({}, {"mask": half_mask()}, "image", "found none"),
-        ({}, {"image": red(), "mask": half_mask(48, 40)}, "mask", "expected the size of the image, 48x32, found 48x40"),
+        ({}, {"image": red(), "mask": half_mask(48, 40)}, "mask", "expected the size of the first image, 48x32, found 48x40"),
         ({}, {"image": red(), "mask": red()}, "mask", "fully transparent pixels, or white ones"),
-        ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "found no such pixel"),
-        ({}, {"image": red(), "mask": file_of(Image.new("RGBA", (48, 32), (255, 255, 255, 1)))}, "mask", "found no such pixel"),
+        ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "for the part to paint again, found none"),
+        ({}, {"image": red(), "mask": file_of(Image.new("RGBA", (48, 32), (255, 255, 255, 1)))}, "mask", "for the part to paint again, found none"),
         ({}, {"image": red(), "markup": red()}, "markup", "no such field"),
         ({}, {"image": red(), "prompt": b"p"}, "prompt", "found a file"),
         ({}, {"image": red(), "nobody": b"p"}, "nobody", "found a file"),
@@ -365,7 +365,7 @@ async def test_a_wrong_form_is_refused_by_field(edge: Edge, fields: dict[str, An
 @pytest.mark.parametrize(
     ("kind", "content", "says"),
     [
-        ("application/json", b'{"prompt": "p kumquatfen"}', "found application/json"),
+        ("application/json", b'{"prompt": "p kumquatfen"}', "found the content type 'application/json'"),
         ("", b"", "no content type"),
         ("multipart/form-data", b"--x--", "Missing boundary"),
         ("multipart/form-data; boundary=x", b"nonsense", "cannot be read"),
