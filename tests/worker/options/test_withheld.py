@@ -100,7 +100,7 @@ def test_what_nothing_catches_in_a_thread_or_in_the_end_of_an_object_is_a_record
     FailsInTheEnd()
     written, text = "".join(capfd.readouterr()), log.getvalue()
     assert SECRET not in written + text
-    assert "uncaught exception in thread sender" in text and "uncaught exception that could not be raised" in text
+    assert "uncaught exception in the thread sender" in text and "uncaught exception where Python cannot raise it" in text
     assert text.count("ValueError (its message is withheld") == 2
 
 

@@ -332,7 +332,7 @@ async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(ed
         ({}, {"image": red(), "mask": half_mask(48, 40)}, "mask", "expected the size of the first image, 48x32, found 48x40"),
         ({}, {"image": red(), "mask": red()}, "mask", "fully transparent pixels, or white ones"),
         ({}, {"image": red(), "mask": red(mode="RGBA")}, "mask", "for the part to paint again, found none"),
-        ({}, {"image": red(), "mask": file_of(Image.new("RGBA", (48, 32), (255, 255, 255, 1)))}, "mask", "for the part to paint again, found none"),
+        ({}, {"image": red(), "mask": file_of(Image.new("RGBA", (48, 32), (255, 255, 255, 1)))}, "mask", "to paint again, found none"),
         ({}, {"image": red(), "markup": red()}, "markup", "no such field"),
         ({}, {"image": red(), "prompt": b"p"}, "prompt", "found a file"),
         ({}, {"image": red(), "nobody": b"p"}, "nobody", "found a file"),

@@ -39,7 +39,7 @@ def adapter_files(names: Sequence[str], label: str, *, patterns: Sequence[str] =
     if chosen is None:
         raise RequestError(
             ErrorCode.INVALID_ADAPTER,
-            f"{label}: expected one *{WEIGHTS} file, or the name of one, found several: {', '.join(sorted(weights)[:5])}",
+            f"{label}: expected one *{WEIGHTS} file, or the name of one, found {', '.join(sorted(weights)[:5])}",
         )
     return {ADAPTER_WEIGHTS: chosen} | ({CONFIG_FILE: CONFIG_FILE} if CONFIG_FILE in here else {})
 
@@ -81,7 +81,7 @@ def require_plain(name: str, label: str) -> None:
     if len(parts) > MAX_DEPTH or not all(NAME_PART.fullmatch(part) for part in parts):
         raise RequestError(
             ErrorCode.UNSUPPORTED_FORMAT,
-            f"{label}: expected file names of letters, digits and ._+- in at most {MAX_DEPTH} parts, found {name[:200]!r}",
+            f"{label}: expected a path of at most {MAX_DEPTH} plain names (letters, digits and ._+-), found {name[:200]!r}",
         )
 
 
