@@ -22,23 +22,43 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--engine-image", required=True, help="Container image of workers whose spec names none.")
+@click.option("--engine-image", required=True, help="The worker's container image for each DiffusionDeployment without spec.engine.image.")
 @click.option(
     "--operator-key-file",
     required=True,
     type=click.Path(path_type=Path),
-    help="A file with the key that control tokens are derived from; further lines hold keys from before a rotation.",
+    help="A file with the key from which the operator derives each DiffusionDeployment's control token. Up to two more lines hold the keys from "
+    "before a rotation. Each key has at least 16 bytes.",
 )
-@click.option("--operator-key-secret", default="", help="Secret that holds this key, in the operator's namespace; no worker may mount it.")
-@click.option("--operator-service-account", default="", help="The operator's own ServiceAccount; no worker may use it.")
 @click.option(
-    "--allow-host-access", is_flag=True, help="Let deployments ask for host namespaces, host paths, privileges and added capabilities."
+    "--operator-key-secret",
+    default="",
+    help="Name of the Secret with the operator's key, in --operator-namespace. A DiffusionDeployment that would mount it gets no pod.",
 )
-@click.option("--operator-namespace", default=None, help="Namespace of the operator's own pods, for NetworkPolicies that let them in.")
 @click.option(
-    "--operator-label", "operator_labels", multiple=True, metavar="NAME=VALUE", help="A label of the operator's own pods; may be repeated."
+    "--operator-service-account",
+    default="",
+    help="Name of the operator's own ServiceAccount, in --operator-namespace. A DiffusionDeployment that would use it gets no pod.",
 )
-@click.option("--lease-namespace", default=None, help="Namespace of the Lease that elects a leader, the operator's own.")
+@click.option(
+    "--allow-host-access",
+    is_flag=True,
+    help="Let DiffusionDeployments ask for host namespaces, host paths, privileges and added capabilities. Without it they get no pod.",
+)
+@click.option(
+    "--operator-namespace",
+    default=None,
+    help="Namespace of the operator's own pods. With --operator-label it lets the operator make a NetworkPolicy for each "
+    "DiffusionDeployment, by which only these pods reach the workers' control port.",
+)
+@click.option(
+    "--operator-label",
+    "operator_labels",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A label of the operator's own pods, by which a NetworkPolicy lets them reach the workers' control port; may be repeated.",
+)
+@click.option("--lease-namespace", default=None, help="Namespace of the Lease by which the operator's processes elect a leader.")
 @click.option("--lease-name", default=None, help="Name of the Lease, which also names this release in the status of objects.")
 @click.option(
     "--identity",
@@ -46,10 +66,17 @@ def main() -> None:
     help="Name of this process in the Lease. Give --lease-namespace, --lease-name and --identity together. Without them there is no "
     "leader election: run one process only.",
 )
-@click.option("--namespace", "namespaces", multiple=True, help="A namespace to watch; may be repeated.")
-@click.option("--all-namespaces", is_flag=True, help="Watch every namespace.")
-@click.option("--metrics-port", type=int, default=None, help="Port of the Prometheus metrics; by default none are served.")
-@click.option("--liveness-port", type=int, default=8080, show_default=True, help="Port of /healthz.")
+@click.option(
+    "--namespace",
+    "namespaces",
+    multiple=True,
+    help="A namespace whose objects the operator looks after; may be repeated. Give this or --all-namespaces.",
+)
+@click.option("--all-namespaces", is_flag=True, help="Look after the objects of every namespace.")
+@click.option(
+    "--metrics-port", type=int, default=None, help="Port at which Prometheus can read the metrics; by default they are not served."
+)
+@click.option("--liveness-port", type=int, default=8080, show_default=True, help="Port of the liveness probe, /healthz.")
 @click.option("--log-format", type=click.Choice(["plain", "json"]), default="plain", show_default=True, help="Form of the log lines.")
 def run(
     engine_image: str,

@@ -105,11 +105,39 @@ def cli() -> None:
 @cli.command()
 @click.argument("model", required=False, metavar="[SOURCE]")
 @click.option("--model", "model_option", metavar="SOURCE", help="A diffusers folder: a path, hf://, s3://, pvc:// or JSON; same as SOURCE.")
-@click.option("--served-name", metavar="NAME", help="The model's name in requests; by default the name of its folder.")
-@click.option("--ranks", type=click.IntRange(1, MAX_RANKS), default=1, show_default=True, help="Rank processes, one for each GPU.")
-@click.option("--tensor", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the large layers of a model.")
-@click.option("--sequence", type=KIND_SIZE, default=1, show_default=True, help="Ranks that share the tokens of an image.")
-@click.option("--shard", type=KIND_SIZE, default=1, show_default=True, help="Ranks over which the weights are split; each holds a part.")
+@click.option(
+    "--served-name",
+    metavar="NAME",
+    help="The model's name in requests; by default the name of its folder or of its repository, without the owner.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, MAX_RANKS),
+    default=1,
+    show_default=True,
+    help="Number of rank processes that hold the model and compute together, each on a GPU of its own if there are GPUs.",
+)
+@click.option(
+    "--tensor",
+    type=KIND_SIZE,
+    default=1,
+    show_default=True,
+    help="Number of ranks among which the large layers of the model are split; 1: not split.",
+)
+@click.option(
+    "--sequence",
+    type=KIND_SIZE,
+    default=1,
+    show_default=True,
+    help="Number of ranks among which the tokens of an image are split; 1: not split.",
+)
+@click.option(
+    "--shard",
+    type=KIND_SIZE,
+    default=1,
+    show_default=True,
+    help="Number of ranks among which all weights are split, so that each holds a part; 1: not split.",
+)
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in tiles, spread over the ranks.")
 @click.option(
     "--lora",
@@ -118,14 +146,19 @@ def cli() -> None:
     metavar="NAME=SOURCE",
     help="An adapter to load at start, may be repeated: a path, hf://, s3://, pvc://, https:// or JSON.",
 )
-@click.option("--desired", "desired_path", metavar="FILE", help="A JSON file that names adapters and the sleep policy.")
+@click.option(
+    "--desired",
+    "desired_path",
+    metavar="FILE",
+    help="JSON file with the sleep policy, the handling of requests during a sleep, and adapters; read again when it changes.",
+)
 @click.option(
     "--dtype",
     "dtypes",
     multiple=True,
     metavar="auto|float32|float16|bfloat16|COMPONENT=DTYPE",
     help=(
-        "Type of the weights in memory, and, repeated, that of a component, as vae=float32. "
+        "Type of the weights in memory; repeated as COMPONENT=DTYPE, as in vae=float32, the type of one component. "
         "The default is auto: bfloat16 on a GPU, float32 on a CPU and for the components that need it."
     ),
 )
@@ -136,7 +169,7 @@ def cli() -> None:
     show_default=True,
     envvar="DIFFUSION_WORKER_DEVICE",
     show_envvar=True,
-    help="With cuda a rank without a GPU is an error; with auto it computes on the CPU.",
+    help="Device of the ranks. If torch finds no GPU, cuda ends the worker with an error, and auto computes on the CPU.",
 )
 @click.option(
     "--start-method",
@@ -145,16 +178,23 @@ def cli() -> None:
     show_default=True,
     envvar="DIFFUSION_WORKER_START_METHOD",
     show_envvar=True,
-    help="Start of rank processes; by default spawn where there is a GPU.",
+    help="Way to start rank processes: auto is spawn where there seems to be a GPU, else forkserver, which is faster and only for CPUs.",
 )
 @click.option(
     "--standby-ranks",
     type=click.IntRange(0, MAX_RANKS),
     envvar="DIFFUSION_WORKER_STANDBY_RANKS",
     show_envvar=True,
-    help="Spare processes past their imports, for lost spawned ranks; by default one for each rank on a GPU.",
+    help="Number of spare processes that have finished their imports and become ranks when the ranks are lost, only with spawn. "
+    "The default is one for each rank on a GPU, and none on a CPU.",
 )
-@click.option("--pipeline", default="auto", show_default=True, metavar="auto|CLASS|MODULE:CLASS", help="The pipeline class.")
+@click.option(
+    "--pipeline",
+    default="auto",
+    show_default=True,
+    metavar="auto|CLASS|MODULE:CLASS",
+    help="The pipeline's class: that of the model's index (auto), one of diffusers, or with --load-format custom-pipeline your own.",
+)
 @click.option(
     "--load-format",
     type=click.Choice([kind.value for kind in LoadFormat]),
@@ -162,13 +202,19 @@ def cli() -> None:
     show_default=True,
     help="Read the model's weights (default), make random ones (dummy), or run the class of --pipeline (custom-pipeline).",
 )
-@click.option("--max-batch-size", type=click.IntRange(1, 4096), default=8, show_default=True, help="Most images in one step.")
+@click.option(
+    "--max-batch-size",
+    type=click.IntRange(1, 4096),
+    default=8,
+    show_default=True,
+    help="Most images, of one or several requests, that share one denoising step.",
+)
 @click.option(
     "--batch-window-milliseconds",
     type=click.IntRange(0, 1000),
     default=0,
     show_default=True,
-    help="Time that a first step waits for requests to share it.",
+    help="Longest time that the first step of a request waits for others to share it; a request that can join running ones joins at once.",
 )
 @click.option("--exact", is_flag=True, help="Run each request's model calls alone; with one rank, images equal diffusers' bit for bit.")
 @click.option(
@@ -176,42 +222,43 @@ def cli() -> None:
     is_flag=True,
     envvar="DIFFUSION_WORKER_CHECK_SHARING",
     show_envvar=True,
-    help="Compare the model before and after each part of a request's own code; costs milliseconds at every model call.",
+    help="For trying out a custom pipeline: find requests that change attributes of the shared model, and run them alone. "
+    "Costs milliseconds at every model call.",
 )
 @click.option(
     "--prompt-cache-size",
     type=click.IntRange(0, 65_536),
     default=32,
     show_default=True,
-    help="Most encoded prompts that a rank keeps; 0: none.",
+    help="Most results of text encoders that each rank keeps for prompts that come again; 0: none.",
 )
 @click.option(
     "--compile",
     type=click.Choice([kind.value for kind in Compile]),
     default=Compile.NONE.value,
     show_default=True,
-    help="Compile the denoiser's repeated blocks with torch.",
+    help="Compile the denoiser's repeated blocks with torch; max-autotune takes longer and looks for faster kernels.",
 )
 @click.option(
     "--offload",
     type=click.Choice([kind.value for kind in Offload]),
     default=Offload.NONE.value,
     show_default=True,
-    help="Keep weights in host memory, and bring a component or a block at a time to the GPU.",
+    help="Keep weights in host memory, and bring a component (model) or some blocks (group) at a time to the GPU. Excludes sleep.",
 )
 @click.option(
     "--quantization",
     type=click.Choice([kind.value for kind in Quantization]),
     default=Quantization.NONE.value,
     show_default=True,
-    help="Keep the denoiser's weights in fewer bits.",
+    help="Store the weights of the denoiser's linear layers in fewer bits.",
 )
 @click.option(
     "--step-cache",
     type=click.Choice([kind.value for kind in StepCache]),
     default=StepCache.NONE.value,
     show_default=True,
-    help="Let steps reuse what earlier ones computed.",
+    help="Let a step reuse what earlier steps of the same request computed, unless the request's quality asks for every step.",
 )
 @click.option(
     "--verify-merging",
@@ -220,44 +267,81 @@ def cli() -> None:
     show_default=True,
     envvar="DIFFUSION_WORKER_VERIFY_MERGING",
     show_envvar=True,
-    help="While idle, verify merged calls of model classes without a valid record (auto), of all (always) or of none.",
+    help=(
+        "While idle, verify that several requests may share one model call. It verifies model classes without a valid record "
+        "(auto), all (always), or none (never). Classes that are neither recorded nor verified do not share calls."
+    ),
 )
 @click.option(
-    "--warmup-steps", type=click.IntRange(0, 200), default=1, show_default=True, help="Steps of a warm-up request before ready; 0: none."
+    "--warmup-steps",
+    type=click.IntRange(0, 200),
+    default=1,
+    show_default=True,
+    help="Denoising steps of the request that warms the model up before the worker is ready; 0: no warm-up.",
 )
-@click.option("--warmup-size", "warmup_sizes", multiple=True, metavar="WIDTHxHEIGHT", help="A size to warm up; by default the model's.")
-@click.option("--default-steps", type=click.IntRange(1, 10_000), help="Steps where a request gives none; by default the pipeline's.")
-@click.option("--default-guidance-scale", type=GUIDANCE_SCALE, help="Guidance scale where a request gives none.")
-@click.option("--default-size", metavar="WIDTHxHEIGHT", help="Size where a request gives none.")
+@click.option(
+    "--warmup-size",
+    "warmup_sizes",
+    multiple=True,
+    metavar="WIDTHxHEIGHT",
+    help="Size of the warm-up's images; may be repeated, for one request each. The default is the model's own size.",
+)
+@click.option(
+    "--default-steps",
+    type=click.IntRange(1, 10_000),
+    help="Denoising steps of a request that gives none. The default is the pipeline's own number, but at most --max-steps.",
+)
+@click.option(
+    "--default-guidance-scale", type=GUIDANCE_SCALE, help="Guidance scale of a request that gives none; by default the pipeline's own."
+)
+@click.option("--default-size", metavar="WIDTHxHEIGHT", help="Size of the images of a request that gives none; by default the model's own.")
 @click.option(
     "--max-steps", type=click.IntRange(1, 10_000), default=200, show_default=True, help="Most denoising steps a request may ask for."
 )
-@click.option("--max-pixels", type=click.IntRange(64, 1 << 30), default=4_194_304, show_default=True, help="Most pixels an image may have.")
+@click.option(
+    "--max-pixels",
+    type=click.IntRange(64, 1 << 30),
+    default=4_194_304,
+    show_default=True,
+    help="Most pixels, width times height, of an image that a request asks for.",
+)
 @click.option("--max-images", type=click.IntRange(1, 64), default=8, show_default=True, help="Most images a request may ask for.")
 @click.option(
-    "--max-prompt-characters", type=click.IntRange(1, 1_000_000), default=8192, show_default=True, help="Most characters of a prompt."
+    "--max-prompt-characters",
+    type=click.IntRange(1, 1_000_000),
+    default=8192,
+    show_default=True,
+    help="Most characters of a prompt, and of a negative prompt.",
 )
 @_bound(
     "--max-queued",
     click.IntRange(1, 1_000_000),
     QueueLimits().max_queued,
-    "Most requests that wait; further ones get 429 with Retry-After.",
+    "Most requests that wait for their first step; further ones get 429 with Retry-After.",
 )
 @_bound(
     "--max-queued-seconds",
     NumberRange(min=1, max=604_800),
     QueueLimits().max_queued_seconds,
-    "Most seconds of work in the queue, estimated from measured steps.",
+    "Most seconds of work that all waiting and running requests may need, estimated from measured steps; further ones get 429.",
 )
 @_bound(
     "--max-queued-bytes",
     click.IntRange(1, 1 << 50),
     QueueLimits().max_queued_bytes,
-    "Most bytes of decoded images that all requests may hold.",
+    "Most bytes that the decoded input images of all waiting and running requests may take; further ones get 429.",
 )
-@_bound("--max-connections", click.IntRange(1, 1_000_000), 900, "Most connections of the data port; probes are answered even beyond it.")
+@_bound(
+    "--max-connections",
+    click.IntRange(1, 1_000_000),
+    900,
+    "Most connections of the data port; a request on another one gets 429, unless it is a probe or for /metrics.",
+)
 @click.option(
-    "--api-key-file", "api_key_path", metavar="FILE", help="A file with the API key that requests must send; without it, no key is needed."
+    "--api-key-file",
+    "api_key_path",
+    metavar="FILE",
+    help="A file with the API key that requests to /v1/ of the data port must send; without it, no key is needed.",
 )
 @click.option(
     "--cors-origin",
@@ -266,30 +350,46 @@ def cli() -> None:
     metavar="ORIGIN",
     envvar="DIFFUSION_WORKER_CORS_ORIGIN",
     show_envvar=True,
-    help="An origin whose pages may call the data port, as https://app.example, or *; may be repeated.",
+    help="An origin, as https://app.example, whose web pages may call the data port from a browser, or * for any; may be repeated.",
 )
-@click.option("--ui/--no-ui", default=True, show_default=True, help="Serve the page at / of the data port.")
-@click.option("--max-loras", type=click.IntRange(0, 1024), default=4, show_default=True, help="Most adapters in use at once.")
+@click.option("--ui/--no-ui", default=True, show_default=True, help="Serve a web page for trying out the model, at / of the data port.")
 @click.option(
-    "--max-cached-loras", type=click.IntRange(0, 100_000), help="Most adapters in host memory; by default 16, or --max-loras if more."
+    "--max-loras",
+    type=click.IntRange(0, 1024),
+    default=4,
+    show_default=True,
+    help="Most adapters that running requests use at once; 0: none can be loaded.",
 )
 @click.option(
-    "--max-loras-per-request", type=click.IntRange(1, 64), help="Most adapters of one request; by default 4, or --max-loras if less."
+    "--max-cached-loras",
+    type=click.IntRange(0, 100_000),
+    help="Most adapters that are kept in host memory, at least --max-loras; by default 16, or --max-loras if that is more.",
 )
-@click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, show_default=True, help="Largest rank of an adapter.")
+@click.option(
+    "--max-loras-per-request",
+    type=click.IntRange(1, 64),
+    help="Most adapters that one request may mix; by default 4, or --max-loras if that is less.",
+)
+@click.option(
+    "--max-lora-rank",
+    type=click.IntRange(1, 4096),
+    default=64,
+    show_default=True,
+    help="Largest rank (inner dimension) that an adapter may have.",
+)
 @click.option(
     "--lora-target-module",
     "lora_target_modules",
     multiple=True,
     metavar="NAME",
-    help="End of a layer's name that adapters may change; by default any.",
+    help="The end of the names of layers that adapters may change, as in to_q; may be repeated. The default is any layer.",
 )
 @click.option(
     "--lora-on-missing",
     type=click.Choice([kind.value for kind in OnMissing]),
     default=OnMissing.REJECT.value,
     show_default=True,
-    help="Treatment of a request whose adapter is known but not in memory.",
+    help="A request for an adapter that the worker knows but has not in memory gets 503 (reject), or waits for its load (load).",
 )
 @click.option(
     "--lora-load-timeout-seconds",
@@ -297,66 +397,100 @@ def cli() -> None:
     type=SECONDS,
     default=120.0,
     show_default=True,
-    help="Time limit to fetch and load an adapter, used where the call gives none.",
+    help="Time limit to fetch and load an adapter where the call for it gives none, and for a request that waits for the load.",
 )
 @click.option(
-    "--cache-dir", metavar="PATH", help="Folder that keeps fetched models and adapters; by default they are deleted when the worker ends."
+    "--cache-dir",
+    metavar="PATH",
+    help="Folder that keeps fetched models and adapters. The default is a temporary one, which is deleted when the worker ends.",
 )
 @click.option(
     "--cache-size-bytes",
     type=click.IntRange(min=1),
-    help="Size of the cache above which unused files are removed; by default only when the disk is full.",
+    help="Size above which files that are not in use are removed from --cache-dir; by default only when the disk is full.",
 )
 @click.option(
     "--secrets-dir",
     default=SECRETS_DIR,
     show_default=True,
     metavar="PATH",
-    help="Folder with one folder for each Secret that sources name.",
+    help="Folder with a subfolder for each Secret that sources name; a key of the Secret is a file there.",
 )
 @click.option(
-    "--claims-dir", default=CLAIMS_DIR, show_default=True, metavar="PATH", help="Folder with one folder for each claim that sources name."
+    "--claims-dir",
+    default=CLAIMS_DIR,
+    show_default=True,
+    metavar="PATH",
+    help="Folder with a subfolder for each PersistentVolumeClaim that sources name (pvc://), where it is mounted.",
 )
-@click.option("--allow-http-sources", is_flag=True, help="Sources over http, not only https: for tests and closed networks.")
-@click.option("--host", default="0.0.0.0", show_default=True, help="Address of the data port, and of the control port if it has a token.")
+@click.option(
+    "--allow-http-sources", is_flag=True, help="Allow sources with http:// addresses, not only https://. For tests and closed networks."
+)
+@click.option(
+    "--host",
+    default="0.0.0.0",
+    show_default=True,
+    help="Address on which the data port listens, and with --control-token-file the control port too.",
+)
 @click.option(
     "--port", type=PORT, default=8000, show_default=True, help="The data port: images, models, probes, metrics; 0 takes a free one."
 )
 @click.option(
-    "--control-port", type=PORT, default=8001, show_default=True, help="The control port: state, sleep, wake, adapters; 0 takes a free one."
+    "--control-port",
+    type=PORT,
+    default=8001,
+    show_default=True,
+    help="The control port: state, sleep, wake, adapters; 0 takes a free one. It is for the operator, not for clients.",
 )
 @click.option(
     "--control-token-file",
     "control_token_path",
     metavar="FILE",
-    help="A file with the control token; without it, the control port is on 127.0.0.1 only.",
+    help="A file with the token that calls to the control port must send; without it, that port listens on 127.0.0.1 only.",
 )
-@click.option("--state-dir", metavar="PATH", help="Folder with the record that the model sleeps; a worker restarted with it starts asleep.")
+@click.option(
+    "--state-dir",
+    metavar="PATH",
+    help="Folder in which the worker records that its model sleeps. A restart begins asleep then, unless the sleep policy is AlwaysAwake.",
+)
 @click.option(
     "--max-restarts",
     type=click.IntRange(0, 100_000),
     default=5,
     show_default=True,
-    help="Most restarts of lost ranks in ten minutes; then the worker ends.",
+    help="Most restarts of all ranks, after a rank was lost, within ten minutes; the next loss ends the worker with exit code 70.",
 )
 @click.option(
-    "--rendezvous-address", default="127.0.0.1:0", show_default=True, metavar="HOST:PORT", help="Address at which the ranks meet."
+    "--rendezvous-address",
+    default="127.0.0.1:0",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address at which the rank processes connect to each other; port 0 takes a free one.",
 )
-@click.option("--worker-extension", metavar="MODULE:CLASS", help="A class mixed into every rank's worker.")
-@click.option("--profile-dir", metavar="PATH", help="A folder for the traces of POST /v1/profile; without it there are none.")
+@click.option(
+    "--worker-extension",
+    metavar="MODULE:CLASS",
+    help="A Python class that is mixed into every rank's worker, so that scripts can call its methods there.",
+)
+@click.option(
+    "--profile-dir",
+    metavar="PATH",
+    help="Folder for the traces that POST /v1/profile of the control port takes; without it none are taken.",
+)
 @click.option(
     "--startup-timeout-seconds",
     "startup_timeout_s",
     type=SECONDS,
     default=1800.0,
     show_default=True,
-    help="Time that a stage of the start may take, such as loading the model.",
+    help="Time limit of each stage of the start: fetching the model, loading it, warming it up.",
 )
 @click.option(
     "--tick-timeout-seconds",
     "tick_timeout_s",
     type=SECONDS,
-    help="Time after which a rank's step has failed; by default three times the time measured for the request.",
+    help="Time after which a step that is not finished counts as hung, and all ranks are restarted. "
+    "The default is three times the expected time of the whole request, and at least 60 seconds.",
 )
 @click.option(
     "--drain-timeout-seconds",
@@ -364,7 +498,7 @@ def cli() -> None:
     type=SECONDS,
     default=25.0,
     show_default=True,
-    help="Seconds that running requests may take after SIGTERM.",
+    help="Time that accepted requests may take to finish after SIGTERM; requests that are held until the model serves are refused.",
 )
 def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
     """Serve the model at SOURCE: images on the data port, state and control on the control port."""
