@@ -48,7 +48,7 @@ PATTERNS = {
     "^sha256:[0-9a-f]{64}$": "`sha256:` and 64 hexadecimal digits",
     "^[0-9a-f]{64}$": "64 hexadecimal digits",
     "^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$": "as in `1024x1024`",
-    "^[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*$": "a key of a Secret",
+    "^[.]?[-_a-zA-Z0-9][-._a-zA-Z0-9]*$": "letters, digits, `.`, `_` and `-`",
     "^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$": "as in `org/name`",
     "^(none|([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)$": "`none`, or a name as in `nvidia.com/gpu`",
     "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$": "a label's value",
@@ -151,7 +151,7 @@ def kind_of(schema: Schema) -> str:
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("x-kubernetes-int-or-string"):
-        return "quantity"
+        return "integer or percentage" if schema.get("pattern", "").endswith("%$") else "quantity"
     match schema.get("type"):
         case "array":
             return f"list{_up_to(schema.get('maxItems'))} of {kind_of(schema['items'])}"

@@ -30,7 +30,7 @@ def fields_of_kinds(folder: Path) -> Iterator[str]:
 
 def _field(row: Field) -> str:
     form, start = kind_of(row.schema), default(row)
-    about = {NO_DEFAULT: form, "required": f"{form}, required"}.get(start, f"{form}, default {start}").replace("`", "")
+    about = {NO_DEFAULT: form, "required": f"{form}, required"}.get(start, f"{form}, default {start}").replace("`", "").replace("\\|", "|")
     return f"{row.path} ({about}): {' '.join(row.schema['description'].split())}"
 
 

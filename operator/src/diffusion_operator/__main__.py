@@ -27,8 +27,8 @@ def main() -> None:
     "--operator-key-file",
     required=True,
     type=click.Path(path_type=Path),
-    help="A file with the key from which the operator derives each DiffusionDeployment's control token. Up to two more lines hold the keys from "
-    "before a rotation. Each key has at least 16 bytes.",
+    help="A file with the key from which the operator derives each DiffusionDeployment's control token. Up to two more lines hold the keys "
+    "from before a rotation. Each key has at least 16 bytes.",
 )
 @click.option(
     "--operator-key-secret",

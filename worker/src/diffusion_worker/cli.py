@@ -244,7 +244,7 @@ def cli() -> None:
     type=click.Choice([kind.value for kind in Offload]),
     default=Offload.NONE.value,
     show_default=True,
-    help="Keep weights in host memory, and bring a component (model) or some blocks (group) at a time to the GPU. Excludes sleep.",
+    help="Keep weights in host memory, and bring a component (model) or a block (group) at a time to the GPU. Excludes sleep.",
 )
 @click.option(
     "--quantization",
