@@ -33,7 +33,7 @@ def check(size, error):
     if size > 3:
         raise refused("size", f"at most {LIMITS[size]} bytes")
     if size > 2:
-        raise ConfigError(f"--size: expected a number, found {found}")
+        raise ConfigError(f"--size: expected a number, found {found}, a {type(found).__name__}")
     log.info("checked size=%d", size)
     log.warning("size not checked error=%s", error)
     gauge("sizes", "Sizes that were checked.", size)
@@ -68,10 +68,10 @@ def test_each_form_of_a_message_is_read_with_its_code_and_the_names_of_its_value
     found = Package(tmp_path, Kind.ERROR).messages()["a.py"]
     assert [(one.kind, str(one)) for one in found] == [
         (Kind.ERROR, "InvalidRequest: {field}: expected {expected}"),
-        (Kind.CONDITION, "Ready Serving|Starting: {now.serving} of {now.groups} serve{others}"),
+        (Kind.CONDITION, "Ready Serving|Starting: {now.serving} of {number of now.groups} serve{others}"),
         (Kind.ERROR, "{others} = {; not counted are {{now.names}|an unknown number}|}"),
         (Kind.ERROR, "InvalidRequest: size: expected at most {LIMITS} bytes"),
-        (Kind.ERROR, "ConfigError: --size: expected a number, found {nothing there|{error}}"),
+        (Kind.ERROR, "ConfigError: --size: expected a number, found {nothing there|{error}}, a {type of found}"),
         (Kind.LOG, "WARNING: size not checked error={error}"),
         (Kind.METRIC, "sizes (gauge): Sizes that were checked."),
         (Kind.ERROR, "ConfigError: {size}: expected at most 3"),

@@ -2,7 +2,8 @@
 """Messages in Python: errors, conditions, Events, log lines, help of metrics, and the texts they consist of.
 
 A value in a message is shown by its name in braces, or by the text above that it stands for. A choice, as of `a if b else c` and `a or c`,
-is shown as `{a|c}`, and no text in it as nothing.
+is shown as `{a|c}`, and no text in it as nothing. The length of a list or a text is `{number of names}`, and the name of a class is
+`{type of error}`.
 """
 
 from __future__ import annotations
@@ -291,12 +292,16 @@ class _Module:
                 return name.strip("_")
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
                 return name.strip("_")
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="type"), args=[argument]), attr="__name__"):
+                return f"type of {self._name(argument)}"
             case ast.Attribute(value=value, attr=name):
                 return f"{self._name(value)}.{name.strip('_')}"
             case ast.Call(func=ast.Attribute(attr="join"), args=[argument]):
                 return self._name(argument)
             case ast.Call(func=ast.Attribute(value=value, attr=method)) if hasattr(str, method) and method not in ("count", "index"):
                 return self._name(value)
+            case ast.Call(func=ast.Name(id="len"), args=[argument]):
+                return f"number of {self._name(argument)}"
             case ast.Call(func=ast.Name(id=called), args=[argument, *_]) if called not in self._functions:
                 return self._name(argument)
             case ast.Call(func=called):

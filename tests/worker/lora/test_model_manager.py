@@ -83,7 +83,7 @@ def test_an_adapter_is_registered_once_and_activated_once() -> None:
 def test_a_full_plain_manager_refuses_on_both_levels_and_changes_nothing() -> None:
     manager, layers = plain(slots=1, capacity=2)
     assert manager.add_adapter(model(1)) and manager.add_adapter(model(2)) and manager.activate_adapter(1)
-    with pytest.raises(RequestError, match="'adapter 3': 2 are in memory") as refused:
+    with pytest.raises(RequestError, match="'adapter 3': 2 adapters are in memory") as refused:
         manager.add_adapter(model(3))
     assert refused.value.code is ErrorCode.CAPACITY_EXCEEDED
     with pytest.raises(RequestError, match="'adapter 2': all 1 slots are in use"):

@@ -115,16 +115,19 @@ def rename(index: dict[str, Any], tensor: str, file: str) -> None:
 
 
 INDICES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a missing shard": (lambda index: rename(index, "c", "gone.safetensors"), "gone.safetensors is missing, and with it tensor c"),
+    "a missing shard": (lambda index: rename(index, "c", "gone.safetensors"), "the file gone.safetensors is missing, and with it tensor c"),
     "a tensor in another file": (
         lambda index: rename(index, "b", index["weight_map"]["c"]),
         "expected tensor b in model-00002-of-00002.safetensors, found b in model-00001",
     ),
-    "a tensor in no file": (lambda index: rename(index, "d", index["weight_map"]["c"]), "no file has tensor d"),
+    "a tensor in no file": (lambda index: rename(index, "d", index["weight_map"]["c"]), "none of its files has tensor d"),
     "a tensor that it does not name": (lambda index: index["weight_map"].pop("b"), "does not list tensor b, which its files hold"),
-    "a file elsewhere": (lambda index: rename(index, "c", "../model.safetensors"), "expected names of files beside it, found '../model"),
-    "no map": (lambda index: index.pop("weight_map"), "cannot be read: .*weight_map"),
-    "a list for a name": (lambda index: index["weight_map"].update(c=["x"]), "cannot be read: .*weight_map"),
+    "a file elsewhere": (
+        lambda index: rename(index, "c", "../model.safetensors"),
+        "expected names of files in its own folder, found '../model",
+    ),
+    "no map": (lambda index: index.pop("weight_map"), "cannot be read as an index of weights files: .*weight_map"),
+    "a list for a name": (lambda index: index["weight_map"].update(c=["x"]), "cannot be read as an index of weights files: .*weight_map"),
 }
 
 

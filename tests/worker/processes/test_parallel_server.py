@@ -51,7 +51,7 @@ def test_a_size_that_the_model_cannot_make_is_refused_with_its_bound_before_a_ra
     # The model has positions for 32 x 32 tokens of 8 pixels.
     answer = split_worker.request_images(**REQUEST, size="512x512")
     assert answer.status_code == 400
-    assert "size: expected at most 256x256, for which the model has positions, found 512x512" in answer.text
+    assert "size: expected at most 256x256, the largest for which the model has positions, found 512x512" in answer.text
     assert split_worker.image(**REQUEST).tobytes() == before.tobytes()
     assert split_worker.rank_pids() == ranks
 
@@ -60,7 +60,7 @@ def test_a_size_whose_tokens_cannot_be_shared_is_refused_by_name(split_worker: W
     # A token is 8 pixels wide and high: 5 x 5 tokens.
     answer = split_worker.request_images(**REQUEST, size="40x40")
     assert answer.status_code == 400
-    assert "size: expected a number of 8x8 tokens that --sequence 2 divides, found 40x40" in answer.text
+    assert "size: expected a number of tokens of 8x8 pixels that --sequence 2 divides, found 40x40" in answer.text
 
 
 @pytest.mark.parametrize("model", ["digits", "stripes"])

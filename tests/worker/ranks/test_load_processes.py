@@ -110,7 +110,7 @@ async def test_thousands_of_patterns_take_no_more_than_their_second_together(tmp
     ("act", "code", "says"),
     [
         (signal.SIGKILL, ErrorCode.ENGINE_FAILED, "was ended by SIGKILL"),
-        (signal.SIGSTOP, ErrorCode.TIMEOUT, "within 3 s, its load was ended"),
+        (signal.SIGSTOP, ErrorCode.TIMEOUT, "within 3 s, with the wait for other loads; its load was ended"),
     ],
 )
 async def test_a_load_that_is_killed_or_hangs_is_an_error_of_its_own_put(

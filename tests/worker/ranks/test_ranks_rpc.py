@@ -129,7 +129,7 @@ def test_an_error_of_a_call_is_answered_and_the_loop_goes_on() -> None:
         (Rpc(1, "nonsense"), "nonsense: the ranks' worker has no such method"),
         (Rpc(1, "execute_stepwise"), "execute_stepwise: the ranks' worker has no such method"),
         (Rpc(1, "__init__"), "__init__: the ranks' worker has no such method"),
-        (Rpc(1, "list_loras", pack(of="me")), "list_loras: expected only known arguments, found of"),
+        (Rpc(1, "list_loras", pack(of="me")), "list_loras: expected only arguments that it has, found of"),
         (Rpc(1, "remove_lora", pack(lora_int_id="one")), "remove_lora: Expected `int`"),
         (Rpc(1, "remove_lora", {"lora_int_id": msgspec.Raw(b"\xc1")}), "remove_lora: "),
     ],

@@ -598,7 +598,7 @@ def parse_dtypes(options: tuple[str, ...]) -> dict[str, Any]:
             expected = ", ".join(allowed) + ("" if component else ", or COMPONENT=DTYPE")
             raise ConfigError(f"--dtype {option!r}: expected one of {expected}, found {name!r}")
         if component in own or (usual and not component):
-            raise ConfigError(f"--dtype {option!r}: the type of {component or 'all components'} is given twice")
+            raise ConfigError(f"--dtype {option!r}: the dtype of {component or 'all components'} is given twice")
         if component:
             own[component] = Dtype(name)
         else:
@@ -660,8 +660,8 @@ def check(config: WorkerConfig) -> None:
     if (name := config.served_name) in config.preload_loras:
         text = shown(config.preload_loras[name])
         raise ConfigError(f"--lora {name}={text}: the name is the model's served name: choose another name, or another --served-name")
-    if auto := [name for name, dtype in config.component_dtypes.items() if dtype is Dtype.AUTO]:
-        raise ConfigError(f"component_dtypes: {auto[0]}: expected one of float32, float16, bfloat16, found auto")
+    for component in (name for name, dtype in config.component_dtypes.items() if dtype is Dtype.AUTO):
+        raise ConfigError(f"component_dtypes: {component}: expected one of float32, float16, bfloat16, found auto")
     check_sources(config)
     check_lora_bounds(config)
     check_together(config)
@@ -669,7 +669,7 @@ def check(config: WorkerConfig) -> None:
     check_requests(config)
     policy = read_desired(config.desired_path).sleep.policy
     if policy is not SleepPolicy.ALWAYS_AWAKE and (option := sleep_blocker(config)):
-        raise ConfigError(f"{option}: not supported with the sleep policy {policy} of {config.desired_path!r}")
+        raise ConfigError(f"{option}: not supported with the sleep policy {policy} of the file {config.desired_path!r}")
 
 
 def check_requests(config: WorkerConfig) -> None:
@@ -710,7 +710,7 @@ def check_ranks(config: WorkerConfig) -> None:
     """
     if config.standby_ranks and config.start_method is StartMethod.FORKSERVER:
         raise ConfigError(
-            f"--standby-ranks: expected 0 with --start-method forkserver, whose ranks need no imports, found {config.standby_ranks}"
+            f"--standby-ranks: expected 0 with --start-method forkserver, which starts ranks fast anyway, found {config.standby_ranks}"
         )
     if config.worker_extension is not None and not EXTENSION.fullmatch(config.worker_extension):
         raise ConfigError(f"--worker-extension: expected MODULE:CLASS, found {config.worker_extension!r}")

@@ -8,8 +8,8 @@ from diffusion_worker.errors import ConfigError
 
 # Pairs of options that exclude each other, each with a value if only that value matters, and the reason.
 EXCLUSIVE = (
-    ("--tensor", "--sequence", "choose one"),
-    ("--tensor", "--shard", "the weights of a tensor group are in parts already"),
+    ("--tensor", "--sequence", "each splits the computation of one image between ranks, choose one"),
+    ("--tensor", "--shard", "each of the two cuts the weights into parts"),
     ("--compile", "--exact", "compiled code differs in its last bits from what diffusers computes"),
     ("--compile", "--tensor", "ranks exchange tensors inside the code that would be compiled"),
     ("--compile", "--sequence", "ranks exchange tensors inside the code that would be compiled"),
@@ -37,11 +37,12 @@ def check_together(config: WorkerConfig) -> None:
     given = given_options(config)
     for option, other, why in EXCLUSIVE:
         if option in given and other in given:
-            raise ConfigError(f"{given[option]} with {given[other]}: not supported together: {why}")
+            first, second = given[option], given[other]
+            raise ConfigError(f"{first} with {second}: not supported together: {why}")
     sizes = {option: size for option, size in _sizes(config).items() if size > 1}
-    if config.ranks % math.prod(sizes.values()):
-        product = " x ".join(given[option] for option in sizes)
-        raise ConfigError(f"{product}: expected a divisor of --ranks {config.ranks}, found {math.prod(sizes.values())}")
+    if config.ranks % (product := math.prod(sizes.values())):
+        options = " x ".join(given[option] for option in sizes)
+        raise ConfigError(f"{options}: expected a divisor of --ranks {config.ranks}, found {product}")
 
 
 def sleep_blocker(config: WorkerConfig) -> str | None:

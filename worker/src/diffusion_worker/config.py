@@ -260,7 +260,7 @@ def read_model_index(model: str) -> dict[str, Any]:
     try:
         content = msgspec.json.decode(index.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"UnsupportedFormat: model path {model!r}: {index.name} cannot be read: {error}") from None
+        raise ConfigError(f"UnsupportedFormat: model path {model!r}: {index.name} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("_class_name"), str):
         raise ConfigError(f"UnsupportedFormat: model path {model!r}: {index.name} has no _class_name")
     return content

@@ -202,7 +202,7 @@ async def test_a_load_waits_for_room_and_then_says_who_holds_it(edge: Edge) -> N
     edge.ranks.stepping.clear()
     running = asyncio.create_task(made(edge, "a", "b"))
     await edge.wait_state(inFlight=1)
-    with pytest.raises(RequestError, match="held by a, b") as error:
+    with pytest.raises(RequestError, match="held by the adapters a, b") as error:
         await put(edge, "c", deadline_seconds=0.02)
     assert error.value.code is ErrorCode.CAPACITY_EXCEEDED
     putting = asyncio.create_task(put(edge, "d"))

@@ -74,7 +74,7 @@ def test_past_the_limit_a_request_is_one_too_many_but_never_where_the_model_serv
     assert decide(situation(WAKING, maxHeld=2), 1) is None
     error = decide(situation(WAKING, maxHeld=2), 2)
     assert error is not None and (error.code, error.status, error.retryable) == (ErrorCode.OVERLOADED, 429, True)
-    assert error.retry_after_s == 1.0 and "at most 2 held requests, found 2" in error.message
+    assert error.retry_after_s == 1.0 and "at most 2 requests that wait for the model, found 2" in error.message
     assert decide(situation(READY, maxHeld=0), 5) is None
 
 

@@ -27,8 +27,8 @@ def test_a_request_inherits_what_it_does_not_say() -> None:
 @pytest.mark.parametrize(
     ("asked", "field", "says"),
     [
-        ({"steps": 8}, "num_inference_steps", "expected 4, as the recipe of adapter 'fast' says, or nothing, found 8"),
-        ({"guidance_scale": 5.0}, "guidance_scale", "expected 1, as the recipe of adapter 'fast' says, or nothing, found 5"),
+        ({"steps": 8}, "num_inference_steps", "expected 4, as the recipe of adapter 'fast' says, or no value, found 8"),
+        ({"guidance_scale": 5.0}, "guidance_scale", "expected 1, as the recipe of adapter 'fast' says, or no value, found 5"),
     ],
 )
 def test_a_request_that_says_something_else_is_refused_by_field_expected_found_and_adapter(
@@ -40,7 +40,7 @@ def test_a_request_that_says_something_else_is_refused_by_field_expected_found_a
 
 
 def test_adapters_whose_recipes_contradict_each_other_are_refused_by_name() -> None:
-    with pytest.raises(RequestError, match="the same steps, 4 as adapter 'fast', found 8 of adapter 'slow'") as error:
+    with pytest.raises(RequestError, match="the same steps: 4, as adapter 'fast' has, found 8 of adapter 'slow'") as error:
         agreed([("fast", FEW), ("slow", Recipe(steps=8))])
     assert refused(error, "lora")
 

@@ -117,7 +117,7 @@ async def test_what_lost_the_ranks_is_refused_for_ten_minutes_whatever_its_seed_
         assert await rig.outcome(poison("x")) is ErrorCode.REQUEST_FAILED
         losses = len(rig.ranks.losses)
         again = poison("x", request_id="y", seed=99)
-        with pytest.raises(RequestError, match="such requests are refused for 600 s more"):
+        with pytest.raises(RequestError, match="requests like this one are refused for 600 s more"):
             await rig.loop.submit(again)
         rig.clock.now_s += REFUSED_S - 1
         assert await rig.outcome(again) is ErrorCode.REQUEST_FAILED

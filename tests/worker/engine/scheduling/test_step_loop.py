@@ -153,8 +153,8 @@ async def test_the_limit_of_a_tick_follows_measured_steps_and_names_the_phase() 
         await settled(loop.submit(spec("a", steps=50)))
         await settled(loop.submit(spec("b", steps=50, height=128)))
     first, second = ranks.limits[0], ranks.limits[1]
-    assert first == (UNMEASURED_S, "step 1 of 51 of 1 requests of 64x64")
-    assert second == (51 * 10.0 * FACTOR, "step 2 of 51 of 1 requests of 64x64")
+    assert first == (UNMEASURED_S, "step 1 of 51 of 1 requests for images of 64x64")
+    assert second == (51 * 10.0 * FACTOR, "step 2 of 51 of 1 requests for images of 64x64")
     assert any(limit >= FLOOR_OF_NEW_CLASS_S and "64x128" in phase for limit, phase in ranks.limits)
 
 
@@ -182,9 +182,9 @@ async def test_the_first_request_has_a_limit_by_the_warm_up_and_another_size_by_
         loop.warmed_up(WarmedUp({}, [WarmTick(spec("warm-up"), 1, step_s=2.0, longest_s=5.0)]))
         await settled(loop.submit(spec("a", steps=49)))
         await settled(loop.submit(spec("b", steps=49, height=256)))
-    assert ranks.limits[0] == (FACTOR * (50 * 2.0 + 5.0), "step 1 of 50 of 1 requests of 64x64")
+    assert ranks.limits[0] == (FACTOR * (50 * 2.0 + 5.0), "step 1 of 50 of 1 requests for images of 64x64")
     # Four times the pixels take at most sixteen times as long. The number of ticks is known then.
-    first = next(limit for limit, phase in ranks.limits if phase == "step 1 of 49 of 1 requests of 64x256")
+    first = next(limit for limit, phase in ranks.limits if phase == "step 1 of 49 of 1 requests for images of 64x256")
     assert first == FACTOR * 16 * (49 * 2.0 + 5.0)
 
 

@@ -39,7 +39,7 @@ def problem_of(result: OperationResult) -> ProblemReport:
     ("corruption", "says"),
     [
         ({"checksum": "other"}, "rank 1: weights: expected the checksum weights of the load, found other"),
-        ({"probe": "other"}, "rank 1: probe: expected a step from a fixed seed to make probe as after the load, found other"),
+        ({"probe": "other"}, "rank 1: probe: expected a step from a fixed seed to have the result probe as after the load, found other"),
     ],
 )
 async def test_a_rank_that_woke_otherwise_is_never_served_from(rig: SleepRig, corruption: dict[str, Any], says: str) -> None:

@@ -68,6 +68,6 @@ async def test_a_model_without_room_for_mirrors_serves_and_its_sleep_is_refused_
 async def test_ranks_that_cannot_mirror_for_another_reason_do_not_serve(tmp_path: Path) -> None:
     group = FakeRankGroup(2)
     group.method_errors["mirror_weights"] = ErrorReport(ErrorCode.RANK_FAILED, "a fault")
-    with pytest.raises(Exception, match="the weights of the loaded ranks cannot be mirrored: a fault"):
+    with pytest.raises(Exception, match="the weights of the loaded ranks cannot be mirrored in host memory: a fault"):
         async with sleep_rig(group=group, desired_path=write_desired(tmp_path, "OnIdle")):
             raise AssertionError("it started")

@@ -63,7 +63,7 @@ async def test_the_second_probe_of_a_load_reads_no_weights_again() -> None:
     ("check", "now", "says"),
     [
         (WakeCheck.EXACT, probed(9), None),
-        (WakeCheck.EXACT, probed(9, digest="other bits"), "probe: expected a step from a fixed seed to make digest of 9"),
+        (WakeCheck.EXACT, probed(9, digest="other bits"), "probe: expected a step from a fixed seed to have the result digest of 9"),
         (WakeCheck.TOLERANCE, probed(9 + TOLERANCE), None),
         (WakeCheck.TOLERANCE, probed(9 + TOLERANCE + 1), "found a difference of 5"),
         (WakeCheck.TOLERANCE, Fingerprint("weights"), "found None"),

@@ -51,5 +51,5 @@ def test_ten_poisons_within_a_minute_fail_alone_and_three_innocents_beside_each_
         # The same request is refused without a loss, whatever the seed.
         again = ask("poison kumquatfen 0", 99)
         assert (again.status_code, again.headers["x-should-retry"]) == (422, "false")
-        assert "such requests are refused for" in again.json()["error"]["message"]
+        assert "requests like this one are refused for" in again.json()["error"]["message"]
         assert worker.state()["restarts"] == state["restarts"]

@@ -54,7 +54,9 @@ def params(width: int, height: int) -> GenerationParams:
 def test_a_size_that_the_model_cannot_make_is_refused_with_its_own_bounds() -> None:
     check(params(128, 64), RequestLimits(), BOUNDED)
     for width, height in ((136, 64), (128, 72), (8, 72)):
-        with pytest.raises(RequestError, match=f"at most 128x64, for which the model has positions, found {width}x{height}") as refused:
+        with pytest.raises(
+            RequestError, match=f"at most 128x64, the largest for which the model has positions, found {width}x{height}"
+        ) as refused:
             check(params(width, height), RequestLimits(), BOUNDED)
         assert (refused.value.code, refused.value.details) == (ErrorCode.INVALID_REQUEST, {"field": "size"})
 

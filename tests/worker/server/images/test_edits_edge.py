@@ -395,10 +395,10 @@ async def test_a_body_over_the_limit_of_the_route_is_refused_unread(edge: Edge) 
     [
         ([Task.GENERATE], "edit", "serves edit, found FakePipeline, which serves generate"),
         ([Task.GENERATE], "inpaint", "serves inpaint, found FakePipeline, which serves generate"),
-        ([Task.EDIT], "inpaint", "it takes no mask"),
-        ([Task.INPAINT], "edit", "it needs a mask beside the image"),
-        ([Task.EDIT], "generate", "it needs an image, send one to /v1/images/edits"),
-        ([Task.INPAINT], "generate", "it needs an image and a mask"),
+        ([Task.EDIT], "inpaint", "this model takes no mask"),
+        ([Task.INPAINT], "edit", "this model needs a mask beside the image"),
+        ([Task.EDIT], "generate", "this model needs an image, send one to /v1/images/edits"),
+        ([Task.INPAINT], "generate", "this model needs an image and a mask"),
         ([], "generate", "which serves no image route"),
     ],
 )

@@ -111,7 +111,7 @@ async def test_a_model_whose_own_size_is_over_the_limit_does_not_start_without_a
     group = FakeRankGroup()
     group.model = OWN_SIZE
     edge = Edge(group, limits=RequestLimits(max_pixels=64 * 48 - 1))
-    says = r"--max-pixels: expected at least 3072 for the model's own size 64x48, or a --default-size, found 3071"
+    says = r"--max-pixels: expected at least 3072, for the model's own default size 64x48, or a smaller --default-size, found 3071"
     with pytest.raises(ConfigError, match=says):
         await edge.engine.start()
     await edge.engine.terminate()

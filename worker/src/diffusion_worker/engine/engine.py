@@ -421,6 +421,7 @@ class Engine:
 
     # --- checks ---------------------------------------------------------------------------------------------------------
 
-    def _check_boot(self, boot_id: str | None) -> None:
-        if boot_id is not None and boot_id != self.boot_id:
-            raise RequestError(ErrorCode.WRONG_BOOT, f"bootId: expected {self.boot_id}, found {boot_id}: the worker restarted meanwhile")
+    def _check_boot(self, former_boot_id: str | None) -> None:
+        if former_boot_id is not None and former_boot_id != self.boot_id:
+            message = f"bootId: expected {self.boot_id}, found {former_boot_id}: the worker restarted meanwhile"
+            raise RequestError(ErrorCode.WRONG_BOOT, message)

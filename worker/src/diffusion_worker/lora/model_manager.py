@@ -115,7 +115,7 @@ class LoRAModelManager:
         if model.id in self._registered:
             return False
         if len(self) >= self.capacity:
-            raise _no_room(f"adapter {model.name!r}", f"{self.capacity} are in memory")
+            raise _no_room(f"adapter {model.name!r}", f"{self.capacity} adapters are in memory")
         self._registered[model.id] = model
         return True
 

@@ -87,14 +87,14 @@ def _read_sharded(index: Path) -> dict[str, StoredTensor]:
     try:
         said = msgspec.json.decode(index.read_bytes(), type=_Index)
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{index}: cannot be read: {error}") from None
+        raise ConfigError(f"{index}: cannot be read as an index of weights files: {error}") from None
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(set(said.weight_map.values())):
         if Path(name).name != name:
-            raise ConfigError(f"{index}: expected names of files beside it, found {name!r}")
+            raise ConfigError(f"{index}: expected names of files in its own folder, found {name!r}")
         if not (index.parent / name).exists():
             missing = [tensor for tensor, file in said.weight_map.items() if file == name]
-            raise ConfigError(f"{index}: {name} is missing, and with it {some_tensors(missing)}")
+            raise ConfigError(f"{index}: the file {name} is missing, and with it {some_tensors(missing)}")
         file = WeightFile(index.parent / name)
         if twice := tensors.keys() & file.tensors.keys():
             other = tensors[min(twice)].file.path.name
@@ -106,7 +106,7 @@ def _read_sharded(index: Path) -> dict[str, StoredTensor]:
 
 def _check_index(index: Path, said: _Index, tensors: dict[str, StoredTensor]) -> None:
     if absent := said.weight_map.keys() - tensors.keys():
-        raise ConfigError(f"{index}: no file has {some_tensors(absent)}")
+        raise ConfigError(f"{index}: none of its files has {some_tensors(absent)}")
     if elsewhere := [name for name, file in said.weight_map.items() if tensors[name].file.path.name != file]:
         name = min(elsewhere)
         found, expected = tensors[name].file.path.name, said.weight_map[name]

@@ -99,7 +99,9 @@ def require_room(needed: int, found: int, *, ranks: int = 1) -> None:
         RequestError: InsufficientMemory, with both numbers.
     """
     if needed > found:
-        message = f"a mirror of the weights in host memory needs {needed} bytes for {ranks} ranks together, found {found} free in the pod"
+        message = (
+            f"a mirror of the weights in host memory needs {needed} bytes for {ranks} ranks together, found {found} bytes free in the pod"
+        )
         raise RequestError(ErrorCode.INSUFFICIENT_MEMORY, message, details={"neededBytes": needed, "foundBytes": found})
 
 

@@ -41,7 +41,7 @@ class SharedMemory:
         """
         found = Path(path).stat().st_size
         if found != size:
-            raise OSError(f"{path}: expected {size} bytes, found {found}")
+            raise OSError(f"{path}: expected {size} bytes of shared memory, found {found}")
         self.bytes = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         if device.type == "cuda":
             register(self.bytes, device)

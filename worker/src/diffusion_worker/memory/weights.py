@@ -21,7 +21,7 @@ from diffusion_worker.memory.weight_files import StoredTensor
 from diffusion_worker.messages import MemoryReport, SleepLevel
 
 ALIGNMENT = 64  # a cache line, which vectorised kernels prefer
-NO_SLEEP = "sleep: not supported with --shard and --offload, whose weights the worker cannot free"
+NO_SLEEP = "sleep: not supported with --shard or --offload, whose weights the worker cannot free"
 
 NOTHING_UNREAD = Placeholders()
 

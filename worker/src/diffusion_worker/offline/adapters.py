@@ -54,10 +54,10 @@ def wanted_adapters(lora_request: AdapterArgument, lora_scale: Scales) -> list[W
     if isinstance(lora_scale, Sequence):
         scales = list(lora_scale)
         if len(scales) != len(asked):
-            raise refused("lora_scale", f"a number for each of {len(asked)} adapters", len(scales))
+            raise refused("lora_scale", f"a number for each of the {len(asked)} adapters", f"{len(scales)} numbers")
     for scale in [*scales, *([] if isinstance(lora_scale, Sequence) else [lora_scale])]:
         if scale is not None and not (isinstance(scale, int | float) and abs(scale) <= MAX_LORA_SCALE):
-            raise refused("lora_scale", f"a number from {-MAX_LORA_SCALE:g} to {MAX_LORA_SCALE:g}", repr(scale))
+            raise refused("lora_scale", f"a number from -{MAX_LORA_SCALE:g} to {MAX_LORA_SCALE:g}", repr(scale))
     return [_wanted(each, scale) for each, scale in zip(asked, scales, strict=True)]
 
 
@@ -73,11 +73,11 @@ def _wanted(asked: object, scale: float | None) -> WantedAdapter:
             repr(asked.lora_name),
         )
     if not isinstance(asked.lora_path, str | PathLike):
-        raise refused("lora_request", f"a lora_path for {asked.lora_name!r}", type(asked.lora_path).__name__)
+        raise refused("lora_request", f"a path or source as lora_path of {asked.lora_name!r}", type(asked.lora_path).__name__)
     try:
         return WantedAdapter(asked.lora_name, parse_source(fspath(asked.lora_path)), scale)
     except ConfigError as error:
-        raise refused("lora_request", "a lora_path that can be read", str(error)) from None
+        raise refused("lora_request", "a lora_path that is a path or a source", str(error)) from None
 
 
 class RequestedAdapters:

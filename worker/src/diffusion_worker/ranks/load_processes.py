@@ -74,8 +74,8 @@ class LoadProcesses:
                 outcome = await _run(order)
         except TimeoutError:
             _close_all(memories)
-            message = f"adapter {request.lora_name!r}: expected its files read and checked within {timeout_s:.3g} s, its load was ended"
-            raise RequestError(ErrorCode.TIMEOUT, message) from None
+            expected = f"expected its files to be read and checked within {timeout_s:.3g} s, with the wait for other loads"
+            raise RequestError(ErrorCode.TIMEOUT, f"adapter {request.lora_name!r}: {expected}; its load was ended") from None
         except BaseException:
             _close_all(memories)
             raise

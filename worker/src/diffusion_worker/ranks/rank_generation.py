@@ -180,7 +180,8 @@ class RankGeneration:
             async with asyncio.timeout(timeout_s):
                 await self._or_loss(call.answered.wait())
         except TimeoutError:
-            message = f"{method}: no answer of rank {call.silent} within {timeout_s:g} s"
+            silent_ranks = ", ".join(map(str, call.silent))
+            message = f"{method}: no answer of rank {silent_ranks} within {timeout_s:g} s"
             raise RequestError(ErrorCode.TIMEOUT, message, details={"method": method, "ranks": call.silent}) from None
         finally:
             self._calls.give_up(call_id, self._config.rank_timeout_s, self._on_overdue)
@@ -239,8 +240,9 @@ class RankGeneration:
         while True:
             await asyncio.sleep(STOP_WATCH_S)
             stopped = {rank.number for rank in self._alive() if rank.stopped}
-            if both := sorted(stopped & suspects):
-                self.lose(f"rank {both[0]} (pid {self.ranks[both[0]].pid}) was stopped by a signal", Fault.STALLED)
+            if numbers := sorted(stopped & suspects):
+                rank = self.ranks[numbers[0]]
+                self.lose(f"rank {rank.number} (pid {rank.pid}) was stopped by a signal", Fault.STALLED)
             suspects = stopped
 
     def _on_death(self, rank: RankProcess) -> None:
@@ -323,7 +325,9 @@ class RankGeneration:
 
     def _on_overdue(self, call: CallInFlight) -> None:
         """Lose the generation for a call that was given up and that a rank has still not answered."""
-        self.lose(f"{call.method}: rank {call.silent} never answered", Fault.STALLED)
+        silent_ranks, limit_s = ", ".join(map(str, call.silent)), self._config.rank_timeout_s
+        reason = f"{call.method}: rank {silent_ranks} did not answer, also not in the {limit_s:g} s after its time limit"
+        self.lose(reason, Fault.STALLED)
 
     async def _or_loss(self, wanted: Coroutine[Any, Any, T]) -> T:
         """Await `wanted` and return its result. If the generation is lost first, cancel it and raise GroupFailed with the reason."""

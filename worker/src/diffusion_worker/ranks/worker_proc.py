@@ -197,8 +197,8 @@ class WorkerProc:
         if rpc.method not in self._methods:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: the ranks' worker has no such method to call")
         types = self._methods[rpc.method]
-        if types is not None and (strangers := sorted(set(rpc.kwargs) - set(types))):
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: expected only known arguments, found {', '.join(strangers)}")
+        if types is not None and (unknown := sorted(set(rpc.kwargs) - set(types))):
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"{rpc.method}: expected only arguments that it has, found {', '.join(unknown)}")
         try:
             return {name: msgspec.msgpack.decode(value, type=types[name] if types else Any) for name, value in rpc.kwargs.items()}
         except msgspec.DecodeError as error:

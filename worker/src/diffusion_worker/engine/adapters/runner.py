@@ -224,13 +224,13 @@ class AdapterRunner:
         except asyncio.CancelledError:
             error = load.superseded or RequestError(ErrorCode.TERMINATING, "the worker is shutting down")
         except GroupFailed as lost:
-            message = f"adapter {adapter.name!r}: the rank group was lost while it was loading: {lost}"
+            message = f"adapter {adapter.name!r}: the rank group was lost while the adapter was loading: {lost}"
             error = RequestError(ErrorCode.RANK_FAILED, message)
         except RequestError as failed:
             error, undo = failed, load.registering
         except Exception as defect:
             log.exception("adapter=%s the load failed unexpectedly", adapter.name)
-            message = f"adapter {adapter.name!r}: {type(defect).__name__}: {defect}"
+            message = f"adapter {adapter.name!r}: its load failed unexpectedly: {type(defect).__name__}: {defect}"
             error, undo = RequestError(ErrorCode.RANK_FAILED, message), load.registering
         del self._loads[load.number]
         if error is not None:
@@ -310,10 +310,12 @@ class AdapterRunner:
     def _too_late(self, adapter: Adapter, *, waited: bool) -> RequestError:
         if waited:
             holders = ", ".join(sorted({each.name for each in self._table if each.registered}))
-            message = f"adapter {adapter.name!r}: expected room in the ranks' memory within its deadline, found it held by {holders}"
+            expected = "expected room in the ranks' memory within the time limit of its load"
+            message = f"adapter {adapter.name!r}: {expected}, found it held by the adapters {holders}"
             return RequestError(ErrorCode.CAPACITY_EXCEEDED, message)
-        what = "fetched" if adapter.state is AdapterState.FETCHING else "loaded, behind other loads,"
-        return RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected it {what} within the time limit of its load")
+        fetching = adapter.state is AdapterState.FETCHING
+        end = "to be fetched" if fetching else "to be loaded, after the loads before it,"
+        return RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected it {end} within the time limit of its load")
 
     # --- calls to the ranks ---------------------------------------------------------------------------------------------
 
@@ -347,7 +349,7 @@ class AdapterRunner:
         if len({(result.identity, *result.evicted) for result in results}) != 1:
             raise RequestError(
                 ErrorCode.RANK_FAILED,
-                f"adapter {adapter.name!r}: expected the same content and evictions on every rank, found different ones",
+                f"adapter {adapter.name!r}: expected every rank to load the same content and to evict the same adapters, found differences",
             )
         kept = [f"{result.identity} {result.checksum}" for result in results]
         self.perform(machine.loaded(self._table, adapter, results[0], kept, time.monotonic() - started_s))
@@ -389,7 +391,11 @@ class AdapterRunner:
             async with asyncio.timeout(drain_s):
                 await self._unused(adapter)
         except TimeoutError:
-            self._abort(sorted(adapter.users), ErrorCode.ADAPTER_REMOVED, f"adapter {adapter.name!r} was removed while in use")
+            self._abort(
+                sorted(adapter.users),
+                ErrorCode.ADAPTER_REMOVED,
+                f"adapter {adapter.name!r} was removed or replaced while this request still used it",
+            )
             await self._unused(adapter)
         while self.deferring:
             await self._life.wait_for_change()
@@ -489,7 +495,9 @@ class AdapterRunner:
             log.error("adapter=%s not loaded after the sleep code=%s: %s", adapter.name, error.code, error.message)
             self.perform(machine.load_failed(self._table, adapter, error, undo=in_time, lasting=True))
         except BaseException as error:
-            broken = RequestError(ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: the load was broken off: {error}")
+            broken = RequestError(
+                ErrorCode.RANK_FAILED, f"adapter {adapter.name!r}: its load was broken off, and is due again at the next wake: {error}"
+            )
             self.perform(machine.load_failed(self._table, adapter, broken, due=True))
             raise
 

@@ -56,11 +56,12 @@ class StatePages:
 
     def continued(self, token: str, limit: int) -> StateDocument:
         """Return the page that a token names; raise RequestError (WrongBoot) for a token of another life of the server."""
-        boot_id, _, position = token.rpartition(".")
-        if boot_id != self._boot_id:
+        former_boot_id, _, position = token.rpartition(".")
+        if former_boot_id != self._boot_id:
             raise RequestError(
                 ErrorCode.WRONG_BOOT,
-                f"continue: expected a page of the server process {self._boot_id}, found one of {boot_id}; list again without continue",
+                f"continue: expected a token of the server process {self._boot_id}, found one of {former_boot_id}; "
+                "list again without continue",
             )
         return self._page(int(position), limit, self.revision.current())
 

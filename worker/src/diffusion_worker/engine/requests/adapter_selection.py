@@ -110,7 +110,7 @@ class AdapterSelection:
             raise RequestError(ErrorCode.NOT_FOUND, message)
         if adapter.state in THERE or (self._is_loaded_for_requests(adapter) and adapter.state is not AdapterState.FAILED):
             return adapter
-        why = f": {_told(adapter, adapter.error)}" if adapter.error else ""
+        why = f": {_reason(adapter, adapter.error)}" if adapter.error else ""
         failed = adapter.state is AdapterState.FAILED
         lasting = failed and adapter.error is not None and not passes(adapter.error)
         message = f"adapter {name!r} is {adapter.state.value}, not Loaded{why}"
@@ -188,7 +188,7 @@ class AdapterSelection:
         self._require_serving()
         if error.code in OF_THE_SERVER:
             raise error
-        message = f"adapter {missing[0].name!r} could not be loaded: {_told(missing[0], error)}"
+        message = f"adapter {missing[0].name!r} could not be loaded: {_reason(missing[0], error)}"
         details, lasting = {"code": error.code}, not passes(error)
         raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S, details=details, lasting=lasting)
 
@@ -216,8 +216,8 @@ class AdapterSelection:
     def _too_late(self, choices: Sequence[AdapterChoice]) -> RequestError:
         found = [adapter for choice in choices if (adapter := self._table.get(choice.name)) is not None and not adapter.usable]
         states = (f"{adapter.name!r}, which is {adapter.state.value}{_bytes_of(adapter)}" for adapter in found)
-        what = ", ".join(states) or "all of them at once"
-        message = f"expected the adapters of the request within {self._timeout_s:g} s, still waiting for {what}"
+        missing = ", ".join(states) or "a moment with all of them in memory"
+        message = f"expected all adapters of the request in memory within {self._timeout_s:g} s, still waiting for {missing}"
         return RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=RETRY_AFTER_S)
 
     def _is_loaded_for_requests(self, adapter: Adapter) -> bool:
@@ -231,7 +231,7 @@ class AdapterSelection:
         return None if adapter.state in LOADING else adapter
 
 
-def _told(adapter: Adapter, error: ProblemReport | RequestError) -> str:
+def _reason(adapter: Adapter, error: ProblemReport | RequestError) -> str:
     """Describe a load's failure without the worker's file paths, which only the control port may show."""
     message = error.message
     for path in (adapter.call.source.path, adapter.fetched and adapter.fetched.path):

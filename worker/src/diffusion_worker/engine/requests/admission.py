@@ -15,10 +15,10 @@ MAX_SEED = 2**63 - 1
 MAX_LORA_SCALE = 4.0
 # Hints for requests whose task the model does not serve, by that task and one that it serves.
 HINTS = {
-    (Task.GENERATE, Task.EDIT): ": it needs an image, send one to /v1/images/edits",
-    (Task.GENERATE, Task.INPAINT): ": it needs an image and a mask, send them to /v1/images/edits",
-    (Task.EDIT, Task.INPAINT): ": it needs a mask beside the image",
-    (Task.INPAINT, Task.EDIT): ": it takes no mask",
+    (Task.GENERATE, Task.EDIT): ": this model needs an image, send one to /v1/images/edits",
+    (Task.GENERATE, Task.INPAINT): ": this model needs an image and a mask, send them to /v1/images/edits",
+    (Task.EDIT, Task.INPAINT): ": this model needs a mask beside the image",
+    (Task.INPAINT, Task.EDIT): ": this model takes no mask",
 }
 
 
@@ -132,10 +132,10 @@ def check_form(params: GenerationParams, limits: RequestLimits) -> None:
     """Check a request as far as possible before the model is known; raises RequestError (InvalidRequest)."""
     if not params.prompt.strip():
         raise refused("prompt", "a text", "an empty one")
-    if len(params.prompt) > limits.max_prompt_chars:
-        raise refused("prompt", f"at most {limits.max_prompt_chars} characters", len(params.prompt))
-    if params.negative_prompt is not None and len(params.negative_prompt) > limits.max_prompt_chars:
-        raise refused("negative_prompt", f"at most {limits.max_prompt_chars} characters", len(params.negative_prompt))
+    if (characters := len(params.prompt)) > limits.max_prompt_chars:
+        raise refused("prompt", f"at most {limits.max_prompt_chars} characters", characters)
+    if (characters := len(params.negative_prompt or "")) > limits.max_prompt_chars:
+        raise refused("negative_prompt", f"at most {limits.max_prompt_chars} characters", characters)
     if not 1 <= params.n <= limits.max_images:
         raise refused("n", f"1 to {limits.max_images}", params.n)
     if params.seed is not None and not 0 <= params.seed <= MAX_SEED - limits.max_images:
@@ -164,8 +164,9 @@ def _check_own_size(limits: RequestLimits, model: ModelInfo) -> None:
     """Check that the limit allows the model's own size: no smaller one is chosen, as many models make poor images of untrained sizes."""
     width, height = model.default_width or 0, model.default_height or 0
     # An edit takes the size of its image.
-    if Task.GENERATE in model.tasks and width * height > limits.max_pixels:
-        expected = f"at least {width * height} for the model's own size {width}x{height}, or a --default-size"
+    own_pixels = width * height
+    if Task.GENERATE in model.tasks and own_pixels > limits.max_pixels:
+        expected = f"at least {own_pixels}, for the model's own default size {width}x{height}, or a smaller --default-size"
         raise ConfigError(f"--max-pixels: expected {expected}, found {limits.max_pixels}")
 
 
@@ -180,8 +181,9 @@ def check_memory(params: GenerationParams, model: ModelInfo, most_load: float) -
     seen = sum(image.height * image.width for image in params.images) if model.references else 0
     kind = RequestClass(height, width, model.default_frames, guided=is_guided(params.guidance_scale), exact=False, references=seen)
     if kind.load > most_load:
-        most_pixels = int(width * height * most_load / kind.load)
-        raise refused("size", f"at most {most_pixels} pixels, which is what fits in memory", f"{kind} ({width * height} pixels)")
+        pixels = width * height
+        most_pixels = int(pixels * most_load / kind.load)
+        raise refused("size", f"at most {most_pixels} pixels, which is what fits in memory", f"{kind} ({pixels} pixels)")
 
 
 def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo) -> None:
@@ -197,11 +199,13 @@ def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo
     if params.width % model.size_multiple or params.height % model.size_multiple:
         raise refused("size", f"width and height that are multiples of {model.size_multiple}", size)
     if (model.max_width or params.width) < params.width or (model.max_height or params.height) < params.height:
-        raise refused("size", f"at most {model.max_width}x{model.max_height}, for which the model has positions", size)
+        raise refused("size", f"at most {model.max_width}x{model.max_height}, the largest for which the model has positions", size)
     tokens = (params.width // model.token_pixels) * (params.height // model.token_pixels)
     if tokens % model.tokens_multiple:
         raise refused(
-            "size", f"a number of {model.token_pixels}x{model.token_pixels} tokens that --sequence {model.tokens_multiple} divides", size
+            "size",
+            f"a number of tokens of {model.token_pixels}x{model.token_pixels} pixels that --sequence {model.tokens_multiple} divides",
+            size,
         )
     if params.width * params.height > limits.max_pixels:
         raise refused("size", f"at most {limits.max_pixels} pixels", size)

@@ -85,7 +85,8 @@ def decide(now: ColdSituation, held: int) -> RequestError | None:
     if now.cold.mode is ColdMode.REJECT:
         return refusal(now, "is refused and not held, because coldRequests.mode is Reject")
     if held >= now.cold.max_held:
-        message = f"expected at most {now.cold.max_held} held requests, found {held} already: {REFUSALS[now.cold_state][1]}"
+        why = REFUSALS[now.cold_state][1]
+        message = f"expected at most {now.cold.max_held} requests that wait for the model, found {held} already: {why}"
         return RequestError(ErrorCode.OVERLOADED, message, retry_after_s=_retry_after_s(now))
     return None
 

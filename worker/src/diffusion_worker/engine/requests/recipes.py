@@ -29,8 +29,8 @@ def agreed(recipes: Sequence[tuple[str, Recipe | None]]) -> tuple[Recipe, dict[s
     for name, recipe in recipes:
         for part, value in _parts(recipe or PLAIN).items():
             if part in parts and not _same(parts[part], value):
-                expected = f"adapters that prescribe the same {part}, {parts[part]} as adapter {owners[part]!r}"
-                raise refused("lora", expected, f"{value} of adapter {name!r}")
+                first, owner = parts[part], owners[part]
+                raise refused("lora", f"recipes with the same {part}: {first}, as adapter {owner!r} has", f"{value} of adapter {name!r}")
             parts.setdefault(part, value)
             owners.setdefault(part, name)
     return Recipe(**parts), owners
@@ -44,11 +44,11 @@ def inherit(params: GenerationParams, recipe: Recipe, owners: dict[str, str]) ->
     """
     inherited = {}
     for part, field in FIELDS.items():
-        asked, wanted = getattr(params, part), getattr(recipe, part)
+        asked, wanted, owner = getattr(params, part), getattr(recipe, part), owners.get(part)
         if wanted is None:
             continue
         if asked is not None and not _same(asked, wanted):
-            raise refused(field, f"{wanted:g}, as the recipe of adapter {owners[part]!r} says, or nothing", f"{asked:g}")
+            raise refused(field, f"{wanted:g}, as the recipe of adapter {owner!r} says, or no value", f"{asked:g}")
         inherited[part] = wanted
     return msgspec.structs.replace(params, **inherited)
 

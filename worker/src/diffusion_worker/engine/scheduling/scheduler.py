@@ -242,10 +242,11 @@ class StepScheduler:
         """Return an estimate of the ranks' current work, the oldest tick without a report; there must be one."""
         sent = self._sent[0]
         if sent.kind is None:
-            return TickEstimate("requests that leave", steps=1, step_s=0.0, same_class=True)
+            return TickEstimate("the removal of requests", steps=1, step_s=0.0, same_class=True)
         longest = max(sent.requests, key=lambda request: request.length)
+        step, steps, count = longest.reported + 1, longest.length, len(sent.requests)
         return TickEstimate(
-            f"step {longest.reported + 1} of {longest.length} of {len(sent.requests)} requests of {sent.kind}",
+            f"step {step} of {steps} of {count} requests for images of {sent.kind}",
             steps=longest.length,
             step_s=self._costs.careful_step_s(sent.kind, len(sent.requests)),
             same_class=self._costs.has_measured(sent.kind),

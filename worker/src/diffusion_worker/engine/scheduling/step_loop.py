@@ -206,7 +206,8 @@ class StepLoop:
         self._requests[spec.request_id] = request
         if self._poisons and (left_s := self._poisons.refused_for_s(request.content, now_s)):
             why = "the rank group was lost twice while such an image was made, the second time with no other beside it"
-            outcome.set_exception(RequestError(ErrorCode.REQUEST_FAILED, f"such requests are refused for {left_s:.0f} s more: {why}"))
+            message = f"requests like this one are refused for {left_s:.0f} s more: {why}"
+            outcome.set_exception(RequestError(ErrorCode.REQUEST_FAILED, message))
             return outcome
         self._scheduler.add(spec, now_s)
         self._idle.clear()

@@ -134,7 +134,7 @@ class Sleeper:
             self._quieting = None
         if self._cancelled:
             self._serve()
-            raise RequestError(ErrorCode.CANCELLED, "sleep: a wake came while the model drained")
+            raise RequestError(ErrorCode.CANCELLED, "sleep: given up for a wake that came while requests were still finishing")
 
     async def _drain(self, call: SleepCall) -> None:
         """Drain the requests and hold the steps; if the group is lost meanwhile, begin again with the next one."""

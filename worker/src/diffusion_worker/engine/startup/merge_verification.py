@@ -62,7 +62,7 @@ class MergeVerification:
             try:
                 await self._use(self._verdicts)
             except RequestError as error:
-                raise GroupFailed(f"the ranks cannot use the verdicts on merging: {error.message}") from None
+                raise GroupFailed(f"the ranks cannot use the verdicts on merged model calls: {error.message}") from None
         else:
             self._tell(self.merging)
 

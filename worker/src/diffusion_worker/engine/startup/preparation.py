@@ -104,7 +104,7 @@ class Preparation:
             await self._call_all("mirror_weights", timeout_s=self._config.startup_timeout_s)
         except RequestError as error:
             if error.code is not ErrorCode.INSUFFICIENT_MEMORY:
-                raise GroupFailed(f"the weights of the loaded ranks cannot be mirrored: {error.message}") from None
+                raise GroupFailed(f"the weights of the loaded ranks cannot be mirrored in host memory: {error.message}") from None
             log.warning("no mirror before the first sleep: %s", error.message)
 
     def discarded(self) -> None:

@@ -96,7 +96,7 @@ class Supervisor:
             explained = self._steps.lost(loss.reason, number)
             self._budget.explain(explained)
             if number not in explained and not self._budget.spend(number, time.monotonic()):
-                self._failed(f"the rank group was lost too often: {loss.reason}")
+                self._failed(f"the rank group was lost too often for --max-restarts, the last time because: {loss.reason}")
                 return
             self._life.losses.restarts += 1
             try:

@@ -105,7 +105,7 @@ def _probe_difference(before: Fingerprint, now: Fingerprint) -> str | None:
     if before.check is WakeCheck.CHECKSUMS or now.probe == before.probe:
         return None
     if before.check is WakeCheck.EXACT or now.probe is None:
-        return f"expected a step from a fixed seed to make {before.probe} as after the load, found {now.probe}"
+        return f"expected a step from a fixed seed to have the result {before.probe} as after the load, found {now.probe}"
     if (levels := cell_distance(before, now)) > TOLERANCE:
         return f"expected each cell of a step's image within {TOLERANCE} of 255 levels of the load's, found a difference of {levels}"
     return None
@@ -139,9 +139,9 @@ def wrong_adapters(expected: Mapping[int, Sequence[str]], found: Sequence[Finger
     for rank, now in enumerate(found):
         for lora_int_id in sorted(expected.keys() | now.adapters.keys()):
             before = expected[lora_int_id][rank] if lora_int_id in expected else "none"
-            told = now.adapters.get(lora_int_id, "none")
-            if told != before:
-                wrong.setdefault(lora_int_id, f"rank {rank}: adapter {lora_int_id}: expected {before} from its load, found {told}")
+            after = now.adapters.get(lora_int_id, "none")
+            if after != before:
+                wrong.setdefault(lora_int_id, f"rank {rank}: adapter {lora_int_id}: expected {before} from its load, found {after}")
     return wrong
 
 

@@ -54,7 +54,9 @@ def prepare_bounded(order: LoadOrder) -> LoadOutcome:
     except RequestError as error:
         report = ErrorReport(error.code, error.message)
     except MemoryError:
-        report = ErrorReport(ErrorCode.INVALID_ADAPTER, f"{label}: loading it takes more memory than {COPIES} times its file and 1 GiB")
+        report = ErrorReport(
+            ErrorCode.INVALID_ADAPTER, f"{label}: loading it takes more memory than {COPIES} times its file's size plus 1 GiB"
+        )
     except Exception as error:
         report = ErrorReport(ErrorCode.ENGINE_FAILED, f"{label}: its load failed: {type(error).__name__}: {error}")
     return LoadOutcome(error=report)
