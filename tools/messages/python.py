@@ -167,7 +167,7 @@ class _Module:
         called = last_name(call.func)
         if is_log_call(call):
             text = self._log_text(call.args[called == "log" and len(call.args) > 1 :], names)
-            level = {"exception": "ERROR, with a traceback", "log": "WARNING or ERROR"}.get(called, called.upper())
+            level = self._levels(call.args[0]) if called == "log" else {"exception": "ERROR, with a traceback"}.get(called, called.upper())
             return None if called in QUIET else Message(Kind.LOG, call.lineno, level, text)
         if (METRICS.fullmatch(called) or called in self._package.families) and len(call.args) > 1:
             text = self._text(call.args[1], names)
@@ -209,8 +209,8 @@ class _Module:
         unknown = [one for one in arguments if self._code(one) is None and not isinstance(one, ast.Constant)]
         called = last_name(call.func)
         text = ", ".join(self._text(one, names) for one in texts or unknown[-1:])
-        if not codes and HOLE.fullmatch(text):
-            return None
+        if not codes and (HOLE.fullmatch(text) or (kind is Kind.ERROR and called.strip("_")[0].islower())):
+            return None  # a mere value, or an argument of a function that makes an error and does more
         return Message(kind, call.lineno, " ".join(codes) or (called if kind is Kind.ERROR else ""), text)
 
     def _others(self, node: ast.AST, names: Texts, owner: str) -> Iterator[tuple[int, str]]:
@@ -279,6 +279,13 @@ class _Module:
                 above = [one for one in names[name] if getattr(one, "lineno", 0) <= node.lineno]
                 return self._text((above or names[name])[-1], {other: texts for other, texts in names.items() if other != name})
         return f"{{{self._name(node)}}}"
+
+    def _levels(self, level: ast.expr) -> str:
+        """Name the levels that an expression chooses between, as `WARNING or ERROR`: itself, or what its name is assigned."""
+        assigned = (node for node in walk(self._tree) if isinstance(node, ast.Assign) and isinstance(level, ast.Name))
+        values = [node.value for node in assigned if last_name(node.targets[0]) == last_name(level)]
+        names = [node.attr for value in (*values, level) for node in walk(value) if isinstance(node, ast.Attribute) and node.attr.isupper()]
+        return " or ".join(dict.fromkeys(names))
 
     def _log_text(self, arguments: Sequence[ast.expr], names: Texts) -> str:
         """Return the text of a log line, the first argument, with the names of the others in place of its `%s` and their like."""
