@@ -178,36 +178,36 @@ class KubernetesCluster:
         Raises a ClusterError if the watch is refused, breaks or brings not even a bookmark.
         With its status 410 the API server no longer knows the version `since`.
         """
-        path, what = self._resources[kind].path(namespace=namespace), f"watch {kind.plural} {namespace}/*"
+        path, request = self._resources[kind].path(namespace=namespace), f"watch {kind.plural} {namespace}/*"
         try:
             response = await self._client.request(
                 "get", path, serialize=False, _request_timeout=watch_stream.TIMEOUT, watch="true", timeout_seconds=watch_stream.WATCH_S,
                 resource_version=since, label_selector=_selector(labels), query_params=[("allowWatchBookmarks", "true")],
             )  # fmt: skip
             try:
-                yield watch_stream.read_events(what, response.content)
+                yield watch_stream.read_events(request, response.content)
             finally:
                 response.close()
         except ApiException as error:
-            raise _translate(what, error) from error
+            raise _translate(request, error) from error
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
-            raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
+            raise ClusterUnavailable(f"{request}: {type(error).__name__}: {error}") from error
 
     async def published_kinds(self) -> Manifest:
         """Return the OpenAPI document of our kinds, which every account may read.
 
         It is an empty dict if reading it is forbidden (403), or if there is none (404).
         """
-        what, path = "read the schema of the operator's kinds", f"/openapi/v3/apis/{GROUP}/{VERSION}"
+        path, request = f"/openapi/v3/apis/{GROUP}/{VERSION}", "read the schema of the operator's kinds"
         try:
             response = await self._client.request("get", path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S)
             content: Manifest = await response.json(loads=msgspec.json.decode)
         except ApiException as error:
             if error.status in (403, 404):
                 return {}
-            raise _translate(what, error) from error
+            raise _translate(request, error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
+            raise ClusterUnavailable(f"{request}: {type(error).__name__}: {error}") from error
         return content
 
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
@@ -294,19 +294,21 @@ class KubernetesCluster:
             field_manager=FIELD_MANAGER, force_conflicts=True,
         )  # fmt: skip
 
-    async def _send(self, method: str, kind: Kind, namespace: str, name: str | None, *, subresource: str = "", **request: Any) -> Manifest:
+    async def _send(
+        self, method: str, kind: Kind, namespace: str, name: str | None, *, subresource: str = "", **parameters: Any
+    ) -> Manifest:
         # Quoted: the name may come from another object's spec, and must not lead to another path.
         path = self._resources[kind].path(name=quote(name, safe="") if name is not None else None, namespace=namespace) + subresource
-        what = f"{method} {kind.plural} {namespace}/{name or '*'}"
+        request = f"{method} {kind.plural} {namespace}/{name or '*'}"
         try:
-            response = await self._client.request(method, path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S, **request)
+            response = await self._client.request(method, path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S, **parameters)
             content: Manifest = await response.json(loads=msgspec.json.decode)
         except ApiException as error:
-            raise _translate(what, error) from error
+            raise _translate(request, error) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ClusterUnavailable(f"{what}: {type(error).__name__}: {error}") from error
+            raise ClusterUnavailable(f"{request}: {type(error).__name__}: {error}") from error
         # A deletion that is done at once is answered with a Status; what a dry run is answered with is not there.
-        if method != "get" and content.get("kind") == kind.kind and "dry_run" not in request:
+        if method != "get" and content.get("kind") == kind.kind and "dry_run" not in parameters:
             self._answered(kind, content)
         return content
 
@@ -369,9 +371,9 @@ def _identity(manifest: Manifest) -> tuple[Kind, str, str]:
     return KINDS[manifest["kind"]], metadata["namespace"], metadata["name"]
 
 
-def _translate(what: str, error: ApiException) -> ClusterError:
+def _translate(request: str, error: ApiException) -> ClusterError:
     reason, said = _answer(error)
-    message = f"{what}: {error.status} {said}"
+    message = f"{request}: {error.status} {said}"
     kind: type[ClusterError] = ClusterConflict if error.status == 409 else ClusterRefused
     if error.status == 429 or error.status >= 500:
         kind = ClusterUnavailable

@@ -242,7 +242,10 @@ class Process:
         stalled = {str(one.scope): round(one.stalled_s) for one in self.listings}
         stale = {name: seconds for name, seconds in stalled.items() if seconds > self._settings.watch_dead_s}
         if stale:
-            raise WatchStale("watch stalled: " + ", ".join(f"no events of {name} for {seconds} s" for name, seconds in stale.items()))
+            unheard = (
+                f"a listing found changes of {name} {seconds} s ago that their watch has not reported" for name, seconds in stale.items()
+            )
+            raise WatchStale("; ".join(unheard))
         return stalled
 
     def wake(self, key: Key, *, first: bool = False) -> None:

@@ -19,7 +19,10 @@ from diffusion_operator.reconcile.store.listing import Listing
 
 REGISTRY = CollectorRegistry()
 RECONCILE_SECONDS = Histogram(
-    "diffusion_operator_reconcile_seconds", "Time to reconcile an object once.", ["kind", "outcome"], registry=REGISTRY
+    "diffusion_operator_reconcile_seconds",
+    "Time of one reconcile of an object, by kind and outcome: ok, gone or error.",
+    ["kind", "outcome"],
+    registry=REGISTRY,
 )
 
 
@@ -36,29 +39,38 @@ class PrometheusMeter:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Histogram(
             "diffusion_operator_control_call_seconds",
-            "Time of a call to a worker's control port, reads of its state left out.",
+            "Time of a call to a worker's control port, by verb and by code (OK or an error's); reads of its state are left out.",
             ["verb", "code"],
             registry=registry,
         )
         self._wakes = Histogram(
             "diffusion_operator_wake_seconds",
-            "Time of a successful wake, by the operator or by a request.",
+            "Time of each wake of a replica that succeeded, by the operator or by a request, by level of the sleep.",
             ["level"],
             registry=registry,
             buckets=SECONDS,
         )
         self._loads = Histogram(
             "diffusion_operator_adapter_load_seconds",
-            "Time to load an adapter on a replica, fetching included.",
+            "Time of each load of an adapter on a replica that succeeded, its fetch included.",
             registry=registry,
             buckets=SECONDS,
         )
-        self._loaded_bytes = Counter("diffusion_operator_adapter_loaded_bytes", "Bytes of adapters that were loaded.", registry=registry)
+        self._loaded_bytes = Counter(
+            "diffusion_operator_adapter_loaded_bytes",
+            "Size of the adapters that were loaded on replicas, counted at each load.",
+            registry=registry,
+        )
         self._evictions = Counter(
-            "diffusion_operator_adapter_evictions", "Adapters evicted from a replica's memory to make room.", registry=registry
+            "diffusion_operator_adapter_evictions",
+            "Adapters evicted from a replica's memory to make room for others, while it served.",
+            registry=registry,
         )
         failures = Counter(
-            "diffusion_operator_verification_failures", "Models and adapters that differed after a wake.", ["what"], registry=registry
+            "diffusion_operator_verification_failures",
+            "Wakes given up because weights or adapters had changed (wake), and changed adapters that were loaded again (adapter).",
+            ["what"],
+            registry=registry,
         )
         # There from the start, so that an alert sees the first one.
         self._wrong_wakes, self._wrong_adapters = (failures.labels(what=what) for what in ("wake", "adapter"))
@@ -91,7 +103,7 @@ class ObjectsByReason(Collector):
         """Count at a scrape, in the thread of the metrics server; `list` copies in one step, so the loop may write meanwhile."""
         family = GaugeMetricFamily(
             "diffusion_operator_objects",
-            "Objects by the reason of their Ready condition.",
+            "DiffusionDeployments and LoRAAdapters by the reason of their Ready condition.",
             labels=["kind", "object_namespace", "reason"],
         )
         counts = collections.Counter((key.kind, key.namespace, reason) for key, reason in list(self._reasons.items()))
@@ -112,9 +124,15 @@ class Replicas(Collector):
         A namespace that has a deployment shows all states, those without replicas as 0.
         """
         statuses = [(key.namespace, status) for key, status in list(self._statuses.items())]
-        replicas = GaugeMetricFamily("diffusion_operator_replicas", "Replicas by state.", labels=["object_namespace", "state"])
+        replicas = GaugeMetricFamily(
+            "diffusion_operator_replicas",
+            "Replicas of all DiffusionDeployments of a namespace by state.",
+            labels=["object_namespace", "state"],
+        )
         held = GaugeMetricFamily(
-            "diffusion_operator_held_requests", "Requests that wait for a replica to be awake.", labels=["object_namespace"]
+            "diffusion_operator_held_requests",
+            "Requests that replicas of a namespace hold until their model serves.",
+            labels=["object_namespace"],
         )
         states = collections.Counter((namespace, one.state) for namespace, status in statuses for one in status.replica_states)
         for namespace in sorted({namespace for namespace, _ in statuses}):
@@ -134,7 +152,7 @@ class Watches(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
             "diffusion_operator_watch_stalled_seconds",
-            "Time since a listing found a change that the watch of a kind had not reported.",
+            "Time since a listing found a change that the watch of this kind had not reported; 0 while the watch reports.",
             labels=["kind"],
         )
         stalled: dict[str, float] = {}
@@ -146,7 +164,7 @@ class Watches(Collector):
         yield family
         refused = GaugeMetricFamily(
             "diffusion_operator_watch_refused",
-            "1 for each kind in a namespace that the API server refuses to list.",
+            "1 for each kind in a namespace whose last listing failed, so that the operator does without it.",
             labels=["kind", "object_namespace"],
         )
         for listing in self._listings:
@@ -165,9 +183,13 @@ class Waiting(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         queue = self._queue()
         waiting, oldest_s = (queue.waiting, queue.oldest_s) if queue is not None else (0, 0.0)
-        yield GaugeMetricFamily("diffusion_operator_queue_length", "Objects that wait to be reconciled.", value=waiting)
         yield GaugeMetricFamily(
-            "diffusion_operator_queue_age_seconds", "Longest time that an object has waited to be reconciled.", value=oldest_s
+            "diffusion_operator_queue_length", "Objects that are due for a reconcile and wait for their turn.", value=waiting
+        )
+        yield GaugeMetricFamily(
+            "diffusion_operator_queue_age_seconds",
+            "Time that the object which is due for the longest has waited for its reconcile; 0 if none waits.",
+            value=oldest_s,
         )
 
 
@@ -184,7 +206,11 @@ class Workers(Collector):
         """
         records = [record for memory in list(self._memories.values()) for record in list(memory.polls.values())]
         counts = collections.Counter(record.followed for record in records)
-        family = GaugeMetricFamily("diffusion_operator_workers", "Workers by how the operator reads their state.", labels=["followed"])
+        family = GaugeMetricFamily(
+            "diffusion_operator_workers",
+            "Workers by how the operator hears of their state: watched, polled, lost or unheard.",
+            labels=["followed"],
+        )
         for state in Followed:
             family.add_metric([state.value], counts[state])
         yield family
@@ -198,14 +224,26 @@ class Leads(Collector):
 
     def collect(self) -> Iterator[Metric]:
         found = self._leadership
-        yield GaugeMetricFamily("diffusion_operator_leader", "1 if this process leads and writes, else 0.", value=found.is_open)
         yield GaugeMetricFamily(
-            "diffusion_operator_leader_epoch", "Epoch of this process's last leadership; 0 without election.", value=found.epoch or 0
+            "diffusion_operator_leader",
+            "1 if this process leads and so writes to the cluster, else 0; 1 without election.",
+            value=found.is_open,
         )
         yield GaugeMetricFamily(
-            "diffusion_operator_lease_age_seconds", "Time since the process that leads renewed its Lease.", value=found.renewed_ago_s
+            "diffusion_operator_leader_epoch",
+            "Epoch of this process's last leadership, a number that rises with each leader; 0 before it and without election.",
+            value=found.epoch or 0,
         )
-        yield CounterMetricFamily("diffusion_operator_leaderships_lost", "Times this process lost the leadership.", value=found.lost)
+        yield GaugeMetricFamily(
+            "diffusion_operator_lease_age_seconds",
+            "Time since this process renewed its Lease; 0 if it does not lead, and without election.",
+            value=found.renewed_ago_s,
+        )
+        yield CounterMetricFamily(
+            "diffusion_operator_leaderships_lost",
+            "Times that this process lost the leadership; giving it up at its end does not count.",
+            value=found.lost,
+        )
 
 
 def register(

@@ -84,11 +84,12 @@ def read_operator_keys(path: Path) -> tuple[bytes, ...]:
         keys = tuple(line.strip() for line in path.read_bytes().splitlines() if line.strip())
     except OSError as error:
         raise SettingsError(f"the operator key cannot be read from {path}: {error.strerror}") from error
-    if not 1 <= len(keys) <= KEYS_MAXIMUM:
-        raise SettingsError(f"{path} has {len(keys)} operator keys, expected 1 to {KEYS_MAXIMUM}, one a line, the current one first")
+    if not 1 <= (count := len(keys)) <= KEYS_MAXIMUM:
+        raise SettingsError(f"{path} has {count} operator keys, expected 1 to {KEYS_MAXIMUM}, one a line, the current one first")
     for number, key in enumerate(keys, start=1):
-        if len(key) < KEY_MINIMUM_BYTES:
-            raise SettingsError(f"the operator key in line {number} of {path} has {len(key)} bytes, expected at least {KEY_MINIMUM_BYTES}")
+        length = len(key)
+        if length < KEY_MINIMUM_BYTES:
+            raise SettingsError(f"operator key {number} in {path} has {length} bytes, expected at least {KEY_MINIMUM_BYTES}")
     return keys
 
 

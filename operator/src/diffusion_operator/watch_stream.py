@@ -22,7 +22,7 @@ class Event(msgspec.Struct, frozen=True):
     object: dict[str, Any]
 
 
-async def read_events(what: str, content: aiohttp.StreamReader) -> AsyncIterator[Event]:
+async def read_events(request: str, content: aiohttp.StreamReader) -> AsyncIterator[Event]:
     """Yield the events of a watch until it ends, from lines of any length: a ConfigMap has up to a mebibyte.
 
     An ERROR is raised as ClusterUnavailable, with the API server's code.
@@ -34,5 +34,5 @@ async def read_events(what: str, content: aiohttp.StreamReader) -> AsyncIterator
             event = decoder.decode(line)
             if event.type == "ERROR":
                 code, said = int(event.object.get("code", 500)), str(event.object.get("message", ""))
-                raise ClusterUnavailable(f"{what}: {code} {said}", status=code, said=said)
+                raise ClusterUnavailable(f"{request}: the API server ended it: {code} {said}", status=code, said=said)
             yield event

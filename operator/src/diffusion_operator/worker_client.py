@@ -43,6 +43,7 @@ ANSWER_BYTES = 64 << 10
 """The largest of all other answers."""
 WAIT_GRACE_S = 5.0
 """Beyond the time that a worker was asked to wait."""
+LIMITS = f"more than {MOST_PAGES} pages or {MOST_ADAPTERS} adapters"
 PROOF_TRIES = 3
 UNAUTHORIZED = 401
 CANNOT_PROVE = (UNAUTHORIZED, 404)
@@ -131,7 +132,7 @@ class HttpWorkerClient:
             pages.append(_read_state(ip, body))
             count += len(pages[-1].adapters)
             if len(pages) > MOST_PAGES or count > MOST_ADAPTERS or pages[-1].boot_id != pages[0].boot_id:
-                raise ControlUnreachable(f"the state document of {ip} has too many pages, or pages of two server processes")
+                raise ControlUnreachable(f"the state document of {ip} has {LIMITS}, or pages of two server processes")
         return together(pages)
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None:
@@ -181,10 +182,11 @@ class HttpWorkerClient:
         Raises ControlRefused with the worker's error. Raises ControlUnreachable without a complete answer within `timeout_s`.
         An answer of more than `most` bytes, or of another pod, raises ControlUnreachable, too.
         """
-        what, headers, epoch = f"{method} {path} of {ip}", {"Authorization": f"Bearer {token}", **PLAIN}, self._epoch()
+        request_line = f"{method} {path} of {ip}"
+        headers, epoch = {"Authorization": f"Bearer {token}", **PLAIN}, self._epoch()
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
-        request = _Request(method, f"http://{_host(ip)}:{self._port}{path}", headers, body, pod_uid, what, most)
+        request = _Request(method, f"http://{_host(ip)}:{self._port}{path}", headers, body, pod_uid, request_line, most)
         try:
             async with asyncio.timeout(timeout_s):
                 for _ in range(PROOF_TRIES):
@@ -192,16 +194,15 @@ class HttpWorkerClient:
                         with contextlib.suppress(NeedsProof):
                             return await self._once(request, opens=False)
                     self._cleared.pop(ip, None)
-                    async with asyncio.timeout(self._poll_timeout_s):
-                        proven = await self._prove(ip, token=token, pod_uid=pod_uid)
+                    proven = await self._prove_in_time(ip, token=token, pod_uid=pod_uid)
                     self._cleared[ip] = token
                     if not proven:
                         return await self._once(request, opens=True)
-            raise ControlUnreachable(f"{what}: the worker closed each connection after it had proved that it has the control token")
+            raise ControlUnreachable(f"{request_line}: the worker closed each connection after it had proved that it has the control token")
         except TimeoutError as error:
-            raise ControlUnreachable(f"{what}: no complete answer within {timeout_s:g} s") from error
+            raise ControlUnreachable(f"{request_line}: no complete answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
-            raise ControlUnreachable(f"{what}: {_fault(error)}") from error
+            raise ControlUnreachable(f"{request_line}: {_fault(error)}") from error
 
     async def _once(self, request: "_Request", *, opens: bool) -> bytes:
         """Send a request; it may open a connection if `opens`. Raises NeedsProof where it may not and there is none."""
@@ -217,10 +218,19 @@ class HttpWorkerClient:
                 found = response.headers.get(POD_UID_HEADER, "")
                 if found and request.pod_uid and found != request.pod_uid:
                     raise _another_pod(request, found)
-                return await _read(response, request.what, request.most)
+                return await _read(response, request.line, request.most)
             except BaseException:
                 response.close()  # whatever is still to come is not read, and not taken for the next answer
                 raise
+
+    async def _prove_in_time(self, ip: str, *, token: str, pod_uid: str) -> bool:
+        """Have the worker prove itself, and raise ControlUnreachable if that takes longer than a look."""
+        limit_s = self._poll_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._prove(ip, token=token, pod_uid=pod_uid)
+        except TimeoutError as error:
+            raise ControlUnreachable(f"GET {IDENTITY_PATH} of {ip}: no complete answer within {limit_s:g} s") from error
 
     async def _prove(self, ip: str, *, token: str, pod_uid: str) -> bool:
         """Have the worker prove itself on a new connection, which is then free for the request.
@@ -229,10 +239,9 @@ class HttpWorkerClient:
         Raises ControlRefused with status 401 where it has another token, ControlUnreachable where another pod answered.
         """
         nonce, address = new_nonce(), str(ipaddress.ip_address(ip))
-        path = f"{IDENTITY_PATH}?nonce={nonce}"
-        request = _Request(
-            "GET", f"http://{_host(ip)}:{self._port}{path}", PLAIN, None, pod_uid, f"GET {IDENTITY_PATH} of {ip}", ANSWER_BYTES
-        )
+        request_line = f"GET {IDENTITY_PATH} of {ip}"
+        url = f"http://{_host(ip)}:{self._port}{IDENTITY_PATH}?nonce={nonce}"
+        request = _Request("GET", url, PLAIN, None, pod_uid, request_line, ANSWER_BYTES)
         try:
             body = await self._once(request, opens=True)
         except ControlRefused as error:
@@ -242,11 +251,11 @@ class HttpWorkerClient:
         try:
             identity = msgspec.json.decode(body, type=Identity)
         except (ValueError, RecursionError) as error:
-            raise ControlUnreachable(f"{request.what}: the proof is not understood: {plain_text(str(error), 200)}") from error
+            raise ControlUnreachable(f"{request_line}: the worker's proof is not understood: {plain_text(str(error), 200)}") from error
         if identity.pod_uid and pod_uid and identity.pod_uid != pod_uid:
             raise _another_pod(request, identity.pod_uid)
         if not proves(identity, token=token, nonce=nonce, address=address):
-            refusal = WireError(code="Unauthorized", message=f"{request.what}: the worker has not proved that it has the control token")
+            refusal = WireError(code="Unauthorized", message=f"{request_line}: the worker has not proved that it has the control token")
             raise ControlRefused(refusal, status=UNAUTHORIZED)
         self._proved[ip] = pod_uid
         return True
@@ -258,14 +267,15 @@ class _Request(NamedTuple):
     headers: dict[str, str]
     body: dict[str, Any] | None
     pod_uid: str
-    what: str
+    line: str
+    """The request in words, for errors."""
     most: int
 
 
 def _another_pod(request: _Request, found: str) -> ControlUnreachable:
     """Return the error about an answer of another pod than the expected one."""
     return ControlUnreachable(
-        f"{request.what}: another pod answered, with the UID {plain_text(found, 64)}, expected the pod with the UID {request.pod_uid}"
+        f"{request.line}: another pod answered, with the UID {plain_text(found, 64)}, expected the pod with the UID {request.pod_uid}"
     )
 
 
@@ -299,25 +309,27 @@ def _host(ip: str) -> str:
     return f"[{address}]" if address.version == 6 else str(address)
 
 
-async def _read(response: aiohttp.ClientResponse, what: str, most: int) -> bytes:
+async def _read(response: aiohttp.ClientResponse, request_line: str, most: int) -> bytes:
     """Return the body of a success, JSON or empty.
 
     Raises ControlRefused with the worker's error for a status from 400 on, ControlUnreachable for everything else.
     """
     status = response.status
     if status < 200 or 300 <= status < 400:
-        raise ControlUnreachable(f"{what}: answered with status {status}, expected a result or an error; the operator follows no redirect")
+        raise ControlUnreachable(
+            f"{request_line}: answered with status {status}, expected a result or an error; the operator follows no redirect"
+        )
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
-        raise ControlUnreachable(f"{what}: the answer is encoded as {plain_text(encoding, 32)}, expected plain JSON")
+        raise ControlUnreachable(f"{request_line}: the answer is encoded as {plain_text(encoding, 32)}, expected plain JSON")
     is_json = response.content_type == "application/json"
     if status >= 400:
-        raise ControlRefused(_wire_error(await _bounded(response, what, ANSWER_BYTES) if is_json else b"", status), status=status)
-    return await _bounded(response, what, most) if is_json else await _bounded(response, what, 0, response.content_type)
+        raise ControlRefused(_wire_error(await _bounded(response, request_line, ANSWER_BYTES) if is_json else b"", status), status=status)
+    return await _bounded(response, request_line, most) if is_json else await _bounded(response, request_line, 0, response.content_type)
 
 
-async def _bounded(response: aiohttp.ClientResponse, what: str, most: int, found: str = "") -> bytes:
-    """Return the whole body. Raises ControlUnreachable if it has more than `most` bytes; `found` is a wrong type of content to name then.
+async def _bounded(response: aiohttp.ClientResponse, request_line: str, most: int, found_type: str = "") -> bytes:
+    """Return the whole body. Raises ControlUnreachable if it has more than `most` bytes, and names a wrong `found_type` of content.
 
     It is read as a stream that is left at the bound: a worker's words about its length prove nothing.
     """
@@ -329,9 +341,9 @@ async def _bounded(response: aiohttp.ClientResponse, what: str, most: int, found
                 break
         else:
             return bytes(content)
-    if found:
-        raise ControlUnreachable(f"{what}: the answer is {plain_text(found, 64)}, expected application/json")
-    raise ControlUnreachable(f"{what}: the answer is larger than {most} bytes")
+    if found_type:
+        raise ControlUnreachable(f"{request_line}: the answer is of type {plain_text(found_type, 64)}, expected application/json")
+    raise ControlUnreachable(f"{request_line}: the answer is larger than {most} bytes")
 
 
 def _fault(error: aiohttp.ClientError | ValueError) -> str:
@@ -344,5 +356,5 @@ def _wire_error(content: bytes, status: int) -> WireError:
     try:
         return msgspec.json.decode(content, type=WireError)
     except (ValueError, RecursionError):
-        message = f"status {status}, and a body that is not a worker's error"
+        message = f"the worker answered with status {status} and a body that is not one of its errors"
         return WireError(code=f"Http{status}", message=message, retryable=status >= 500)

@@ -52,7 +52,7 @@ def test_keys_stand_one_a_line_and_the_first_is_the_current_one(tmp_path: Path) 
     ("text", "message"),
     [
         ("\n \n", "has 0 operator keys, expected 1 to 3"),
-        ("k" * 32 + "\nabc\n", "in line 2"),
+        ("k" * 32 + "\nabc\n", "operator key 2 in"),
         ("\n".join("k" * 32 for _ in range(4)), "has 4 operator keys"),
     ],
     ids=["none", "a short one", "too many"],

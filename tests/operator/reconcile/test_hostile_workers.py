@@ -211,8 +211,8 @@ async def test_a_bomb_is_not_decompressed() -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (answering(b"<html>secret</html>", kind="text/html"), "the answer is text/html, expected application/json"),
-        (answering(json.dumps(STATE).encode(), kind="text/plain"), "the answer is text/plain, expected application/json"),
+        (answering(b"<html>secret</html>", kind="text/html"), "the answer is of type text/html, expected application/json"),
+        (answering(json.dumps(STATE).encode(), kind="text/plain"), "the answer is of type text/plain, expected application/json"),
         (answering(b"{}", kind="a\x1b[2J/b"), "expected application/json"),
         (answering(b"<html>secret</html>"), "not understood"),
         (answering(b"[" * 1_000_000), "not understood"),
@@ -258,7 +258,10 @@ async def test_an_error_that_is_not_understood_is_its_status_alone(body: bytes) 
         async with client_of(answering(body, status="418 Teapot", kind=kind)) as (client, _):
             with pytest.raises(ControlRefused) as caught:
                 await client.put_adapter(PUT, token="t")
-        assert (caught.value.code, str(caught.value)) == ("Http418", "status 418, and a body that is not a worker's error")
+        assert (caught.value.code, str(caught.value)) == (
+            "Http418",
+            "the worker answered with status 418 and a body that is not one of its errors",
+        )
 
 
 async def test_words_of_an_error_are_cut_and_escaped() -> None:
@@ -315,7 +318,7 @@ async def test_numbers_that_no_status_could_hold_make_a_document_unreadable(more
     ("answer", "said"),
     [
         (answering(b"", "Location: http://127.0.0.1:1/secret", status="302 Found"), "status 302"),
-        (answering(b"<html>secret</html>", kind="text/html"), "the answer is text/html"),
+        (answering(b"<html>secret</html>", kind="text/html"), "the answer is of type text/html"),
         (answering(b"x" * (STATE_BYTES + 1)), f"larger than {STATE_BYTES} bytes"),
     ],
 )

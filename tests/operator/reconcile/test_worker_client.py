@@ -166,7 +166,7 @@ async def test_an_answer_that_is_no_error_body_is_still_an_error(server: Server,
         return web.Response(status=502, text="bad gateway")
 
     server.answer = proxy_error
-    with pytest.raises(ControlRefused, match="status 502, and a body that is not a worker's error") as caught:
+    with pytest.raises(ControlRefused, match="status 502 and a body that is not one of its errors") as caught:
         await client.put_adapter(PUT, token="t")
     assert (caught.value.code, caught.value.retryable) == ("Http502", True)
 

@@ -309,3 +309,16 @@ async def test_an_adopted_worker_is_tried_with_the_new_objects_token_before_that
     tokens.inherit({IP: "u1"})
     assert (await tokens.call(IP, ask)).boot_id == "b"
     assert (tried, worker.tokens) == ([new, new, old], [old])
+
+
+async def test_a_proof_that_does_not_come_is_named_with_its_own_limit(worker: ProvingWorker) -> None:
+    async def never(_: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    worker.identity = never
+    async with listening(worker) as port, AsyncExitStack() as stack:
+        client = HttpWorkerClient(poll_timeout_s=0.3, call_timeout_s=5, port=port)
+        stack.push_async_callback(client.close)
+        with pytest.raises(ControlUnreachable, match=r"^GET /v1/identity of 127\.0\.0\.1: no complete answer within 0\.3 s$"):
+            await state(client, after="b.1", wait_s=30)

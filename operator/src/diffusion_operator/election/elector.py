@@ -133,7 +133,7 @@ class Elector:
                 raise
             answer = None
         if answer is None or answer.renewed != lease.renewed:
-            raise ClusterConflict(f"the Lease {self._place.release} was written by another client", status=409, reason="Conflict")
+            raise ClusterConflict(f"another client wrote or deleted the Lease {self._place.release}", status=409, reason="Conflict")
         return answer
 
     async def _settle(self) -> None:
@@ -160,10 +160,10 @@ class Elector:
 
     def _complain(self, error: Exception) -> None:
         """Log an error of the Lease, unless it is the same as the one before."""
-        text = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {self._timing.call:g} s"
-        if text != self._error:
-            log.warning("lease not read or written lease=%s error=%s", self._place.release, text)
-        self._error = text
+        failure = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {self._timing.call:g} s"
+        if failure != self._error:
+            log.warning("lease not read or written lease=%s error=%s", self._place.release, failure)
+        self._error = failure
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

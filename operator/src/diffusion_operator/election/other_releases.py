@@ -57,7 +57,10 @@ class OtherReleases:
             asked.error, asked.since = str(error), asked.at
             if asked.error != before:
                 log.warning(
-                    "lease of another release not read release=%s error=%s: docs/operations.md says how to take over", release, error
+                    "the lease of another release cannot be read, so its objects are left alone release=%s error=%s: "
+                    "docs/operations.md says how to take over",
+                    release,
+                    error,
                 )
             return asked
         record = lease.record if lease is not None else None

@@ -30,7 +30,7 @@ async def tell_not_understood(runtime: Runtime, key: Key, manifest: dict[str, An
     backoffs = _backoffs(runtime, key, metadata)
     backoffs.see(metadata.generation)
     if runtime.ready_reasons.get(key) != ready.reason:
-        log.warning("object left alone object=%s error=%s", key, ready.message)
+        log.warning("an object is not understood and left alone object=%s error=%s", key, ready.message)
     runtime.ready_reasons[key] = ready.reason
     before = _known(status.get("conditions"))
     (after,) = settle_conditions((ready,), previous=before, generation=metadata.generation, now=runtime.now())

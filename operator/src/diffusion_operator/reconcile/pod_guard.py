@@ -20,11 +20,11 @@ def guard(settings: Settings, pod: Manifest) -> None:
     spec = pod["spec"]
     if settings.operator_pods is not None and pod["metadata"]["namespace"] == settings.operator_pods.namespace:
         _guard_own(settings, spec)
-    wanted = "" if settings.allow_host_access else ", ".join(_host_access(spec))
+    wanted = [] if settings.allow_host_access else list(_host_access(spec))
     if wanted:
         raise ClusterRefused(
-            f"{wanted} would give the pod access to its node, and the operator was started without --allow-host-access. Remove it from the "
-            "spec, or set workers.allowHostAccess of the chart",
+            f"{', '.join(wanted)} would give the pod access to its node, and the operator was started without "
+            "--allow-host-access. Remove it from the spec, or set workers.allowHostAccess of the chart",
             status=INVALID,
         )
 

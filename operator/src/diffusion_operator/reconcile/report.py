@@ -21,4 +21,4 @@ async def report(runtime: Runtime, events: Sequence[PlannedEvent], *, kind: Kind
         except NamespaceEnds:
             return
         except ClusterError as error:
-            log.warning("event not written reason=%s object=%s/%s error=%s", planned.reason, about.namespace, about.name, error)
+            log.warning("Event not written reason=%s object=%s/%s error=%s", planned.reason, about.namespace, about.name, error)

@@ -32,7 +32,7 @@ async def tell_refusals(runtime: Runtime, election: ElectionSettings | None, lis
     except NotLeading:
         return  # the process that leads next reports them
     except OperatorError as error:
-        log.warning("event not written reason=%s error=%s", NAMESPACE_REFUSED, error)
+        log.warning("Event not written reason=%s error=%s", NAMESPACE_REFUSED, error)
 
 
 def _refusals(runtime: Runtime, listings: Sequence[Listing]) -> Iterator[PlannedEvent]:

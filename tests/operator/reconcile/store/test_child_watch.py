@@ -125,7 +125,7 @@ async def test_an_object_that_is_not_understood_is_logged_and_the_next_one_taken
     await rig.listing.list()
     await rig.run()
     assert rig.changes == ["a@92"]
-    assert "event not understood kind=pods in namespace n object=strange" in caplog.text
+    assert "left out kind=pods in namespace n object=strange" in caplog.text
 
 
 async def test_a_bookmark_moves_the_place_alone() -> None:

@@ -69,7 +69,7 @@ async def keep_child(runtime: Runtime, deployment: DiffusionDeployment, memory: 
         if isinstance(error, ClusterUnavailable):
             memory.failures.append(error)
     except Exception as error:
-        log.exception("child failed namespace=%s child=%s %s", deployment.metadata.namespace, kind, child.name)
+        log.exception("a child could not be reconciled namespace=%s child=%s %s", deployment.metadata.namespace, kind, child.name)
         memory.failures.append(error)
         ours = await _is_there(runtime, deployment, memory, child)
         text = f"{kind} {child.name} could not be reconciled: {type(error).__name__}: {error}; the operator tries again"
@@ -79,7 +79,7 @@ async def keep_child(runtime: Runtime, deployment: DiffusionDeployment, memory: 
         return state
     attempt = memory.tries[key] = tried(before, state, content=content, now=runtime.now())
     if before is None or before.state.message != state.message:
-        log.warning("child not written namespace=%s reason=%s %s", deployment.metadata.namespace, state.reason, state.message)
+        log.warning("a child is not as the spec asks namespace=%s reason=%s %s", deployment.metadata.namespace, state.reason, state.message)
     return attempt.state
 
 

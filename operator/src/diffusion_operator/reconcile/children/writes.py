@@ -156,8 +156,9 @@ async def _mend(runtime: Runtime, deployment: DiffusionDeployment, manifest: Man
     if live is None or ownership(live, metadata) is not Ownership.OURS:
         return False
     await _patch(runtime, manifest, replace_whole(live, manifest))
-    what = f"{kind.kind} {manifest['metadata']['name']} was put back as a whole, because a change of it could not be merged: {error.said}"
-    await tell(runtime, deployment, repaired(what, key=f"{kind.kind}-{live['metadata']['resourceVersion']}"))
+    name = manifest["metadata"]["name"]
+    whole = f"{kind.kind} {name} was put back as a whole, because another client's change of it could not be merged: {error.said}"
+    await tell(runtime, deployment, repaired(whole, key=f"{kind.kind}-{live['metadata']['resourceVersion']}"))
     return True
 
 

@@ -97,7 +97,8 @@ class ChildWatch:
         try:
             take(self._listing.scope.kind, event.object)
         except Exception:  # a strange object must not end the watch of its kind
-            log.exception("event not understood kind=%s object=%s", self._listing.scope, event.object["metadata"].get("name"))
+            name = event.object["metadata"].get("name")
+            log.exception("a change from a watch could not be taken, and is left out kind=%s object=%s", self._listing.scope, name)
 
     def _count(self) -> None:
         """Count a failure; after a watch that has lived, forget all of them instead, even where it broke in the end."""

@@ -77,7 +77,7 @@ class Listing:
         """Go on without this scope until it can be listed again, as after a deleted namespace was made again."""
         first, self.refusal = not self.refusal, str(error)
         if first:
-            log.warning("kind not listed, next try in 30 s kind=%s error=%s", self.scope, error)
+            log.warning("objects could not be listed, next try in 30 s kind=%s error=%s", self.scope, error)
             self._refused()
 
     async def list(self) -> bool:

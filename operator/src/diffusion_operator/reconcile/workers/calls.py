@@ -105,7 +105,7 @@ class WorkerCalls:
                 try:
                     await _call(runtime, memory, call)
                 except Exception:  # a call that fails must keep none of the others from being made
-                    log.exception("control call failed operation=%s worker=%s", call.operation_id, call.worker.ip)
+                    log.exception("control call failed unexpectedly operation=%s worker=%s", call.operation_id, call.worker.ip)
 
         await asyncio.gather(*(call_in_time(call) for call in calls if not isinstance(call, PutAdapter)))
         await asyncio.gather(*(call_in_time(call) for call in calls if isinstance(call, PutAdapter)))

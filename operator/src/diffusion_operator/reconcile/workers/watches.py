@@ -154,7 +154,7 @@ class WorkerWatches:
         except ControlError as error:
             return record.failed(str(error), runtime.now())
         except Exception as error:  # a worker's strange answer must not end its watch
-            log.exception("watch failed pod=%s", worker.pod)
+            log.exception("reading the state of a worker failed unexpectedly, it is tried again pod=%s", worker.pod)
             return record.failed(f"{type(error).__name__}: {error}", runtime.now())
 
 

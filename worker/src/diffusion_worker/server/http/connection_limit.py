@@ -89,6 +89,14 @@ class ConnectionCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families; called by the registry."""
-        yield gauge("connections", "Connections of the data port.", self._limit.open)
-        yield gauge("connections_max", "Most connections of the data port that are served at once, probes aside.", self._limit.most)
-        yield counter("connections_refused", "Requests refused on connections beyond connections_max.", self._limit.refused)
+        yield gauge("connections", "Open connections of the data port, those beyond connections_max among them.", self._limit.open)
+        yield gauge(
+            "connections_max",
+            "Bound on the connections of the data port, --max-connections; beyond it only probes and metrics are answered.",
+            self._limit.most,
+        )
+        yield counter(
+            "connections_refused",
+            "Requests refused with 429 because they came over a connection beyond connections_max.",
+            self._limit.refused,
+        )

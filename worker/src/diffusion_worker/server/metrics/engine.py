@@ -32,11 +32,13 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Read the engine's counters and state at the time of a scrape, and yield them family by family."""
         document = self._engine.state_document()
-        yield by_state("state", "1 for the state the worker is in.", EngineState, {document.state: 1})
-        yield gauge("state_age_seconds", "Time since the worker entered its state.", document.state_age_seconds)
-        yield by_state("sleep_policy", "1 for the sleep policy in force.", SleepPolicy, {document.policy: 1}, label="policy")
-        yield gauge("paused", "1 while requests are accepted but no step is made.", document.paused)
-        yield gauge("requests_in_flight", "Images that are being made.", document.in_flight)
+        yield by_state("state", "1 for the state that the worker is in, 0 for the others.", EngineState, {document.state: 1})
+        yield gauge("state_age_seconds", "Time since the worker entered its present state.", document.state_age_seconds)
+        yield by_state(
+            "sleep_policy", "1 for the sleep policy in force, 0 for the others.", SleepPolicy, {document.policy: 1}, label="policy"
+        )
+        yield gauge("paused", "1 while the worker is paused, so that it accepts requests and makes no step; else 0.", document.paused)
+        yield gauge("requests_in_flight", "Images in the batch, which are being made.", document.in_flight)
         yield gauge("requests_queued", "Images that wait for a place in the batch.", document.queued)
         yield from self._held(document)
         yield from self._queue()
@@ -52,74 +54,136 @@ class EngineCollector(Collector):
     def _held(self, document: StateDocument) -> Iterator[Metric]:
         held = self._engine.held
         outcomes = {outcome.value: held.outcomes[outcome] for outcome in HeldOutcome}
-        yield gauge("requests_held", "Requests that wait until the model serves.", document.held.current)
-        yield gauge("held_oldest_seconds", "Waiting time of the oldest held request.", document.held.oldest_age_seconds or 0.0)
-        yield labelled("held_requests", "Requests that came while the model did not serve, by outcome.", "outcome", outcomes)
-        yield histogram("held_seconds", "Time that requests were held, with and without success.", {"": held.waited})
+        yield gauge(
+            "requests_held", "Requests that wait until the model serves, while it loads, restarts, sleeps or wakes.", document.held.current
+        )
+        yield gauge(
+            "held_oldest_seconds",
+            "Time that the oldest held request has waited so far; 0 without any.",
+            document.held.oldest_age_seconds or 0.0,
+        )
+        yield labelled(
+            "held_requests", "Requests that came while the model did not serve, counted when they ended, by outcome.", "outcome", outcomes
+        )
+        yield histogram("held_seconds", "Time that a request was held until the model served, or until it was given up.", {"": held.waited})
 
     def _queue(self) -> Iterator[Metric]:
         queue, limits = self._engine.queue, self._engine.config.queue
         refusals = {bound.value: queue.refusals[bound] for bound in Bound}
-        yield labelled("queue_refusals", "Requests refused because the queue was full, by bound.", "bound", refusals)
+        yield labelled(
+            "queue_refusals", "Requests refused with 429 because the queue was full, by the bound that they met.", "bound", refusals
+        )
         yield gauge("queue_requests", "Requests that wait for their first step, held ones among them.", queue.bounds.waiting)
-        yield gauge("queue_requests_max", "Most requests that may wait for their first step.", limits.max_queued)
-        yield gauge("queue_work_seconds", "Expected device time of all requests.", queue.bounds.left_s)
-        yield gauge("queue_work_seconds_max", "Bound on the expected device time of all requests.", limits.max_queued_seconds)
-        yield gauge("queue_image_bytes", "Bytes of the decoded images of all requests.", queue.bounds.size_bytes)
-        yield gauge("queue_image_bytes_max", "Bound on the bytes of the decoded images of all requests.", limits.max_queued_bytes)
+        yield gauge("queue_requests_max", "Bound on the requests that wait for their first step, --max-queued.", limits.max_queued)
         yield gauge(
-            "queue_promises", "Refused requests for which a place in the queue is kept until they come back.", queue.bounds.promised
+            "queue_work_seconds",
+            "Time that the device is expected to need for what is left of all requests, queued and running.",
+            queue.bounds.left_s,
+        )
+        yield gauge(
+            "queue_work_seconds_max", "Bound on that expected time of all requests, --max-queued-seconds.", limits.max_queued_seconds
+        )
+        yield gauge("queue_image_bytes", "Bytes of the decoded input images of all requests, queued and running.", queue.bounds.size_bytes)
+        yield gauge(
+            "queue_image_bytes_max",
+            "Bound on the bytes of the decoded input images of all requests, --max-queued-bytes.",
+            limits.max_queued_bytes,
+        )
+        yield gauge(
+            "queue_promises",
+            "Requests refused with 429 for which a place in the queue is kept for a while, until they come back.",
+            queue.bounds.promised,
         )
 
     def _steps(self) -> Iterator[Metric]:
         stats = self._engine.stats
-        yield counter("images", "Images made.", stats.images)
-        yield counter("pixels", "Pixels of the images made.", stats.pixels)
-        yield counter("images_replayed", "Images begun again after the rank group was lost.", stats.replayed)
-        yield counter("steps", "Steps of the batch.", stats.ticks)
-        yield histogram("step_seconds", "Time the ranks spent in a step of the batch.", {"": stats.step_durations})
-        yield counter("model_calls", "Merged model calls.", stats.model_calls)
-        yield counter("model_rows", "Rows of all merged model calls.", stats.rows)
-        yield counter("model_rows_skipped", "Rows of model calls that a step cache skipped for the most part.", stats.skipped_rows)
+        yield counter("images", "Images that the ranks made.", stats.images)
+        yield counter("pixels", "Pixels of the images that the ranks made.", stats.pixels)
+        yield counter(
+            "images_replayed",
+            "Images begun again: after the rank group was lost, after a lack of memory, or to run without others.",
+            stats.replayed,
+        )
+        yield counter("steps", "Steps of the batch; each step advances all images in it.", stats.ticks)
+        yield histogram("step_seconds", "Time that the ranks took for a step of the batch.", {"": stats.step_durations})
+        yield counter("model_calls", "Calls of the denoiser, each for one or more requests.", stats.model_calls)
+        yield counter("model_rows", "Rows of all calls of the denoiser; a request has one row or more in a call.", stats.rows)
+        yield counter(
+            "model_rows_skipped", "Rows of calls of the denoiser for which a step cache skipped most of its blocks.", stats.skipped_rows
+        )
 
     def _prompt_cache(self, cache: PromptCacheStats) -> Iterator[Metric]:
         results = {"hit": cache.hits, "miss": cache.misses, "bypassed": cache.bypassed}
-        yield labelled("prompt_cache_lookups", "Calls of text encoders, by result of the prompt cache.", "result", results)
+        yield labelled(
+            "prompt_cache_lookups",
+            "Calls of text encoders, by result: hit (taken from the prompt cache), miss (made and kept) or bypassed (made and not kept).",
+            "result",
+            results,
+        )
         yield gauge("prompt_cache_entries", "Encoded prompts in the prompt cache.", cache.size)
-        yield gauge("prompt_cache_entries_max", "Most encoded prompts in the prompt cache.", cache.max_size)
+        yield gauge("prompt_cache_entries_max", "Bound on the encoded prompts in the prompt cache.", cache.max_size)
 
     def _adapters(self, document: StateDocument) -> Iterator[Metric]:
         adapters, loads = document.adapters, self._engine.adapter_loads
         kept = {each.digest: each.size_bytes or 0 for each in adapters if each.state in (AdapterState.LOADED, AdapterState.DRAINING)}
-        yield by_state("adapters", "Adapters by state.", AdapterState, Tally[str](adapter.state for adapter in adapters))
-        yield gauge("adapters_registered", "Adapters that the ranks have in host memory.", self._engine.registered_adapters)
-        yield gauge("adapters_registered_max", "Most adapters in the ranks' host memory.", self._engine.config.max_cached_loras)
-        yield gauge("adapters_active", "Adapters that images in the batch use.", self._engine.active_adapters)
-        yield gauge("adapter_slots", "Most adapters that images in the batch can use at once.", self._engine.config.max_loras)
-        yield counter("adapter_evictions", "Adapters evicted from memory for others.", loads.evictions)
-        yield gauge("adapters_in_use", "Adapters that a request uses now.", sum(adapter.refs > 0 for adapter in adapters))
-        yield gauge("adapter_bytes", "Size of the files of all adapters that are loaded.", sum(kept.values()))
-        yield labelled("adapter_loads", "Loads of adapters, by error code or OK.", "code", {code: loads.codes[code] for code in LOAD_CODES})
-        yield histogram("adapter_load_seconds", "Time of the loads of adapters that succeeded.", {"": loads.durations})
-        yield histogram("adapter_fetch_seconds", "Time of the fetches of adapters from their sources.", {"": loads.fetch_durations})
-        yield counter("adapter_fetched_bytes", "Bytes of adapters that were fetched from their sources.", loads.fetched_bytes)
+        yield by_state(
+            "adapters", "Adapters that the worker knows, by state.", AdapterState, Tally[str](adapter.state for adapter in adapters)
+        )
+        yield gauge(
+            "adapters_registered",
+            "Adapters that the ranks have in host memory; names with the same content count once.",
+            self._engine.registered_adapters,
+        )
+        yield gauge(
+            "adapters_registered_max",
+            "Bound on the adapters in the ranks' host memory, --max-cached-loras.",
+            self._engine.config.max_cached_loras,
+        )
+        yield gauge("adapters_active", "Different adapters that images in the batch use now.", self._engine.active_adapters)
+        yield gauge(
+            "adapter_slots",
+            "Bound on the different adapters that images in the batch use at once, --max-loras.",
+            self._engine.config.max_loras,
+        )
+        yield counter("adapter_evictions", "Adapters evicted from the ranks' memory to make room for others.", loads.evictions)
+        yield gauge("adapters_in_use", "Adapters that a queued or running request uses now.", sum(adapter.refs > 0 for adapter in adapters))
+        yield gauge("adapter_bytes", "Size of the files of all loaded adapters; a file of several names counts once.", sum(kept.values()))
+        yield labelled(
+            "adapter_loads",
+            "Loads of adapters that ended, by code: OK or an error's code.",
+            "code",
+            {code: loads.codes[code] for code in LOAD_CODES},
+        )
+        yield histogram(
+            "adapter_load_seconds", "Time of each load of an adapter that succeeded, its fetch included.", {"": loads.durations}
+        )
+        yield histogram("adapter_fetch_seconds", "Time of each fetch of an adapter from a source elsewhere.", {"": loads.fetch_durations})
+        yield counter("adapter_fetched_bytes", "Bytes of adapters that were fetched from sources elsewhere.", loads.fetched_bytes)
 
     def _operations(self) -> Iterator[Metric]:
         done = self._engine.operations_done
         failures = {kind: done.failures[kind] for kind in OPERATION_KINDS}
-        yield histogram("operation_seconds", "Time of the sleeps and wakes that succeeded.", done.durations, label="kind")
-        yield counter("sleep_freed_bytes", "Memory freed by sleeps, all ranks.", done.freed_bytes)
-        yield labelled("operation_failures", "Sleeps and wakes that failed.", "kind", failures)
+        yield histogram(
+            "operation_seconds",
+            "Time of each sleep and each wake that succeeded, the drain before a sleep included.",
+            done.durations,
+            label="kind",
+        )
+        yield counter("sleep_freed_bytes", "Memory that sleeps freed, summed over all sleeps and ranks.", done.freed_bytes)
+        yield labelled("operation_failures", "Sleeps and wakes that failed, by kind.", "kind", failures)
 
     def _group(self, document: StateDocument) -> Iterator[Metric]:
         by_fault = self._engine.life.losses.by_fault
         losses = {fault.value: by_fault.get(fault, 0) for fault in GROUP_FAULTS}
         dropped = dict(zip(("server", "ranks"), self._engine.dropped_frames, strict=True))
         yield counter("rank_group_restarts", "Times the rank group was started again.", document.restarts)
-        yield gauge("standby_ranks", "Processes that are ready to become ranks when the group is lost.", document.standby_ranks)
-        yield labelled("rank_group_losses", "Losses of the rank group by kind of fault.", "fault", losses)
+        yield gauge("standby_ranks", "Processes that are ready to become ranks when the rank group is lost.", document.standby_ranks)
+        yield labelled("rank_group_losses", "Losses of the rank group, by kind of fault.", "fault", losses)
         yield labelled(
-            "frames_dropped", "Invalid messages between server process and ranks, by the receiver that dropped them.", "end", dropped
+            "frames_dropped",
+            "Invalid messages between the server process and its ranks, by the end that received and dropped them.",
+            "end",
+            dropped,
         )
 
 
@@ -128,15 +192,25 @@ def _rank_memory(ranks: list[RankDocument]) -> Iterator[Metric]:
         return {one.rank: getattr(one.memory, name) for one in ranks}
 
     yield by_rank("rank_weights_bytes", "Size of a rank's weights.", by_field("weights_bytes"))
-    yield by_rank("rank_weights_resident_bytes", "Part of a rank's weights that is in memory.", by_field("weights_resident_bytes"))
-    yield by_rank("rank_mirror_memory_bytes", "Memory from which a rank's weights come back at wake.", by_field("mirror_memory_bytes"))
     yield by_rank(
-        "rank_mirror_shared_bytes", "Such memory that ranks of the pod share, which the pod has once.", by_field("mirror_shared_bytes")
+        "rank_weights_resident_bytes",
+        "Part of a rank's weights that is in memory now: on a GPU in its memory, else in host memory.",
+        by_field("weights_resident_bytes"),
+    )
+    yield by_rank(
+        "rank_mirror_memory_bytes",
+        "Host memory that a rank keeps so that its weights come back from it at a wake.",
+        by_field("mirror_memory_bytes"),
+    )
+    yield by_rank(
+        "rank_mirror_shared_bytes",
+        "Host memory for the same use that ranks of the pod share; each reports it, and the pod has it once.",
+        by_field("mirror_shared_bytes"),
     )
     yield by_rank(
         "rank_adapter_slots_resident_bytes",
-        "Part of a rank's slots for adapters that is in memory.",
+        "Memory that a rank holds now for the adapters in use, its slots; 0 asleep.",
         by_field("adapter_slots_resident_bytes"),
     )
-    yield by_rank("rank_adapter_host_bytes", "Adapters that a rank has in host memory.", by_field("adapter_host_bytes"))
-    yield by_rank("rank_cache_bytes", "Bytes in a rank's prompt cache.", by_field("cache_bytes"))
+    yield by_rank("rank_adapter_host_bytes", "Size of the adapters in a rank's host memory.", by_field("adapter_host_bytes"))
+    yield by_rank("rank_cache_bytes", "Size of the encoded prompts in a rank's prompt cache.", by_field("cache_bytes"))

@@ -43,21 +43,39 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         counters, histograms = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
-        requests = counters(PREFIX + "requests", "Requests for images answered, by error code or OK.", ["code", "route"])
-        seconds = histograms(PREFIX + "request_seconds", "Time from a request to its answer.", ["route"], buckets=REQUEST_BUCKETS)
-        phases = histograms(PREFIX + "phase_seconds", "Time of an image's phases.", ["phase"], buckets=BOUNDS_S)
+        requests = counters(
+            PREFIX + "requests", "Requests for images that ended, by code (OK, ClientGone or an error's code) and route.", ["code", "route"]
+        )
+        seconds = histograms(
+            PREFIX + "request_seconds",
+            "Time from the arrival of a request to the end of its answer, for requests answered with images.",
+            ["route"],
+            buckets=REQUEST_BUCKETS,
+        )
+        phases = histograms(
+            PREFIX + "phase_seconds",
+            "Time of each phase of an answered image: queue, encode, denoise, decode or post.",
+            ["phase"],
+            buckets=BOUNDS_S,
+        )
         # Created here, so that they are 0 before the first event, and need no lookup in every request.
         self._requests = {(code, path): requests.labels(code, route) for code in CODES for path, route in ROUTES.items()}
         self._seconds = {path: seconds.labels(route) for path, route in ROUTES.items()}
         self._phases = {phase: phases.labels(phase) for phase in PHASES}
-        self._first_step = histograms(PREFIX + "first_step_seconds", "Time from an image's request to its first step.", buckets=BOUNDS_S)
-        self._peak_bytes = histograms(
-            PREFIX + "image_peak_bytes", "Most memory that an answered image's steps needed beside the weights.", buckets=MEMORY_BUCKETS
+        self._first_step = histograms(
+            PREFIX + "first_step_seconds", "Time from an image's request to its first step, for answered images.", buckets=BOUNDS_S
         )
-        self._with_adapter = counters(PREFIX + "adapter_images", "Images made with an adapter and answered.")
-        by_adapters = counters(PREFIX + "requests_with_adapters", "Requests answered with images, by number of adapters.", ["adapters"])
+        self._peak_bytes = histograms(
+            PREFIX + "image_peak_bytes",
+            "Most memory that the steps of an answered image needed beside the weights; only where the device reports it.",
+            buckets=MEMORY_BUCKETS,
+        )
+        self._with_adapter = counters(PREFIX + "adapter_images", "Images that were made with at least one adapter and answered.")
+        by_adapters = counters(
+            PREFIX + "requests_with_adapters", "Requests answered with images, by the number of adapters that they used.", ["adapters"]
+        )
         self._by_adapters = [by_adapters.labels(str(count)) for count in range(engine.config.max_loras_per_request + 1)]
-        info = Gauge(PREFIX + "info", "Always 1; the label is the worker's version.", ["version"], registry=self.registry)
+        info = Gauge(PREFIX + "info", "Always 1; the label version is the worker's version.", ["version"], registry=self.registry)
         info.labels(engine.version).set(1)
         self.registry.register(EncodingCollector(encoding, decoders))
         self.registry.register(EngineCollector(engine))
@@ -114,10 +132,16 @@ class EncodingCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the number of encoding threads and their pending work, then the waiting and working times of encoding and of decoding."""
         encoding = self._encoding
-        yield gauge("encoding_threads", "Number of threads in the pool that encodes images, fixed at start.", encoding.threads)
-        yield gauge("encoding_pending", "Pieces of work that encoding threads work on or that wait for one.", encoding.pending)
-        yield histogram("encoding_wait_seconds", "Waiting time of a piece of work for an encoding thread.", {"": encoding.waited})
-        yield histogram("encoding_seconds", "Time of an encoding thread for a piece of work.", {"": encoding.worked})
+        yield gauge("encoding_threads", "Threads that encode images for answers; their number is fixed at the start.", encoding.threads)
+        yield gauge(
+            "encoding_pending",
+            "Pieces of work of the encoding threads, waiting and in progress; a piece is one file or one answer's body.",
+            encoding.pending,
+        )
+        yield histogram("encoding_wait_seconds", "Time that a piece of work waited for an encoding thread.", {"": encoding.waited})
+        yield histogram("encoding_seconds", "Time that an encoding thread took for a piece of work.", {"": encoding.worked})
         decoders = self._decoders
-        yield histogram("decoding_wait_seconds", "Waiting time of a client's file for its decoding.", {"": decoders.waited})
-        yield histogram("decoding_seconds", "Time of decoding a client's file.", {"": decoders.worked})
+        yield histogram(
+            "decoding_wait_seconds", "Time that an image file of a client waited until its decoding began.", {"": decoders.waited}
+        )
+        yield histogram("decoding_seconds", "Time that the decoding of an image file of a client took.", {"": decoders.worked})
