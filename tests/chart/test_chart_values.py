@@ -374,5 +374,5 @@ def test_a_test_pod_that_was_left_is_replaced_by_the_next_test(chart: Chart) -> 
 
 def test_values_of_an_earlier_chart_that_are_reused_are_refused_with_the_remedy(chart: Chart) -> None:
     """Render with values that lack a new one, as `helm upgrade --reuse-values` gives them to the chart."""
-    with pytest.raises(RenderError, match="--reset-then-reuse-values instead of --reuse-values"):
+    with pytest.raises(RenderError, match="run helm upgrade with --reset-then-reuse-values instead"):
         chart.documents(overrides={"dashboards": None})
