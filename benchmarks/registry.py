@@ -57,4 +57,5 @@ GOALS: dict[str, Goal] = {
     "P11": Goal("cold_request", 5, Needs.CLUSTER),
     "P12": Goal("operators.scale", 14, Needs.APISERVER),
     "P17": Goal("operators.watch", 15, Needs.APISERVER),
+    "P18": Goal("restart", 6),
 }

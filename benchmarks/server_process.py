@@ -11,14 +11,22 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 DEADLINE_S = 120.0
-LISTENING = re.compile(rb"listening data=\S+:(\d+)")
+LISTENING = re.compile(rb"listening data=\S+:(\d+) control=\S+:(\d+)")
 
 
 @contextlib.contextmanager
 def server(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run a server during the block, and yield its process and data port once it has printed where it listens.
+    """Run a server during the block, and yield its process and data port; the rest is as with `listening`."""
+    with listening(command) as (process, port, _):
+        yield process, port
+
+
+@contextlib.contextmanager
+def listening(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """Run a server during the block, and yield its process, data port and control port once it has printed where it listens.
 
     At the block's end it is terminated, and killed if that takes over 30 seconds.
 
@@ -28,7 +36,7 @@ def server(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], in
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "PYTHONUNBUFFERED": "1"})
         try:
-            yield process, _port(process, output.fileno())
+            yield process, *_ports(process, output.fileno())
         except RuntimeError as error:
             raise RuntimeError(f"{error}; the end of its log:\n{_tail(output.fileno())}") from error
         finally:
@@ -38,12 +46,12 @@ def server(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], in
             process.kill()
 
 
-def _port(process: subprocess.Popen[bytes], output: int) -> int:
+def _ports(process: subprocess.Popen[bytes], output: int) -> tuple[int, int]:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline and process.poll() is None:
         found = LISTENING.search(os.pread(output, 65_536, 0))
         if found:
-            return int(found[1])
+            return int(found[1]), int(found[2])
         time.sleep(0.002)
     raise RuntimeError("the server does not listen")
 
@@ -72,6 +80,12 @@ def make_image(port: int) -> None:
     )
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         answer.read()
+
+
+def state(control_port: int) -> dict[str, Any]:
+    """Return the state document of a server without a control token."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{control_port}/v1/state", timeout=DEADLINE_S) as answer:
+        return dict(json.load(answer))
 
 
 def status_mb(pid: int, field: str) -> float:
