@@ -64,7 +64,8 @@ def why_no_accelerator() -> str:
     except (AssertionError, RuntimeError) as error:
         # AssertionError: a build of torch for CPUs alone.
         return " ".join(str(error).split())
-    return f"torch {torch.__version__} counts {torch.cuda.device_count()} GPUs"
+    version, gpus = torch.__version__, torch.cuda.device_count()
+    return f"torch {version} counts {gpus} GPUs"
 
 
 def _require_bfloat16(device: torch.device, dtype: Dtype) -> None:
@@ -73,7 +74,8 @@ def _require_bfloat16(device: torch.device, dtype: Dtype) -> None:
         return
     major, minor = torch.cuda.get_device_capability(device)
     asked = "--dtype auto, which is bfloat16 on a GPU" if dtype is Dtype.AUTO else "--dtype bfloat16"
+    gpu = torch.cuda.get_device_name(device)
     raise ConfigError(
-        f"{DEVICE_UNAVAILABLE}: {asked}: expected a GPU of compute capability 8.0 or later, found {torch.cuda.get_device_name(device)} "
+        f"{DEVICE_UNAVAILABLE}: {asked}: expected a GPU of compute capability 8.0 or later, found {gpu} "
         f"with {major}.{minor}; choose float16 or float32"
     )

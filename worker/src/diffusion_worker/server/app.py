@@ -100,13 +100,13 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     return app
 
 
-def _require(app: FastAPI, token_file: TokenFile, name: str, guards: Callable[[str], bool]) -> list[params.Depends]:
-    """Add a middleware that requires the token for each path of which `guards` returns True; `name` is the token's in its errors.
+def _require(app: FastAPI, token_file: TokenFile, credential: str, guards: Callable[[str], bool]) -> list[params.Depends]:
+    """Add a middleware that requires the token for each path of which `guards` returns True; `credential` is its name in errors.
 
     The returned dependencies check nothing, but put the token into the OpenAPI document. Raise ConfigError if there is no token.
     """
     token_file.require()
-    app.add_middleware(RequireToken, token_file=token_file, name=name, guards=guards)
+    app.add_middleware(RequireToken, token_file=token_file, credential=credential, guards=guards)
     return [Depends(HTTPBearer(auto_error=False))]
 
 

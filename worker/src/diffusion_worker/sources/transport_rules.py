@@ -97,11 +97,11 @@ def allowed_addresses(host: str, port: int, reach: Reach) -> list[str]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise RequestError(ErrorCode.NETWORK_ERROR, f"host {host!r}: its name cannot be resolved") from None
-    texts = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    for text in texts:
-        if why := why_refused(ipaddress.ip_address(text.partition("%")[0]), reach):
-            raise RequestError(ErrorCode.NETWORK_ERROR, f"host {host!r}: refused, because its address {text} is {why}")
-    return texts
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    for address in addresses:
+        if why := why_refused(ipaddress.ip_address(address.partition("%")[0]), reach):
+            raise RequestError(ErrorCode.NETWORK_ERROR, f"host {host!r}: refused, because its address {address} is {why}")
+    return addresses
 
 
 def require_scheme(scheme: str, *, allow_http: bool, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> None:

@@ -25,9 +25,10 @@ def check_unread(path: Path, *, root: Path | None = None, digest: str | None, na
             return None
         try:
             file.seek(0)
-            found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise RequestError(ErrorCode.INVALID_ADAPTER, f"{label}: {weights.name} cannot be read: {error.strerror}") from None
+    found = f"sha256:{actual}"
     if found != digest.lower():
         raise RequestError(ErrorCode.DIGEST_MISMATCH, f"{label}: expected {digest}, found {found}")
     return found

@@ -23,8 +23,8 @@ from diffusion_worker.runner.loading.deferred_weights import NotReadable, build_
 logger = logging.getLogger(__name__)
 
 
-def class_of(name: str, library: str, kind: str) -> Any:
-    """Import class `kind` of component `name`.
+def class_of(name: str, library: str, class_name: str) -> Any:
+    """Import class `class_name` of component `name`.
 
     `library`, as a model index gives it, is a subpackage of `diffusers.pipelines` or else any package.
 
@@ -33,9 +33,9 @@ def class_of(name: str, library: str, kind: str) -> Any:
     """
     try:
         package = getattr(diffusers.pipelines, library, None) or importlib.import_module(library)
-        return getattr(package, kind)
+        return getattr(package, class_name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"component {name}: {library}.{kind} cannot be found: {error}") from error
+        raise ConfigError(f"component {name}: {library}.{class_name} cannot be found: {error}") from error
 
 
 def is_loadable(kind: Any) -> bool:
@@ -73,7 +73,8 @@ def load_component(
     except ConfigError as error:
         raise ConfigError(f"component {name}: {error}") from error
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
-        raise ConfigError(f"component {name}: {kind.__name__} cannot be loaded from {folder}: {error}") from error
+        class_name = kind.__name__
+        raise ConfigError(f"component {name}: {class_name} cannot be loaded from {folder}: {error}") from error
 
 
 def _load_whole(name: str, kind: Any, folder: Path, dtype: torch.dtype, checkpoint: Checkpoint, options: dict[str, Any]) -> torch.nn.Module:

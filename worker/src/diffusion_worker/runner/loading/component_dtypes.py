@@ -46,7 +46,7 @@ class ComponentDtypes:
             ConfigError: the options name a component that is not among `components`.
         """
         if unknown := sorted(self._asked.keys() - set(components)):
-            name, known = unknown[0], ", ".join(sorted(components))
-            raise ConfigError(f"--dtype {name}=…: expected a component of {self._pipeline} that has weights, one of {known}")
+            component, known = unknown[0], ", ".join(sorted(components))
+            raise ConfigError(f"--dtype {component}=…: expected a component of {self._pipeline} that has weights, one of {known}")
         other = {name: dtype for name, dtype in sorted(self._own.items()) if name in components and dtype is not self._usual}
         return {"dtype": ", ".join(f"{name}={str(dtype).removeprefix('torch.')}" for name, dtype in other.items())} if other else {}

@@ -176,4 +176,5 @@ def _check_components(config: WorkerConfig, pipeline: Any) -> None:
         classes = tuple(kind for kind in expected.get(name, ()) if inspect.isclass(kind) and kind is not inspect.Parameter.empty)
         if classes and not isinstance(module, classes):
             expected, found = " or ".join(kind.__name__ for kind in classes), type(module).__name__
-            raise ConfigError(f"--pipeline {config.pipeline}: {name} of {config.model!r}: expected a {expected}, found a {found}")
+            component = f"component {name} of {config.model!r}"
+            raise ConfigError(f"--pipeline {config.pipeline}: {component}: expected a {expected}, found a {found}")

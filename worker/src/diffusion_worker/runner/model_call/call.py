@@ -261,11 +261,11 @@ def _merge_values(path: str, values: list[Any], rows: list[int], layout: _Layout
     return first
 
 
-def _concatenate(path: str, values: list[torch.Tensor]) -> torch.Tensor:
+def _concatenate(argument: str, values: list[torch.Tensor]) -> torch.Tensor:
     shapes = {(value.dtype, tuple(value.shape[1:])) for value in values}
     if len(shapes) > 1:
         found = " and ".join(sorted(map(str, shapes)))
-        raise ValueError(f"{path}: expected rows of one precision and one shape in a call, found {found}")
+        raise ValueError(f"{argument}: expected rows of one precision and one shape in a call, found {found}")
     return torch.cat(values)
 
 

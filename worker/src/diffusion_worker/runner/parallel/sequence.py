@@ -80,15 +80,15 @@ def _diffusers_plan(plan: SequencePlan, model: Any) -> Plan:
     return made | {plan.gathered: ContextParallelOutput(gather_dim=1, expected_dims=3)}
 
 
-def check_model(name: str, model: nn.Module, size: int) -> None:
+def check_model(component: str, model: nn.Module, size: int) -> None:
     """Raise ConfigError if the record of the model's class has no plan, or `size` does not divide the number of attention heads."""
     model_class = type(model).__name__
     if model_record(type(model)).sequence is None:
         known = ", ".join(record.name for record in models() if record.sequence is not None)
-        raise ConfigError(f"--sequence: {model_class} ({name}) is not supported, expected one of {known}")
+        raise ConfigError(f"--sequence: {model_class} ({component}) is not supported, expected one of {known}")
     heads = int(model.config["num_attention_heads"])  # type: ignore[index]
     if heads % size:
-        raise ConfigError(f"--sequence {size}: {model_class} ({name}) has {heads} attention heads, which is not a multiple of {size}")
+        raise ConfigError(f"--sequence {size}: {model_class} ({component}) has {heads} attention heads, which is not a multiple of {size}")
 
 
 def describe(info: ModelInfo, token_pixels: int, size: int) -> ModelInfo:
@@ -147,14 +147,14 @@ class Ulysses:
 
         return prepare
 
-    def _connect(self, name: str, module: Any, plan: SequencePlan) -> None:
-        if plan.text_attention is not None and name.endswith(plan.text_attention):
+    def _connect(self, layer: str, module: Any, plan: SequencePlan) -> None:
+        if plan.text_attention is not None and layer.endswith(plan.text_attention):
             return
         if type(module.processor).__name__ == plan.joint_processor:
             module.processor = SplitJointAttention(self._group)
         if not hasattr(module.processor, "_parallel_config"):
             processor = type(module.processor).__name__
-            raise ConfigError(f"--sequence: the attention processor of {name}, {processor}, does not support several ranks")
+            raise ConfigError(f"--sequence: the attention processor of {layer}, {processor}, does not support several ranks")
         module.processor._parallel_config = self._config
 
     def _check_length(self, part: str, tokens: int) -> None:

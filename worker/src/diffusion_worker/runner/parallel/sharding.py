@@ -24,10 +24,10 @@ def is_sharded(component: str) -> bool:
     return any(word in component for word in SHARDED)
 
 
-def check_model(name: str, model: nn.Module) -> None:
+def check_model(component: str, model: nn.Module) -> None:
     """Raise ConfigError if the record of the model's class has a reason against sharding, and quote it."""
     if why := model_record(type(model)).unsharded:
-        raise ConfigError(f"--shard: {type(model).__name__} ({name}) is not supported: {why}")
+        raise ConfigError(f"--shard: {type(model).__name__} ({component}) is not supported: {why}")
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:

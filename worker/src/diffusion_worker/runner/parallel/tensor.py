@@ -20,7 +20,7 @@ from diffusion_worker.lora.loads.model_table import PartCut
 from diffusion_worker.runner.families import model_record, models
 
 
-def check_model(name: str, model: nn.Module, size: int) -> None:
+def check_model(component: str, model: nn.Module, size: int) -> None:
     """Refuse a denoiser that has no tensor plan known to work, or whose heads or planned layers do not divide evenly by `size`.
 
     Raises:
@@ -29,14 +29,14 @@ def check_model(name: str, model: nn.Module, size: int) -> None:
     model_class = type(model).__name__
     if not model_record(type(model)).tensor:
         known = ", ".join(record.name for record in models() if record.tensor)
-        raise ConfigError(f"--tensor: {model_class} ({name}) is not supported, expected one of {known}")
+        raise ConfigError(f"--tensor: {model_class} ({component}) is not supported, expected one of {known}")
     heads = int(model.config["num_attention_heads"])  # type: ignore[index]
     if heads % size:
-        raise ConfigError(f"--tensor {size}: {model_class} ({name}) has {heads} attention heads, which is not a multiple of {size}")
+        raise ConfigError(f"--tensor {size}: {model_class} ({component}) has {heads} attention heads, which is not a multiple of {size}")
     try:
         resolve_tp_shard_specs(model, model._tp_plan, size)
     except ValueError as error:
-        raise ConfigError(f"--tensor {size}: {model_class} ({name}): {error}") from None
+        raise ConfigError(f"--tensor {size}: {model_class} ({component}): {error}") from None
 
 
 class TensorCut:

@@ -36,15 +36,15 @@ def _frame_shape(vae: Any) -> Callable[[torch.Tensor], Shape]:
 SHAPES: dict[TileShape, Callable[[Any], Callable[[torch.Tensor], Shape]]] = {TileShape.IMAGE: _image_shape, TileShape.FRAME: _frame_shape}
 
 
-def check_vae(name: str, vae: nn.Module) -> None:
-    """Refuse a VAE for which the size of a decoded tile is not on record; `name` is that of its component.
+def check_vae(component: str, vae: nn.Module) -> None:
+    """Refuse a VAE for which the size of a decoded tile is not on record; `component` is its name in the pipeline.
 
     Raises:
         ConfigError: the class and the classes that would do, with the option `--vae-tiling`.
     """
     if model_record(type(vae)).tiles is None:
         known = ", ".join(record.name for record in models() if record.tiles is not None)
-        raise ConfigError(f"--vae-tiling: {type(vae).__name__} ({name}) is not supported, expected one of {known}")
+        raise ConfigError(f"--vae-tiling: {type(vae).__name__} ({component}) is not supported, expected one of {known}")
 
 
 class TileDecoder:

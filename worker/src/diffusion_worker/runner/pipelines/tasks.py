@@ -88,9 +88,9 @@ class TaskPipelines:
         """
         server = self._servers.get(spec.task)
         if server is None:
-            name, served = type(self._pipeline).__name__, " and ".join(self.served) or "nothing"
+            pipeline, served = type(self._pipeline).__name__, " and ".join(self.served) or "nothing"
             raise RequestError(
-                ErrorCode.INVALID_REQUEST, f"model: expected a pipeline that serves {spec.task}, found {name}, which serves {served}"
+                ErrorCode.INVALID_REQUEST, f"model: expected a pipeline that serves {spec.task}, found {pipeline}, which serves {served}"
             )
         if server.inputs is None:
             return make_body(server.pipeline, spec)

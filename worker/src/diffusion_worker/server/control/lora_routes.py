@@ -60,7 +60,7 @@ async def load_lora_adapter(body: LoadLoRABody, request: Request) -> str:
     if not body.load_inplace and engine.adapter_source(body.lora_name) is not None:
         raise RequestError(
             ErrorCode.INVALID_REQUEST,
-            f"lora_name: expected a new name, or also 'load_inplace': true, found {body.lora_name!r}, which is in use",
+            f"lora_name: expected a new name, or also 'load_inplace': true, found {body.lora_name!r}, which an adapter has",
             details={"field": "lora_name"},
         )
     source = _source(body.lora_path)

@@ -68,13 +68,13 @@ class TokenFile:
 class RequireToken:
     """ASGI middleware that answers 401, without reading the body, to a request to a guarded path that lacks the right token.
 
-    A path is guarded if `guards` returns True for it; the answer has the token's `name`.
+    A path is guarded if `guards` returns True for it; the answer has the name of the `credential`.
     """
 
-    def __init__(self, app: ASGIApp, token_file: TokenFile, *, name: str, guards: Callable[[str], bool]) -> None:
+    def __init__(self, app: ASGIApp, token_file: TokenFile, *, credential: str, guards: Callable[[str], bool]) -> None:
         self._app = app
         self._token_file = token_file
-        self._name = name
+        self._credential = credential
         self._guards = guards
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,5 +87,5 @@ class RequireToken:
             await self._app(scope, receive, send)
             return
         found = "something else" if authorization else "no such header"
-        error = RequestError(ErrorCode.UNAUTHORIZED, f"expected {self._name} in the header 'Authorization: Bearer …', found {found}")
+        error = RequestError(ErrorCode.UNAUTHORIZED, f"expected {self._credential} in the header 'Authorization: Bearer …', found {found}")
         await error_answer(error, request, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)

@@ -136,30 +136,30 @@ def _sorted(items: list[tuple[str, UploadFile | str]]) -> EditForm:
     texts: dict[str, str] = {}
     images: list[tuple[str, UploadFile | str]] = []
     mask = None
-    for name, value in items:
-        root, is_file = name.partition("[")[0], isinstance(value, UploadFile)
-        if name in IMAGES:
+    for field, value in items:
+        root, is_file = field.partition("[")[0], isinstance(value, UploadFile)
+        if field in IMAGES:
             if is_file != (root == "image"):
                 if is_file:
                     raise refused("url", "a data: URL", "a file")
                 raise refused("image", "a file", "a text")
             images.append((root, value))
-        elif name == "markup":
+        elif field == "markup":
             raise refused("markup", "no such field, because only the prompt and a mask change an image", "one")
-        elif name == "mask":
+        elif field == "mask":
             if mask is not None or not isinstance(value, UploadFile):
                 raise refused("mask", "a single file", "a text" if mask is None else "a second one")
             mask = value
         elif isinstance(value, UploadFile):
-            raise refused(shortened(name), "a text, as only image, image[] and mask are files", "a file")
-        elif root == "lora" and name != root:  # the SDK's form of an object in a form
-            raise refused("lora", "a JSON text, as a form has no objects", f"the field {shortened(name)}")
+            raise refused(shortened(field), "a text, as only image, image[] and mask are files", "a file")
+        elif root == "lora" and field != root:  # the SDK's form of an object in a form
+            raise refused("lora", "a JSON text, as a form has no objects", f"the field {shortened(field)}")
         elif root == "svg":  # svg[model] and the like
             texts[root] = value
-        elif name in texts:
-            raise refused(shortened(name), "a single value", "a second one")
+        elif field in texts:
+            raise refused(shortened(field), "a single value", "a second one")
         else:
-            texts[name] = value
+            texts[field] = value
     return EditForm(texts, images, mask)
 
 
