@@ -15,6 +15,7 @@ LIMIT = "LimitReached"
 PREFIX = "worker_"
 NOT_FOUND = "no such file"
 MOST = 3
+FORMS = {"size": "one of three sizes"}
 log = logging.getLogger(__name__)
 
 def refused(field, expected):
@@ -35,7 +36,10 @@ def check(size, error):
     if size > 2:
         raise ConfigError(f"--size: expected a number, found {found}, a {type(found).__name__}")
     log.info("checked size=%d", size)
-    log.warning("size not checked error=%s", error)
+    level = logging.INFO if error is None else logging.WARNING
+    log.log(level, "size not checked error=%s", error)
+    if size < 0:
+        raise ConfigError("--size: expected " + FORMS["size"])
     gauge("sizes", "Sizes that were checked.", size)
     if NOT_FOUND in str(error) or str(error).startswith("no such folder"):
         draw(prompt="a blue house", headers={"Content-Security-Policy": "not for users"})
@@ -72,7 +76,8 @@ def test_each_form_of_a_message_is_read_with_its_code_and_the_names_of_its_value
         (Kind.ERROR, "{others} = {; not counted are {{now.names}|an unknown number}|}"),
         (Kind.ERROR, "InvalidRequest: size: expected at most {LIMITS} bytes"),
         (Kind.ERROR, "ConfigError: --size: expected a number, found {nothing there|{error}}, a {type of found}"),
-        (Kind.LOG, "WARNING: size not checked error={error}"),
+        (Kind.LOG, "INFO or WARNING: size not checked error={error}"),
+        (Kind.ERROR, "ConfigError: --size: expected one of three sizes"),
         (Kind.METRIC, "sizes (gauge): Sizes that were checked."),
         (Kind.ERROR, "ConfigError: {size}: expected at most 3"),
         (Kind.METRIC, "worker_checks_total (counter): Checks of sizes."),
@@ -120,7 +125,7 @@ def test_each_form_of_a_text_of_the_page_is_read() -> None:
         "STATES.asleep: the model is asleep",
         "Try again.",
         "TITLES.NotFound: There is no such model",
-        "ADVICE.Busy: The model was busy. {AGAIN}",
+        "ADVICE.Busy: The model was busy. Try again.",
         ", {ahead} {request|requests} before this one",
         "Waiting: {WAITS}{before} …",
         "Download ({…} KiB)",

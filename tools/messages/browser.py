@@ -21,6 +21,7 @@ VALUE = re.compile(r"\$\{([^}]*)\}")
 CHOICE = re.compile(r'.*\?\s*"([^"]*)"\s*:\s*"([^"]*)"')
 OBJECT = re.compile(r"^const (\w+) = \{", re.MULTILINE)
 KEY = re.compile(r'(\w+):\s*(?:\["\w*",\s*)?$')
+CONSTANT = re.compile(r'^const (\w+) = "([^"]*)";', re.MULTILINE)
 SUM = re.compile(r"\s*\+\s*([A-Z]+)\b")
 # A short text that is shown all the same: of an element, or with the mark that ends a sentence.
 LABELLED = re.compile(r'(?:element\("\w+", |title: |setText\("[\w-]+", |announce\(|: \["\w+", )$')
@@ -71,6 +72,7 @@ class _Reader(HTMLParser):
 
 def script_texts(content: str) -> Iterator[str]:
     """Yield the texts of a script, each after the object and the key that hold it; a value is shown by its name in braces."""
+    constants = dict(CONSTANT.findall(content))
     objects = [(match.start(), _end_of_object(content, match.end()), match[1]) for match in OBJECT.finditer(content)]
     for token in TOKEN.finditer(content):
         if token[1] is None and token[2] is None:
@@ -82,7 +84,8 @@ def script_texts(content: str) -> Iterator[str]:
             continue
         label = ".".join([name for start, end, name in objects if start < token.start() < end] + ([key[1]] if key else []))
         added = SUM.match(content, token.end())
-        yield (f"{label}: " if label else "") + text.strip() + (f" {{{added[1]}}}" if added else "")
+        rest = f" {constants.get(added[1], f'{{{added[1]}}}')}" if added else ""
+        yield (f"{label}: " if label else "") + text.strip() + rest
 
 
 def _end_of_object(content: str, begin: int) -> int:

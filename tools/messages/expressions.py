@@ -61,6 +61,17 @@ def _numbers(body: Sequence[ast.stmt]) -> dict[str, list[ast.expr]]:
     return found
 
 
+def entries_of(tree: ast.Module) -> dict[tuple[str, object], ast.expr]:
+    """Return the texts in dictionaries at the top of a module, by the dictionary's name and the key."""
+    found: dict[tuple[str, object], ast.expr] = {}
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys, values=values)):
+                pairs = zip(keys, values, strict=True)
+                found |= {(name, key.value): value for key, value in pairs if isinstance(key, ast.Constant) and is_text(value)}
+    return found
+
+
 def choices(node: ast.AST) -> Sequence[ast.expr]:
     """Return the expressions between which one chooses, if one of them is a text; an empty list for any other expression.
 

@@ -25,6 +25,7 @@ from tools.messages.expressions import (
     choices,
     code_of,
     constants_of,
+    entries_of,
     is_log_call,
     is_prose,
     last_name,
@@ -136,6 +137,7 @@ class _Module:
         self._functions = {node.name for node in walk(tree) if isinstance(node, ast.FunctionDef)}
         self._names = package.names(tree)
         self._unread = unread(tree)
+        self._entries = entries_of(tree)
 
     def messages(self) -> list[Message]:
         """Return all messages of the module by their lines: those of calls that make one, and its other texts.
@@ -177,8 +179,9 @@ class _Module:
                 return Message(Kind.API, call.lineno, field, self._text(keyword.value, names))
         if raised and called in self._makers:
             return self._made_error(call, self._makers[called], names)
-        if raised or called in self._package.errors or called in VERDICTS:
-            return self._coded(call, names, Kind.CONDITION if called in VERDICTS else Kind.ERROR)
+        condition = called in VERDICTS and isinstance(call.func, ast.Name)
+        if raised or called in self._package.errors or condition:
+            return self._coded(call, names, Kind.CONDITION if condition else Kind.ERROR)
         return None
 
     def metric_name(self, call: ast.Call) -> str:
@@ -275,6 +278,8 @@ class _Module:
                 return f"{{{'|'.join(self._text(one, names) for one in found)}}}"
             case ast.Attribute(value=ast.Name(id="ErrorCode")):
                 return self._code(node) or ""
+            case ast.Subscript(value=ast.Name(id=table), slice=ast.Constant(value=key)) if (table, key) in self._entries:
+                return self._text(self._entries[table, key], names)
             case ast.Name(id=name) if name in names:
                 above = [one for one in names[name] if getattr(one, "lineno", 0) <= node.lineno]
                 return self._text((above or names[name])[-1], {other: texts for other, texts in names.items() if other != name})
