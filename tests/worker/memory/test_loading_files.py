@@ -149,7 +149,7 @@ def test_a_tensor_that_two_files_have_is_refused(tmp_path: Path) -> None:
 def test_a_wrong_total_of_an_index_is_said_and_does_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sharded(tmp_path, lambda index: index["metadata"].update(total_size=1))
     assert read_checkpoint(tmp_path, STEM, index_first=True).tensors.keys() == WEIGHTS.keys()
-    assert "total_size says 1 bytes, the files have 60" in caplog.text
+    assert "total_size says 1 bytes, and its files have 60; they are used" in caplog.text
 
 
 @pytest.mark.parametrize("layout", ["one file", "shards"])

@@ -244,7 +244,7 @@ def test_a_model_that_a_request_wakes_says_so_and_what_is_waited_for(open_page: 
         fill(page, prompt="a red digit seven")
         page.evaluate(WATCH)
         page.get_by_role("button", name="Make an image").press("Enter")
-        expect(page.locator("#state-text")).to_have_text(re.compile("^waking up, 1 held"), timeout=DEADLINE_MS)
+        expect(page.locator("#state-text")).to_have_text(re.compile("^waking up, 1 held until the model serves"), timeout=DEADLINE_MS)
         finished(page)
         assert any(re.match("Waiting: the model is (asleep|waking)", step) for step in page.evaluate("window.seen.steps"))
         page.close()  # it asks for the state every two seconds, and the worker ends next

@@ -390,7 +390,7 @@ def test_an_extension_that_hides_a_method_of_the_worker_wins_with_a_warning(capl
     with caplog.at_level(logging.WARNING):
         mixed, _ = extended_worker(f"{__name__}:Sleepless")
     assert mixed.sleep is Sleepless.sleep  # type: ignore[comparison-overlap]
-    assert "hides what the worker has itself: sleep" in caplog.text
+    assert "replaces attributes of the worker's own class: sleep" in caplog.text
 
 
 @pytest.mark.parametrize(

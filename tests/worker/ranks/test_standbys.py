@@ -164,7 +164,7 @@ async def test_standbys_that_do_not_all_fit_below_the_limit_of_memory_are_not_ma
     with caplog.at_level(logging.WARNING):
         spares.keep()
     await until(lambda: len(spare_pids()) == made, "as many standbys as fit")
-    assert ("no standby ranks: expected 1200 MB of free memory for 2, found 1199 MB" in caplog.text) is (made == 0)
+    assert ("too little host memory: expected 1200 MB free for 2 standby ranks, found 1199 MB" in caplog.text) is (made == 0)
     pids = spare_pids()
     await spares.end()
     assert not any(map(process_exists, pids)) and spare_pids() == []

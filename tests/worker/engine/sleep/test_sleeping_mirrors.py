@@ -56,7 +56,7 @@ async def test_a_model_without_room_for_mirrors_serves_and_its_sleep_is_refused_
     group.method_errors["mirror_weights"] = NO_ROOM
     with caplog.at_level(logging.WARNING):
         async with sleep_rig(group=group, desired_path=write_desired(tmp_path, "OnIdle")) as rig:
-            assert f"no mirror before the first sleep: {NO_ROOM.message}" in caplog.text
+            assert f"not mirrored in host memory before the first sleep: {NO_ROOM.message}" in caplog.text
             result = await rig.sleep()
             assert result.error is not None
             assert (result.error.code, result.error.message) == (NO_ROOM.code, NO_ROOM.message)

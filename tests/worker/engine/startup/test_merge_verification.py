@@ -123,7 +123,7 @@ async def test_the_ranks_of_a_restarted_group_get_the_verdicts_before_they_serve
 
 
 async def test_ranks_that_are_lost_by_a_verification_are_not_asked_for_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = msgspec.structs.replace(GOOD, arguments=[], problem="no request of the verification called it")
+    unknown = msgspec.structs.replace(GOOD, arguments=[], problem="no request for its verification called it")
     monkeypatch.setattr(FakeRankGroup, "merge_verdicts", [[unknown]])
     async with edge_of() as edge:
         edge.ranks.killers["verify_merging"] = "rank 0 was ended by SIGSEGV"
@@ -135,7 +135,7 @@ async def test_ranks_that_are_lost_by_a_verification_are_not_asked_for_it_again(
 
 
 async def test_a_verification_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = msgspec.structs.replace(GOOD, arguments=[], problem="no request of the verification called it")
+    unknown = msgspec.structs.replace(GOOD, arguments=[], problem="no request for its verification called it")
     monkeypatch.setattr(FakeRankGroup, "merge_verdicts", [[unknown]])
     monkeypatch.setattr(merge_verification, "LIMIT_S", -1.0)
     async with edge_of() as edge:

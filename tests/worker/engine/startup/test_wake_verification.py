@@ -85,7 +85,7 @@ async def test_the_rank_whose_probes_repeat_least_decides_what_the_log_and_the_s
     assert ranks.verification.check is None
     with caplog.at_level(logging.INFO):
         assert await ranks.record() is WakeCheck.TOLERANCE
-    assert "wakes are verified check=Tolerance: two probes of the load differ by up to 2 of 255 levels" in caplog.text
+    assert "wakes are verified check=Tolerance: the same small image, made twice after the load, differs by 2 of 255 levels" in caplog.text
     assert [rank.check for rank in ranks.verification.recorded] == [WakeCheck.EXACT, WakeCheck.TOLERANCE]
     caplog.clear()
     with caplog.at_level(logging.INFO):

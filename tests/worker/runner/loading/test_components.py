@@ -270,4 +270,4 @@ def test_a_component_without_a_tensor_is_refused_by_either_way_of_loading(vae_fo
 def test_tensors_that_nothing_uses_are_named(vae_folder: Path, unread: Placeholders | None, caplog: pytest.LogCaptureFixture) -> None:
     rewrite(vae_folder, lambda tensors: tensors.update(extra=torch.zeros(3), other=torch.zeros(3)))
     load_component("vae", diffusers.AutoencoderKL, vae_folder, torch.float32, unread=unread)
-    assert "component vae: AutoencoderKL does not use 2 tensors (extra, other)" in caplog.text
+    assert "component vae: its files have 2 tensors (extra, other) that AutoencoderKL does not use" in caplog.text

@@ -114,7 +114,7 @@ def test_a_verification_that_is_ended_leaves_the_class_alone_and_says_so() -> No
     assert verdicts is not None
     rig.runner.use_merging(verdicts)
     assert rig.told().basis is MergeBasis.ALONE
-    assert "no request of the verification called it" in rig.told().why
+    assert "no request for its verification called it" in rig.told().why
 
 
 @pytest.mark.usefixtures("_no_record")

@@ -126,7 +126,7 @@ def test_where_no_preview_can_be_made_none_is_sent_it_is_said_once_and_the_image
     rig.parallel.before = lambda call: None
     assert (ends, previews_of("a", found)) == ([2], [])
     assert np.array_equal(image_of("a", found), plain)
-    assert caplog.text.count("have no previews: ") == 1
+    assert caplog.text.count("a preview failed, ") == 1
 
 
 def test_a_request_that_has_the_model_for_itself_has_no_previews(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:

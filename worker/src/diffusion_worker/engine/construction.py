@@ -153,7 +153,7 @@ class EngineParts:
     def fail(self, reason: str) -> None:
         """Fail the engine for good: requests that wait or run, and loads of adapters, end with the reason. No effect when repeated."""
         if self.life.fail(reason):
-            log.error("worker failed: %s", reason)
+            log.error("the worker failed, and ends: %s", reason)
             self.lost.set()
             self.runner.stop(RequestError(ErrorCode.ENGINE_FAILED, reason, retry_after_s=10.0))
             self.steps.end(GroupFailed(reason))

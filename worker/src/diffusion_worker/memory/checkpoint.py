@@ -61,7 +61,7 @@ def stored_in(folder: Path) -> dict[str, StoredTensor]:
         try:
             tensors |= WeightFile(path).tensors
         except ConfigError as error:
-            logger.warning("weights file ignored: %s", error)
+            logger.warning("a file of weights is left out: %s", error)
     return tensors
 
 
@@ -117,7 +117,7 @@ def _check_index(index: Path, said: _Index, tensors: dict[str, StoredTensor]) ->
     expected_total = (said.metadata or {}).get("total_size")
     if expected_total not in (None, total):
         # Tools that rename or convert tensors leave total_size as it was. All tensors were found, so a warning is enough.
-        logger.warning("%s: total_size says %s bytes, the files have %d", index, expected_total, total)
+        logger.warning("%s: total_size says %s bytes, and its files have %d; they are used", index, expected_total, total)
 
 
 def some_tensors(names: Any) -> str:

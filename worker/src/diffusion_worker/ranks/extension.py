@@ -25,7 +25,7 @@ def extended_worker(path: str | None) -> tuple[type[DiffusionWorker], frozenset[
     extension = _imported(path)
     hidden = sorted(name for name in vars(extension) if not name.startswith("__") and hasattr(DiffusionWorker, name))
     if hidden:
-        log.warning("--worker-extension %s hides what the worker has itself: %s", path, ", ".join(hidden))
+        log.warning("--worker-extension %s replaces attributes of the worker's own class: %s", path, ", ".join(hidden))
     mixed = type(f"DiffusionWorkerWith{extension.__name__}", (extension, DiffusionWorker), {})
     methods = frozenset(name for name, _ in inspect.getmembers(extension, inspect.isfunction) if not name.startswith("_"))
     return mixed, methods

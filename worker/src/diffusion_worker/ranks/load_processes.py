@@ -131,7 +131,7 @@ def _death(name: str, code: int | None) -> RequestError:
         message = f"adapter {name!r}: the patterns of its configuration take more than a second to match"
         return RequestError(ErrorCode.INVALID_ADAPTER, message)
     ended = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-    log.error("adapter=%s its load was ended by %s", name, ended)
+    log.error("adapter=%s not loaded: the process that loads it was ended by %s", name, ended)
     return RequestError(ErrorCode.ENGINE_FAILED, f"adapter {name!r}: the process that loaded it was ended by {ended}")
 
 

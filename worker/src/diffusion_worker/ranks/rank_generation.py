@@ -157,7 +157,7 @@ class RankGeneration:
                     stack = last.main_thread.stack()
                     await asyncio.sleep(STACK_LOOK_S)
         stage = stage_of(stack)
-        log.error("the threads of rank %d:\n%s", last.number, stack or "(it wrote nothing)")
+        log.error("the stacks of the threads of rank %d, which made no progress:\n%s", last.number, stack or "(it wrote nothing)")
         quiet_s = time.monotonic() - passed[last.number].at_s
         behind = len({passed[rank.number].points for rank in ranks}) > 1
         who = f"rank {last.number} (pid {last.pid}), for which the others wait," if behind else f"rank {last.number} (pid {last.pid})"
@@ -288,7 +288,7 @@ class RankGeneration:
                     self.wire.dropped += 1
         except Exception as error:
             # Without answers every caller would wait for its deadline.
-            log.exception("the answers of the ranks cannot be read")
+            log.exception("an answer of the ranks cannot be read, and the rank group is lost")
             self.lose(f"an answer of the ranks cannot be read: {error}", Fault.DEFECT)
 
     def _on_message(self, message: ToServer, frames: list[bytes | memoryview]) -> bool:
@@ -326,8 +326,8 @@ class RankGeneration:
     def _on_overdue(self, call: CallInFlight) -> None:
         """Lose the generation for a call that was given up and that a rank has still not answered."""
         silent_ranks, limit_s = ", ".join(map(str, call.silent)), self._config.rank_timeout_s
-        reason = f"{call.method}: rank {silent_ranks} did not answer, also not in the {limit_s:g} s after its time limit"
-        self.lose(reason, Fault.STALLED)
+        silence = f"{call.method}: rank {silent_ranks} did not answer, also not in the {limit_s:g} s after its time limit"
+        self.lose(silence, Fault.STALLED)
 
     async def _or_loss(self, wanted: Coroutine[Any, Any, T]) -> T:
         """Await `wanted` and return its result. If the generation is lost first, cancel it and raise GroupFailed with the reason."""

@@ -42,7 +42,7 @@ class Standbys:
     def __init__(self, config: WorkerConfig) -> None:
         self._wanted = wanted_standbys(config)
         if (config.standby_ranks or 0) > self._wanted:
-            log.warning("--standby-ranks %d: there are none, because ranks of the fork server need no imports", config.standby_ranks)
+            log.warning("--standby-ranks %d: none are kept, as ranks are forked from a process that has all imports", config.standby_ranks)
         self._tasks: set[asyncio.Task[None]] = set()
         self._processes: set[NewProcess] = set()
         self._ready: dict[NewProcess, asyncio.Task[None]] = {}
@@ -131,7 +131,7 @@ def _fits(count: int) -> bool:
     needed, available = count * STANDBY_BYTES, available_host_bytes()
     if needed > available:
         log.warning(
-            "no standby ranks: expected %d MB of free memory for %d, found %d MB; a lost rank is replaced more slowly",
+            "too little host memory: expected %d MB free for %d standby ranks, found %d MB; so a lost rank is replaced more slowly",
             needed // 1_000_000,
             count,
             available // 1_000_000,

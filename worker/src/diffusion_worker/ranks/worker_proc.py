@@ -160,7 +160,7 @@ class WorkerProc:
         return self._wire.receive(self._on_dropped, self._output.check)
 
     def _on_dropped(self, count: int) -> None:
-        log.warning("dropped a malformed message, %d so far", count)
+        log.warning("this rank dropped an invalid message of the server process, %d so far", count)
         self._output.send(Dropped(self._rank, count))
 
     def execute_rpc(self, rpc: Rpc) -> RpcReply | None:
@@ -180,7 +180,7 @@ class WorkerProc:
             return RpcReply(rpc.call_id, self._rank, error=ErrorReport(error.code, error.message))
         except Exception as error:
             require_usable_rank(error)
-            log.exception("rpc method=%s failed", rpc.method)
+            log.exception("a call of this rank failed method=%s", rpc.method)
             code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.RANK_FAILED
             reply = RpcReply(rpc.call_id, self._rank, error=ErrorReport(code, f"{type(error).__name__}: {error}"))
         else:
@@ -255,10 +255,10 @@ def _run(arguments: RankArguments, wire: RankEnd, listener: socket.socket | None
         output.send_final(Fatal(arguments.rank, str(error), config=True))
         return 1
     except RankFault as error:
-        log.error("rank ends: %s", error)
+        log.error("this rank ends: %s", error)
         output.send_final(Fatal(arguments.rank, str(error), fault=error.fault))
     except Exception as error:
-        log.exception("rank failed")
+        log.exception("this rank failed unexpectedly, and ends")
         fault = classify(error)
         words = withheld.words_of(error)
         if fault is Fault.OUT_OF_MEMORY:

@@ -105,7 +105,7 @@ def _share(weights: ModelWeights, parallel: Parallel, device: torch.device, need
         problems = texts_of_all(parallel, problem.encode())
     if any(problems):
         words = "; ".join(f"rank {rank}: {text.decode()}" for rank, text in enumerate(problems) if text)
-        log.warning("the ranks do not share a mirror of the weights, each has its own: %s", words)
+        log.warning("the ranks do not share a copy of the weights in host memory, each has its own: %s", words)
         return False
 
     def have() -> None:

@@ -65,7 +65,7 @@ def _failure_of(work: Callable[[], object]) -> ErrorReport | None:
         return ErrorReport(error.code, error.message)
     except Exception as error:
         require_usable_rank(error)
-        log.exception("a task failed")
+        log.exception("a task of this rank failed unexpectedly")
         code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.RANK_FAILED
         return ErrorReport(code, f"{type(error).__name__}: {error}")
     return None

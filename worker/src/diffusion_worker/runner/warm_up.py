@@ -103,7 +103,7 @@ def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpR
         if (request := own_request(spec, model)) is not None:
             yield request
         else:
-            log.warning("no warm-up: %s serves no task that a warm-up request can be made for", model.pipeline)
+            log.warning("no warm-up: %s serves no task, so that no warm-up request can be made", model.pipeline)
 
 
 def own_request(spec: RequestSpec, model: ModelInfo, task: Task | None = None) -> WarmUpRequest | None:

@@ -83,7 +83,8 @@ class DeclaredAdapters:
             _, late = await asyncio.wait(loading, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
             if late:
                 log.error(
-                    "not all adapters were loaded within the %.0f s of the start: the others are loaded while the model serves", deadline_s
+                    "not all adapters were loaded within the %.0f s that the start allows: the others are loaded while the model serves",
+                    deadline_s,
                 )
 
     async def follow(self, deadline_s: float) -> None:
@@ -191,7 +192,7 @@ class DeclaredAdapters:
 
     def _may_be(self, name: str) -> bool:
         if name == self._config.served_name:
-            log.error("adapter=%s not loaded code=%s: its name is that of the base model", name, ErrorCode.CONFLICT)
+            log.error("adapter=%s not loaded code=%s: its name is the served name of the base model", name, ErrorCode.CONFLICT)
         return name != self._config.served_name
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -203,7 +204,7 @@ class DeclaredAdapters:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the desired files could not be followed: %r", error)
+            log.error("a task that loads the adapters of the desired files failed unexpectedly: %r", error)
 
 
 def _written_s(path: str | None) -> float:

@@ -212,7 +212,7 @@ class AdapterRunner:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("an adapter could not be unloaded: %s", error)
+            log.error("a task that loads or unloads an adapter failed unexpectedly: %r", error)
 
     # --- one load -------------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class AdapterRunner:
         except RequestError as failed:
             error, undo = failed, load.registering
         except Exception as defect:
-            log.exception("adapter=%s the load failed unexpectedly", adapter.name)
+            log.exception("adapter=%s its load failed unexpectedly", adapter.name)
             message = f"adapter {adapter.name!r}: its load failed unexpectedly: {type(defect).__name__}: {defect}"
             error, undo = RequestError(ErrorCode.RANK_FAILED, message), load.registering
         del self._loads[load.number]
@@ -492,7 +492,7 @@ class AdapterRunner:
                 raise RequestError(ErrorCode.TIMEOUT, f"adapter {adapter.name!r}: expected its load to end within the wake's deadline")
             await self._add(adapter, until_s, time.monotonic(), victims=load.victims)
         except RequestError as error:
-            log.error("adapter=%s not loaded after the sleep code=%s: %s", adapter.name, error.code, error.message)
+            log.error("adapter=%s not loaded at the wake code=%s: %s", adapter.name, error.code, error.message)
             self.perform(machine.load_failed(self._table, adapter, error, undo=in_time, lasting=True))
         except BaseException as error:
             broken = RequestError(
@@ -505,7 +505,7 @@ class AdapterRunner:
         try:
             await self._add(adapter, until_s, time.monotonic())
         except RequestError as error:
-            log.error("adapter=%s not loaded again code=%s: %s", adapter.name, error.code, error.message)
+            log.error("adapter=%s not loaded again into the ranks code=%s: %s", adapter.name, error.code, error.message)
             self.perform(machine.reload_failed(self._table, adapter, error))
 
     async def _load_when_serving(self) -> None:

@@ -278,7 +278,7 @@ class Holding:
                     async with asyncio.timeout(self._pause_s()):
                         await self._life.wait_for_change()
         except Exception as error:
-            log.exception("the task that watches held requests failed")
+            log.exception("the task that watches held requests failed, and they all end")
             self._watching = None
             for place in self._places.values():
                 place.end(error, HeldOutcome.REFUSED)

@@ -281,7 +281,8 @@ class StepLoop:
     def _condemn(self, request_id: str, reason: str) -> bool:
         """End a request that lost the ranks alone, and all with its content; return whether its losses are explained."""
         content = self._requests[request_id].content
-        log.error("request %s lost the ranks twice, the second time alone; it ends, and its like is refused for a while", request_id)
+        told = "request %s ran both times when the ranks were lost, the second time alone; it ends, and equal ones are refused for a while"
+        log.error(told, request_id)
         twice = "the rank group was lost twice while this image was made, the second time with no other beside it"
         for other_id, other in self._requests.items():
             if not other.outcome.done() and (other_id == request_id or other.content == content):
@@ -299,7 +300,7 @@ class StepLoop:
         except GroupFailed as error:
             self._broken(str(error))
         except Exception as error:
-            log.exception("the step loop failed unexpectedly")
+            log.exception("the loop that runs the steps failed unexpectedly, and the worker fails")
             self._broken(f"{type(error).__name__}: {error}")
 
     async def _step_for_ever(self) -> None:

@@ -44,7 +44,7 @@ class SleepNotes:
         try:
             write_record(self._path, record)
         except OSError as error:
-            log.error("the record of the sleep cannot be written path=%s: %s", self._path, error)
+            log.error("the record of the sleep cannot be written, so a restart would load the model path=%s: %s", self._path, error)
 
     def remove(self) -> None:
         """Remove the record, as the model does not sleep any more; harmless without one."""
@@ -64,10 +64,11 @@ class SleepNotes:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("the record of a sleep cannot be read path=%s: %s", self._path, error)
+            log.warning("the record of a sleep cannot be read, so the model is loaded path=%s: %s", self._path, error)
             return None
         if record.key != self._key():
-            log.warning("the record of a sleep at %s is void: it was made with other options, another version or another model", self._path)
+            cause = "it was made with other options, another version or another model"
+            log.warning("the record of a sleep is void, so the model is loaded path=%s: %s", self._path, cause)
             return None
         return record
 

@@ -57,7 +57,7 @@ class KeptVerdicts:
         except FileNotFoundError:
             return []
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("verdicts on merging cannot be read path=%s: %s", self._path, error)
+            log.warning("the results of an earlier verification of merged calls cannot be read path=%s: %s", self._path, error)
             return []
 
     def write(self, verdicts: Sequence[MergeVerdict]) -> None:
@@ -67,4 +67,4 @@ class KeptVerdicts:
         try:
             write_record(self._path, list(verdicts))
         except OSError as error:
-            log.warning("verdicts on merging cannot be written path=%s: %s", self._path, error)
+            log.warning("the results of the verification of merged calls cannot be written path=%s: %s", self._path, error)

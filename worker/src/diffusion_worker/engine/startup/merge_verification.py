@@ -90,7 +90,7 @@ class MergeVerification:
             if self._open:
                 await self._verify(kept)
         except Exception:
-            log.exception("the verification of merged calls failed; what is not verified runs alone")
+            log.exception("the verification of merged calls failed unexpectedly; calls that are not verified are not merged")
 
     def _kept(self, digest: str | None) -> KeptVerdicts:
         assert self._model is not None
@@ -102,7 +102,7 @@ class MergeVerification:
     async def _verify(self, kept: KeptVerdicts) -> None:
         verdicts, why = await self._outcome()
         if why:
-            log.warning("merged calls are not all verified: %s", why)
+            log.warning("not all merged calls could be verified, and the others are not merged: %s", why)
             known = await self._when_idle(lambda: self._step(more=False))
             verdicts = abandoned(known or [], why)
         log.info("merging verified seconds=%.1f", self._spent_s)

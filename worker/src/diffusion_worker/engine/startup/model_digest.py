@@ -101,7 +101,7 @@ class ModelDigest:
         except Stopped:
             return None
         except OSError as error:
-            log.warning("model=%s has no digest: %s", self._folder, error)
+            log.warning("model=%s has no digest, as its files cannot be read: %s", self._folder, error)
             return None
         log.info("model=%s digest=%s seconds=%.1f", self._folder, found, time.monotonic() - started_s)
         return found

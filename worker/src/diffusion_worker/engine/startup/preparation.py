@@ -105,7 +105,7 @@ class Preparation:
         except RequestError as error:
             if error.code is not ErrorCode.INSUFFICIENT_MEMORY:
                 raise GroupFailed(f"the weights of the loaded ranks cannot be mirrored in host memory: {error.message}") from None
-            log.warning("no mirror before the first sleep: %s", error.message)
+            log.warning("the weights are not mirrored in host memory before the first sleep: %s", error.message)
 
     def discarded(self) -> None:
         """Mark all adapters as gone from the ranks: the next wake loads them, except those on demand, which their requests load."""

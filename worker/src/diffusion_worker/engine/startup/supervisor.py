@@ -81,7 +81,7 @@ class Supervisor:
             try:
                 await self._recover(loss)
             except Exception as error:
-                log.exception("the rank group cannot be started again")
+                log.exception("the rank group cannot be started again, and the worker fails")
                 self._failed(f"the rank group cannot be started again: {error!r}")
             over, self._over = self._over, asyncio.get_running_loop().create_future()
             over.set_result(None)
@@ -108,7 +108,8 @@ class Supervisor:
             except GroupFailed as error:
                 loss = self._ranks.loss or Loss(str(error), Fault.DEFECT)
         self._life.group_is_back()
-        log.warning("rank group started again generation=%d seconds=%.3f", self._ranks.generation, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        log.warning("rank group started again generation=%d seconds=%.3f", self._ranks.generation, seconds)
         self._stepping = asyncio.create_task(self._steps.run())
 
     async def _start_again(self) -> None:

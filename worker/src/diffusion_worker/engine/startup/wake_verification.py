@@ -60,7 +60,9 @@ class Verification:
             log.info("wakes are verified check=%s", check)
             return
         levels = max(map(cell_distance, first, second))
-        log.warning("wakes are verified check=%s: two probes of the load differ by up to %d of 255 levels", check, levels)
+        log.warning(
+            "wakes are verified check=%s: the same small image, made twice after the load, differs by %d of 255 levels", check, levels
+        )
 
     @property
     def check(self) -> WakeCheck | None:

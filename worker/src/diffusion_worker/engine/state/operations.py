@@ -128,7 +128,7 @@ class Operations:
         except asyncio.CancelledError:
             problem = ProblemReport(ErrorCode.TERMINATING, "the worker is shutting down", True)
         except Exception as error:
-            log.exception("%s operation=%s failed unexpectedly", kind, operation_id)
+            log.exception("the %s failed unexpectedly operation=%s", kind, operation_id)
             problem = ProblemReport(ErrorCode.ENGINE_FAILED, f"{kind} failed unexpectedly: {error!r}", True)
             self._broken(problem.message)
         finally:

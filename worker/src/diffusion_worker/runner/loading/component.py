@@ -88,7 +88,7 @@ def _load_whole(name: str, kind: Any, folder: Path, dtype: torch.dtype, checkpoi
 
 def _say_unexpected(name: str, kind: Any, unexpected: list[str]) -> None:
     if unexpected:
-        logger.warning("component %s: %s does not use %s of its weight files", name, kind.__name__, some_tensors(unexpected))
+        logger.warning("component %s: its files have %s that %s does not use", name, some_tensors(unexpected), kind.__name__)
 
 
 def _check_config(name: str, folder: Path) -> None:

@@ -140,7 +140,7 @@ class MergeTrial:
         try:
             yield from compare(one, other_call(one, other), self._run, outcome)
         except (CallFailed, RequestError, TypeError, ValueError) as error:
-            outcome.unknown = f"a call of the verification failed: {error}"
+            outcome.unknown = f"a call for its verification failed: {error}"
 
     def _run(self, call: ModelCall) -> Any:
         call = msgspec.structs.replace(call, whole=True)
@@ -161,5 +161,5 @@ def _verdict(subject: Subject, found: dict[str, Comparison], trusted: bool) -> M
         return subject.verdict(arguments=sorted(agreed), apart=worst.apart, allowed=worst.allowed)
     if trusted:
         return None
-    problem = next((outcome.unknown for outcome in found.values()), "no request of the verification called it")
+    problem = next((outcome.unknown for outcome in found.values()), "no request for its verification called it")
     return subject.verdict(problem=problem)

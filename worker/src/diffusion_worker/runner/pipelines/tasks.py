@@ -154,7 +154,9 @@ def _made_of(kind: Any, pipeline: Any) -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             made = kind(**parts, **settings)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        log.warning("%s cannot be made of the components of %s: %s", kind.__name__, type(pipeline).__name__, error)
+        log.warning(
+            "the task of %s is not served, as it cannot be made of the components of %s: %s", kind.__name__, type(pipeline).__name__, error
+        )
         return None
     silence(made)
     return made

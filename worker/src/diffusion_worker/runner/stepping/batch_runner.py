@@ -144,13 +144,9 @@ class BatchRunner:
             require_usable_rank(error)
             if not isinstance(error, CallFailed) and classify(error) is Fault.OUT_OF_MEMORY and self._parallel.world > 1:
                 raise
-            log.log(
-                logging.DEBUG if _means(error, RowsNotSeparable) or _means(error, DrawsNumbers) else logging.WARNING,
-                "a call of %s with %d requests failed:\n%s",
-                batch.items[0].call.component,
-                len(batch.items),
-                traceback_of(error),
-            )
+            component, requests, stack = batch.items[0].call.component, len(batch.items), traceback_of(error)
+            level = logging.DEBUG if _means(error, RowsNotSeparable) or _means(error, DrawsNumbers) else logging.WARNING
+            log.log(level, "a call of %s for %d requests failed:\n%s", component, requests, stack)
             failure = without_frames(error)
         # This is outside the except block: the failed call's tensors are free again before it is made once more.
         if classify(failure) is Fault.OUT_OF_MEMORY and torch.cuda.is_available():

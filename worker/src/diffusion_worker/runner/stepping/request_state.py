@@ -191,7 +191,7 @@ class DiffusionRequestState:
             with self._running():
                 self._fiber.throw(greenlet.GreenletExit)
         log.warning(
-            "request %s could not be ended: its pipeline caught the exception for this %d times, and is left suspended",
+            "request %s could not be ended: its pipeline caught the exception that ends it %d times, and is left suspended",
             self.spec.request_id,
             MOST_EXITS,
         )

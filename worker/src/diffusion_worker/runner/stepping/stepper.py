@@ -170,7 +170,7 @@ class Stepper:
         preview.drop()
         if failure is not None and not self._warned_of_previews:
             self._warned_of_previews = True
-            log.warning("requests of this model have no previews: %s", failure.message)
+            log.warning("a preview failed, and its request goes on without; later such failures are not logged: %s", failure.message)
 
     def _ask(self, state: DiffusionRequestState, call: ModelCall, pending: list[Pending]) -> None:
         """Add a call to `pending`, or put it off to the next tick after `CALLS_A_TICK` calls of its method in this tick.
@@ -210,6 +210,7 @@ def report_of(error: BaseException, *, asked: bool) -> ErrorReport:
     words = str(error) if isinstance(error, CallFailed) else f"{type(error).__name__}: {error}"
     code = ErrorCode.INSUFFICIENT_MEMORY if classify(error) is Fault.OUT_OF_MEMORY else ErrorCode.REQUEST_FAILED
     # Only text is logged: a record that held the exception would hold the tensors of its frames.
-    log.error("a request failed:\n%s", traceback_of(error))
+    stack = traceback_of(error)
+    log.error("a request failed:\n%s", stack)
     without_frames(error)
     return ErrorReport(code, words)

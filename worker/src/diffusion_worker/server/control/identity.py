@@ -36,7 +36,7 @@ class IdentityQuery(BaseModel):
             pattern=r"^[0-9a-f]+$",
             min_length=32,
             max_length=128,
-            description="Random hexadecimal digits that the client makes for this call; the proof is made over them.",
+            description="Random hexadecimal digits of the caller, over which the worker makes its proof.",
         ),
     ]
 

@@ -38,8 +38,18 @@ class LoadLoRABody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     lora_name: AdapterName
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096, description="A folder, a file, or a source of another kind.")]
-    load_inplace: Annotated[bool, Field(description="Replace the adapter of the name, if any; the source is always read again.")] = False
+    lora_path: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=4096,
+            description="The adapter's source: a path on the worker, or an address such as hf://org/name@revision.",
+        ),
+    ]
+    load_inplace: Annotated[
+        bool,
+        Field(description="True replaces the adapter that has the name, if any, and reads the source again; false refuses a name in use."),
+    ] = False
 
 
 class UnloadLoRABody(BaseModel):

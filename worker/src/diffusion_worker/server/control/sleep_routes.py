@@ -36,7 +36,7 @@ STAGE = 0
 OVER_TIMEOUT_S = 900.0
 NOT_IMPLEMENTED = 501
 GIB = 1 << 30
-NOTHING: dict[int | str, dict[str, Any]] = {200: {"description": "Done; no content."}, **ERRORS}
+NOTHING: dict[int | str, dict[str, Any]] = {200: {"description": "Done, after the sleep or wake has ended; no content."}, **ERRORS}
 
 
 class SleepQuery(BaseModel):
@@ -45,8 +45,17 @@ class SleepQuery(BaseModel):
     # Not strict: a query has only strings.
     model_config = ConfigDict(extra="forbid")
 
-    level: Annotated[int, Field(ge=0, le=2, description="0 pauses, 1 keeps the weights in host memory, 2 keeps nothing.")] = 1
-    mode: Annotated[Literal["abort", "wait"], Field(description="Handling of running requests.")] = "abort"
+    level: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=2,
+            description="0 only pauses the steps. 1 keeps the weights in host memory for the wake, 2 reads the files again.",
+        ),
+    ] = 1
+    mode: Annotated[Literal["abort", "wait"], Field(description="abort ends running requests before the sleep, wait lets them finish.")] = (
+        "abort"
+    )
 
 
 class WakeQuery(BaseModel):
@@ -62,13 +71,16 @@ class OmniBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    stage_ids: Annotated[list[int] | None, Field(min_length=1, max_length=64, description="Stages; all if absent.")] = None
+    stage_ids: Annotated[
+        list[int] | None,
+        Field(min_length=1, max_length=64, description="Stages of the call; a worker has the stage 0 only. All if absent."),
+    ] = None
 
 
 class OmniSleepBody(OmniBody):
     """Body of `POST /v1/omni/sleep`."""
 
-    level: Annotated[int, Field(ge=1, le=2, description="1 keeps the weights in host memory, 2 keeps nothing.")] = 2
+    level: Annotated[int, Field(ge=1, le=2, description="1 keeps the weights in host memory for the wake, 2 reads the files again.")] = 2
 
 
 class AckAnswer(BaseModel):

@@ -60,7 +60,7 @@ class TokenFile:
                 self._stamp = stamp
         except OSError as error:
             if self._stamp is not None:
-                log.warning("%s cannot be read: %s", self._option, error)
+                log.warning("the file of %s cannot be read any more, so requests that need its token are refused: %s", self._option, error)
             self._token, self._stamp = b"", None
         return self._token
 

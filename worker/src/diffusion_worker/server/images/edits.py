@@ -46,10 +46,17 @@ class EditRequest(ImageRequest):
     model_config = ConfigDict(extra="forbid", strict=False)
 
     lora: LoRAText = None
-    strength: Annotated[Finite | None, Field(gt=0, le=1, description="Distance from the image, for models that start from it.")] = None
-    input_fidelity: Annotated[Literal["low"] | None, Field(description="Accepted; strength sets how close an edit stays to its image.")] = (
-        None
-    )
+    strength: Annotated[
+        Finite | None,
+        Field(
+            gt=0,
+            le=1,
+            description="Distance of the result from the given image, up to 1; for models that start from it. The model's own if absent.",
+        ),
+    ] = None
+    input_fidelity: Annotated[
+        Literal["low"] | None, Field(description="Accepted and ignored; strength sets how close an edit stays to its image.")
+    ] = None
 
 
 class EditForm(NamedTuple):

@@ -67,7 +67,7 @@ class EventStream(Response):
         except Exception as error:
             if not self._begun:
                 raise
-            log.exception("unexpected error in a stream")
+            log.exception("unexpected error in a streamed answer")
             await self._fail(send, unexpected_error(error))
 
     async def _run(self, send: Send) -> None:

@@ -21,7 +21,7 @@ const STATES = {
   asleep: ["rest", "asleep: no images until somebody wakes it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port)"],
   waking: ["wait", "waking up"],
   restarting: ["wait", "a rank was lost; the ranks are being started again, requests are kept"],
-  failed: ["bad", "failed: the worker is about to restart"],
+  failed: ["bad", "failed: the worker ends, and a cluster starts it again"],
   terminating: ["bad", "shutting down"],
 };
 // State texts under the sleep policy OnIdle.
@@ -50,14 +50,14 @@ const ADVICE = {
   AdapterRemoved: "The adapter was removed meanwhile. Choose another one.",
   Starting: "The model is still loading. The top of the page shows the progress.",
   Asleep: "The model sleeps and has freed its memory. Wake it (sleep policy AlwaysAwake or OnIdle, or POST /v1/wake on the control port), then try again.",
-  Busy: "The model was not back in time. " + AGAIN,
+  Busy: "The model did not serve in time. " + AGAIN,
   Overloaded: "The queue is full. " + AGAIN,
   Terminating: "This worker is being replaced. " + AGAIN,
   InsufficientMemory: "Choose a smaller size, or try again when the worker is less busy.",
   RankFailed: "The worker lost its ranks too often while this image was made. Try again; if it happens again, the worker's log says why.",
-  EngineFailed: "The worker is about to restart. " + AGAIN,
+  EngineFailed: "The worker failed and ends; a cluster starts it again. " + AGAIN,
   RequestFailed: "The model failed on this request. Try another size or other options; the worker's log has the error.",
-  Timeout: "It took too long. Try again with fewer steps or a smaller size.",
+  Timeout: "The image took too long. Try again with fewer steps or a smaller size.",
   Cancelled: "Somebody cancelled this request.",
   Unreachable: "Check that the worker runs and that you are connected to it. " + AGAIN,
 };
@@ -140,7 +140,7 @@ function wanted() {
   }
   if (adapterRows().length) body.lora = adapterRows().map(wantedAdapter);
   const seed = byId("seed").value.trim();
-  if (seed && !/^\d{1,19}$/.test(seed)) throw refused("seed", "seed: expected a whole number from 0");
+  if (seed && !/^\d{1,19}$/.test(seed)) throw refused("seed", "seed: expected a whole number of 0 or more, with at most 19 digits");
   const [width, height] = [byId("width"), byId("height")];
   // An empty side stands for its placeholder.
   if (width.value || height.value) body.size = [width, height].map((side) => side.value || side.placeholder || "auto").join("x");
@@ -357,7 +357,7 @@ function showStatus({ state, percent, in_flight, queued, held, paused, policy, r
   const load = percent !== null ? `, ${percent} %` : "";
   const pause = paused ? ", paused: no step runs until somebody resumes the worker" : "";
   const work = state === "ready" && in_flight + queued ? `, ${in_flight} in progress, ${queued} waiting` : "";
-  const kept = held ? `, ${held} held` : "";
+  const kept = held ? `, ${held} held until the model serves` : "";
   byId("lamp").className = paused && lamp === "good" ? "wait" : lamp;
   setText("state-text", text + load + pause + work + kept);
   byId("ranks").replaceChildren(...ranks.map(({ rank, state }) => element("li", `rank ${rank}: ${state}`)));

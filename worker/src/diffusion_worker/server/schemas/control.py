@@ -72,7 +72,11 @@ class WakeBody(ControlBody):
     deadline_seconds: Deadline = 120.0
     tags: Annotated[
         list[Tag] | None,
-        Field(min_length=1, max_length=8, description="Memory to restore, all if absent; nothing is served before all is awake."),
+        Field(
+            min_length=1,
+            max_length=8,
+            description="Kinds of memory to restore, all if absent; no request is served before all are restored.",
+        ),
     ] = None
     policy: Policy | None = None
 
@@ -113,7 +117,7 @@ class SleepBody(ControlBody):
             ge=0,
             le=MAX_DEADLINE_S,
             allow_inf_nan=False,
-            description="Seconds. The call is refused with Busy if a request came, ran or ended within that time.",
+            description="Seconds before this call. If a request came, ran or ended within them, the sleep is refused with Busy.",
         ),
     ] = None
     policy: Policy | None = None
@@ -174,15 +178,28 @@ class AdapterBody(ControlBody):
     deadline_seconds: Deadline = 120.0
     source: SourceBody
     digest: Annotated[str | None, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = None
-    identity: Annotated[str | None, Field(pattern=r"^v[0-9]{1,9}:[0-9a-f]{64}$", description="Identity that the load must have.")] = None
+    identity: Annotated[
+        str | None,
+        Field(
+            pattern=r"^v[0-9]{1,9}:[0-9a-f]{64}$",
+            description="The identity that the adapter must have, as an earlier load answered it; otherwise the load fails.",
+        ),
+    ] = None
     scale: Annotated[Finite, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE)] = 1.0
     components: Annotated[
-        list[ComponentName], Field(default_factory=list, max_length=8, description="Components of the file to use; all if empty.")
+        list[ComponentName],
+        Field(default_factory=list, max_length=8, description="Components of the model whose layers in the file are used; all if empty."),
     ]
-    format: Annotated[Literal["peft", "diffusers", "kohya"] | None, Field(description="Required format of the file.")] = None
-    expected_rank: Annotated[int | None, Field(ge=1, le=MAX_RANK, description="Required rank of the adapter.")] = None
+    format: Annotated[
+        Literal["peft", "diffusers", "kohya"] | None, Field(description="The format that the file must have; any if absent.")
+    ] = None
+    expected_rank: Annotated[
+        int | None, Field(ge=1, le=MAX_RANK, description="The rank that the adapter must have, the largest of its modules; any if absent.")
+    ] = None
     residency: Literal["Resident", "Cached", "OnDemand"] = "Cached"
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31, description="Adapters of the lowest priority are evicted first.")] = 0
+    priority: Annotated[
+        int, Field(ge=-(2**31), lt=2**31, description="If there is no room, adapters of the lowest priority are evicted first.")
+    ] = 0
 
     def call(self) -> AdapterCall:
         """Convert the body to an `AdapterCall`. It has no `public_only`, which the route sets by the presence of a token."""
@@ -228,12 +245,35 @@ class StateQuery(BaseModel):
     # Not strict: a query has only strings.
     model_config = ConfigDict(extra="forbid")
 
-    after: Annotated[str | None, Field(pattern=REVISION_PATTERN, max_length=150, description="Revision of an earlier answer.")] = None
-    wait: Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Seconds to wait for another revision.")] = 0.0
-    limit: Annotated[int | None, Field(ge=1, le=MAX_LIMIT, description="Most names of adapters in an answer; all if absent.")] = None
+    after: Annotated[
+        str | None,
+        Field(
+            pattern=REVISION_PATTERN,
+            max_length=150,
+            description="The revision of an earlier answer. With wait, the answer comes once there is another, and may have changes only.",
+        ),
+    ] = None
+    wait: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=MAX_WAIT_S,
+            allow_inf_nan=False,
+            description="Most seconds to wait for another revision than after; then the answer comes all the same.",
+        ),
+    ] = 0.0
+    limit: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_LIMIT, description="Most names of adapters in an answer, which then asks to continue; all if absent."),
+    ] = None
     token: Annotated[
         str | None,
-        Field(alias="continue", pattern=REVISION_PATTERN, max_length=150, description="`adaptersContinue` of the answer before."),
+        Field(
+            alias="continue",
+            pattern=REVISION_PATTERN,
+            max_length=150,
+            description="`adaptersContinue` of the answer before, to get the next adapters.",
+        ),
     ] = None
 
 

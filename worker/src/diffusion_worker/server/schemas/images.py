@@ -53,9 +53,16 @@ class ImageRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(min_length=1, description="The image's content in words; not only spaces.")]
-    model: Annotated[ModelName | None, Field(description="The served name or the name of an adapter; the base model if absent.")] = None
-    n: Annotated[int | None, Field(ge=1, description="Number of images, by default 1. Each has the seed before it plus 1.")] = None
-    size: Annotated[str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto.")] = None
+    model: Annotated[
+        ModelName | None,
+        Field(description="The model's served name, or the name of an adapter to use; the model without adapters if absent."),
+    ] = None
+    n: Annotated[
+        int | None, Field(ge=1, description="Number of images, by default 1. The seed of each is that of the image before it, plus 1.")
+    ] = None
+    size: Annotated[
+        str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto, the default, for the worker's own size.")
+    ] = None
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="The first image's seed; random if absent.")] = None
     num_inference_steps: Annotated[int | None, Field(ge=1)] = None
     guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
@@ -63,30 +70,42 @@ class ImageRequest(BaseModel):
     lora: LoRAObjects = None
     lora_scale: Annotated[
         Finite | None,
-        Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, description="Strength of the request's only adapter; the adapter's own if absent."),
+        Field(
+            ge=-MAX_LORA_SCALE,
+            le=MAX_LORA_SCALE,
+            description="Strength of the request's only adapter without a scale; the adapter's own if absent.",
+        ),
     ] = None
-    exact: Annotated[bool | None, Field(description="Share no model call with other requests, for the same bits under any load.")] = None
+    exact: Annotated[
+        bool | None,
+        Field(
+            description="True shares no call of the model with other requests: the same bits under any load. False unless quality is max."
+        ),
+    ] = None
     quality: Annotated[
         Literal["auto", "standard", "low", "medium", "high", "hd", "xhigh", "max"] | None,
         Field(
-            description="high, hd and xhigh compute every step; max runs alone too, as with exact; "
-            "with the others the worker's step cache may skip work."
+            description="high, hd, xhigh and max compute every step, and max implies exact. "
+            "With the others the worker's step cache, if it has one, may skip work."
         ),
     ] = None
     response_format: Annotated[
-        Literal["b64_json", "file"] | None, Field(description="file answers with the image itself, several in a ZIP.")
+        Literal["b64_json", "file"] | None,
+        Field(description="b64_json, the default, answers JSON. file answers the image file itself, or several in a ZIP."),
     ] = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
-    output_compression: Annotated[int | None, Field(ge=0, le=100, description="Quality of jpeg and webp; 90 if absent.")] = None
+    output_compression: Annotated[int | None, Field(ge=0, le=100, description="Quality of a jpeg or webp, 0 to 100; 90 if absent.")] = None
     stream: Annotated[bool | None, Field(description="Answer with server-sent events: each step, previews, the images.")] = None
     partial_images: Annotated[
-        int | None, Field(ge=0, le=MAX_PARTIAL_IMAGES, description="Previews of each image while it is made; with stream.")
+        int | None, Field(ge=0, le=MAX_PARTIAL_IMAGES, description="Number of previews of each image while it is made; only with stream.")
     ] = None
-    timings: Annotated[bool | None, Field(description="Answer with the seconds of each stage and the peak of memory.")] = None
-    background: Annotated[Literal["auto", "opaque"] | None, Field(description="All images are opaque.")] = None
-    moderation: Annotated[Literal["auto", "low"] | None, Field(description="Accepted; nothing is moderated.")] = None
-    user: Annotated[Text | None, Field(description="Accepted; not used, not kept, not logged.")] = None
-    safety_identifier: Annotated[Text | None, Field(description="Accepted; not used, not kept, not logged.")] = None
+    timings: Annotated[
+        bool | None, Field(description="True adds to each image the seconds of its stages and the most memory that it needed.")
+    ] = None
+    background: Annotated[Literal["auto", "opaque"] | None, Field(description="Accepted and ignored: all images are opaque.")] = None
+    moderation: Annotated[Literal["auto", "low"] | None, Field(description="Accepted and ignored: nothing is moderated.")] = None
+    user: Annotated[Text | None, Field(description="Accepted and ignored: it is neither kept nor logged.")] = None
+    safety_identifier: Annotated[Text | None, Field(description="Accepted and ignored: it is neither kept nor logged.")] = None
     complexity: Annotated[None, Field(description="Refused: " + REFUSED["complexity"])] = None
     svg: Annotated[None, Field(description="Refused: " + REFUSED["svg"])] = None
     frame_count: Annotated[None, Field(description="Refused: " + REFUSED["frame_count"])] = None
@@ -224,7 +243,7 @@ class ErrorObject(BaseModel):
     type: ErrorType
     param: str | None
     code: str
-    retryable: Annotated[bool, Field(description="The same request may succeed later; x-should-retry says the same.")]
+    retryable: Annotated[bool, Field(description="True if the same request may succeed later, as the header x-should-retry says too.")]
     retry_after_seconds: float | None
     details: dict[str, object]
 

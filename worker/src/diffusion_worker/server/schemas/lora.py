@@ -28,7 +28,7 @@ MAX_OBJECTS = 64
 MAX_ID = 2**63 - 1
 # Characters of a path shown in a message.
 SHOWN_CHARS = 200
-ANOTHER_PATH = "Another name for path; give only one of them. Not read: if given, it must be the adapter's source."
+ANOTHER_PATH = "Another name for path; give only one of them. No file is read from it: it must be the adapter's source."
 
 Name = Annotated[str | None, Field(min_length=1, max_length=256)]
 Scale = Annotated[float | None, Field(ge=-MAX_LORA_SCALE, le=MAX_LORA_SCALE, allow_inf_nan=False)]
@@ -41,12 +41,14 @@ class LoRAObject(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: Annotated[Name, Field(description="The adapter's name here, as in /v1/models.")] = None
+    name: Annotated[Name, Field(description="The adapter's name on this worker, as GET /v1/models lists it.")] = None
     lora_name: Annotated[Name, Field(description="Another name for name; give only one of them.")] = None
     adapter: Annotated[Name, Field(description="Another name for name; give only one of them.")] = None
-    scale: Annotated[Scale, Field(description="The strength; by default the adapter's own.")] = None
+    scale: Annotated[Scale, Field(description="Strength of the adapter in this request; by default the adapter's own.")] = None
     lora_scale: Annotated[Scale, Field(description="Another name for scale; give only one of them.")] = None
-    path: Annotated[Path, Field(description="Not read; if given, it must be the adapter's source.")] = None
+    path: Annotated[
+        Path, Field(description="No file is read from it. If given, it must be the adapter's source; another one is refused.")
+    ] = None
     local_path: Annotated[Path, Field(description=ANOTHER_PATH)] = None
     lora_path: Annotated[Path, Field(description=ANOTHER_PATH)] = None
     lora_local_path: Annotated[Path, Field(description=ANOTHER_PATH)] = None
