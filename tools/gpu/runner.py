@@ -192,7 +192,7 @@ class Lines:
         self._until = 0.0
 
     def next(self, until: float) -> str | None:
-        """Wait for the next line and return it without its end; return "" at the end of the pipe.
+        """Wait for the next line and return it without its end; return "" for an empty line and at the end of the pipe.
 
         None if there is none before `until`, a time of the monotonic clock; a later call may still get it.
         """

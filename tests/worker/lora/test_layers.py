@@ -152,6 +152,14 @@ def test_strength_zero_rows_without_and_slots_that_were_emptied_are_bit_for_bit_
     assert torch.equal(run(layers, net, x, [[(0, 1.0)]] * 4), plain)
 
 
+def test_an_adapter_can_be_packed_in_inference_mode(net: Net) -> None:
+    checkpoint = checkpoint_of(random_factors(net, ["last"]))
+    with torch.inference_mode():
+        packed = layers_of(copy.deepcopy(net)).pack(checkpoint, name="adapter")
+    expected = layers_of(net).pack(checkpoint, name="adapter")
+    assert torch.equal(packed.kept, expected.kept) and not packed.kept.is_inference()
+
+
 def test_switching_back_and_forth_gives_the_same_bits_each_time(net: Net) -> None:
     x, first, second = torch.randn(2, 5, 10), random_factors(net, ALL, rank=16), random_factors(net, ("last",), rank=2, seed=1)
     layers = layers_of(net)

@@ -53,7 +53,7 @@ def entry(dtype: str = "F32", shape: tuple[int, ...] = (2, 3), offsets: tuple[in
 LIES: dict[str, tuple[object, str]] = {
     "offsets beyond the file": (
         {"a": entry(shape=(600, 3), offsets=(0, 7200))},
-        "expected a complete safetensors file, found 101 bytes: its tensors end at byte 7277",
+        "expected a complete safetensors file, found 101 bytes: its last tensor, a, ends at byte 7277",
     ),
     "fewer bytes than the shape": ({"a": entry(offsets=(0, 20))}, ".* a: invalid shape, data type, or offset"),
     "a negative shape": ({"a": entry(shape=(-2, -3))}, ".* a: invalid JSON in header: invalid value: integer `-2`"),
@@ -61,7 +61,7 @@ LIES: dict[str, tuple[object, str]] = {
     "two tensors in one place": ({"a": entry(), "b": entry(shape=(0,), offsets=(8, 8))}, ".* invalid offset for tensor `b`"),
     "bytes of no tensor": (
         {"a": entry(shape=(2, 2), offsets=(0, 16))},
-        "expected a complete safetensors file, found 97 bytes: its tensors end at byte 89",
+        "expected a complete safetensors file, found 97 bytes: its last tensor, a, ends at byte 89",
     ),
     "an unknown dtype": ({"a": entry(dtype="F7")}, ".* a: invalid JSON in header: unknown variant `F7`"),
     "no offsets": ({"a": {"dtype": "F32", "shape": [2, 3]}}, ".* a: invalid JSON in header: missing field `data_offsets`"),
@@ -81,7 +81,10 @@ def test_a_header_that_lies_is_refused_with_the_file_and_the_tensor(tmp_path: Pa
 LFS_POINTER = "version https://git-lfs.example/spec/v1\noid sha256:0\n"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "zero bytes": (lambda path: path.write_bytes(b""), "expected a safetensors file, found 0 bytes"),
-    "half written": (lambda path: os.truncate(path, path.stat().st_size - 10), "expected a complete .*: its tensors end at byte 236"),
+    "half written": (
+        lambda path: os.truncate(path, path.stat().st_size - 10),
+        "expected a complete .*: its last tensor, .*, ends at byte 236",
+    ),
     "cut in the header": (lambda path: os.truncate(path, 40), "expected a safetensors file, found a header of .* in a file of 40"),
     "a pickle": (lambda path: torch.save(WEIGHTS, path), "expected a safetensors file, found a header of"),
     "a pointer of git lfs": (lambda path: path.write_text(LFS_POINTER), "expected a safetensors file, found a header"),

@@ -59,5 +59,5 @@ def test_a_file_that_does_not_end_with_its_last_tensor_is_refused_with_the_place
     header = {"a": entry([2], 0, 8), "b": entry([3], 8, 20)}
     end = 8 + len(json.dumps(header)) + 20
     for size in (9, 19, 21):
-        with pytest.raises(ValueError, match=rf"^its tensors end at byte {end}$"):
+        with pytest.raises(ValueError, match=rf"^its last tensor, b, ends at byte {end}$"):
             read(header, size)

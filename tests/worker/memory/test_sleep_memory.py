@@ -225,7 +225,7 @@ def test_without_room_for_a_mirror_a_sleep_is_refused_with_numbers_and_nothing_i
         patch.setattr(weights_module, "available_host_bytes", lambda: MIB)
         patch.setattr(weights_module, "own_mirrors", lambda sizes, pinned: pytest.fail("memory was allocated"))
         with pytest.raises(
-            RequestError, match=rf"a mirror of the weights in host memory needs {8 * MIB} bytes .* found {MIB} free"
+            RequestError, match=rf"a mirror of the weights in host memory needs {8 * MIB} bytes .* found {MIB} bytes free"
         ) as caught:
             weights.release()
     assert (caught.value.code, caught.value.details) == (

@@ -79,5 +79,7 @@ def test_the_signature_in_the_example_is_the_one_that_the_tool_writes(package: P
 
 
 def test_a_record_for_a_name_that_is_taken_is_one_clear_error_at_load(package: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--pipeline 'mytaken:Mine': module mytaken cannot be imported: .*class FluxTransformer2DModel"):
+    with pytest.raises(
+        ConfigError, match=r"--pipeline 'mytaken:Mine': module mytaken cannot be imported: .*a class named FluxTransformer2DModel"
+    ):
         loaded("mytaken:Mine")

@@ -151,7 +151,7 @@ FOLDERS = {
     ),
     "half-written weights": (
         shard_of_other_size,
-        "component transformer: .*model.safetensors: tensor .*: expected its end",
+        "component transformer: .*model.safetensors: expected a complete safetensors file, found .*: its last tensor, .*, ends at byte",
     ),
 }
 

@@ -112,7 +112,7 @@ class Engine:
         self._parts.merging.begin(self._parts.digest.begin())
 
     async def run_until_failure(self) -> str:
-        """Block until a failure ends the engine for good, and return its reason; requests that still wait end with errors then."""
+        """Block until a failure ends the engine for good, and return its reason; requests that wait or run end with errors then."""
         await self._parts.lost.wait()
         return str(self.life.failure)
 

@@ -179,7 +179,8 @@ class AdapterLayers:
         return self._adopt(LaidOut(self.binding.bind(checkpoint, name=name), components_of(checkpoint)), name)
 
     def _adopt(self, laid_out: LaidOut, name: str) -> HostAdapter:
-        buffer = torch.empty(laid_out.layout.nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            buffer = torch.empty(laid_out.layout.nbytes, dtype=torch.uint8)
         write_checked(laid_out, buffer, name=name)
         return self.open(laid_out.layout, buffer)
 

@@ -36,8 +36,8 @@ def read_layout(beginning: bytes, size_bytes: int) -> Layout:
     The library keeps the last of two tensors of one name, and ignores fields that it does not know.
 
     Raises:
-        ValueError: the library refuses the header. The text names the tensor that is wrong by itself, or says where the tensors end if
-            that is not the end of the file. Otherwise it is the library's reason.
+        ValueError: the library refuses the header. The text names the tensor that is wrong by itself. If none is, and the last one
+            does not end with the file, the text says where it ends. Otherwise it is the library's reason.
     """
     try:
         return _read(beginning, size_bytes)
@@ -74,9 +74,12 @@ def _refused_alone(header: bytes, size_bytes: int) -> str | None:
             _read(len(text).to_bytes(LENGTH_BYTES, "little") + text, LENGTH_BYTES + len(text) + size)
         except safetensors.SafetensorError as error:
             return f"{ascii(name)[1:-1][:160]}: {_reason(error)}"
-    ends = (entry["data_offsets"][1] for name, entry in document.items() if name != METADATA)
-    end = LENGTH_BYTES + len(header) + max(ends, default=0)
-    return None if end == size_bytes else f"its tensors end at byte {end}"
+    begin = LENGTH_BYTES + len(header)
+    ends = {name: begin + entry["data_offsets"][1] for name, entry in document.items() if name != METADATA}
+    last = max(ends, key=ends.__getitem__, default=None)
+    if last is None or ends[last] == size_bytes:
+        return None
+    return f"its last tensor, {ascii(last)[1:-1][:160]}, ends at byte {ends[last]}"
 
 
 def _alone(name: str, entry: Any) -> tuple[bytes, int]:

@@ -40,7 +40,7 @@ class RawImage:
         Any thread may ask. If a GPU's copy was begun, the thread sleeps until it is complete.
 
         Raises:
-            RequestError: RequestFailed, the model returned values that are not numbers.
+            RequestError: RequestFailed, the model returned NaN or infinity.
         """
         return to_pixels(self._output) if self._copy is None else self._copy.pixels()
 
@@ -92,7 +92,7 @@ def to_pixels(output: Any) -> Pixels:
     """Return the pixels of the first image or video in a pipeline's result, in any form that pipelines return it.
 
     Raises:
-        RequestError: RequestFailed, the model returned values that are not numbers.
+        RequestError: RequestFailed, the model returned NaN or infinity.
     """
     first = output[0]
     if isinstance(first, list | tuple):
