@@ -198,7 +198,8 @@ class KubernetesCluster:
 
         It is an empty dict if reading it is forbidden (403), or if there is none (404).
         """
-        path, request = f"/openapi/v3/apis/{GROUP}/{VERSION}", "read the schema of the operator's kinds"
+        path = f"/openapi/v3/apis/{GROUP}/{VERSION}"
+        request = "read the schema of the operator's kinds"
         try:
             response = await self._client.request("get", path, serialize=False, _request_timeout=REQUEST_TIMEOUT_S)
             content: Manifest = await response.json(loads=msgspec.json.decode)
@@ -372,7 +373,7 @@ def _identity(manifest: Manifest) -> tuple[Kind, str, str]:
 
 
 def _translate(request: str, error: ApiException) -> ClusterError:
-    reason, said = _answer(error)
+    (reason, said), status = _answer(error), error.status
     message = f"{request}: {error.status} {said}"
     kind: type[ClusterError] = ClusterConflict if error.status == 409 else ClusterRefused
     if error.status == 429 or error.status >= 500:
@@ -380,8 +381,8 @@ def _translate(request: str, error: ApiException) -> ClusterError:
     elif error.status == 403 and '"NamespaceTerminating"' in str(error.body):
         kind = NamespaceEnds
     elif error.status == 422 and "metadata.uid: Invalid value" in said:  # a write that was bound to another object of the name
-        return ClusterConflict(message, status=409, reason="Conflict", said=said)
-    return kind(message, status=error.status, reason=reason, said=said, retry_after_s=_retry_after_s(error))
+        kind, status, reason = ClusterConflict, 409, "Conflict"
+    return kind(message, status=status, reason=reason, said=said, retry_after_s=_retry_after_s(error))
 
 
 def _retry_after_s(error: ApiException) -> float:
