@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
@@ -25,7 +25,7 @@ ALPHA_DTYPES = FACTOR_DTYPES | {"I64": torch.int64, "I32": torch.int32}
 CHUNK_BYTES = 1 << 20
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True, gc=False):
     """A tensor's dtype and shape, and its place in a file: bytes `begin` up to `end`, counted from the end of the header."""
 
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class OpenWeights:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._apart = {name: place for name, place in self._places.items() if _is_alpha(name, place) or _is_copied(place)}
+        self._apart: dict[str, Place] = {}
         self.tensors: dict[str, torch.Tensor] = {}
 
     def __enter__(self) -> "OpenWeights":
@@ -75,7 +75,11 @@ class OpenWeights:
         self._buffer = torch.empty(self.header.size_bytes - self.header.data_start, dtype=torch.uint8)
         numbers = {dtype: _numbers(self._buffer, dtype) for dtype in {place.dtype for place in self._places.values()}}
         for name, place in self._places.items():
-            self.tensors[name] = self._separate(name, place) if name in self._apart else _view(numbers[place.dtype], place)
+            if _is_alpha(name, place) or _is_copied(place):
+                self._apart[name] = place
+                self.tensors[name] = self._separate(name, place)
+            else:
+                self.tensors[name] = _view(numbers[place.dtype], place)
 
     def read(self) -> Future[str]:
         """Fill all tensors from the file, require finite values, and return the digest of the file, `sha256:<hex>`.

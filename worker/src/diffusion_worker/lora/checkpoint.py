@@ -35,7 +35,7 @@ PLAIN = LoadOptions()
 ANY_MODEL = AdaptedModel()
 
 
-class LoRAFactors(msgspec.Struct, frozen=True):
+class LoRAFactors(msgspec.Struct, frozen=True, gc=False):
     """The low-rank factors of one module, whose weight changes by `scaling * b @ a`; both are in the dtype of the file.
 
     A linear layer has [rank, in] as a and [out, rank] as b. A convolution has [rank, in, kh, kw] as a; its b is like a linear layer's, or
@@ -240,7 +240,7 @@ def _of_components(factors: dict[str, Factors], components: list[str], label: st
         message = f"{label}: has no tensors for component {', '.join(missing)}, which was asked for, only for {', '.join(found)}"
         raise RequestError(ErrorCode.NO_MATCHING_MODULES, message)
     kept = [module for module in sorted(factors) if not components or module.partition(".")[0] in components]
-    return {module: LoRAFactors(*factors[module]) for module in kept}
+    return {module: LoRAFactors(pair.a, pair.b, pair.scaling) for module in kept for pair in [factors[module]]}
 
 
 def _common_alpha(written: Mapping[str, RawLoRAModule], settings: Mapping[str, PeftSettings]) -> float | None:

@@ -8,7 +8,8 @@ in `conversion`.
 import enum
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.located import shown
@@ -34,7 +35,7 @@ class Part(enum.StrEnum):
     ALPHA = "alpha"
 
 
-class TensorName(NamedTuple):
+class TensorName(msgspec.Struct, frozen=True, gc=False):
     """A tensor's name, split into module and part; `module` is as in the file."""
 
     module: str

@@ -8,6 +8,7 @@ needs: bounds of its size, plain names that occur once, and few dimensions. A fi
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.located import PICKLE_SUFFIXES, PLAIN_NAME, shown
+from diffusion_worker.lora.located import PICKLE_SUFFIXES, shown
 from diffusion_worker.lora.regular_file import open_regular
 from diffusion_worker.memory.safetensors_layout import LENGTH_BYTES, METADATA, TensorEntry, read_layout
 
@@ -26,8 +27,9 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_FILE_BYTES = 16 << 30
 # Each tensor is a table and two lists in the header. Adapters have up to some thousand; objects for many more would take long to make.
 MAX_TENSORS = 20_000
-MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
+# The names of modules, joined by single dots.
+TENSOR_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_.:-]{1,512}")
 _OTHER_FORMATS = (
     (b"PK\x03\x04", ErrorCode.UNSUPPORTED_FORMAT, "a zip or PyTorch pickle file; pickle can run code and is never read"),
     (b"\x80\x02", ErrorCode.UNSUPPORTED_FORMAT, "a pickle file; pickle can run code and is never read"),
@@ -142,10 +144,11 @@ def parse_header(beginning: bytes, size_bytes: int, *, label: str) -> AdapterHea
     except ValueError as error:
         _judge_text(text, label)
         raise _invalid(f"{label}: expected a complete safetensors file, found {size_bytes} bytes: {error}") from None
-    if not _has_nothing_else(text, metadata, tensors) or not all(map(_is_tensor_name, tensors)):
+    if not _has_nothing_else(text, metadata, tensors) or not all(map(TENSOR_NAME.fullmatch, tensors)):
         _judge_text(text, label)
     for name, entry in tensors.items():
-        if len(entry.shape) > MAX_DIMENSIONS or max(entry.shape, default=0) > MAX_FILE_BYTES:
+        # Only a tensor without values can have a size beyond that of its file.
+        if len(entry.shape) > MAX_DIMENSIONS or (0 in entry.shape and max(entry.shape) > MAX_FILE_BYTES):
             expected = f"expected a shape of at most {MAX_DIMENSIONS} dimensions, each at most {MAX_FILE_BYTES}"
             raise _invalid(f"{label}: tensor {name}: {expected}, found {str(list(entry.shape))[:120]}")
     return AdapterHeader(metadata=metadata, tensors=tensors, data_start=len(beginning), size_bytes=size_bytes)
@@ -159,10 +162,6 @@ def _has_nothing_else(text: bytes, metadata: Mapping[str, str], tensors: Mapping
     """
     strings = 5 * len(tensors) + (1 + 2 * len(metadata) if metadata else 0)
     return b"\\" not in text and text.count(b"[") == 2 * len(tensors) and text.count(b'"') == 2 * strings
-
-
-def _is_tensor_name(name: str) -> bool:
-    return len(name) <= MAX_NAME_LENGTH and PLAIN_NAME.fullmatch(name) is not None and ".." not in name
 
 
 def _judge_text(data: bytes, label: str) -> None:
@@ -183,7 +182,7 @@ def _judge_text(data: bytes, label: str) -> None:
         if name == METADATA:
             _refuse_repeated(entry if isinstance(entry, tuple) else (), f"{label}: {METADATA}")
             continue
-        if not _is_tensor_name(name):
+        if not TENSOR_NAME.fullmatch(name):
             raise _invalid(f"{label}: {shown(name)} cannot be a tensor's name: it is too long or has unusual characters")
         # The library requires its three fields once each, so that three fields are these.
         if not isinstance(entry, tuple) or len(entry) != 3:

@@ -7,6 +7,7 @@ Every tensor must be in a pair or be the alpha of one. A file with other tensors
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
@@ -15,6 +16,10 @@ from diffusion_worker.lora.located import shown
 
 if TYPE_CHECKING:
     from diffusion_worker.lora.conversion import Convert, Converted
+
+
+# Named here, because a look-up in an enumeration takes as long as the rest of a check.
+A, B, ALPHA = Part
 
 
 class NeedsValues(Exception):
@@ -64,7 +69,7 @@ class AdaptedModel(NamedTuple):
         return f"{component}.text_model" in self.names if self.names else hasattr(self.components[component], "text_model")
 
 
-class RawLoRAModule(NamedTuple):
+class RawLoRAModule(msgspec.Struct, frozen=True, gc=False):
     """A module as the file has it: the names of its two factors, its rank, and its own alpha if it has one.
 
     `own` is the model's name for it, as `component.path`, if the file uses names of peft or diffusers.
@@ -77,7 +82,7 @@ class RawLoRAModule(NamedTuple):
     alpha: float | None
 
 
-class Factors(NamedTuple):
+class Factors(msgspec.Struct, frozen=True, gc=False):
     """A pair of factors and the scaling of their product."""
 
     a: torch.Tensor
@@ -160,26 +165,26 @@ def first_of(names: list[str], count: int = 3) -> str:
 
 
 def _written(module: str, names: Mapping[Part, str], tensors: Mapping[str, torch.Tensor], model: AdaptedModel, label: str) -> RawLoRAModule:
-    if Part.A not in names or Part.B not in names:
+    if A not in names or B not in names:
         only = next(iter(names.values()))
-        missing = "lora_A, lora_B" if names.keys() == {Part.ALPHA} else f"lora_{'B' if Part.A in names else 'A'}"
+        missing = "lora_A, lora_B" if names.keys() == {ALPHA} else f"lora_{'B' if A in names else 'A'}"
         raise _invalid(f"{label}: tensor {only}: its module {module} has no {missing}")
-    rank = _rank(names[Part.A], tensors[names[Part.A]], tensors[names[Part.B]], label)
+    rank = _rank(names[A], tensors[names[A]], tensors[names[B]], label)
     alpha = None
-    if Part.ALPHA in names:
-        value = tensors[names[Part.ALPHA]]
+    if ALPHA in names:
+        value = tensors[names[ALPHA]]
         if value.numel() != 1:
-            raise _invalid(f"{label}: tensor {names[Part.ALPHA]}: expected one number, found shape {list(value.shape)}")
+            raise _invalid(f"{label}: tensor {names[ALPHA]}: expected one number, found shape {list(value.shape)}")
         alpha = float(value)
     own = model.own_name(module_path(module, denoiser=model.denoiser))
-    return RawLoRAModule(own, names[Part.A], names[Part.B], rank, alpha)
+    return RawLoRAModule(own, names[A], names[B], rank, alpha)
 
 
 def _rank(name: str, a: torch.Tensor, b: torch.Tensor, label: str) -> int:
     """Return the rank at which two factors meet; B of a convolution is 1 x 1 or a matrix. Raises RequestError (InvalidAdapter)."""
     # Each shape is read once: asking a tensor takes longer than all checks of the answer.
     left, right = a.shape, b.shape
-    fits = len(left) >= 2 and len(right) in (2, len(left)) and left[0] == right[1] and right[2:].count(1) == len(right) - 2
+    fits = len(left) >= 2 and len(right) in (2, len(left)) and left[0] == right[1] and (len(right) == 2 or set(right[2:]) == {1})
     if not fits or 0 in left or 0 in right:
         raise _invalid(
             f"{label}: tensor {name}: expected shapes with one rank, [rank, in] and [out, rank], found A {list(left)} and B {list(right)}"

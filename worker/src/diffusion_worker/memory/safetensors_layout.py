@@ -9,6 +9,7 @@ import json
 import os
 from typing import Any, NamedTuple
 
+import msgspec
 import safetensors
 
 LENGTH_BYTES = 8
@@ -16,7 +17,8 @@ METADATA = "__metadata__"
 _PREFIX = "Error while deserializing header: "
 
 
-class TensorEntry(NamedTuple):
+# A file has some thousand of these, so they are left out of garbage collections.
+class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """The dtype, in the format's own words, and the shape of a tensor in a file."""
 
     dtype: str

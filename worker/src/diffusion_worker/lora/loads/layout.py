@@ -21,7 +21,7 @@ from diffusion_worker.lora.slot_bank import ColumnRun, Columns, Scaling, Segment
 ALIGNMENT = 64
 
 
-class Bound(NamedTuple):
+class Bound(msgspec.Struct, frozen=True, gc=False):
     """Factors for one part of a layer, as a rank has it: `a` [rank, in], `b` [out, rank], in the dtype of their file.
 
     `name` is the adapter's name for the module.
@@ -85,11 +85,13 @@ class LaidOut:
     """An adapter with its layout, ready to be written into a buffer of `layout.nbytes` bytes."""
 
     def __init__(self, bound: Sequence[Bound], components: frozenset[str]) -> None:
-        groups: dict[_Kind, list[Bound]] = {}
+        alike: dict[tuple[torch.dtype, torch.dtype, torch.dtype, int], list[Bound]] = {}
         for each in sorted(bound, key=lambda each: (each.layer.order, each.part)):
-            rank, bank = each.a.shape[0], name_of(each.layer.dtype)
-            groups.setdefault(_Kind(bank, name_of(each.a.dtype), rank, False), []).append(each)
-            groups.setdefault(_Kind(bank, name_of(each.b.dtype), rank, True), []).append(each)
+            alike.setdefault((each.layer.dtype, each.a.dtype, each.b.dtype, each.a.shape[0]), []).append(each)
+        groups: dict[_Kind, list[Bound]] = {}
+        for (bank, of_a, of_b, rank), group in alike.items():
+            groups.setdefault(_Kind(name_of(bank), name_of(of_a), rank, False), []).extend(group)
+            groups.setdefault(_Kind(name_of(bank), name_of(of_b), rank, True), []).extend(group)
         self._groups = sorted(groups.items())
         matrices, blocks, end = [], [], 0
         for number, (kind, group) in enumerate(self._groups):
