@@ -6,6 +6,7 @@ An entry that no longer occurs is a fault, and so is a wait without an entry. Co
 
 from collections.abc import Iterable, Mapping
 
+from diffusion_worker.config import StepCache
 from support.rehearsal.family_trial import Trial
 
 _REASONS: dict[str, tuple[str, ...]] = {
@@ -89,6 +90,12 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "it draws on the host, and looks for its time among all": ("AmusedScheduler.step",),
     "its argument is another tensor in each step, whose content decides what shares a call": ("content",),
+}
+# The rule of a step cache, with the reason why it waits; it does so once a step for each request that may skip.
+CACHE_RULES: dict[StepCache, dict[str, str]] = {
+    StepCache.FIRST_BLOCK: {
+        "FBCHeadBlockHook._should_compute_remaining_blocks": "it decides on the blocks that follow, by the change that the first one made"
+    },
 }
 ALLOWED: dict[str, str] = {function: reason for reason, functions in _REASONS.items() for function in functions}
 

@@ -61,6 +61,8 @@ class Plan:
         self._rows = rows
         self._agree = agree
         self._verdict = branches[0].verdict
+        # The verdicts of the branches that differ, since the rule waits for the device each time it is asked.
+        self._differing: list[CacheVerdict] = []
 
     @property
     def skips(self) -> bool:
@@ -90,7 +92,7 @@ class Plan:
             branch.keep({place: [_own(tensor) for tensor in tensors] for place, tensors in kept.items()})
         if self._verdict is not CacheVerdict.OPEN:
             return [output for output, _ in made]
-        verdicts = [branch.decide(kept) for branch, (_, kept) in zip(self._branches, made, strict=True)]
+        verdicts = self._differing or [branch.decide(kept) for branch, (_, kept) in zip(self._branches, made, strict=True)]
         for branch, verdict in zip(self._branches, self._agree(verdicts) if self._agree else verdicts, strict=True):
             branch.verdict = verdict
         raise MixedVerdicts
@@ -99,8 +101,11 @@ class Plan:
         """Return the verdict of all requests if they agree, otherwise open. With several ranks it is always open inside the call."""
         if self._agree is not None:
             return CacheVerdict.OPEN
-        verdicts = {branch.decide(part) for branch, part in zip(self._branches, split(kept, self._rows), strict=True)}
-        return verdicts.pop() if len(verdicts) == 1 else CacheVerdict.OPEN
+        verdicts = [branch.decide(part) for branch, part in zip(self._branches, split(kept, self._rows), strict=True)]
+        if len(set(verdicts)) == 1:
+            return verdicts[0]
+        self._differing = verdicts
+        return CacheVerdict.OPEN
 
     def _recall(self, place: str, rows: slice) -> Tensors | None:
         """Return the requests' remembered values of a place, concatenated and cut to some rows of the call."""
