@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of a rehearsal: each blocking wait and each copy, with the line of code that asked for it."""
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,8 @@ from diffusion_worker.runner.stepping import async_copies
 
 # Frames of torch and of the rehearsal itself ask for nothing by themselves, nor do those of the mode that is around a pipeline.
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), async_copies.__file__, "<")
+# Python 3.11 gives these a frame of their own, and later versions do not.
+_COMPREHENSION = re.compile(r"\.<locals>\.<(list|set|dict)comp>")
 _ROOTS = ("site-packages/", "worker/src/", "/tests/")
 
 
@@ -65,12 +68,12 @@ def _cause(operation: str) -> Cause:
 
 def asking() -> tuple[str, str]:
     """Return the function and the line that ask now: the innermost frame outside of torch and of the rehearsal. Both are `?` if there is
-    none."""
+    none. A comprehension counts as its function."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith(_OWN):
-            return code.co_qualname, f"{_short(code.co_filename)}:{frame.f_lineno}"
+            return _COMPREHENSION.sub("", code.co_qualname), f"{_short(code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?", "?"
 

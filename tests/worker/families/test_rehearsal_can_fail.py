@@ -162,6 +162,9 @@ def test_records_name_the_function_and_the_line_that_ask() -> None:
     records.wait("aten::item")
     (cause,) = records.waits
     assert cause.function == "test_records_name_the_function_and_the_line_that_ask" and HERE in cause.line
+    records.clear()
+    _ = [records.wait("aten::item") for _ in range(2)]
+    assert [cause.function for cause in records.waits] == [cause.function], "a comprehension is its function, in each version of Python"
     with rehearse() as rehearsal:
         rehearsal.wait("another")
         assert [cause.operation for cause in rehearsal.records.waits] == ["another"]
