@@ -148,10 +148,10 @@ class Taking:
 
 
 def take_pairs(what: str, baseline: Run, ours: Run, *, by: str = "s", plan: Plan | None = None) -> Pairs:
-    """Run baseline, ours and baseline again, until the plan has enough pairs, and return them.
+    """Run baseline, ours and baseline again, until the plan has the pairs that it wants or has used up its tries or its time.
 
     Raises:
-        RuntimeError: too few pairs have a steady baseline: the machine is too busy.
+        RuntimeError: fewer pairs than the plan's least have a steady baseline: the machine is too busy.
     """
     taking = Taking(what, by=by, plan=plan)
     while taking.wants_more:

@@ -182,7 +182,7 @@ class Obstacles:
         return self._drifts[kind] <= MOST_DRIFTS
 
     async def all_go(self) -> list[str]:
-        """Remove all obstacles, and return what was done to other owners' objects."""
+        """Remove all obstacles but other owners' objects that somebody changed; return those that were changed or removed, as faults."""
         await self._refusals.end(*MEANS)
         await self.reject_pods(rejecting=False)
         await self.strangers.leave_all()

@@ -58,7 +58,7 @@ class GeneratedImage:
         output_format = FORMATS[target.suffix.lower()]
         if quality is not None and (output_format is OutputFormat.PNG or not 0 <= quality <= 100):
             raise RequestError(
-                ErrorCode.INVALID_REQUEST, f"quality: expected 0 to 100 for a JPEG or WebP, found {quality} for {target.name!r}"
+                ErrorCode.INVALID_REQUEST, f"quality: expected 0 to 100 and a JPEG or WebP, found {quality} for {target.name!r}"
             )
         target.write_bytes(self._encoded(output_format, quality))
         return target

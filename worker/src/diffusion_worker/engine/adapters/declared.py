@@ -173,7 +173,7 @@ class DeclaredAdapters:
             await self._runner.delete(name, drain_s=0.0)
         except RequestError as error:
             if error.code is not ErrorCode.NOT_FOUND:
-                log.error("adapter=%s not unloaded code=%s: %s", name, error.code, error.message)
+                log.error("adapter=%s removed, but not unloaded from every rank code=%s: %s", name, error.code, error.message)
 
     async def _put(self, calls: list[Call], written_s: float) -> None:
         """Load adapters, a few side by side; each failure is logged, and kept with its adapter in the state document."""

@@ -92,7 +92,7 @@ class ConnectionCollector(Collector):
         yield gauge("connections", "Open connections of the data port, those beyond connections_max among them.", self._limit.open)
         yield gauge(
             "connections_max",
-            "Bound on the connections of the data port, --max-connections; beyond it only probes and metrics are answered.",
+            "Most connections of the data port that are served as usual, --max-connections; those beyond get only probes and metrics.",
             self._limit.most,
         )
         yield counter(
