@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tools.messages.expressions import last_name, walk
 
 # Annotations, patterns, names of tasks, and bytes.
-NO_MESSAGES = {"cast", "compile", "findall", "match", "search", "sub", "create_task", "basicConfig", "encode", "option"}
+NO_MESSAGES = {"cast", "compile", "filterwarnings", "findall", "match", "search", "sub", "create_task", "basicConfig", "encode", "option"}
 LOOKS_FOR = {
     "startswith",
     "endswith",

@@ -41,7 +41,7 @@ REFUSED = "\x01"
 
 
 class CallFailed(Exception):
-    """Raised on every rank when a model call failed on one, named in the message. `refusal` is that rank's RequestError, if it was one."""
+    """Raised on every rank when a model call failed on one. `refusal` is that rank's RequestError; without one the message names it."""
 
     def __init__(self, message: str, refusal: RequestError | None = None) -> None:
         super().__init__(message)
@@ -242,7 +242,9 @@ def _row_group(rank: int, world: int, *, together: int) -> RowGroup:
         return RowGroup(rank, world, None)
     # Every rank has to take part in making every group.
     groups = [dist.new_group(list(range(place, world, together))) for place in range(together)]
-    return RowGroup(rank // together, world // together, groups[rank % together])
+    own = groups[rank % together]
+    assert isinstance(own, dist.ProcessGroup), "torch has another value for a group without this rank"
+    return RowGroup(rank // together, world // together, own)
 
 
 def _failure(words: str) -> CallFailed:
