@@ -51,7 +51,11 @@ async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) 
 
 
 def has_shared_memory(pid: int) -> bool:
-    return "/dev/shm/" in Path(f"/proc/{pid}/maps").read_text()
+    """Return whether a process maps shared memory; False for one that has ended."""
+    try:
+        return "/dev/shm/" in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def socket_folders(place: str) -> list[Path]:

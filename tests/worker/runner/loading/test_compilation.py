@@ -230,7 +230,7 @@ def test_compiled_rows_that_cannot_be_told_apart_have_the_adapters_of_all_or_are
     x = torch.randn(2, 3, 4)
     uses = [[(0, 0.5), (1, 1.0)]] * 2
     for mixed in ([[(0, 1.0)], [(1, 1.0)]], [[(0, 1.0)], []]):
-        with pytest.raises(RowsNotSeparable, match=r"transformer\.blocks\.0\.inner does not see the rows of a call"):
+        with pytest.raises(RowsNotSeparable, match=r"transformer\.blocks\.0\.inner does not see the rows of a batch"):
             run(layers, model, x, mixed)
     torch.testing.assert_close(run(layers, model, x, uses), adapted(base, uses, x, adapters))
     assert compilation.features == {"compile": "default (regional, 2 blocks)"}
