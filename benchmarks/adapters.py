@@ -20,7 +20,8 @@ from torch import nn
 
 from benchmarks.pairs import TINY_PLAN, Pairs, Plan, Times, take_pairs, timed
 from benchmarks.result import Measured
-from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors
+from diffusion_worker.lora.checkpoint import LoRACheckpoint
+from diffusion_worker.lora.naming import LoRAFactors
 from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 
 ROWS = 8

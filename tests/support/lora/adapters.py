@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors
+from diffusion_worker.lora.checkpoint import LoRACheckpoint
 from diffusion_worker.lora.located import CONFIG_FILE, PEFT_WEIGHTS
+from diffusion_worker.lora.naming import LoRAFactors
 from diffusion_worker.lora.pipeline_layers import AdapterLayers, SlotUse
 
 Factors = Mapping[str, LoRAFactors]

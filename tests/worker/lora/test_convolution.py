@@ -10,9 +10,9 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from diffusion_worker.errors import RequestError
-from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.convolution import LoRAConvolution
 from diffusion_worker.lora.layers import LoRALinear
+from diffusion_worker.lora.naming import LoRAFactors
 from diffusion_worker.lora.pipeline_layers import AdapterLayers
 from support.lora.adapters import checkpoint_of, factors_of, layers_of, load, merged, random_factors, require_rows_as_merged, run, with_peft
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.lora.call_rows import RowsNotSeparable
-from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.layers import LoRALinear
+from diffusion_worker.lora.naming import LoRAFactors
 from support.lora.adapters import checkpoint_of, factors_of, layers_of, load, merged, random_factors, require_rows_as_merged, run, with_peft
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}

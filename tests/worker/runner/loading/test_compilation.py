@@ -13,7 +13,7 @@ from torch import nn
 
 from diffusion_worker.config import Compile, Offload
 from diffusion_worker.lora.call_rows import RowsNotSeparable
-from diffusion_worker.lora.checkpoint import LoRAFactors
+from diffusion_worker.lora.naming import LoRAFactors
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import LoRAUse, RequestSpec, Tick
 from diffusion_worker.runner.loading.compilation import Compilation, regions_of

@@ -21,7 +21,7 @@ from diffusion_worker.lora.header import AdapterHeader
 from diffusion_worker.lora.identity import LOW_RANK, ModuleChange, contradicts, identity_of
 from diffusion_worker.lora.loads import pattern_time
 from diffusion_worker.lora.located import CONFIG_FILE, locate, shown
-from diffusion_worker.lora.naming import AdaptedModel, Factors, NeedsValues, RawLoRAModule, bind, modules_of
+from diffusion_worker.lora.naming import AdaptedModel, LoRAFactors, NeedsValues, RawLoRAModule, bind, modules_of
 from diffusion_worker.lora.peft_settings import METADATA_KEY, PeftSettings, read_settings, settings_in_metadata
 from diffusion_worker.lora.recipe import read_recipe
 from diffusion_worker.lora.request import LoadOptions
@@ -33,18 +33,6 @@ FIRST, SECOND = "transformer", "transformer_2"
 BOTH_TRANSFORMERS = {FIRST, SECOND}
 PLAIN = LoadOptions()
 ANY_MODEL = AdaptedModel()
-
-
-class LoRAFactors(msgspec.Struct, frozen=True, gc=False):
-    """The low-rank factors of one module, whose weight changes by `scaling * b @ a`; both are in the dtype of the file.
-
-    A linear layer has [rank, in] as a and [out, rank] as b. A convolution has [rank, in, kh, kw] as a; its b is like a linear layer's, or
-    [out, rank, 1, 1].
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: float
 
 
 class LoRACheckpoint(msgspec.Struct, frozen=True):
@@ -221,7 +209,7 @@ def _scaling(module: str, names: RawLoRAModule, settings: Mapping[str, PeftSetti
     return scaling
 
 
-def _of_components(factors: dict[str, Factors], components: list[str], label: str) -> dict[str, LoRAFactors]:
+def _of_components(factors: dict[str, LoRAFactors], components: list[str], label: str) -> dict[str, LoRAFactors]:
     """Return the factors of the requested components (none: all), sorted by module.
 
     Files for the second of two denoisers name the first one, because diffusers expects that (`load_into_transformer_2`). So a
@@ -240,7 +228,7 @@ def _of_components(factors: dict[str, Factors], components: list[str], label: st
         message = f"{label}: has no tensors for component {', '.join(missing)}, which was asked for, only for {', '.join(found)}"
         raise RequestError(ErrorCode.NO_MATCHING_MODULES, message)
     kept = [module for module in sorted(factors) if not components or module.partition(".")[0] in components]
-    return {module: LoRAFactors(pair.a, pair.b, pair.scaling) for module in kept for pair in [factors[module]]}
+    return {module: factors[module] for module in kept}
 
 
 def _common_alpha(written: Mapping[str, RawLoRAModule], settings: Mapping[str, PeftSettings]) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.located import PICKLE_SUFFIXES, shown
+from diffusion_worker.lora.located import NAME_CHARACTER, PICKLE_SUFFIXES, shown
 from diffusion_worker.lora.regular_file import open_regular
 from diffusion_worker.memory.safetensors_layout import LENGTH_BYTES, METADATA, TensorEntry, read_layout
 
@@ -29,7 +29,7 @@ MAX_FILE_BYTES = 16 << 30
 MAX_TENSORS = 20_000
 MAX_DIMENSIONS = 8
 # The names of modules, joined by single dots.
-TENSOR_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_.:-]{1,512}")
+TENSOR_NAME = re.compile(rf"(?!.*\.\.){NAME_CHARACTER}{{1,512}}")
 _OTHER_FORMATS = (
     (b"PK\x03\x04", ErrorCode.UNSUPPORTED_FORMAT, "a zip or PyTorch pickle file; pickle can run code and is never read"),
     (b"\x80\x02", ErrorCode.UNSUPPORTED_FORMAT, "a pickle file; pickle can run code and is never read"),

@@ -4,8 +4,8 @@
 from collections.abc import Sequence
 
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
-from diffusion_worker.lora.checkpoint import LoRAFactors
 from diffusion_worker.lora.model_layers import ModelLayer, ModelLayers, Piece
+from diffusion_worker.lora.naming import LoRAFactors
 
 OPTION = "--lora-target-module"
 ALL = "all"

@@ -13,7 +13,8 @@ PEFT_WEIGHTS = "adapter_model.safetensors"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 WEIGHTS = ".safetensors"
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]+")
+NAME_CHARACTER = r"[A-Za-z0-9_.:-]"
+PLAIN_NAME = re.compile(f"{NAME_CHARACTER}+")
 
 
 class Located(NamedTuple):

@@ -82,8 +82,12 @@ class RawLoRAModule(msgspec.Struct, frozen=True, gc=False):
     alpha: float | None
 
 
-class Factors(msgspec.Struct, frozen=True, gc=False):
-    """A pair of factors and the scaling of their product."""
+class LoRAFactors(msgspec.Struct, frozen=True, gc=False):
+    """The low-rank factors of one module, whose weight changes by `scaling * b @ a`; both are in the dtype of the file.
+
+    A linear layer has [rank, in] as a and [out, rank] as b. A convolution has [rank, in, kh, kw] as a; its b is like a linear layer's, or
+    [out, rank, 1, 1].
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -120,7 +124,7 @@ def bind(
     filled: bool,
     model: AdaptedModel,
     label: str,
-) -> tuple[dict[str, Factors], Format]:
+) -> tuple[dict[str, LoRAFactors], Format]:
     """Return the factors by `component.path` in diffusers' naming, and the format of the file.
 
     `scaling` returns the scaling of a module by its name in the file. If the model has none of the file's names, its converter is tried.
@@ -151,11 +155,11 @@ def bind(
         except RequestError:
             if foreign is not None:
                 raise
-    pairs: dict[str, Factors] = {}
+    pairs: dict[str, LoRAFactors] = {}
     for module, names in written.items():
         if names.own in pairs:
             raise _invalid(f"{label}: tensor {names.a}: another tensor is for the same factor of {names.own}")
-        pairs[names.own] = Factors(tensors[names.a], tensors[names.b], scaling(module))
+        pairs[names.own] = LoRAFactors(tensors[names.a], tensors[names.b], scaling(module))
     return pairs, format_of(written, converted=False)
 
 
@@ -199,7 +203,7 @@ def _converted(
     *,
     model: AdaptedModel,
     label: str,
-) -> dict[str, Factors]:
+) -> dict[str, LoRAFactors]:
     """Return the factors as diffusers names and splits them, each pair with its scaling in the file.
 
     diffusers never applies a scaling, which would round: the alphas that it gets scale nothing.
@@ -227,16 +231,16 @@ def _pairs(
     *,
     model: AdaptedModel,
     label: str,
-) -> dict[str, Factors]:
+) -> dict[str, LoRAFactors]:
     """Pair the converted tensors, each pair with the scaling of its module in the file; raises RequestError (InvalidAdapter)."""
     module_of = {name: module for module, names in written.items() for name in (names.a, names.b)}
-    pairs: dict[str, Factors] = {}
+    pairs: dict[str, LoRAFactors] = {}
     for module, names in modules_of({name: converted.tensor for name, converted in found.items()}, model, label).items():
         sources = (found[names.a].sources | found[names.b].sources) & module_of.keys()
         scalings = {scaling(module_of[source]) for source in sources}
         if len(scalings) != 1 or names.own in pairs:
             raise _invalid(f"{label}: tensor {min(sources, default=module)}: diffusers makes of it a module of several scalings or factors")
-        pairs[names.own] = Factors(found[names.a].tensor, found[names.b].tensor, scalings.pop())
+        pairs[names.own] = LoRAFactors(found[names.a].tensor, found[names.b].tensor, scalings.pop())
     return pairs
 
 

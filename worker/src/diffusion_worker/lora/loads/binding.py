@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora.checkpoint import LoRACheckpoint, LoRAFactors, invalid
+from diffusion_worker.lora.checkpoint import LoRACheckpoint, invalid
 from diffusion_worker.lora.layer_allowlist import LayerAllowlist
 from diffusion_worker.lora.loads.layout import Bound, LaidOut
 from diffusion_worker.lora.model_layers import ModelLayers, Piece
+from diffusion_worker.lora.naming import LoRAFactors
 
 MOST_NAMES = 3
 
