@@ -19,7 +19,7 @@ def helps() -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _lines(name: str, command: click.Command) -> Iterator[str]:
-    with click.Context(command, info_name=name, max_content_width=10_000, terminal_width=10_000) as context:
+    with command.make_context(name, [], resilient_parsing=True, max_content_width=10_000, terminal_width=10_000) as context:
         yield f"    {command.get_usage(context)}"
         yield f"    {name}: {' '.join((command.help or '').split())}"
         records = (param.get_help_record(context) for param in command.get_params(context))

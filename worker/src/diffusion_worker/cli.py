@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line `diffusion-worker`. Options are checked before anything is started; an error is one line and exit code 1."""
 
+import enum
 import importlib.util
 import logging
 import math
@@ -87,13 +88,23 @@ LIMITS = {
 QUEUE = ("max_queued", "max_queued_seconds", "max_queued_bytes")
 
 
-def _bound(option: str, kind: click.ParamType[Any], default: float, text: str) -> Callable[[F], F]:
-    """Return the decorator for a click option of type `kind` with the help `text`, which the variable `DIFFUSION_WORKER_<OPTION>` sets too.
+def _variable(option: str) -> dict[str, Any]:
+    """Return the arguments of a click option which the variable `DIFFUSION_WORKER_<OPTION>` sets too.
 
     An older image ignores an unknown variable, but refuses an unknown option.
     """
-    variable = f"DIFFUSION_WORKER_{option.removeprefix('--').replace('-', '_').upper()}"
-    return click.option(option, type=kind, default=default, show_default=True, envvar=variable, show_envvar=True, help=text)
+    return {"envvar": f"DIFFUSION_WORKER_{option.removeprefix('--').replace('-', '_').upper()}", "show_envvar": True}
+
+
+def _bound(option: str, kind: click.ParamType[Any], default: float, text: str) -> Callable[[F], F]:
+    """Return the decorator for a click option of type `kind` with the help `text`, which its variable sets too."""
+    return click.option(option, type=kind, default=default, help=text, **_variable(option))
+
+
+def _choice(option: str, default: enum.StrEnum, text: str, *, variable: bool = False) -> Callable[[F], F]:
+    """Return the decorator for a click option with one of the values of the default's class; `variable`: its variable sets it too."""
+    values = [each.value for each in type(default)]
+    return click.option(option, type=click.Choice(values), default=default.value, help=text, **(_variable(option) if variable else {}))
 
 
 @click.group()
@@ -102,7 +113,7 @@ def cli() -> None:
     """Serve one diffusion model on a group of ranks."""
 
 
-@cli.command()
+@cli.command(context_settings={"show_default": True})
 @click.argument("model", required=False, metavar="[SOURCE]")
 @click.option("--model", "model_option", metavar="SOURCE", help="A diffusers folder: a path, hf://, s3://, pvc:// or JSON; same as SOURCE.")
 @click.option(
@@ -114,28 +125,24 @@ def cli() -> None:
     "--ranks",
     type=click.IntRange(1, MAX_RANKS),
     default=1,
-    show_default=True,
     help="Number of rank processes that hold the model and compute together, each on a GPU of its own if there are GPUs.",
 )
 @click.option(
     "--tensor",
     type=KIND_SIZE,
     default=1,
-    show_default=True,
     help="Number of ranks among which the large layers of the model are split; 1: not split.",
 )
 @click.option(
     "--sequence",
     type=KIND_SIZE,
     default=1,
-    show_default=True,
     help="Number of ranks among which the tokens of an image are split; 1: not split.",
 )
 @click.option(
     "--shard",
     type=KIND_SIZE,
     default=1,
-    show_default=True,
     help="Number of ranks among which all weights are split, so that each holds a part; 1: not split.",
 )
 @click.option("--vae-tiling", is_flag=True, help="Decode large images in tiles, spread over the ranks.")
@@ -162,66 +169,53 @@ def cli() -> None:
         "The default is auto: bfloat16 on a GPU, float32 on a CPU and for the components that need it."
     ),
 )
-@click.option(
+@_choice(
     "--device",
-    type=click.Choice([device.value for device in Device]),
-    default=Device.AUTO.value,
-    show_default=True,
-    envvar="DIFFUSION_WORKER_DEVICE",
-    show_envvar=True,
-    help="Device of the ranks. If torch finds no GPU, cuda ends the worker with an error, and auto computes on the CPU.",
+    Device.AUTO,
+    "Device of the ranks. If torch finds no GPU, cuda ends the worker with an error, and auto computes on the CPU.",
+    variable=True,
 )
-@click.option(
+@_choice(
     "--start-method",
-    type=click.Choice([method.value for method in StartMethod]),
-    default=StartMethod.AUTO.value,
-    show_default=True,
-    envvar="DIFFUSION_WORKER_START_METHOD",
-    show_envvar=True,
-    help="Way to start rank processes: auto is spawn where there seems to be a GPU, else forkserver, which is faster and only for CPUs.",
+    StartMethod.AUTO,
+    "Way to start rank processes: auto is spawn where there seems to be a GPU, else forkserver, which is faster and only for CPUs.",
+    variable=True,
 )
 @click.option(
     "--standby-ranks",
     type=click.IntRange(0, MAX_RANKS),
-    envvar="DIFFUSION_WORKER_STANDBY_RANKS",
-    show_envvar=True,
+    **_variable("--standby-ranks"),
     help="Number of spare processes that have finished their imports and become ranks when the ranks are lost, only with spawn. "
     "The default is one for each rank on a GPU, and none on a CPU.",
 )
 @click.option(
     "--pipeline",
     default="auto",
-    show_default=True,
     metavar="auto|CLASS|MODULE:CLASS",
     help="The pipeline's class: that of the model's index (auto), one of diffusers, or with --load-format custom-pipeline your own.",
 )
-@click.option(
+@_choice(
     "--load-format",
-    type=click.Choice([kind.value for kind in LoadFormat]),
-    default=LoadFormat.DEFAULT.value,
-    show_default=True,
-    help="Read the model's weights (default), make random ones (dummy), or run the class of --pipeline (custom-pipeline).",
+    LoadFormat.DEFAULT,
+    "Read the model's weights (default), make random ones (dummy), or run the class of --pipeline (custom-pipeline).",
 )
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1, 4096),
     default=8,
-    show_default=True,
     help="Most images, of one or several requests, that share one denoising step.",
 )
 @click.option(
     "--batch-window-milliseconds",
     type=click.IntRange(0, 1000),
     default=0,
-    show_default=True,
     help="Longest time that the first step of a request waits for others to share it; a request that can join running ones joins at once.",
 )
 @click.option("--exact", is_flag=True, help="Run each request's model calls alone; with one rank, images equal diffusers' bit for bit.")
 @click.option(
     "--check-sharing",
     is_flag=True,
-    envvar="DIFFUSION_WORKER_CHECK_SHARING",
-    show_envvar=True,
+    **_variable("--check-sharing"),
     help="For trying out a custom pipeline: find requests that change attributes of the shared model, and run them alone. "
     "Costs milliseconds at every model call.",
 )
@@ -229,54 +223,41 @@ def cli() -> None:
     "--prompt-cache-size",
     type=click.IntRange(0, 65_536),
     default=32,
-    show_default=True,
     help="Most results of text encoders that each rank keeps for prompts that come again; 0: none.",
 )
-@click.option(
+@_choice(
     "--compile",
-    type=click.Choice([kind.value for kind in Compile]),
-    default=Compile.NONE.value,
-    show_default=True,
-    help="Compile the denoiser's repeated blocks with torch; max-autotune takes longer and looks for faster kernels.",
+    Compile.NONE,
+    "Compile the denoiser's repeated blocks with torch; max-autotune takes longer and looks for faster kernels.",
 )
-@click.option(
+@_choice(
     "--offload",
-    type=click.Choice([kind.value for kind in Offload]),
-    default=Offload.NONE.value,
-    show_default=True,
-    help="Keep weights in host memory, and bring a component (model) or a block (group) at a time to the GPU. Excludes sleep.",
+    Offload.NONE,
+    "Keep weights in host memory, and bring a component (model) or a block (group) at a time to the GPU. Excludes sleep.",
 )
-@click.option(
+@_choice(
     "--quantization",
-    type=click.Choice([kind.value for kind in Quantization]),
-    default=Quantization.NONE.value,
-    show_default=True,
-    help="Store the weights of the denoiser's linear layers in fewer bits.",
+    Quantization.NONE,
+    "Store the weights of the denoiser's linear layers in fewer bits.",
 )
-@click.option(
+@_choice(
     "--step-cache",
-    type=click.Choice([kind.value for kind in StepCache]),
-    default=StepCache.NONE.value,
-    show_default=True,
-    help="Let a step reuse what earlier steps of the same request computed, unless the request's quality asks for every step.",
+    StepCache.NONE,
+    "Let a step reuse what earlier steps of the same request computed, unless the request's quality asks for every step.",
 )
-@click.option(
+@_choice(
     "--verify-merging",
-    type=click.Choice([kind.value for kind in VerifyMerging]),
-    default=VerifyMerging.AUTO.value,
-    show_default=True,
-    envvar="DIFFUSION_WORKER_VERIFY_MERGING",
-    show_envvar=True,
-    help=(
+    VerifyMerging.AUTO,
+    (
         "While idle, verify that several requests may share one model call. It verifies model classes without a valid record "
         "(auto), all (always), or none (never). Classes that are neither recorded nor verified do not share calls."
     ),
+    variable=True,
 )
 @click.option(
     "--warmup-steps",
     type=click.IntRange(0, 200),
     default=1,
-    show_default=True,
     help="Denoising steps of the request that warms the model up before the worker is ready; 0: no warm-up.",
 )
 @click.option(
@@ -295,22 +276,18 @@ def cli() -> None:
     "--default-guidance-scale", type=GUIDANCE_SCALE, help="Guidance scale of a request that gives none; by default the pipeline's own."
 )
 @click.option("--default-size", metavar="WIDTHxHEIGHT", help="Size of the images of a request that gives none; by default the model's own.")
-@click.option(
-    "--max-steps", type=click.IntRange(1, 10_000), default=200, show_default=True, help="Most denoising steps a request may ask for."
-)
+@click.option("--max-steps", type=click.IntRange(1, 10_000), default=200, help="Most denoising steps a request may ask for.")
 @click.option(
     "--max-pixels",
     type=click.IntRange(64, 1 << 30),
     default=4_194_304,
-    show_default=True,
     help="Most pixels, width times height, of an image that a request asks for.",
 )
-@click.option("--max-images", type=click.IntRange(1, 64), default=8, show_default=True, help="Most images a request may ask for.")
+@click.option("--max-images", type=click.IntRange(1, 64), default=8, help="Most images a request may ask for.")
 @click.option(
     "--max-prompt-characters",
     type=click.IntRange(1, 1_000_000),
     default=8192,
-    show_default=True,
     help="Most characters of a prompt, and of a negative prompt.",
 )
 @_bound(
@@ -348,16 +325,14 @@ def cli() -> None:
     "cors_origins",
     multiple=True,
     metavar="ORIGIN",
-    envvar="DIFFUSION_WORKER_CORS_ORIGIN",
-    show_envvar=True,
+    **_variable("--cors-origin"),
     help="An origin, as https://app.example, whose web pages may call the data port from a browser, or * for any; may be repeated.",
 )
-@click.option("--ui/--no-ui", default=True, show_default=True, help="Serve a web page for trying out the model, at / of the data port.")
+@click.option("--ui/--no-ui", default=True, help="Serve a web page for trying out the model, at / of the data port.")
 @click.option(
     "--max-loras",
     type=click.IntRange(0, 1024),
     default=4,
-    show_default=True,
     help="Most adapters that running requests use at once; 0: none can be loaded.",
 )
 @click.option(
@@ -374,7 +349,6 @@ def cli() -> None:
     "--max-lora-rank",
     type=click.IntRange(1, 4096),
     default=64,
-    show_default=True,
     help="Largest rank (inner dimension) that an adapter may have.",
 )
 @click.option(
@@ -384,19 +358,16 @@ def cli() -> None:
     metavar="NAME",
     help="The end of the names of layers that adapters may change, as in to_q; may be repeated. The default is any layer.",
 )
-@click.option(
+@_choice(
     "--lora-on-missing",
-    type=click.Choice([kind.value for kind in OnMissing]),
-    default=OnMissing.REJECT.value,
-    show_default=True,
-    help="A request for an adapter that the worker knows but has not in memory gets 503 (reject), or waits for its load (load).",
+    OnMissing.REJECT,
+    "A request for an adapter that the worker knows but has not in memory gets 503 (reject), or waits for its load (load).",
 )
 @click.option(
     "--lora-load-timeout-seconds",
     "lora_load_timeout_s",
     type=SECONDS,
     default=120.0,
-    show_default=True,
     help="Time limit to fetch and load an adapter where the call for it gives none, and for a request that waits for the load.",
 )
 @click.option(
@@ -412,14 +383,12 @@ def cli() -> None:
 @click.option(
     "--secrets-dir",
     default=SECRETS_DIR,
-    show_default=True,
     metavar="PATH",
     help="Folder with a subfolder for each Secret that sources name; a key of the Secret is a file there.",
 )
 @click.option(
     "--claims-dir",
     default=CLAIMS_DIR,
-    show_default=True,
     metavar="PATH",
     help="Folder with a subfolder for each PersistentVolumeClaim that sources name (pvc://), where it is mounted.",
 )
@@ -429,17 +398,13 @@ def cli() -> None:
 @click.option(
     "--host",
     default="0.0.0.0",
-    show_default=True,
     help="Address on which the data port listens, and with --control-token-file the control port too.",
 )
-@click.option(
-    "--port", type=PORT, default=8000, show_default=True, help="The data port: images, models, probes, metrics; 0 takes a free one."
-)
+@click.option("--port", type=PORT, default=8000, help="The data port: images, models, probes, metrics; 0 takes a free one.")
 @click.option(
     "--control-port",
     type=PORT,
     default=8001,
-    show_default=True,
     help="The control port: state, sleep, wake, adapters; 0 takes a free one. It is for the operator, not for clients.",
 )
 @click.option(
@@ -457,13 +422,11 @@ def cli() -> None:
     "--max-restarts",
     type=click.IntRange(0, 100_000),
     default=5,
-    show_default=True,
     help="Most restarts of all ranks, after a rank was lost, within ten minutes; the next loss ends the worker with exit code 70.",
 )
 @click.option(
     "--rendezvous-address",
     default="127.0.0.1:0",
-    show_default=True,
     metavar="HOST:PORT",
     help="Address at which the rank processes connect to each other; port 0 takes a free one.",
 )
@@ -482,7 +445,6 @@ def cli() -> None:
     "startup_timeout_s",
     type=SECONDS,
     default=1800.0,
-    show_default=True,
     help="Time limit of each stage of the start: fetching the model, loading it, warming it up.",
 )
 @click.option(
@@ -497,7 +459,6 @@ def cli() -> None:
     "drain_timeout_s",
     type=SECONDS,
     default=25.0,
-    show_default=True,
     help="Time that accepted requests may take to finish after SIGTERM; requests that are held until the model serves are refused.",
 )
 def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
