@@ -523,10 +523,10 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
 
 
 def parse_loras(options: tuple[str, ...]) -> dict[str, str]:
-    """Return the text SOURCE of every `--lora NAME=SOURCE` by its name; `check` parses the text later.
+    """Split each `--lora NAME=SOURCE`, and return the sources by name. They stay text, which `check` parses later.
 
     Raises:
-        ConfigError: a name is malformed or given twice, or a source is missing.
+        ConfigError: an option lacks its source, or a name is malformed or occurs twice.
     """
     found: dict[str, str] = {}
     for option in options:

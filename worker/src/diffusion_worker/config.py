@@ -17,7 +17,10 @@ MODEL_INDEXES = ("model_index.json", "modular_model_index.json")
 
 
 class Dtype(enum.StrEnum):
-    """Precision of the weights; `auto` is bfloat16 on a GPU, and float32 on a CPU and for components that need it."""
+    """The dtype of weights. With `auto`, accelerators get bfloat16 and CPUs float32.
+
+    Components that a pipeline's record wants in float32 have that with any value, unless an option names the component.
+    """
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -26,7 +29,7 @@ class Dtype(enum.StrEnum):
 
 
 class Device(enum.StrEnum):
-    """The device of the ranks; `auto` is an accelerator where torch finds one, else the CPU. `cuda` means AMD's as well, as in torch."""
+    """The kind of device on which ranks compute. `auto` is an accelerator if torch finds one, else the CPU; `cuda` includes AMD GPUs."""
 
     AUTO = "auto"
     CUDA = "cuda"

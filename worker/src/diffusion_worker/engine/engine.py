@@ -389,9 +389,10 @@ class Engine:
         return adapter.document(self.config.ranks)
 
     async def delete_adapter(self, name: str, *, operation_id: str, boot_id: str | None, drain_s: float) -> None:
-        """Remove an adapter, in every state, and wait until it is unloaded, unless the model sleeps.
+        """Remove an adapter's name at once, so that requests for it get 404; then wait until the adapter is unloaded.
 
-        Requests for it get 404 at once; running ones may finish within `drain_s` seconds.
+        Requests that already use it have `drain_s` seconds to finish, then end with AdapterRemoved. The call works in every state. It does
+        not wait for a sleeping model, which unloads the adapter when it wakes.
 
         Raises:
             RequestError: NotFound, WrongBoot, RankFailed, Timeout.

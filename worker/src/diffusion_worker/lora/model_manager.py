@@ -23,16 +23,16 @@ class Slots(Protocol):
 
     @property
     def max_rank(self) -> int:
-        """The largest rank of an adapter that fits into a slot."""
+        """The largest rank an adapter may have to be written into a slot."""
 
     def register_module(self, name: str) -> bool:
         """Give slots to the layers of this name; return False if all of them have slots already."""
 
     def dummy(self, rank: int) -> HostAdapter:
-        """Make an adapter of zeros with this rank, for every layer that has slots."""
+        """Return an adapter of this rank that has all factors zero, for every layer with slots."""
 
     def write(self, slot: int, adapter: HostAdapter) -> None:
-        """Put an adapter into a slot, in place of another; its factors may be copied later, at the latest when the slot is used."""
+        """Replace the adapter in a slot. Factors may be copied later, at the latest when the slot is used."""
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
@@ -84,12 +84,12 @@ class LoRAModelManager:
         return self._layers.register_module(name)
 
     def create_dummy_lora(self, lora_int_id: int, rank: int = DUMMY_RANK) -> LoRAModel:
-        """Make an adapter of zeros for every layer that has slots, without registering it.
+        """Return an adapter with factors of zeros for every layer with slots, without registering it.
 
-        It is computed like any other, and changes nothing.
+        It is computed as any adapter is, but has no effect.
 
         Raises:
-            ValueError: no layer has slots, or the rank is over the largest one.
+            ValueError: there are no layers with slots, or `rank` exceeds the largest allowed.
         """
         return LoRAModel(lora_int_id, "dummy", self._layers.dummy(rank))
 

@@ -70,9 +70,9 @@ class AdaptedModel(NamedTuple):
 
 
 class RawLoRAModule(msgspec.Struct, frozen=True, gc=False):
-    """A module as the file has it: the names of its two factors, its rank, and its own alpha if it has one.
+    """A module that an adapter's file changes, with the tensor names of its factors A and B. `alpha` is None if the file gives it none.
 
-    `own` is the model's name for it, as `component.path`, if the file uses names of peft or diffusers.
+    `own` is the module's `component.path` in the model, if the file names modules as peft or diffusers do.
     """
 
     own: str

@@ -41,9 +41,9 @@ MOST_CALLS = 64
 
 
 class AdapterLayers:
-    """The layers of a pipeline's components that adapters may change, and their slots.
+    """The layers that adapters may change in a pipeline, and the slots that hold the adapters' factors.
 
-    It wraps layers, writes adapters into slots, and makes the rows of a call use them.
+    It wraps the layers, writes adapters into slots, and sets which slots each row of a call uses.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ FRESH_COST = 8
 
 
 class Widths(NamedTuple):
-    """The numbers of columns that one part of a layer needs, for its A and for its B."""
+    """The number of columns for the A of a layer's part, and for its B."""
 
     a: int
     b: int

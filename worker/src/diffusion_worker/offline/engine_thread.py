@@ -61,10 +61,10 @@ class EngineThread:
         return self._engine
 
     def start(self, *, meanwhile: Callable[[], None] = nothing) -> None:
-        """Start the ranks, and return when the model and its adapters are loaded; `meanwhile` is called as by `run`.
+        """Start engine and ranks, and return once the model with its adapters is loaded. `meanwhile` is called as by `run`.
 
         Raises:
-            ConfigError: the model or an option is wrong. GroupFailed: the ranks did not come up in time, or died.
+            ConfigError: an option is wrong, or the model cannot be used. GroupFailed: ranks died, or were not ready in time.
         """
         self.run(self._start, meanwhile=meanwhile)
 

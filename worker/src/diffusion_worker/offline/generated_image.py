@@ -30,7 +30,7 @@ class GeneratedImage:
 
     @property
     def timings(self) -> Timings:
-        """The seconds that this image took, by stage."""
+        """The time in seconds that each stage of making this image took."""
         return self.made.timings
 
     @property
@@ -40,7 +40,7 @@ class GeneratedImage:
 
     @cached_property
     def image(self) -> Image.Image:
-        """A Pillow image in RGB of the pixels, made at the first use and then kept."""
+        """The pixels as a PIL image in mode RGB, made at the first use and then kept."""
         return Image.frombytes("RGB", (self.made.width, self.made.height), bytes(self.made.pixels))
 
     def save(self, path: str | PathLike[str], *, quality: int | None = None) -> Path:

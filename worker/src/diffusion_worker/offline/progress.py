@@ -35,7 +35,7 @@ class StepCounts:
 
     @property
     def taken(self) -> int:
-        """The steps that all images of the call have taken so far, in sum."""
+        """The sum of the steps that the call's images have done; an image that begins again starts from 0."""
         return sum(event.step for event in list(self._steps.values()))
 
     @property
@@ -46,7 +46,7 @@ class StepCounts:
 
     @property
     def finished(self) -> int:
-        """The number of images that took their last step."""
+        """The number of images that have no steps left."""
         return sum(1 for event in list(self._steps.values()) if event.step == event.steps)
 
 

@@ -90,7 +90,7 @@ class ServerEnd:
             self._lock = None
 
     def send(self, message: ToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue a message for every rank, with its frames, without waiting. Frames are not copied and must not change afterwards."""
+        """Queue a message and its frames to all ranks, without waiting. Frames are not copied, so they must not change afterwards."""
         if frames:
             self._broadcast.send_multipart([encode(message), *frames], copy=False)
         else:

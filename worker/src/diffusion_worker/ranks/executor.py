@@ -87,12 +87,15 @@ class RankExecutor:
         return await self.start(asleep=asleep)
 
     def lose(self, reason: str, fault: Fault) -> None:
-        """Kill the current generation as lost, for this reason; do nothing without one. If it is lost already, the first reason stays."""
+        """Kill the ranks of the current generation, and record its loss with this reason and fault. Do nothing if there is no generation.
+
+        If a loss is recorded already, it stays.
+        """
         if self._current is not None:
             self._current.lose(reason, fault)
 
     def broadcast_tick(self, tick: Tick, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue one tick for every rank, with its frames; raise GroupFailed if no generation runs."""
+        """Queue a tick and its frames to all ranks, without waiting. GroupFailed if no generation runs."""
         self._running().send(tick, frames)
 
     async def next_report(self, timeout_s: float, *, phase: str = "a step") -> TickReport:

@@ -67,7 +67,7 @@ class RankProcess:
         return RankDocument(self.number, self.pid, self.state, round(time.monotonic() - self.heard_at, 3), self.memory)
 
     async def close(self) -> None:
-        """Give back the descriptors of a process that is gone; wait up to `COLLECT_S` seconds until it is collected."""
+        """Close our file descriptors for a process that has ended, and wait up to `COLLECT_S` seconds for its exit to be collected."""
         self.main_thread.close()
         if self.pidfd is not None:
             os.close(self.pidfd)

@@ -32,7 +32,7 @@ class Variant(msgspec.Struct, frozen=True):
 
 
 class WarmUpRequest(msgspec.Struct, frozen=True):
-    """A request, and the pixels of its images as bytes: first the image, then the mask; no frames for a request from text."""
+    """A request with the images that it starts from. `frames` has the image's bytes, then the mask's, or nothing for text to image."""
 
     spec: RequestSpec
     frames: list[bytes]

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def tell(event: Event) -> None:
-    """Print an event on standard output, from which the server reads a JSON object a line, and flush it."""
+    """Report an event to the parent process, as a line of JSON on standard output, and flush it."""
     sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
     sys.stdout.buffer.flush()
 

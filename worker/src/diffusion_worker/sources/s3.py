@@ -38,9 +38,9 @@ MAX_SIGNED_S = 7 * 86_400
 
 
 def resolve_s3(source: S3Source, question: ResolveContext) -> Resolved:
-    """Find the files to fetch: a single object, or the adapter's or model's files below a key that is empty or ends with a slash.
+    """List the files to fetch: those of an adapter or model below a key that is empty or ends with a slash, else the object.
 
-    The revision is the object's version or ETag; for a folder it is a hash over names and ETags.
+    An object's revision is its version or ETag. A folder's is a hash over names and ETags.
 
     Raises:
         RequestError: SourceNotFound, SourceUnauthorized, SecretMissing, NetworkError, UnsupportedFormat, InvalidAdapter, InvalidRequest,

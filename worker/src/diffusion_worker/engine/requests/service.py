@@ -25,7 +25,7 @@ Identity = Callable[[], tuple[str | None, str | None]]
 
 
 class RequestService:
-    """The requests for images of one engine, from the check of their parameters to their images."""
+    """Serves requests for images: checks their parameters, queues them or holds them back, and makes the images on the ranks."""
 
     def __init__(
         self, config: WorkerConfig, life: EngineLife, steps: StepLoop, adapters: AdapterSelection, holding: Holding, *, identity: Identity

@@ -52,7 +52,7 @@ class Supervisor:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def begin(self) -> None:
-        """Step and watch the group from now on, in two background tasks."""
+        """Start the two background tasks: the loop that makes steps, and the watch that restarts lost ranks."""
         self._stepping = asyncio.create_task(self._steps.run())
         self._watching = asyncio.create_task(self._watch())
 

@@ -39,7 +39,7 @@ class OperationsDone:
 
 
 class _Running(msgspec.Struct, frozen=True):
-    """The operation in progress: its id, its kind, the monotonic time of its start, and its task."""
+    """The sleep or wake in progress, with the asyncio task that runs it. `began_s` is on the monotonic clock."""
 
     operation_id: str
     kind: str
@@ -76,7 +76,7 @@ class Operations:
         return self._running is not None and self._running.operation_id == self._meant(operation_id)
 
     def is_done(self, operation_id: str) -> bool:
-        """Return whether an operation of this id, or the one it joined, is over; False for an unknown or forgotten id."""
+        """Return whether the operation with this id, or the one that this id joined, has ended; False for an unknown or forgotten id."""
         return operation_id in self._results and not self.is_running(operation_id)
 
     def join(self, operation_id: str) -> None:
@@ -96,9 +96,9 @@ class Operations:
             )
 
     def start(self, operation_id: str, kind: str, work: Coroutine[Any, Any, TaskOutcome]) -> None:
-        """Run `work` in the background and return at once; its result, also an error, becomes `last` and is found by the id.
+        """Make `work` the operation in progress, as an asyncio task, and return at once.
 
-        The caller has checked that no other operation runs.
+        When it ends, its result or error is kept as `last` and under the id. The caller has checked that no other operation runs.
         """
         task = asyncio.create_task(self._run(operation_id, kind, work))
         self._running = _Running(operation_id, kind, time.monotonic(), task)

@@ -44,9 +44,9 @@ class Prepare(Protocol):
 
 
 class RankGroup(Protocol):
-    """N ranks that live and die together, in one generation of processes after the other.
+    """A group of N rank processes, all of which end when one is lost; each start of the group is a new generation.
 
-    Once a generation is lost, `broadcast_tick`, `next_report` and `call` raise `GroupFailed`, until `restart` has started the next one.
+    After a loss, `broadcast_tick`, `next_report` and `call` raise `GroupFailed` until `restart` has started another generation.
     """
 
     @property

@@ -40,7 +40,10 @@ class RestartBudget:
 
 
 class LossRecord(msgspec.Struct):
-    """The rank group's losses by fault, and the last one, since the server's start; `restarts` is set by the supervisor, not by `add`."""
+    """Counts of the rank group's losses by fault, with details of the latest, for the life of this process.
+
+    `add` does not count `restarts`; the supervisor does.
+    """
 
     restarts: int = 0
     by_fault: dict[Fault, int] = {}

@@ -124,7 +124,7 @@ class OperationResult(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class HeldDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """The number of requests that wait until the model can serve them, and the seconds of the first of them, None without any."""
+    """The number of requests held back while the model cannot serve, and the age in seconds of the oldest, None without one."""
 
     current: int = 0
     oldest_age_seconds: float | None = None

@@ -119,10 +119,10 @@ def regions_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _let_rows_vary(arguments: Iterable[Any]) -> None:
-    """Mark the first dimension of tensors as one that varies, because joining requests change the number of rows.
+    """Tell torch.compile that the number of rows is dynamic, because requests join and leave between ticks.
 
-    It applies to tensors with as many rows as the first one, and to none if that has a single row. Image sizes stay fixed: they do not
-    change from tick to tick, and fixed sizes make faster code.
+    Rows are the first dimension of the first tensor, and of those tensors with the same size there. A single row is not marked, because it
+    is compiled separately. Image sizes stay static, since they are the same in every tick and static sizes compile to faster code.
     """
     tensors = [value for value in arguments if isinstance(value, torch.Tensor) and value.dim() > 0]
     rows = tensors[0].shape[0] if tensors else 1

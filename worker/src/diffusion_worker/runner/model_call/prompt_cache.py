@@ -87,7 +87,7 @@ class PromptCache:
         return sum(kept.size for kept in self._kept.values())
 
     def clear(self) -> None:
-        """Forget all results; the counts go on."""
+        """Drop all cached results, but keep the counts of hits, misses and bypassed calls."""
         self._kept.clear()
 
     def reset(self) -> None:

@@ -57,10 +57,13 @@ class _Computed(NamedTuple):
 
 
 class Parallel:
-    """This rank's part in its group. The device decides the back end: NCCL beside gloo on GPUs, gloo alone on CPUs.
+    """A rank's membership in its group, with which it shares out calls. On GPUs the group uses NCCL and gloo, on CPUs only gloo.
 
-    `tensor`, `sequence` and `shard` are the sizes of those dimensions; rows have the rest of `world`. The constructor joins the process
-    group of all ranks.
+    `world` ranks form a mesh: `tensor`, `sequence` and `shard` are sizes of dimensions, and the dimension of rows gets what remains. The
+    constructor joins the process group of all ranks.
+
+    Raises:
+        ValueError: `world` is not a multiple of the product of these sizes.
     """
 
     def __init__(
@@ -110,11 +113,11 @@ class Parallel:
         self._tiled[component] = decode
 
     def run(self, calls: list[ModelCall], execute: Execute) -> Any:
-        """Merge calls and run them as one, with its rows spread over the ranks; `execute` runs some rows of it here.
+        """Merge calls into one, let each rank compute a share of its rows by `execute`, and return the output of all rows.
 
         Raises:
-            CallFailed: on all ranks, when merging or running failed on one. RequestError: on all ranks, before anything ran.
-            RankFault: on this rank only; it has to end.
+            CallFailed: merging or computing failed on some rank; all ranks raise this. RequestError: the call was refused before any of it
+                ran; all ranks raise this too. RankFault: this rank alone failed, and must end.
         """
         first = calls[0]
         sharded = first.component in self._sharded

@@ -93,9 +93,9 @@ class TileDecoder:
 
 
 class VaeTiles:
-    """The tiled decode of one VAE, with the tiles spread over the ranks.
+    """Tiled decoding by a VAE, with each rank decoding a share of the tiles.
 
-    The constructor turns on the VAE's own tiling, and puts a `TileDecoder` into it. `check_vae` has to accept the VAE before.
+    The constructor enables the VAE's own tiling, and puts a `TileDecoder` into it. Only a VAE that `check_vae` accepts may be used.
     """
 
     def __init__(self, vae: Any, parallel: Parallel) -> None:

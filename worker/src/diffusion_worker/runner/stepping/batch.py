@@ -46,7 +46,7 @@ class InputBatch(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def loras(self) -> list[list[LoRAUse]]:
-        """The adapters of each row, with an entry for every row of every call."""
+        """The adapters to apply, as one list per row of the batch."""
         return [item.state.spec.loras for item, count in zip(self.items, self.rows, strict=True) for _ in range(count)]
 
     def alone(self) -> list["InputBatch"]:

@@ -71,7 +71,10 @@ class Attributes:
 
 
 class ModuleChanges:
-    """The changes that one request makes to `modules`, over all runs of its fiber. The modules are by their paths."""
+    """A record of what a request changes in the pipeline's modules during all runs of its fiber, so that it can be undone.
+
+    `modules` returns the modules by path.
+    """
 
     def __init__(self, modules: Callable[[], Modules]) -> None:
         self._modules = modules
@@ -115,7 +118,7 @@ class ModuleChanges:
             self._undo.append(_undo_weight(weight, data))
 
     def put_back(self) -> None:
-        """Undo all changes noted by `end_run`, the last one first, and forget them; a second call undoes nothing."""
+        """Revert every change that `end_run` noted, from newest to oldest, and forget them all. A repeated call has no effect."""
         while self._undo:
             self._undo.pop()()
         self._begun, self.first = False, None

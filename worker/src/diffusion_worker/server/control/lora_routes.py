@@ -87,7 +87,7 @@ async def load_lora_adapter(body: LoadLoRABody, request: Request) -> str:
 
 @router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse, responses=ANSWERS)
 async def unload_lora_adapter(body: UnloadLoRABody, request: Request) -> str:
-    """Remove an adapter: new requests are refused at once, running ones have a minute."""
+    """Remove an adapter. Requests that name it are refused at once, while those in progress have a minute to finish."""
     engine = _own_engine(request)
     await engine.delete_adapter(body.lora_name, operation_id=uuid.uuid4().hex, boot_id=None, drain_s=DRAIN_S)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."

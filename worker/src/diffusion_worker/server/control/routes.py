@@ -69,7 +69,7 @@ async def sleep(body: SleepBody, request: Request) -> Response:
 
 @router.post("/v1/wake", response_model=None, responses=OPERATION)
 async def wake(body: WakeBody, request: Request) -> Response:
-    """Start to wake, or cancel a drain: 202; 200 if the operation is over or there is nothing to do."""
+    """Wake the model, or cancel a sleep that still drains. Status 202 means that this continues, 200 that it is over or not needed."""
     return _operation(_engine(request), body.operation_id, running=_engine(request).wake(body.call()))
 
 
@@ -107,14 +107,17 @@ async def probe(body: ProbeBody, request: Request) -> ProbeAnswer:
 
 @router.put("/v1/adapters/{name}", response_model=None, responses=ERRORS)
 async def put_adapter(name: AdapterName, body: AdapterBody, request: Request) -> Response:
-    """Load an adapter on every rank, or update its scale; return its record as in `/v1/state`. For a sleeping model it is Deferred."""
+    """Load an adapter on all ranks, or change the scale of a loaded one. The answer is its record, as in `/v1/state`.
+
+    While the model sleeps, the load is Deferred.
+    """
     call = msgspec.structs.replace(body.call(), public_only=not request.app.state.has_token)
     return _encoded(await _engine(request).put_adapter(name, call))
 
 
 @router.delete("/v1/adapters/{name}", responses=ERRORS)
 async def delete_adapter(name: AdapterName, query: Annotated[AdapterRemoval, Query()], request: Request) -> RemovedAdapter:
-    """Remove an adapter: new requests are refused at once, running ones have `drainSeconds`."""
+    """Remove an adapter. Requests that name it are refused at once, while those in progress have `drainSeconds` to finish."""
     await _engine(request).delete_adapter(name, operation_id=query.operation_id, boot_id=query.boot_id, drain_s=query.drain_seconds)
     return RemovedAdapter(name=name)
 

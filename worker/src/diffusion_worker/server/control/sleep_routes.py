@@ -96,7 +96,7 @@ class AckAnswer(BaseModel):
 
 
 class OmniAnswer(BaseModel):
-    """The acknowledgements of all ranks; `SKIPPED` if there was nothing to wake."""
+    """Acknowledgements by all ranks. `status` is `SKIPPED` if a wake found no memory to restore."""
 
     status: Literal["SUCCESS", "SKIPPED"]
     acks: list[AckAnswer]
@@ -134,7 +134,7 @@ async def wake_up(query: Annotated[WakeQuery, Query()], request: Request) -> Res
 
 @router.get("/is_sleeping", responses=ERRORS)
 async def is_sleeping(request: Request) -> SleepingAnswer:
-    """Return whether the model sleeps or is paused."""
+    """Return true while memory is freed, about to be, or being restored, and also during a pause."""
     engine: Engine = request.app.state.engine
     return SleepingAnswer(is_sleeping=engine.is_sleeping or engine.state_document().paused)
 

@@ -56,13 +56,13 @@ def encode(
     compression: int | None = None,
     metadata: Mapping[str, object] | None = None,
 ) -> bytes:
-    """Return the file of one image from its rows of RGB bytes.
+    """Encode RGB pixels, given row by row, in the output format, and return the file's bytes.
 
-    `compression` is the quality of JPEG and WebP, 0 to 100, or None for 90. PNG ignores it, as it is lossless and always compressed the
-    fastest way. `metadata` is embedded in the file as JSON.
+    `compression` sets the quality of JPEG and WebP from 0 to 100, by default 90. PNG is lossless, ignores this, and always uses its fastest
+    compression. `metadata` is embedded in the file as JSON.
 
     Raises:
-        RequestError: InvalidRequest for a side that the format cannot have.
+        RequestError: InvalidRequest, a side is longer than the format allows.
     """
     check_sides(output_format, height, width)
     if output_format is OutputFormat.PNG:

@@ -93,7 +93,7 @@ BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"s
 
 @router.post("/v1/images/edits", response_model=None, openapi_extra=BODY, responses=IMAGE_ANSWERS | ERRORS)
 async def edit_images(request: Request) -> Response:
-    """Make `n` images from one or several images and a prompt; a mask limits the change to a part of the first image."""
+    """Make `n` images from a prompt and at least one input image. With a mask, only a part of the first input image changes."""
     form = await _read_form(request)
     try:
         fields = _fields(form.texts)

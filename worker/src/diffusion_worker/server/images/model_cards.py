@@ -45,9 +45,10 @@ class RecipeCard(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """The base model, or an adapter with the `parent` it belongs to. `tasks` and `pipeline` are known once the model is loaded.
+    """A model that requests can name: the base model, or an adapter, whose `parent` is the base model.
 
-    `state` is the worker's for the base model; an adapter is `Loaded`, or `Cached` if a request for it waits for its load.
+    `state` is the worker's state for the base model. An adapter is `Loaded`, or `Cached` if its next request has to wait for its load.
+    `tasks` and `pipeline` are unknown until the base model is loaded.
     """
 
     id: str

@@ -24,7 +24,7 @@ async def generate_images(body: ImagesRequest, request: Request) -> Response:
 
 @router.delete("/v1/requests/{request_id}", status_code=204, responses=ERRORS)
 async def cancel_request(request_id: str, request: Request) -> None:
-    """Cancel the request that was sent with, or answered by, this `X-Request-ID`. The place is free at the next step.
+    """Cancel a running request by its `X-Request-ID`, chosen by client or server. The place is free at the next step.
 
     The call needs the same `Authorization`. Only the replica that drew an id can cancel it; the error names that replica.
     """

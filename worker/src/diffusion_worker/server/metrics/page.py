@@ -36,7 +36,7 @@ MEMORY_BUCKETS = tuple(float(2**power) for power in range(24, 39, 2))
 
 
 class Metrics:
-    """The metrics of one server process and their registry: of its requests, its engine, image encoding and the process itself."""
+    """Prometheus metrics of the server: its requests, its engine, image encoding and the process itself, in a registry of their own."""
 
     def __init__(self, engine: Engine, encoding: EncodingThreads, decoders: Decoders) -> None:
         # No second series with the creation time of each counter: all counters are created here, at the start of the process.

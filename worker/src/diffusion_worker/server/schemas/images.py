@@ -191,7 +191,7 @@ class AdapterUse(BaseModel):
 
 
 class ProvenanceBody(BaseModel):
-    """Provenance of an image; the same is in the image's own metadata."""
+    """The model, adapters and settings that an image was made with. They are also in the metadata of the file."""
 
     model: str
     pipeline: str

@@ -88,7 +88,7 @@ class HttpBody(ControlBody):
 
 
 class SourceBody(ControlBody):
-    """A source: exactly one of the members. `path` is a peft folder or a safetensors file that the worker can read."""
+    """A source of an adapter, given by exactly one field. `path` names a peft folder or safetensors file that the worker can read."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
