@@ -166,7 +166,7 @@ def chosen(expression: str, *, namespace: str, model: str) -> str:
 
 
 def rendered() -> str:
-    """Build the dashboard from the panels of this module, and return it as Grafana's JSON; nothing is written."""
+    """Build Grafana's dashboard from the panels of this module, and return its JSON text; no file is written."""
     board = (
         dashboard.Dashboard("Diffusion models")
         .uid("diffusion-operator")

@@ -38,7 +38,7 @@ SYMBOLS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A line of a panel: its name, and its values, each after the seconds since the beginning of the data."""
+    """A curve in a panel, with the name in its legend. Each value is a pair: seconds from the start of the data, and the number."""
 
     name: str
     values: list[tuple[float, float]]
@@ -144,7 +144,7 @@ def _draw_panel(pen: ImageDraw.ImageDraw, corner: tuple[int, int], panel: Panel,
 
 
 def written(value: float, unit: str) -> str:
-    """Return a value of an axis as a short text, such as `46 MB`, `1.5 s` or `0.25`."""
+    """Format a value for an axis with three significant digits and a prefix such as k or M: `46 MB`, `1.5 s`, `0.25`."""
     size, symbol = next(((size, symbol) for size, symbol in SYMBOLS if value >= size), (1.0, ""))
     return f"{value / size:.3g} {symbol}{ {'bytes': 'B', 's': 's'}.get(unit, '') }".rstrip()
 

@@ -91,7 +91,7 @@ def operations(samples: Sequence[Found], kind: str) -> int:
 
 
 def spread(seconds: Sequence[float]) -> Found | None:
-    """Return the median, 95th percentile and largest as `p50`, `p95` and `max`, rounded to hundredths; None for no values."""
+    """Summarise times by median (`p50`), 95th percentile (`p95`) and maximum (`max`), to two decimals; None if there are no times."""
     if not seconds:
         return None
     ordered = sorted(seconds)

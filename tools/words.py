@@ -43,7 +43,7 @@ _NO_END = re.compile(r"(?:\b(?:e\.g|i\.e|cf|vs|etc|approx)|\.\.)\.$", re.IGNOREC
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence that breaks a rule: the path from the repository's root, the line where its text begins, the rule, and the sentence."""
+    """A rule broken by a sentence. `path` is relative to the repository's root; `line` is where the surrounding text begins."""
 
     path: str
     line: int
@@ -55,7 +55,10 @@ class Finding:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a text with each run of whitespace as one space. A full stop in inline code or an abbreviation ends none."""
+    """Split a text into sentences, and reduce each run of whitespace to one space.
+
+    Full stops in inline code, URLs and abbreviations do not split.
+    """
     hidden: list[str] = []
 
     def hide(found: re.Match[str]) -> str:
@@ -75,7 +78,10 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def broken_rules(sentence: str, kind: Kind) -> Iterator[str]:
-    """Yield a message for each rule that a sentence breaks; code and URLs count as one word each, and are not looked into."""
+    """Check a sentence against the rules, and yield a message for each that it breaks.
+
+    Inline code or a URL counts as a single word, whose content is not checked.
+    """
     plain = _URL.sub("URL", _CODE.sub("CODE", sentence))
     if (opening := _opening(plain, kind)) is not None:
         yield opening

@@ -43,7 +43,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of prose, such as a paragraph or a comment: the path from the repository's root, the line where it begins, its words."""
+    """A paragraph, comment or other piece of prose. `path` is relative to the repository's root; `line` is the first line of the piece."""
 
     path: str
     line: int
@@ -257,7 +257,7 @@ def _page(content: str, path: str) -> Iterator[Text]:
 
 
 class _Paragraphs:
-    """Collects lines of a file into texts: `begin` and `add` take lines, and `all` returns the texts."""
+    """Joins lines of a file to paragraphs. `begin` and `add` take a line; `all` returns each paragraph as a `Text`."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -273,7 +273,7 @@ class _Paragraphs:
         self.add(line, text)
 
     def add(self, line: int, text: str) -> None:
-        """Add words to the text that was begun; if none was, they begin one at this line."""
+        """Append a line to the current paragraph; if there is none, start a paragraph at `line`."""
         self._from = self._from if self._lines else line
         self._lines.append(text)
 
@@ -284,6 +284,6 @@ class _Paragraphs:
         self._lines, self._kind = [], Kind.PROSE
 
     def all(self) -> list[Text]:
-        """End the text so far, and return all texts in their order."""
+        """Close the current paragraph, and return every paragraph in the order of the lines."""
         self.end()
         return self._texts

@@ -16,7 +16,7 @@ SERVICE_PORT = "http"
 
 @dataclass(frozen=True)
 class Ground:
-    """The ground that the demo stands on: the running cluster with its kubeconfig, kubectl and Helm, and our images in it."""
+    """A running cluster for the demo: the name of its provider, its kubeconfig, the kubectl and Helm to use, and the images it has."""
 
     provider: str
     kubeconfig: Path

@@ -46,7 +46,7 @@ class Refusal:
 
 
 def client_for(url: str) -> openai.OpenAI:
-    """Return an OpenAI client for a model's URL, without retries, because a refusal is to be seen and not waited out."""
+    """Return an OpenAI client for the model at `url`. It never retries, so that a caller sees every refusal; it times out after 120 s."""
     return openai.OpenAI(base_url=f"{url}/v1", api_key="not-needed", max_retries=0, timeout=120.0)
 
 

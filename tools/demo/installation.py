@@ -16,14 +16,19 @@ RELEASE = "diffusion-operator"
 
 @dataclass(frozen=True)
 class Images:
-    """The references of our two container images, as the cluster's node knows them."""
+    """Container images of the operator and the worker, by the references that pods in the demo's cluster use."""
 
     operator: str
     worker: str
 
 
 def run_helm(helm: Path, kubeconfig: Path, *words: str, deadline_s: int) -> str:
-    """Run helm with these words and return what it printed; raise DemoFailed with its error output if it fails."""
+    """Run helm against the cluster of `kubeconfig`, and return its standard output.
+
+    Raises:
+        DemoFailed: helm failed; the message has its error output.
+        subprocess.TimeoutExpired: helm still ran 30 s after `deadline_s`.
+    """
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
     done = subprocess.run([helm, *words], capture_output=True, text=True, timeout=deadline_s + 30, env=environment, check=False)
     if done.returncode != 0:

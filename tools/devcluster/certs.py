@@ -13,7 +13,10 @@ DAYS = "30"
 
 
 class Authority:
-    """A new certificate authority in a folder, made by openssl; every name gets NAME.crt and NAME.key beside ca.crt."""
+    """A certificate authority of openssl in a folder, as ca.crt and ca.key; the constructor makes a new one.
+
+    Each certificate that it issues is stored there too, as NAME.crt with its NAME.key.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

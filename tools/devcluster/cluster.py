@@ -59,7 +59,7 @@ class Provider(Protocol):
         ...
 
     def load_image(self, reference: str) -> str:
-        """Bring an image that was built here to the cluster, and return the name by which pods ask for it."""
+        """Make a locally built image available to the cluster, and return the reference under which its pods can run it."""
         ...
 
 

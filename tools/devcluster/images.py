@@ -128,7 +128,7 @@ def has_tls(target: str) -> bool:
 
 
 def pushed_digest(log: Path) -> str:
-    """Return the digest, `sha256:…`, that `docker push` or `helm push` printed into the log; raise CommandFailed if there is none."""
+    """Find the digest, `sha256:…`, in the log of a `docker push` or `helm push`; raise CommandFailed if the log has none."""
     printed = log.read_text()
     found = re.search(r"[Dd]igest: (sha256:[0-9a-f]{64})", printed)
     if found is None:

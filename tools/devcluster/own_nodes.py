@@ -25,7 +25,7 @@ class OwnNodes(ABC):
 
     @abstractmethod
     def find_program(self, name: str) -> int | None:
-        """Return the pid, as the machine counts, of a Kubernetes program that runs on the first node; None if there is none."""
+        """Find a Kubernetes program by name on the first node, and return its pid in the machine's namespace; None if it does not run."""
 
     @abstractmethod
     def command(self, program: Path) -> list[str]:
@@ -36,7 +36,7 @@ class OwnNodes(ABC):
 
     @abstractmethod
     def add_second(self) -> str:
-        """Start a second node and wait until it is Ready, or find it; return its name."""
+        """Make sure that a second node runs, and return its name once it is Ready."""
 
     @abstractmethod
     def remove_second(self) -> None:

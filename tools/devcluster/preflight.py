@@ -12,7 +12,10 @@ PYTHON_MINIMUM = (3, 11)
 
 
 def main() -> int:
-    """Check what the provider of this machine needs, print the first thing that is missing, and return the exit code: 0 or 1."""
+    """Check that this machine meets its provider's requirements; with `--kind-too`, those of kind as well if the provider is our own node.
+
+    Print the first unmet one to stderr. Return the exit code: 1 if there is any, else 0.
+    """
     if sys.version_info < PYTHON_MINIMUM:
         found = ".".join(map(str, sys.version_info[:3]))
         print(f"error: Python 3.11 or later is needed, this is {found}: set PYTHON=/path/to/python3.11", file=sys.stderr)

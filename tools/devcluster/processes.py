@@ -19,7 +19,7 @@ GO_COLLECTS_AT_PERCENT = "400"
 
 @dataclass(frozen=True)
 class Process:
-    """A process that may not be our child; the start time tells it from a later process with the same pid."""
+    """A process, our child or not, identified by its pid and start time. The pid alone could belong to another process by now."""
 
     name: str
     pid: int

@@ -92,12 +92,12 @@ def device_driver() -> Path:
 
 
 def helm() -> Path:
-    """Return the path of Helm: the machine's own, else one built from its Go module into the cache."""
+    """Find Helm on PATH, or else install its Go module into the cache, and return the program's path."""
     return _found_or_installed("helm", f"helm.sh/helm/v3/cmd/helm@{HELM}", what=f"Helm {HELM} (about 90 s, once)")
 
 
 def kind() -> Path:
-    """Return the path of kind: the machine's own, else one built from its Go module into the cache."""
+    """Find kind on PATH, or else install its Go module into the cache, and return the program's path."""
     return _found_or_installed("kind", f"sigs.k8s.io/kind@{KIND}", what=f"kind {KIND} (about 30 s, once)")
 
 
@@ -131,15 +131,15 @@ def docker() -> Path:
 
 
 def packet_filters() -> Path:
-    """Unpack iptables, nft, conntrack and their libraries from Debian packages, unless cached; return their folder, which is like `/`.
+    """Unpack the Debian packages of iptables, nft and conntrack with their libraries, unless cached, and return their folder.
 
-    It is the system beneath kube-proxy in its image.
+    It is laid out like `/`, and is the base of kube-proxy's image.
     """
     return _unpacked("packet-filters", PACKET_FILTERS, what="kube-proxy's tools")
 
 
 def kubeadms_etcd() -> Path:
-    """Build an etcd that knows the options kubeadm gives it, unless the cache has it; return the path of the program. Debian's is older."""
+    """Build etcd, unless cached, and return the program's path. Debian's etcd is too old for options that kubeadm sets."""
     return own_program("etcd", HERE / "etcd", what="etcd (about 2 minutes, once)")
 
 
@@ -164,7 +164,7 @@ def prometheus(program: str = "prometheus") -> Path:
 
 
 def install_debian_packages(programs: tuple[str, ...]) -> None:
-    """Install Debian's packages of those `programs` that are missing, without starting a service; do nothing if none is.
+    """Install, by apt-get, the Debian packages of `programs` that this machine lacks. None of their services is started.
 
     Raises:
         CommandFailed: apt-get failed.

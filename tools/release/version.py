@@ -18,10 +18,10 @@ def package_version(package: str) -> str:
 
 
 def released_version(tag: str) -> str:
-    """Return the version X.Y.Z of a tag vX.Y.Z.
+    """Check that a release's tag is `v` followed by the version X.Y.Z of both packages, and return that version.
 
     Raises:
-        DevclusterError: the tag is not the version of both packages.
+        DevclusterError: a package has another version.
     """
     for package in PACKAGES:
         if tag != f"v{package_version(package)}":

@@ -68,7 +68,7 @@ def steps_of(lines: Iterable[tuple[float, str]]) -> list[Step]:
 
 
 def timeline(steps: Iterable[Step], whole_s: float) -> list[str]:
-    """Return the lines of a Markdown table with a bar for each step."""
+    """Draw steps as the lines of a Markdown table. A row has a step's start and length in seconds, and shows both as a bar."""
     rows = []
     for step in steps:
         before, length = round(step.began / whole_s * WIDTH), max(1, round(step.seconds / whole_s * WIDTH))
@@ -84,12 +84,13 @@ def empty_caches(folder: Path) -> dict[str, str]:
 
 
 def run(folder: Path, target: str) -> tuple[list[tuple[float, str]], float]:
-    """Run `make` in a clone of the repository in the folder; return its lines with their seconds, and how long it took.
+    """Clone the repository into `folder`, and run `make TARGET` there with empty caches.
 
-    The cluster is ended afterwards.
+    Return its lines, each after the seconds at which it came, and the seconds of the whole run. At the end, also after a failure,
+    `make cluster-down` ends the cluster.
 
     Raises:
-        ClickException: make failed or was not done in time.
+        ClickException: make failed, or passed its deadline.
     """
     clone = folder / "clone"
     subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True, timeout=60)

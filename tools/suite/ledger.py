@@ -27,7 +27,7 @@ class TestCost(msgspec.Struct):
 
 
 class ProcessCost(msgspec.Struct):
-    """The cost of one test process: times in seconds since the epoch, its processor time in seconds, and the cost of each test."""
+    """Measurements of one test process and of its tests. Times are Unix times in seconds; `cpu_s` is processor time."""
 
     name: str
     began: float

@@ -22,7 +22,7 @@ def file_of(name: str) -> str:
 
 
 def longest_first(files: list[str], seconds: Mapping[str, float]) -> list[str]:
-    """Return the files in descending order of their seconds; those without a record come first."""
+    """Sort files by their recorded seconds, longest first. A file without a record precedes all others, as it may be the longest."""
     return sorted(files, key=lambda file: -seconds.get(file, float("inf")))
 
 

@@ -38,7 +38,10 @@ def stages_table(runs: Mapping[str, StageRun]) -> list[str]:
 
 
 def processes_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
-    """Return a table with a row for each test process: its tests, and the seconds of starting, testing, waiting and idling at the end."""
+    """Build a table of each test process: its tests, and the seconds that it was starting, testing (on the CPU or waiting) and idle.
+
+    A process is idle from its end to that of the stage's last process.
+    """
     rows = []
     for stage, processes in costs.items():
         end = max(cost.ended for cost in processes)
@@ -51,7 +54,7 @@ def processes_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
 
 
 def files_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
-    """Return a table with a row for each of the 40 files that take longest, with their tests, time and CPU."""
+    """Build a table of the 40 test files whose tests took the most time in sum, with their stage, number of tests, time and CPU."""
     files: dict[tuple[str, str], list[TestCost]] = defaultdict(list)
     for stage, test in _tests(costs):
         files[stage, file_of(test.name)].append(test)
@@ -63,7 +66,7 @@ def files_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
 
 
 def tests_table(costs: Mapping[str, list[ProcessCost]]) -> list[str]:
-    """Return a table with a row for each of the 20 slowest tests, with their time and CPU."""
+    """Build a table of the 20 slowest tests of all stages, with their time and CPU in seconds."""
     slowest = sorted(_tests(costs), key=lambda item: -item[1].seconds)[:SLOWEST_TESTS]
     return table(
         ["stage", "test", "time", "CPU"], [[stage, f"`{test.name}`", seconds(test.seconds), seconds(test.cpu_s)] for stage, test in slowest]

@@ -125,7 +125,7 @@ class _Running:
         return False
 
     def end(self) -> None:
-        """Interrupt the stage and its tests, so that pytest's fixtures end what they started; kill them all after a minute."""
+        """Interrupt the stage's process group, so that pytest tears down its fixtures; kill the group if it still runs after a minute."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGINT)
         try:

@@ -80,10 +80,10 @@ STAGES = (*OF_MAKE_TEST, KIND)
 
 
 class StageRun(msgspec.Struct, frozen=True):
-    """The record of one run of a stage.
+    """Measurements of one run of a stage.
 
-    `load` is the mean of the machine's load meanwhile, `load_before` the load at its beginning. `busy_cores` is the mean number of
-    cores that were not idle, whatever process they worked for.
+    `load` averages the machine's load over the run, `load_before` is the load when it began. `busy_cores` averages the number of busy
+    cores, no matter which process kept them busy.
     """
 
     seconds: float
@@ -107,7 +107,7 @@ class LastRuns:
             return {}
 
     def note(self, stage: Stage, run: StageRun) -> None:
-        """Write this run into the file as the stage's last; the folder is made if it is missing, and other stages' runs stay."""
+        """Save a stage's run to the file, in place of the earlier one. Runs of other stages are kept, and a missing folder is made."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(".new")
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(self.read() | {stage.name: run})))

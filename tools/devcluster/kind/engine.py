@@ -67,10 +67,12 @@ def alive() -> bool:
 
 
 def up() -> None:
-    """Start the engine, or find it running. First put back what a killed one left. The machine must have the programs NEEDED.
+    """Make sure that the engine runs. If it does not, undo what a killed engine left on the machine, and start one.
+
+    The programs in NEEDED must be installed.
 
     Raises:
-        CommandFailed: a program of it does not start; everything is as before then.
+        CommandFailed: a program of the engine did not start; all changes to the machine are undone.
     """
     if alive():
         return
@@ -86,7 +88,7 @@ def up() -> None:
 
 
 def end() -> None:
-    """End the engine and all that runs in it, and restore the machine as recorded; do nothing where there is neither."""
+    """Stop the engine with its containers, undo its changes to the machine, and delete KIND_STATE. Do nothing if all is done already."""
     namespace.end_processes(MARK)
     for process in processes.load(_NOTE):  # the waiting halves, on the machine's side
         process.stop()

@@ -45,7 +45,7 @@ def data_root() -> Path:
 
 
 def observe() -> Machine:
-    """Return the state of the machine as it is now; change nothing."""
+    """Return the present state of all that the engine and its kubelets may change on this machine."""
     return Machine(
         sysctls={name: (Path("/proc/sys") / name).read_text().strip() for name in _SYSCTLS},
         cgroups=sorted(map(str, namespace.cgroups_named(CGROUP))),
@@ -56,7 +56,7 @@ def observe() -> Machine:
 
 
 def record() -> None:
-    """Write the machine's present state into RECORD, unless an earlier record waits to be put back."""
+    """Save the machine's state to RECORD, for `restore`. If RECORD exists, keep it: it dates from before the changes still to be undone."""
     if RECORD.exists():
         return
     KIND_STATE.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -66,10 +66,10 @@ def record() -> None:
 
 
 def restore(*, deadline_s: float = 30.0) -> None:
-    """Put the machine back as recorded, and remove the record; do nothing without one. The engine's processes must have ended.
+    """Undo all changes since `record`, then delete RECORD; do nothing if it does not exist. The caller has ended the engine's processes.
 
     Raises:
-        CommandFailed: something is still other than recorded at the deadline; the record stays.
+        CommandFailed: the machine still differs from RECORD after `deadline_s` seconds; RECORD is kept.
     """
     if not RECORD.exists():
         return

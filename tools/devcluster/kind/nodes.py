@@ -79,7 +79,7 @@ def pull(reference: str) -> None:
 
 
 def existing() -> list[str]:
-    """Return the names of the nodes' running containers."""
+    """List the containers of kind's nodes by name, except those that have stopped."""
     return engine.docker("ps", "--format", "{{.Names}}", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}").split()
 
 

@@ -82,7 +82,11 @@ class GivenProvider:
         raise NotOfThisMachine("this needs nodes on this machine: set DEVCLUSTER_PROVIDER=node, or leave out the cluster that was given")
 
     def load_image(self, reference: str) -> str:
-        """Push the image to REGISTRY, from which the cluster pulls it; return the name it has there."""
+        """Push a local image to the registry in the variable REGISTRY, and return its reference there, which the cluster can pull.
+
+        Raises:
+            PrerequisiteMissing: REGISTRY is not set.
+        """
         target = registry_reference(self._environment.get("REGISTRY"), reference)
         images.publish(reference, target)
         return target

@@ -91,7 +91,7 @@ class KindProvider:
 
 
 def create_command(kind: Path, kubeconfig: Path) -> list[str]:
-    """Return the words of `kind create cluster`, which returns when the node is Ready or after five minutes."""
+    """Build the command line of `kind create cluster`, which waits at most five minutes until the node is Ready."""
     return [str(kind), "create", "cluster", "--name", CLUSTER, "--kubeconfig", str(kubeconfig), "--wait", "300s"]
 
 

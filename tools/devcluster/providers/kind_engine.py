@@ -93,7 +93,7 @@ class KindEngineProvider:
         return nodes.KUBECONFIG
 
     def kubectl(self) -> Path:
-        """Return the path of a kubectl of the nodes' version, which is built first if the cache lacks it."""
+        """Return the path of a kubectl that matches the Kubernetes version of the nodes. Unless cached, it is built first."""
         return programs.kube() / "kubectl"
 
     def own_nodes(self) -> OwnNodes:

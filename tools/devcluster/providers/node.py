@@ -90,11 +90,11 @@ class NodeProvider:
         return config.KUBECONFIG
 
     def kubectl(self) -> Path:
-        """Return the path of a kubectl of the node's version, which is built first if the cache lacks it."""
+        """Return the path of a kubectl that matches the Kubernetes version of the node. Unless cached, it is built first."""
         return programs.kube() / "kubectl"
 
     def own_nodes(self) -> OwnNodes:
-        """Return the means to break the node and the second one and look beneath them."""
+        """Return access to the inside of the node, so that tests can break it or add another node."""
         return joined.Nodes()
 
     def load_image(self, reference: str) -> str:
