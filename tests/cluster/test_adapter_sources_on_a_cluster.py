@@ -134,7 +134,7 @@ def test_an_adapter_in_a_bucket_waits_for_its_secret_and_is_served_when_it_is_th
 
 
 def test_an_adapter_from_a_hub_says_which_commit_it_was(rig_with_sources: ClusterRig) -> None:
-    """Load an adapter from the hub with the Secret KEYS, which the test before this one made."""
+    """Load an adapter from a hub, with the token in the Secret KEYS that the previous test created."""
     rig = rig_with_sources
     source = {"repo": "styles/paper", "file": "adapter_model.safetensors", "tokenSecretRef": {"name": KEYS}}
     rig.apply("LoRAAdapter", "paper", {"deploymentRef": {"name": NAME}, "source": {"huggingFace": source}})

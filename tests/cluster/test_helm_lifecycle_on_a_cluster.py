@@ -115,7 +115,7 @@ def test_the_annotation_replaces_every_pod_once(release: tuple[ClusterRig, HelmR
 
 
 def test_after_the_uninstall_pods_serve_on_and_what_is_deleted_is_gone(release: tuple[ClusterRig, HelmRig]) -> None:
-    """Uninstall the release. Leave no operator and no adapter for later tests, but the deployment and its pod."""
+    """Uninstall the release. Later tests find the deployment with its pod, but neither an operator nor the adapter."""
     rig, helm = release
     before, image = lives(rig), rig.image(NAME, STYLE)
     helm.uninstall()

@@ -77,7 +77,7 @@ def send_to_sleep(rig: ClusterRig) -> Document:
 
 
 def set_sleep(rig: ClusterRig, **fields: object) -> None:
-    """Change these fields of spec.sleep, and keep its others; nothing waits for the effect."""
+    """Merge `fields` into the sleep settings in the deployment's spec, whose others stay; return without waiting for an effect."""
     rig.kubectl.patch(DD, {"spec": {"sleep": fields}})
 
 

@@ -59,7 +59,10 @@ def helm() -> Chart:
 
 
 def digest_in_registry(name: str) -> str:
-    """Return the digest that the tag of the released version has in the registry, for an image or chart of this name."""
+    """Ask the registry for an image or chart at tag VERSION, and return its digest; `name` is `HOST:PORT/REPOSITORY`.
+
+    HTTPError if the registry lacks it.
+    """
     address, _, repository = name.partition("/")
     asked = urllib.request.Request(f"http://{address}/v2/{repository}/manifests/{VERSION}", method="HEAD", headers={"Accept": MANIFEST})
     with urllib.request.urlopen(asked, timeout=10) as answer:

@@ -45,9 +45,9 @@ def no_cluster_of_kind() -> Iterator[None]:
 
 
 def look() -> dict[str, list[str]]:
-    """Return what the machine has now of each kind that the engine may leave behind: sysctls with values, cgroups, links and mounts.
+    """Return what the engine may leave on this machine: sysctls with their values, cgroups, links and mounts.
 
-    Those of our own node are left out.
+    Sysctls that change by themselves (VOLATILE) are left out, and so is all that belongs to our own node.
     """
     settings = [file for folder in ("vm", "kernel") for file in Path("/proc/sys", folder).rglob("*") if not set(file.parts) & set(VOLATILE)]
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]

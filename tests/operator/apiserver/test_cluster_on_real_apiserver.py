@@ -264,7 +264,10 @@ SECRETS: list[tuple[str, dict[str, Any], str]] = [
 async def test_patches_tell_whose_a_secret_is_and_change_nothing(
     cluster: KubernetesCluster, name: str, more: dict[str, Any], expected: str
 ) -> None:
-    """Find out by patches whose a Secret is, since the operator has no right to read it. Only the patch that adopts one may change it."""
+    """Run the JSON patches by which the operator, which may not get Secrets, finds out who owns a Secret.
+
+    Only a successful adoption may change the Secret: it adds an owner reference.
+    """
     metadata = {"name": f"s-{name}", "namespace": NAMESPACE, **more}
     await cluster.create({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"token": "YQ=="}})
 

@@ -325,7 +325,7 @@ POLICY = {
 
 
 async def forbid_variable_b(namespace: Namespace) -> None:
-    """Make a policy that refuses pods with the variable B in this namespace alone, and wait until the API server knows it."""
+    """Deny pods with an environment variable B, in this namespace only. Return once the API server enforces the policy."""
     labels = {"kubernetes.io/metadata.name": namespace.name}
     binding = {
         "apiVersion": POLICY["apiVersion"],
@@ -397,7 +397,10 @@ QUEUED, GATE, HELD = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/admission", "k
 
 
 async def act_as_kueue(namespace: Namespace) -> None:
-    """Have the API server give pods with a queue's label Kueue's gate and finalizer in this namespace, in place of Kueue's own webhook."""
+    """Stand in for Kueue's webhook in this namespace, by a policy that adds its scheduling gate and finalizer to pods with a queue label.
+
+    Return once the API server applies the policy.
+    """
     rules = [{"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}]
     metadata, spec = (
         f'Object.metadata{{finalizers: ["{HELD}"]}}',

@@ -68,7 +68,7 @@ EDITS: tuple[tuple[str, str, Document], ...] = (("networkpolicy", "d-control", {
 
 
 class Team:
-    """A namespace of users, with kubectl calls on its objects."""
+    """The namespace of a team of users, with helpers that run kubectl in it and report its pods as running."""
 
     def __init__(self, cluster: AuditedApiserver, namespace: str = TEAM) -> None:
         self._cluster, self._namespace = cluster, namespace

@@ -123,8 +123,10 @@ def _service(rig: Rig) -> Manifest:
 
 
 async def test_the_first_status_waits_for_the_first_pod_also_where_another_operator_made_it() -> None:
-    """Check that every status has the first pod. A status without it would hide its incarnation, and a pod with its name could be made
-    again."""
+    """Record every status, and check that each lists the first pod's incarnation.
+
+    If a status lacked it, the operator could later make another pod of that name.
+    """
     rig, statuses = Rig(), []
     create, apply_status = rig.cluster.create, rig.cluster.apply_status
 

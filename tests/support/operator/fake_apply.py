@@ -46,9 +46,9 @@ def applied(live: Manifest, manifest: Manifest) -> Manifest:
 
 
 def patched(live: Manifest, operations: Sequence[Mapping[str, Any]]) -> Manifest:
-    """Return the object after a JSON patch of `test`, `add` and `replace`; the given object stays as it is.
+    """Apply a JSON patch of `test`, `add` and `replace` operations to a copy of the object, and return the copy.
 
-    ClusterRefused for a failed test, a missing parent or two ports of one name; ClusterConflict for another uid or resourceVersion.
+    ClusterRefused if a test fails, a parent is missing or two ports share a name; ClusterConflict for another uid or resourceVersion.
     """
     result = copy.deepcopy(live)
     for one in operations:

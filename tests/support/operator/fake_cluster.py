@@ -133,7 +133,10 @@ class FakeCluster:
         return existing
 
     def change(self, kind: Kind, name: str, changed: Callable[[Manifest], object]) -> None:
-        """Change the spec of an object in `default` by `changed`, which gets a copy to change in place; KeyError if there is none."""
+        """Let `changed` modify a copy of an object's spec, and store the result as `put` does.
+
+        The object is in namespace `default`; KeyError if it does not exist.
+        """
         manifest = copy.deepcopy(self._objects[kind.kind, "default", name])
         changed(manifest["spec"])
         self.put(manifest)

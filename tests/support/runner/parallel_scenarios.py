@@ -99,8 +99,10 @@ def run(family: Family, parallel: Any, requests: tuple[Asked, ...] = REQUESTS, d
 
 
 def finish(rig: FamilyRig, requests: tuple[Asked, ...]) -> list[torch.Tensor]:
-    """Run requests together to their end, and return each result in float64, in the order of `requests`. A failed or repeated request
-    fails it."""
+    """Run requests until all are done, and return their results as float64 tensors in the order of `requests`.
+
+    Each joins one tick after the one before. AssertionError if one fails or is repeated.
+    """
     results, errors = rig.finish(requests, range(len(requests)))
     assert not errors, errors
     assert not rig.replays, rig.replays

@@ -79,13 +79,13 @@ class RunnerRig:
     def run(
         self, *requests: RequestSpec, joining: list[int] | None = None, running: int = 0, frames: Mapping[str, list[bytes]] = {}
     ) -> tuple[Images, dict[str, ErrorReport]]:
-        """Run requests to their end, and with them the `running` ones that joined before. Return images and errors by id.
+        """Run `requests`, along with `running` earlier ones, until all have ended; return images and errors by request id.
 
-        `joining` says at which tick each joins (all at the first one by default), `frames` has images by the request's id. Those that need
-        the model alone are made once more, as the server does.
+        `joining` is the tick at which each request joins, the first one by default. `frames` maps request ids to images. A request that
+        needs the model alone is sent once more, as by the server.
 
         Raises:
-            AssertionError: a module has another attribute than before, or a request has not ended after 1000 ticks.
+            AssertionError: an attribute of a module has changed, or a request has not ended after 1000 ticks.
         """
         self.parallel.calls.clear()
         self.replays.clear()

@@ -173,8 +173,10 @@ class AdapterSoak(References):
             self.outcome.wrong.append(f"two references differ by {self.outcome.nearest} levels only")
 
     def run(self, count: int, *, limit_s: float) -> None:
-        """Send `count` random requests from a dozen clients, and change adapters, until all are answered or the time is over. Judge each
-        answer."""
+        """Send `count` random requests from a dozen clients while a thread changes adapters; then judge every answer.
+
+        Requests that have not begun after `limit_s` seconds are left out.
+        """
         for asked in self._asking.ask_all([self._choice() for _ in range(count)], self.outcome, limit_s=limit_s, beside=self._change):
             self.judge(asked)
 

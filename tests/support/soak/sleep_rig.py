@@ -150,7 +150,10 @@ class SleepRig(References):
         self.sleep(**self._last_sleep)
 
     def wake(self, **body: Any) -> None:
-        """Ask for a wake, and do not wait for its end."""
+        """Start waking the model, with `body` as the call's fields, and return before it is awake.
+
+        If the worker accepts the call, note the policy in it as the expected one.
+        """
         self._stays_asleep = False
         if self.call("/v1/wake", body):
             self._policy_is(body.get("policy"))

@@ -106,7 +106,10 @@ class S3Server(NamedTuple):
     url: str
 
     def put(self, bucket: str, files: dict[str, bytes], *, versioned: bool = False) -> None:
-        """Make a public bucket with these objects, with versions of objects if `versioned`. AssertionError if the server refuses a call."""
+        """Create a public bucket, with versioning if `versioned`, and upload `files`, a mapping of keys to contents.
+
+        AssertionError if the server refuses a call.
+        """
         self._send("PUT", f"/{bucket}")
         if versioned:
             self._send("PUT", f"/{bucket}?versioning", VERSIONING)

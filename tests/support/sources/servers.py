@@ -144,7 +144,7 @@ class SourceServer(ThreadingHTTPServer):
 
     @contextmanager
     def running(self) -> Iterator["SourceServer"]:
-        """Serve in a thread until the end of the block; then open the gates of all `files` and close."""
+        """Serve in a background thread while the block runs; then open all gates of `files`, so that no answer waits, and close."""
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield self
@@ -170,7 +170,7 @@ class SourceServer(ThreadingHTTPServer):
         self._commits = {key: files for key, files in self._commits.items() if not key.startswith(f"{repo}@")}
 
     def find(self, path: str) -> Served | None:
-        """Return the answer at a path, a file's before a repository's; None if there is neither."""
+        """Look up a URL's path: first in `files`, then as a repository's description or one of its files. Return None if it is neither."""
         path = unquote(path)
         if path in self.files:
             return self.files[path]

@@ -118,7 +118,7 @@ class WorkerProcess(contextlib.ExitStack):
         return self._process.pid
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until `/readyz` answers 200. AssertionError after `timeout_s`, or when the worker ends."""
+        """Poll `/readyz` until its status is 200. AssertionError if `timeout_s` seconds pass or the worker ends before."""
 
         def is_ready() -> bool:
             with contextlib.suppress(httpx2.TransportError):  # the worker ended: `wait_for` reports how

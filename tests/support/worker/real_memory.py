@@ -20,7 +20,10 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 
 
 def make_big_model(folder: Path) -> Path:
-    """Write a wide variant of the digits model with random weights (0.6 GB on disk, in float16), and return its folder."""
+    """Copy the digits model to `folder`, with a wider transformer of random float16 weights, and return `folder`.
+
+    It takes 0.6 GB on disk.
+    """
     # Imported late: a test session that makes no big model need not import torch.
     import torch
     from diffusers import SD3Transformer2DModel

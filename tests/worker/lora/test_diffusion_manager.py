@@ -28,7 +28,7 @@ from support.worker.process import DIGITS
 
 
 class TwoParts(nn.Module):
-    """A toy denoiser of two linear layers, one after the other."""
+    """A toy denoiser that applies the linear layers `first`, from 8 to 6 features, and `second`, back to 8."""
 
     def __init__(self) -> None:
         super().__init__()

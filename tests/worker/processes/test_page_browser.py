@@ -100,7 +100,10 @@ def fill(page: Page, **fields: str) -> None:
 
 
 def make(page: Page, **fields: str) -> None:
-    """Wait until the page says that the worker is ready, fill in its form, and send it with the Enter key."""
+    """Wait until the page shows a ready worker, enter `fields`, and press Enter on the button that makes an image.
+
+    From then on `window.seen` on the page records steps and previews.
+    """
     expect(page.locator("#state-text")).to_have_text(re.compile("^ready"), timeout=DEADLINE_MS)
     fill(page, **fields)
     page.evaluate(WATCH)

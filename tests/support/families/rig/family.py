@@ -56,7 +56,7 @@ class Family:
 
 
 def randomise_zeros(*modules: torch.nn.Module) -> None:
-    """Give every parameter that is zero throughout small random values; switch the modules to eval mode and gradients off."""
+    """Fill each all-zero parameter of the modules with small random values. Switch the modules to eval mode, without gradients."""
     for module in modules:
         module.eval().requires_grad_(False)
         for parameter in module.parameters():

@@ -40,7 +40,10 @@ def config_of(**change: Any) -> WorkerConfig:
 
 @pytest.fixture
 def custom_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Provide the name of an importable module of a user's with a pipeline class; `broken_pipelines` beside it fails to import."""
+    """Put two modules of a user's on the import path: `loud_pipelines` has a pipeline class, and `broken_pipelines` fails to import.
+
+    Return the name of the first.
+    """
     (tmp_path / "loud_pipelines.py").write_text(CUSTOM)
     (tmp_path / "broken_pipelines.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -62,7 +62,10 @@ class Rigs(dict[StepCache, CachedRig]):
 
 @pytest.fixture(scope="module")
 def rigs() -> Iterator[dict[StepCache, CachedRig]]:
-    """Provide rigs by kind of step cache, with a threshold of the first-block cache that skips about half of these few steps."""
+    """Provide rigs by kind of step cache, each made when it is first used.
+
+    Tests make few steps, so the first-block cache needs a higher threshold than usual to save about half of them.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(first_block, "THRESHOLD", 0.3)
         yield Rigs()
