@@ -45,9 +45,9 @@ def report(goal: str, measured: Measured, *, tiny: bool = False, device: str = "
 
 
 def main(arguments: list[str]) -> int:
-    """Run the goals named, or all that run on the device, and print a line of JSON for each.
+    """Measure the goals given in `arguments`, by default every goal that supports the device, and print a line of JSON for each.
 
-    Returns 0, or 1 for an unknown goal or at the first measurement that fails; goals after it are not run.
+    Returns 1 for an unknown goal, or after the first measurement that fails, which ends the run; otherwise 0.
     """
     options = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures; each goal ends with one line of JSON.")
     options.add_argument("goals", nargs="*", metavar="GOAL", help=f"all by default; there are {', '.join(GOALS)}")

@@ -59,9 +59,10 @@ TINY = Size(wide=SMALL, plan=TINY_PLAN, record=TINY_PLAN)
 
 @torch.inference_mode()
 def measure(*, tiny: bool = False, device: str = "cpu") -> Measured:
-    """Measure a batch with an adapter for each row against the same batch without, and against a call for each row.
+    """Compare a batch in which each row has its own adapter with the same batch without adapters, and with one call per row.
 
-    Ratios are medians of adjacent pairs, as throughputs: 1 means as fast. Other figures are milliseconds. Sets one torch thread.
+    Ratios are throughputs, so 1 means as fast; each is the median over adjacent pairs. All other figures are milliseconds. Limits torch to
+    one thread, and leaves it so.
     """
     torch.set_num_threads(1)
     return _measure(torch.device(device), tiny=tiny)

@@ -247,7 +247,7 @@ async def _round_trips(count: int) -> list[float]:
 
 
 def _tick(number: int) -> Tick:
-    """Make a tick of about 500 bytes when encoded: one request joins, eight advance."""
+    """Make a tick that adds one request and advances eight others; encoded, it has about 500 bytes."""
     spec = RequestSpec(request_id="f" * 32, prompt="a red digit seven " * 6, seed=number, height=1024, width=1024, steps=28)
     return Tick(number, [spec], [], [f"{name}" * 32 for name in range(8)])
 

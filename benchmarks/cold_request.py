@@ -28,10 +28,12 @@ BODY = {"prompt": "a red digit seven", "size": "64x64", "seed": 1, "num_inferenc
 
 
 def measure(*, tiny: bool = False) -> Measured:
-    """Measure on the development cluster; figures are medians of the rounds, and the worst time beyond the wake.
+    """Measure on the development cluster how long a sleeping deployment takes to the first step of a request, beyond the wake.
+
+    Figures are medians over the rounds, except for the longest such time and the cold start of the deployment.
 
     Raises:
-        RuntimeError: there is no cluster, the deployment does not get ready, or a request was not served.
+        RuntimeError: no cluster is running, the deployment does not get ready or asleep in time, or a request fails or wakes nothing.
     """
     try:
         with stage(NAMESPACE) as set_up:

@@ -112,7 +112,10 @@ def _p99(outcome: Outcome, kind: str) -> float:
 
 
 def _costs(device: TinyDevice) -> dict[tuple[int, int], float]:
-    """Measure the median seconds of a step, by pixels of a side and number of requests in the batch."""
+    """Measure the duration of a step for each image size and batch size.
+
+    Returns median seconds, keyed by the image's side in pixels and the number of requests. Ticks at either end of a run do not count.
+    """
     costs = {}
     for side, _ in (SMALL, LARGE):
         for batch in range(1, BATCH + 1):

@@ -29,7 +29,11 @@ PROMPT = "a red digit seven"
 
 
 class Size(msgspec.Struct, frozen=True):
-    """The size of a run: steps of an image, pixels of a side for each of the two models, and the plan for the pairs."""
+    """The amount of work in a run.
+
+    `digits` and `larger` are the image sides in pixels for the two models, `steps` the denoising steps per image, and `plan` bounds the
+    pairs.
+    """
 
     steps: int = 10
     digits: int = 32
@@ -89,7 +93,10 @@ def _pairs(name: str, parallel: Parallel, size: Size) -> Pairs:
 
 
 def _larger(small: Any) -> SD3Transformer2DModel:
-    """Build a transformer with ten times the parameters of `small`, random, for the same prompts and latents; in evaluation mode."""
+    """Build a random transformer with ten times as many parameters as `small`, in evaluation mode.
+
+    It takes the same prompt embeddings and latents.
+    """
     torch.manual_seed(0)
     config = dict(small.config) | {"num_layers": 6, "num_attention_heads": 8, "attention_head_dim": 48, "caption_projection_dim": 384}
     made: SD3Transformer2DModel = SD3Transformer2DModel.from_config(config)

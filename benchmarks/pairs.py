@@ -70,9 +70,9 @@ class Pairs(msgspec.Struct, frozen=True):
     dropped: list[Pair]
 
     def ratio(self, name: str | None = None, of: str | None = None) -> float:
-        """Return the median, over the pairs that count, of our figure divided by the baseline's.
+        """Divide our figure by the baseline's in every pair that counts, and return the median of these ratios.
 
-        `name` is by default `by`. `of` names the figure on the baseline's side if it is another one. For times, less than 1 means that ours
+        Our figure is `name`, by default `self.by`. The baseline's is `of`, by default the same. For times, a ratio below 1 means that ours
         is faster.
         """
         return statistics.median(pair.ratio(name or self.by, of) for pair in self.used)
@@ -160,9 +160,10 @@ def take_pairs(what: str, baseline: Run, ours: Run, *, by: str = "s", plan: Plan
 
 
 def timed(work: Callable[[], object]) -> Times:
-    """Run some work and return its seconds: `s` by the wall's clock, `cpu_s` of this process, `thread_s` of this thread.
+    """Run `work` and measure how long it took, in seconds.
 
-    The work's result is dropped, after the clocks are read.
+    `s` is wall-clock time. `cpu_s` and `thread_s` are CPU time, of the whole process and of the calling thread. The work's result is freed
+    after the clocks are read.
     """
     wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
     made = work()

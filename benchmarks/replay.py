@@ -50,9 +50,10 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct):
-    """The outcome of a replay: seconds from arrival to image by request, the ticks with their reports, and the time the device worked.
+    """The result of a replay: latencies, ticks, their reports, and the seconds for which the device was busy.
 
-    A request that failed has no latency. `largest_step` is the most requests denoised in one tick.
+    `latency_s` has the time from a request's arrival to its image, by request id; failed requests have none. `largest_step` is the highest
+    number of requests denoised in one tick.
     """
 
     latency_s: dict[str, float] = {}

@@ -9,9 +9,10 @@ from benchmarks.pairs import Pairs
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """The figures of a goal by name, the targets that some of them are held against, and every sample behind them.
+    """The result of a goal: its figures by name, the targets for some of them, and all samples from which they were computed.
 
-    `pairs` are those that the ratios were judged by; none where nothing is compared. Raises RuntimeError if a target has no figure.
+    `pairs` are the comparisons behind the ratios, empty for a benchmark that compares nothing. Raises RuntimeError for a target without a
+    figure.
     """
 
     figures: dict[str, float]
@@ -35,7 +36,7 @@ class Measured(msgspec.Struct, frozen=True):
 
     @property
     def rounds(self) -> dict[str, float]:
-        """The number of pairs used and dropped in all, and the largest spread of a comparison's ratios; empty if nothing was compared."""
+        """Counts of used and dropped pairs over all comparisons, and the largest `spread` among these; empty without comparisons."""
         if not self.pairs:
             return {}
         used, dropped = sum(len(pairs.used) for pairs in self.pairs), sum(len(pairs.dropped) for pairs in self.pairs)

@@ -107,7 +107,10 @@ def _loop_figures(loop: Pairs, asked: list[dict[str, float]]) -> dict[str, float
 
 
 def _loop(images: list[bytes], size: Size) -> tuple[Pairs, list[dict[str, float]], float]:
-    """Run the stand-in server and its clients. Return pairs, the time of every question, and the server's largest resident memory in MB."""
+    """Time clients' questions to the stand-in server, both while it idles and while it encodes `images`.
+
+    Returns the pairs, each question's time in ms, and the server's peak resident memory in MB.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for number, pixels in enumerate(images):
             (Path(folder) / image_name(number, size.side)).write_bytes(pixels)

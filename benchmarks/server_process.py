@@ -73,7 +73,10 @@ def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def make_image(port: int) -> None:
-    """Ask for an image of two steps and read the answer to its end; raise urllib's HTTPError if it is refused."""
+    """Request an image with two denoising steps, and return once the whole response has arrived.
+
+    Raises urllib's HTTPError for an error status.
+    """
     body = json.dumps({"prompt": "a red digit seven", "num_inference_steps": 2}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/images/generations", data=body, headers={"Content-Type": "application/json"}

@@ -44,7 +44,7 @@ def ask(connection: socket.socket, request: bytes) -> bytes:
 
 
 class Answer:
-    """The part of one HTTP answer that has arrived: its body so far, empty where the reader keeps none."""
+    """An HTTP response that is read piece by piece. `body` is the content received so far, without the pieces read with `keep` false."""
 
     def __init__(self) -> None:
         self.body = bytearray()
@@ -58,10 +58,10 @@ class Answer:
         return self._read == self._length
 
     def read(self, connection: socket.socket, *, keep: bool = True) -> None:
-        """Receive once from the connection, which waits if nothing is there. With `keep` false the body's bytes are counted and dropped.
+        """Receive once from the connection, and block until data comes. If `keep` is false, the body's bytes are counted but not stored.
 
         Raises:
-            RuntimeError: the server closed the connection, or the answer is no 200 with a length.
+            RuntimeError: the server closed the connection, or answered with another status than 200 or without a `content-length`.
         """
         data = connection.recv(1 << 18)
         if not data:

@@ -18,7 +18,7 @@ from diffusion_operator.cluster import KubernetesCluster, connect
 
 @kopf.on.startup()  # type: ignore[untyped-decorator]
 async def start(memo: kopf.Memo, **_: Any) -> None:
-    """Connect to the API server, with a single client that all handlers share, and bound how many of them create children at a time."""
+    """Connect to the API server at startup. Handlers share this client, and a semaphore limits how many create children at a time."""
     memo.cluster = await connect()
     memo.gate = asyncio.Semaphore(AT_ONCE)
 

@@ -11,9 +11,9 @@ from diffusion_worker.server.encoding.images import OutputFormat, encode
 
 
 def natural_image(exponent: float, seed: int, size: int) -> bytes:
-    """Make a random image of `size` pixels a side with a 1/f^exponent spectrum, as rows of RGB bytes.
+    """Make a random image with the statistics of a photograph: amplitudes fall with frequency as 1/f^exponent, and channels correlate.
 
-    A larger exponent is smoother. The channels are mostly alike, as those of photographs are.
+    A larger exponent is smoother. Returns `size` rows of `size` RGB pixels, as bytes.
     """
     random = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(size)[:, None], np.fft.rfftfreq(size)[None, :])

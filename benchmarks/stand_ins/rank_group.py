@@ -99,4 +99,4 @@ class StandInRanks:
         return 1, 1
 
     async def stop(self) -> None:
-        """Do nothing: no process is to be ended."""
+        """Do nothing: the stand-in has no processes to end."""

@@ -25,7 +25,7 @@ TEXT_TOKENS = 4
 
 
 class MeteredRank(Parallel):
-    """The only rank of its group; `denoise_s` adds up the seconds that its thread computed in the denoiser."""
+    """A rank group of one that meters its denoiser: `denoise_s` sums the CPU seconds that the calling thread spent there."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, world=1, device=CPU, store=HashStore(), timeout_s=60)
@@ -68,10 +68,10 @@ class TinyDevice:
         self._rank.close()
 
     def execute(self, tick: Tick) -> TickDone:
-        """Run one tick and report it; images are not in the report.
+        """Join the tick's new requests, run its steps, and report it. An image is reported with a placeholder shape, without its pixels.
 
         Raises:
-            RuntimeError: a request failed, which none may here.
+            RuntimeError: a request failed, which is unexpected here.
         """
         self._rank.denoise_s = 0.0
         started = time.thread_time()
