@@ -18,7 +18,7 @@ from diffusion_operator.settings import Settings, election_settings, operator_po
 
 @click.group(context_settings={"auto_envvar_prefix": "DIFFUSION_OPERATOR"})
 def main() -> None:
-    """Run the operator, which keeps DiffusionDeployments and LoRAAdapters as their specs ask."""
+    """Reconcile DiffusionDeployments and LoRAAdapters of a Kubernetes cluster."""
 
 
 @main.command()
@@ -96,7 +96,7 @@ def run(
     liveness_port: int,
     log_format: str,
 ) -> None:
-    """Run the operator until a signal ends it."""
+    """Run the operator in the foreground until SIGINT or SIGTERM."""
     if all_namespaces == bool(namespaces):
         raise click.UsageError("give either --namespace, once or more, or --all-namespaces")
     try:

@@ -69,7 +69,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class Cluster(Protocol):
-    """The port to the Kubernetes API. A fake of it in memory serves the tests of reconcile."""
+    """Interface to the Kubernetes API. Tests of the reconcile code replace it with an in-memory fake."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None: ...
 
@@ -97,9 +97,9 @@ class Cluster(Protocol):
         """
 
     async def patch(self, kind: Kind, namespace: str, name: str, operations: Sequence[Operation]) -> Manifest:
-        """Send a JSON patch (RFC 6902) and return the object after it.
+        """Apply a JSON patch (RFC 6902) to an object and return the result.
 
-        A `test` operation that fails raises a ClusterRefused with status 422.
+        Raises ClusterRefused with status 422 if a `test` operation fails.
         """
 
     async def apply_status(self, kind: Kind, namespace: str, name: str, *, status: Manifest, version: str) -> None:

@@ -55,9 +55,10 @@ class ClusterError(OperatorError):
     """The Kubernetes API did not do what was asked."""
 
     def __init__(self, message: str, *, status: int = 0, reason: str = "", said: str = "", retry_after_s: float = 0.0) -> None:
-        """Keep the API server's own `reason`, `said` and `retry_after_s`, as `Forbidden` and a sentence; empty where it gave none.
+        """Keep what the API server answered.
 
-        An empty `said` is replaced by `message`.
+        `status` is the HTTP status, 0 without an answer. `reason` is a word such as `Forbidden`, and empty if the server gave none. `said`
+        is the server's sentence, or else `message`. `retry_after_s` is 0 unless the server asked for a pause.
         """
         super().__init__(message)
         self.status = status

@@ -328,7 +328,10 @@ def _scopes(settings: Settings) -> list[Scope]:
 
 
 async def login(**context: Any) -> kopf.ConnectionInfo | None:
-    """Return kopf's connection: in a pod by the environment's address, which needs no DNS; elsewhere by the kubeconfig."""
+    """Connect kopf to the API server.
+
+    In a pod the address is taken from environment variables, so this works without DNS. Outside a pod the kubeconfig is used.
+    """
     in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
     return kopf.login_via_client(**context) if in_cluster else kopf.login_with_kubeconfig(**context)
 

@@ -7,10 +7,10 @@ from diffusion_operator.reconcile.keyed_queue import OBJECT
 
 
 class ObjectFields(logging.Filter):
-    """A filter that adds to each log line of a pass its object, under the name by which kopf's formatter knows it."""
+    """A logging filter that attaches the reconciled object to each record, as the attribute `k8s_ref` that kopf's formatter reads."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add the object of the current pass, if there is one, and return True: no line is left out."""
+        """Attach the object of the running pass, if any, and return True, so that every record is kept."""
         key = OBJECT.get()
         if key is not None and not hasattr(record, "k8s_ref"):
             record.k8s_ref = key._asdict()

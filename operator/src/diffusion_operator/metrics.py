@@ -264,9 +264,9 @@ def register(
 
 
 def measured(reconcile: Callable[[Key], Awaitable[Result]], clock: Callable[[], float]) -> Callable[[Key], Awaitable[Result]]:
-    """Wrap a reconcile so that each call's time is observed by kind and outcome: `ok`, `gone` or `error`.
+    """Wrap a reconcile function to record the duration of each call by kind and outcome: `ok`, `gone` or `error`.
 
-    A result with a failure counts as `error`, as an exception does. `clock` counts seconds from anywhere.
+    An exception is an `error`, and so is a result with a failure. `clock` returns seconds since an arbitrary moment.
     """
 
     async def timed(key: Key) -> Result:

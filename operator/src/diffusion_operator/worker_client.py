@@ -52,7 +52,7 @@ PLAIN = {"Accept-Encoding": "identity"}
 
 
 class WorkerClient(Protocol):
-    """The port to the workers' control API; tests of reconcile script it."""
+    """Interface to the workers' control API. Tests of the reconcile code replace it with scripted answers."""
 
     def expect_proof(self, ip: str, pod_uid: str) -> None:
         """Never take this pod's worker for one of a version that cannot prove itself."""
@@ -78,7 +78,7 @@ class WorkerClient(Protocol):
 
 
 class HttpWorkerClient:
-    """WorkerClient over aiohttp; owns its session. A removal of an adapter that is not there is no failure."""
+    """WorkerClient on an aiohttp session of its own. Removing an adapter that the worker does not have succeeds."""
 
     def __init__(
         self, *, poll_timeout_s: float, call_timeout_s: float, port: int = CONTROL_PORT, epoch: Callable[[], int | None] = lambda: None
@@ -310,9 +310,10 @@ def _host(ip: str) -> str:
 
 
 async def _read(response: aiohttp.ClientResponse, request_line: str, most: int) -> bytes:
-    """Return the body of a success, JSON or empty.
+    """Return the body of a successful response, which is JSON or empty.
 
-    Raises ControlRefused with the worker's error for a status from 400 on, ControlUnreachable for everything else.
+    Raises ControlRefused with the worker's error for a status of 400 or above. Raises ControlUnreachable for a redirect, for a body that is
+    encoded or too large, and for a success with another type of content.
     """
     status = response.status
     if status < 200 or 300 <= status < 400:
@@ -329,9 +330,10 @@ async def _read(response: aiohttp.ClientResponse, request_line: str, most: int) 
 
 
 async def _bounded(response: aiohttp.ClientResponse, request_line: str, most: int, found_type: str = "") -> bytes:
-    """Return the whole body. Raises ControlUnreachable if it has more than `most` bytes, and names a wrong `found_type` of content.
+    """Read the body of a response, at most `most` bytes; raise ControlUnreachable if it is larger.
 
-    It is read as a stream that is left at the bound: a worker's words about its length prove nothing.
+    Reading stops at the bound, since a worker may announce a false length. If `found_type` is given, the error is about that content type
+    instead of the size.
     """
     content = bytearray()
     if (response.content_length or 0) <= most:

@@ -65,7 +65,7 @@ class AdapterSpec(_Spec, frozen=True):
 
 
 class InstanceState(StrEnum):
-    """The state of an adapter on one replica."""
+    """The phase of an adapter on a single replica."""
 
     PENDING = "Pending"
     FETCHING = "Fetching"

@@ -67,5 +67,5 @@ def components_of(worker_names: Iterable[str]) -> tuple[str, ...]:
 
 
 def format_of(worker_name: str | None) -> str | None:
-    """Translate a worker's name of a format into the API's; return any other name, and None, unchanged."""
+    """Return the API's name of an adapter format, given the worker's. An unknown name, and None, are returned unchanged."""
     return _FORMATS[worker_name].value if worker_name in _FORMATS else worker_name

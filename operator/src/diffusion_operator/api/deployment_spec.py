@@ -116,7 +116,7 @@ class PolicyMode(StrEnum):
 
 
 class DataPortAccess(StrEnum):
-    """Pods that the operator's NetworkPolicy lets connect to the data port: all, those of the same namespace, or none."""
+    """Sources that a deployment's NetworkPolicy admits to the data port: all, pods of the same namespace, or none."""
 
     OPEN = "Open"
     SAME_NAMESPACE = "SameNamespace"
@@ -152,7 +152,7 @@ class CacheFolder(_Spec, frozen=True):
 
 
 class Cache(_Spec, frozen=True):
-    """The place where a model's files are cached: a claim, or a folder of the pod. The schema demands exactly one."""
+    """The volume that caches model files: a PersistentVolumeClaim or an emptyDir. The schema validates that exactly one is set."""
 
     claim: CacheClaim | None = None
     empty_dir: CacheFolder | None = None
@@ -226,7 +226,10 @@ class OnMissing(StrEnum):
 
 
 class Lora(_Spec, frozen=True):
-    """Settings of LoRA adapters. `max_cached` and `max_per_request` have no default in the schema: theirs depend on `max_loaded`."""
+    """Settings of LoRA adapters.
+
+    The schema sets no default for `max_cached` and `max_per_request`; `cached` and `per_request` derive theirs from `max_loaded`.
+    """
 
     enabled: bool = True
     max_loaded: int = 4
@@ -242,7 +245,7 @@ class Lora(_Spec, frozen=True):
 
     @property
     def slots(self) -> int:
-        """Number of adapters that running requests can use at once; 0 where `enabled` is false."""
+        """Number of adapters that running requests can have active simultaneously: `max_loaded`, or 0 if `enabled` is false."""
         return self.max_loaded if self.enabled else 0
 
     @property
@@ -257,12 +260,12 @@ class Lora(_Spec, frozen=True):
 
     @property
     def cached(self) -> int:
-        """Number of adapters in host memory at most: `max_cached`, or if that is None the larger of 16 and `max_loaded`."""
+        """Capacity of the adapter cache in host RAM, in adapters: `max_cached`, by default the larger of 16 and `max_loaded`."""
         return self.max_cached if self.max_cached is not None else max(16, self.max_loaded)
 
     @property
     def per_request(self) -> int:
-        """Number of adapters that a request may mix: `max_per_request` or 4, but at most `slots` and at least 1."""
+        """Most adapters that a request can combine: `max_per_request`, by default 4, limited to `slots` but never below 1."""
         return max(1, min(self.max_per_request or 4, self.slots))
 
 
@@ -332,9 +335,9 @@ class Requests(_Spec, frozen=True):
 
 
 class Rollout(_Spec, frozen=True):
-    """Settings of the replacement of replicas after a change of the template.
+    """Strategy for replacing replicas after a change of the template.
 
-    `max_surge` and `max_unavailable` have no default in the schema, because they belong to one type only.
+    `max_surge` and `max_unavailable` apply to the type RollingUpdate alone, so the schema cannot give them a default.
     """
 
     type: RolloutType = RolloutType.ROLLING_UPDATE

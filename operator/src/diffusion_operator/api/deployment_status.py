@@ -97,9 +97,10 @@ class ModelStatus(_Status, frozen=True):
 
 
 class RolloutStatus(_Status, frozen=True):
-    """A template change that is not done.
+    """Progress of replacing replicas after a change of the template, from its start until all serve with the new one.
 
-    `served` counts replicas that serve with the new template, `remaining` those that have another; both are the best so far.
+    `served` is the number of replicas that serve with the new template, `remaining` that of replicas with another. Both were counted at
+    `progress_time`, when one of the counts last improved.
     """
 
     revision: str

@@ -19,9 +19,10 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 def plain_text(text: str, limit: int) -> str:
-    """Return the text in at most `limit` characters; a longer one is cut and ends with `…`.
+    """Escape and shorten text for a status, an Event or a log.
 
-    Characters that are not printable, line breaks too, are escaped as in Python (`\\n`, `\\x1b`, `\\u202e`), and the escapes count.
+    Each character that is not printable, line breaks included, becomes its Python escape, such as `\\n`, `\\x1b` or `\\u202e`. A result of
+    more than `limit` characters, escapes counted, is cut to that length and ends with `…`.
     """
     cut = text[: limit + 1]
     plain = cut if cut.isprintable() else "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in cut)

@@ -77,6 +77,6 @@ def condition_of(conditions: tuple[Condition, ...], type_: str) -> Condition | N
 
 
 def reason_of(conditions: tuple[Condition, ...], type_: str) -> str:
-    """Return the reason of the condition of a type; empty if there is no such condition."""
+    """Look up a condition by its type and return its reason; an empty string if it is missing."""
     condition = condition_of(conditions, type_)
     return condition.reason if condition is not None else ""

@@ -57,7 +57,10 @@ class HttpSource(_Source, frozen=True):
 
 
 class ModelSource(_Source, frozen=True):
-    """The source of a model; exactly one member is set. A model is a folder, so `http`, which is one file, is no member."""
+    """The place from which a model is loaded; exactly one member is set.
+
+    There is no `http`, which serves single files: a model is a folder.
+    """
 
     path: str | None = None
     hugging_face: ModelRepository | None = None

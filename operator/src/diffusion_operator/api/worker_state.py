@@ -147,9 +147,10 @@ class RankReport(_Wire, frozen=True):
 
 
 class RecordState(OpenWord):
-    """The state of an adapter, as its worker says. A `Cached` one is known and its file is there, but in no rank's memory.
+    """The phase of an adapter on its worker.
 
-    A `Deferred` one is loaded before its sleeping worker serves again.
+    `Cached`: the worker knows the adapter and has its file, but no rank has it in memory. `Deferred`: the worker sleeps, and will load the
+    adapter when it wakes, before it serves requests.
     """
 
     FETCHING = "Fetching"
@@ -162,7 +163,7 @@ class RecordState(OpenWord):
 
 
 class AdapterRecord(_Wire, frozen=True):
-    """An adapter as a worker reports it. Components and format are in the worker's words; see api/adapter_load.py."""
+    """A worker's report about an adapter. `components` and `format` have the worker's names; api/adapter_load.py translates them."""
 
     name: str
     state: RecordState
@@ -212,7 +213,10 @@ class LossReport(_Wire, frozen=True):
 
 
 class WorkerState(_Wire, frozen=True, gc=True, dict=True):
-    """The answer to GET /v1/state. `generation` counts the starts of the rank group in this life of the server process."""
+    """The response to GET /v1/state.
+
+    `generation` is 1 for the first rank group of a server process, and rises with each restart of the group.
+    """
 
     boot_id: str
     state: WorkerPhase

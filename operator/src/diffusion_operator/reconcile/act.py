@@ -69,7 +69,10 @@ def _remember_failure(memory: DeploymentMemory, action: PodAction, error: Except
 async def _act_on_pod(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: PodAction, *, template: Template
 ) -> bool:
-    """Carry out one action, and return whether a pod came that the plan did not know."""
+    """Create, label, adopt or delete a pod as planned.
+
+    Returns True if a pod exists afterwards that was missing in the plan's view, so the plan is out of date.
+    """
     namespace = deployment.metadata.namespace
     match action:
         case CreatePod():

@@ -178,9 +178,9 @@ async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, me
 
 
 async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, status: DeploymentStatus) -> None:
-    """Write a status with its Events, if it is worth writing; news that only count may wait.
+    """Write the status and its Events, if it changed; changes of mere counts are written later, at most once in an interval.
 
-    A failure is kept for the end of the pass.
+    A ClusterError is added to `memory.failures`, and the pass reports it in its result. NamespaceEnds is raised.
     """
     metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
     status = msgspec.structs.replace(status, operator=runtime.release)

@@ -77,9 +77,9 @@ class KeyedQueue:
         parallel: int,
         random: Callable[[], float],
     ) -> None:
-        """Run at most `parallel` passes at once. A key whose pass names no time comes again after `resync_s`.
+        """Set the bounds of the queue: at most `parallel` passes at once, and `resync_s` until the next pass of a key that names no time.
 
-        `random` gives numbers in [0, 1), by which pauses differ a little.
+        `random` returns floats from 0 to just below 1, by which the pauses vary.
         """
         self._reconcile = reconcile
         self._resync_s = resync_s

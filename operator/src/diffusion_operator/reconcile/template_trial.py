@@ -21,9 +21,10 @@ log = logging.getLogger(__name__)
 async def try_template(
     runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, *, template: Template
 ) -> None:
-    """Have the API server check a pod of the template in a dry run, and keep its answer in `memory.trial`.
+    """Send a pod of the template to the API server as a dry run, and record the answer in `memory.trial`.
 
-    Nothing is made, and no error is raised: to get no answer is an answer, too.
+    No pod is created. Errors are recorded and not raised: `answer_of` judges a ClusterError. Any other error is undecided and is also kept
+    in `memory.failures`.
     """
     manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
     answer, message = Answer.FINE, ""

@@ -13,9 +13,9 @@ from diffusion_operator.render.metadata import child_metadata
 
 
 def control_token(key: bytes, owner: ObjectMeta) -> str:
-    """Derive a deployment's control token from a key, and from the namespace, name and UID of the deployment.
+    """Return a deployment's control token in hex: the HMAC-SHA256 of its namespace, name and UID under `key`.
 
-    So a deployment made again under the same name has another token.
+    A deployment that is deleted and created again has another UID, and so a new token.
     """
     identity = f"{owner.namespace}/{owner.name}/{owner.uid}"
     return hmac.new(key, identity.encode(), hashlib.sha256).hexdigest()

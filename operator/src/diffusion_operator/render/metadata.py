@@ -32,10 +32,10 @@ def controller_reference(owner: ObjectMeta) -> dict[str, Any]:
 
 
 def with_asked(metadata: dict[str, Any], *, labels: Mapping[str, str], annotations: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata with labels and annotations that the spec asks for besides. Ours win.
+    """Add the spec's extra labels and annotations to a child's metadata; the operator's own values take precedence.
 
-    Nothing under our own group's name is taken from a spec: by it pods are found and routed to.
-    The schema refuses such names already; an object that was stored under another schema meets this.
+    Names whose prefix contains the operator's API group are dropped, because such labels select pods and route to them. The schema rejects
+    them, but a stored object may be older than that rule.
     """
     return metadata | {
         "labels": {**_foreign(labels), **metadata["labels"]},

@@ -188,7 +188,10 @@ def _queue_bounds(limits: RequestLimits) -> list[Manifest]:
 
 
 def _gpu_resource(spec: DeploymentSpec) -> str:
-    """Return the name of the extended resource that stands for one GPU; `none` without GPUs, and where claims bring them."""
+    """Return the extended resource that stands for a GPU, by default `nvidia.com/gpu`.
+
+    It is `none` if the spec says so, because no GPU is needed. Without a name in the spec, resource claims make it `none` too.
+    """
     return spec.resources.gpu_resource_name or (NO_GPU_RESOURCE if spec.resources.claims else DEFAULT_GPU_RESOURCE)
 
 

@@ -14,7 +14,10 @@ _FORM = re.compile(r"([0-9]+(?:[.][0-9]+)?)([A-Za-z]*)")
 
 
 def quantity_bytes(given: int | str) -> int:
-    """Parse a quantity, as `5Gi`, `1500M`, `0.5Ti` or a plain number, and return it in bytes, rounded down. Raises ValueError."""
+    """Convert a Kubernetes quantity to bytes, and round down to an integer.
+
+    It may be a whole or decimal number, with or without suffix: `5Gi`, `1500M`, `0.5Ti`. Raises ValueError for any other form.
+    """
     found = _FORM.fullmatch(str(given))
     if found is None or found[2] not in _FACTORS:
         raise ValueError(f"expected a quantity as in 5Gi, found {given!r}")

@@ -73,9 +73,9 @@ def _desired(name: str) -> Iterator[Manifest]:
 
 
 def _api_key(spec: ServiceSpec) -> Iterator[Volume]:
-    """Yield the volume of the API key, if the spec names a Secret for it.
+    """Yield the volume with the API key, if the spec names a Secret for it.
 
-    It is not optional: a pod waits for its key rather than serve without one, and begins by itself when the Secret is there.
+    The volume is not optional. Without the Secret a pod stays pending instead of serving unprotected, and starts once the Secret exists.
     """
     wanted = spec.api_key_secret
     if wanted is not None:

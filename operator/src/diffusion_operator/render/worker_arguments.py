@@ -35,7 +35,7 @@ OTHER_WORDS: dict[str, str] = {Compile.DISABLED: "none"}
 
 
 def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
-    """Return the arguments of the worker's command: `serve` and its options, the same for the same spec."""
+    """Build the worker's command line, from `serve` on. Equal specs give equal lists."""
     spec = deployment.spec
     usual = _tuning(DeploymentSpec(model=Model(source=spec.model.source)))
     options: dict[str, Any] = {

@@ -106,7 +106,7 @@ def pinned(deployment_uid: str, adapter: LoRAAdapter) -> ResolvedStatus | None:
 def _refusal(
     deployment: DiffusionDeployment, adapter: LoRAAdapter, claim: Claim, *, held: Sequence[AdapterRecord]
 ) -> tuple[str, str] | None:
-    """Return reason and message of the refusal; None for an adapter that is accepted."""
+    """Find the first rule that the adapter breaks, and return the reason and message of its refusal; None if it breaks no rule."""
     lora, name = deployment.spec.lora, adapter.served_name
     its_deployment = f"DiffusionDeployment {deployment.metadata.name}"
     if not lora.enabled:

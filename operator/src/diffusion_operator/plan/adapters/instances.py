@@ -52,9 +52,9 @@ class Instance(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def done(self) -> bool:
-        """True if nothing more will happen by itself soon: the adapter is in place, or was tried and failed.
+        """True once the adapter is in place and no push is planned, or its load has failed.
 
-        So a broken adapter never keeps the base model from serving.
+        Failure is included, so that serving of the base model never waits for a broken adapter.
         """
         in_place = self.status.state in (InstanceState.LOADED, InstanceState.CACHED) and self.push is None
         return in_place or self.status.state is InstanceState.FAILED
@@ -184,7 +184,7 @@ def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt
 
 
 def push_of(group: Group, desired: DesiredAdapter, *, attempt: Attempt | None) -> PutAdapter | None:
-    """Build the push of an adapter to a replica; None while the replica cannot be called.
+    """Build the call that puts an adapter on a replica; None if the replica has no current `worker_address`.
 
     The identity is left out for a worker that does not read it.
     """

@@ -38,7 +38,10 @@ def worth_publishing(old: AdapterView | None, new: AdapterView, *, since: timede
 
 
 def _without_counts(view: AdapterView) -> AdapterView:
-    """Return the view without usage and fetched bytes, and without the object's own status, which is written from views."""
+    """Strip a view of all that is not worth publishing at once: usage, fetched bytes, and the status in the adapter object.
+
+    The operator writes that status from views, so it is no news.
+    """
     adapter = msgspec.structs.replace(view.decision.adapter, status=AdapterStatus())
     instances = tuple(
         msgspec.structs.replace(

@@ -78,7 +78,10 @@ def in_place(record: AdapterRecord, desired: DesiredAdapter) -> bool:
 
 
 def is_deferred(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """Return whether a sleeping replica has taken the desired adapter, which it loads before it serves."""
+    """Return whether a sleeping replica will load the desired adapter at its wake, before it serves.
+
+    Digests identify the adapter; if either is unknown, the source does.
+    """
     if record.state is not RecordState.DEFERRED:
         return False
     known = record.digest is not None and desired.load.digest is not None
@@ -105,7 +108,7 @@ def is_told(record: AdapterRecord, desired: DesiredAdapter) -> bool:
 
 
 def comes_from(record: AdapterRecord, desired: DesiredAdapter) -> bool:
-    """Return whether the record's source is the declared one, as it was declared or at the commit it was found to be."""
+    """Return whether the worker took the adapter from the desired source: the one in the spec, or the commit to which that was resolved."""
     return identity(record.source) in (desired.declared, identity(desired.load.source))
 
 

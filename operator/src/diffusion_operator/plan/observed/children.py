@@ -55,7 +55,7 @@ UNTOLD = Change("")
 
 
 class ChildState(msgspec.Struct, frozen=True):
-    """The state of a deployment's child object after a pass: present or not, and the reason if it is not as the spec asks."""
+    """The result of reconciling a child object of a deployment: present or not, and the reason for a difference from the spec."""
 
     kind: str
     name: str
@@ -180,9 +180,10 @@ def refused(
 
 
 def children_ready(children: Sequence[ChildState]) -> Verdict:
-    """Return ChildrenReady: False if a child is not as the spec asks, Unknown while that may still pass, else True.
+    """Build the condition ChildrenReady: True if no child differs from the spec, Unknown if only `silent` ones do, else False.
 
-    The message names every such child; the reason is the first one's, and a stranger's name comes first.
+    A child that is `ours`, `silent` and `passing` does not count. The message covers every child that does, and the first gives the reason.
+    Silent children are sorted last, and otherwise NameConflict first.
     """
     told = [one for one in children if one.reason and not (one.passing and one.silent and one.ours)]
     missing = sorted(told, key=lambda one: (one.silent, one.reason != NAME_CONFLICT))

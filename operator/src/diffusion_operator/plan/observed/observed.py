@@ -68,7 +68,10 @@ class Poll(msgspec.Struct, frozen=True):
 
 
 class AttemptKey(msgspec.Struct, frozen=True, gc=False):
-    """Key of an attempt, which counts for one spec of one adapter in one life of one server process."""
+    """Key by which tries to load an adapter are counted together.
+
+    A changed spec of the adapter (`generation`) or a restarted server process (`boot_id`) begins a new count.
+    """
 
     adapter_uid: str
     generation: int

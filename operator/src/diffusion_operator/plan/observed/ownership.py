@@ -54,21 +54,21 @@ def is_controlled_by(live: Mapping[str, Any], uid: str) -> bool:
 
 
 def has_our_labels(metadata: Mapping[str, Any], deployment: str) -> bool:
-    """Return whether an object's metadata have both labels that every child of the deployment has."""
+    """Return whether an object is labelled as managed by the operator and as belonging to `deployment`."""
     labels = metadata.get("labels", {})
     return all(labels.get(name) == value for name, value in _our_labels(deployment).items())
 
 
 def was_posted(live: Mapping[str, Any]) -> bool:
-    """Return whether the object has fields that are ours by a create or a patch: an apply would never remove them."""
+    """Return whether managedFields show a create or patch by the operator, whose fields server-side apply would never remove."""
     return any(_is_our_update(entry) for entry in live["metadata"].get("managedFields", ()))
 
 
 def as_if_applied(live: Mapping[str, Any]) -> list[Operation]:
-    """Return the patch that gives the fields of our creates and patches to our applies; only for an object that `was_posted`.
+    """Build a patch of managedFields that turns the fields we created or patched into applied ones, as client-go's `csaupgrade` does.
 
-    Server-side apply removes a field only if an earlier apply of the same manager set it. client-go's `csaupgrade` does the same.
-    The entries are merged into one. The patch holds for this version of the object only.
+    Otherwise no later apply could remove them: server-side apply removes only fields that the same manager applied before. All our entries
+    become one. Call it only if `was_posted`. The patch fails on any other version of the object.
     """
     entries: Sequence[Mapping[str, Any]] = live["metadata"].get("managedFields", ())
     ours = [entry for entry in entries if _is_our_update(entry) or _is_our_apply(entry)]
@@ -81,10 +81,10 @@ def as_if_applied(live: Mapping[str, Any]) -> list[Operation]:
 
 
 def replace_whole(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[Operation]:
-    """Return the patch that puts each list and map of a rendered child in the place of the live one.
+    """Build a patch that sets each rendered field of a live child as a whole, so that lists and maps are replaced, not merged.
 
-    An apply merges lists by keys, which can leave two entries that do not go together. Labels and annotations of others stay, and so do
-    fields that we do not render. The patch holds for this version of the object only.
+    Server-side apply merges lists by key, and the result may contradict itself. Fields that we do not render are kept, as are labels and
+    annotations of others and the node ports of a Service. The patch fails on any other version of the object.
     """
     operations = _of_this_version(live)
     for section, content in wanted["metadata"].items():
@@ -132,7 +132,10 @@ def adopt(live: Mapping[str, Any], reference: Mapping[str, Any]) -> list[Operati
 
 
 def _of_this_version(live: Mapping[str, Any]) -> list[Operation]:
-    """Return operations that are preconditions: the API server answers 409 where the object is another one, or was changed."""
+    """Return the operations that bind a patch to the UID and resourceVersion of `live`.
+
+    The API server answers a patch of a replaced or changed object with 409.
+    """
     metadata = live["metadata"]
     return [{"op": "replace", "path": f"/metadata/{name}", "value": metadata[name]} for name in ("uid", "resourceVersion")]
 

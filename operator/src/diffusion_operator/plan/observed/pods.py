@@ -94,7 +94,7 @@ _NUMBERS = re.compile(r"(\d+)-(\d+)")
 
 
 def pod_numbers(deployment: str, name: str) -> tuple[int, int] | None:
-    """Return index and incarnation of a pod of this deployment; None for a name that is no such pod's."""
+    """Parse replica index and incarnation from a pod's name; None if the name does not follow this deployment's pattern."""
     prefix = f"{deployment}-"  # not in the expression, which would be compiled for each deployment
     match = _NUMBERS.fullmatch(name, len(prefix)) if name.startswith(prefix) else None
     return (int(match[1]), int(match[2])) if match else None
@@ -136,9 +136,9 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int, orpha
 
 
 def _lost(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether the pod's node does not answer, as far as the pod shows it: there is no right to read nodes.
+    """Return whether the pod's node has stopped answering, judged by the pod alone: the operator has no right to read nodes.
 
-    The node controller takes Ready away then; only the kubelet could have said the same of the containers.
+    If it has, the node controller sets Ready to False. ContainersReady stays True, since only the kubelet changes it.
     """
     ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
     taken = ready.get("status") == "False" and containers.get("status") == "True" and ready.get("reason") in (None, "", "NodeLost")

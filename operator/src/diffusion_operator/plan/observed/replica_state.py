@@ -126,9 +126,9 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def observe_groups(observed: Observed) -> tuple[Group, ...]:
-    """Return one group for each index that has a pod, in order.
+    """Choose a pod to represent each replica index, and return the replicas in the order of their indices.
 
-    It is of the index's newest pod that is not on its way out, else of its newest pod of all.
+    Pods that stay are preferred to those on their way out, and then the highest incarnation is taken.
     """
     by_index: dict[int, Pod] = {}
     for pod in sorted(observed.pods, key=lambda pod: (not observed.leaves(pod), pod.incarnation)):

@@ -24,9 +24,9 @@ _CODE = re.compile(rf"(?:^|: )({'|'.join(MODEL_REASONS)}): ")
 
 
 def code_in(words: str) -> str | None:
-    """Return the first error code about a model in a worker's words; None without one.
+    """Find the first error code about a model in a worker's message, such as SourceNotFound in `Error: --model: SourceNotFound: claim …`.
 
-    `Error: --model: SourceNotFound: claim …` has one; most of what a worker ends with is about something else.
+    Returns None without one: workers mostly end for other reasons.
     """
     found = _CODE.search(words)
     return found[1] if found else None

@@ -29,9 +29,9 @@ PIN_ARRIVES_WITHIN = timedelta(minutes=2)
 
 
 class Resolution(msgspec.Struct, frozen=True):
-    """The pinned version of the model, its source, and the replicas that are judged by it.
+    """The pinned version of the model, the source in the spec, and the replicas to compare with them.
 
-    `groups` are the replicas of the newest template, because one of an older template may have been asked for another model.
+    `groups` has only replicas of the newest template, since an older template may name another model.
     """
 
     model: ModelStatus

@@ -31,7 +31,7 @@ def avoided_nodes(before: Sequence[AvoidedNode], groups: Sequence[Group], now: d
 
 
 def faults_of(nodes: Sequence[AvoidedNode]) -> Mapping[str, int]:
-    """Return the number of faults of each node, by its name."""
+    """Map the names of nodes to their numbers of faults."""
     return {node.name: node.faults for node in nodes}
 
 

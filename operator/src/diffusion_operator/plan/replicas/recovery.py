@@ -54,7 +54,10 @@ def with_failures(groups: Sequence[Group], spec: DeploymentSpec, now: datetime, 
 
 
 def given_up(groups: Sequence[Group], spec: DeploymentSpec) -> Mapping[int, Reason]:
-    """Return the reason for each replica whose pod is given up for a new one, by index. `groups` come with their failures counted."""
+    """Decide which replicas need a new pod, and return the reason for each by replica index.
+
+    The failures in `groups` must be counted already.
+    """
     reasons = {group.index: why for group in groups if (why := _why_pod_is_replaced(group, spec)) is not None}
     silent = _cut_off(groups)
     why_pod_is_replaced = Reason("the operator could not reach its control port for five minutes")
@@ -62,7 +65,10 @@ def given_up(groups: Sequence[Group], spec: DeploymentSpec) -> Mapping[int, Reas
 
 
 def due(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> Mapping[int, str]:
-    """Return the replicas that are given up and whose pause is over, by index, with the reason in words."""
+    """Select the replicas from `given_up` that may get their new pod now, because the pause has passed.
+
+    Returns the reason as text, by replica index.
+    """
     times = {group.index: group.failures.next_restart for group in groups}
     return {index: why.text for index, why in given_up(groups, spec).items() if (when := times[index]) is not None and now >= when}
 

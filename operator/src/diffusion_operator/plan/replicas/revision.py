@@ -35,9 +35,9 @@ def _revision(spec_hash: str, image: str) -> str:
 
 
 def _running_image(pods: Sequence[Pod], spec_hash: str) -> str | None:
-    """Return the image of the oldest pod of this template; None without one.
+    """Return the container image of the oldest pod that has this hash of the spec and is not terminating; None without one.
 
-    A pod whose image somebody changed does not count: its revision is of another image.
+    Pods whose image was edited later are skipped: their revision label no longer matches it.
     """
     made = [pod for pod in pods if not pod.terminating and pod.revision == _revision(spec_hash, pod.image)]
     return min(made, key=lambda pod: (pod.created_at, pod.name)).image if made else None
@@ -86,7 +86,7 @@ def _said(value: Any) -> Any:
 
 @functools.cache
 def _fields(struct: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
-    """Return name, name in JSON and default of each field of a struct."""
+    """List the fields of a struct as tuples of attribute name, JSON name and default value."""
     return tuple(
         (field.name, field.encode_name, field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default)
         for field in msgspec.structs.fields(struct)

@@ -14,9 +14,9 @@ from diffusion_operator.plan.results.actions import SetRoutable
 
 
 def plan_routing(groups: Sequence[Group], *, retiring: Collection[str]) -> tuple[SetRoutable, ...]:
-    """Return the changes of the routable label: set on awake replicas, or on all live ones while none is awake, and else unset.
+    """Plan the changes of the label by which the Service selects pods: awake replicas get it, or all live ones while none is awake.
 
-    `retiring` are UIDs of pods that lose it. Terminating pods, and ready ones that have not answered yet, keep what they have.
+    A pod whose UID is in `retiring` loses it. Terminating pods, and ready ones that have not answered yet, are left unchanged.
     """
     candidates = [group for group in groups if group.pod.uid not in retiring]
     awake = {group.pod.uid for group in candidates if group.state is ReplicaState.AWAKE}

@@ -37,10 +37,10 @@ def plan_replicas(
     avoided_nodes: tuple[str, ...] = (),
     now: datetime,
 ) -> ReplicaPlan:
-    """Plan the pods to create and to retire: for scale, failed pods, rollout, wrong models, and two pods of one replica.
+    """Plan which pods to create and which to retire: for scale, failures and rollouts, and for wrong models and duplicate pods.
 
-    `held`: no pod can be made now, so none goes for another one. `raced`: UIDs of pods with another model than the pinned one.
-    `avoided_nodes` are the names of those that new pods prefer not to go to.
+    `held` means that no pod can be created now, so none is retired to be replaced. `raced` has the UIDs of pods that serve another model
+    than the pinned one. New pods are scheduled away from `avoided_nodes` if possible.
     """
     spec = observed.deployment.spec
     rollout, replicas = spec.rollout, spec.wanted_replicas
@@ -81,9 +81,9 @@ def _replaced(
 
 
 def _twins(observed: Observed, groups: Sequence[Group]) -> list[DeletePod]:
-    """Return the deletions of pods that are not the newest of their replica and not on their way out.
+    """Plan the deletion of every pod that a newer pod of its replica supersedes, except for pods on their way out.
 
-    Two operators that overlap may each make one, and a replica is its newest pod.
+    Two operators that overlap can create such duplicates.
     """
     newest = {group.pod.uid for group in groups}
     older = [pod for pod in observed.pods if not observed.leaves(pod) and pod.uid not in newest]
@@ -106,9 +106,9 @@ def _retire(group: Group, why: str) -> DeletePod:
 
 
 def pods_to_make(used: Collection[int], count: int, observed: Observed) -> tuple[CreatePod, ...]:
-    """Return `count` pods to create, at the lowest indices that are not in `used`.
+    """Choose indices and incarnations for `count` new pods.
 
-    Each incarnation is above every one that was ever seen at its index.
+    Indices are the lowest that are not in `used`. Each incarnation is one more than the highest known at the index.
     """
     free = (index for index in range(len(used) + count) if index not in used)
     highest = dict(observed.foreign_incarnations)

@@ -43,9 +43,10 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 def plan_trial(observed: Observed, present: Sequence[Group], *, revision: str, now: datetime) -> Trial:
-    """Plan the dry run of a pod of the template, if one is due, and say if replicas must stay until it has an answer.
+    """Decide if a dry run of a pod of the new template is due, and if old replicas must stay meanwhile.
 
-    `present` are the replicas that are not on their way out. Without any, or with one of the new template, there is nothing to try.
+    `present` excludes replicas on their way out. Nothing is tried if it is empty, if a replica has the new template already, or if the spec
+    wants no replicas.
     """
     made = not present or any(group.pod.revision == revision for group in present)
     if made or not observed.deployment.spec.wanted_replicas:
@@ -66,10 +67,11 @@ def plan_trial(observed: Observed, present: Sequence[Group], *, revision: str, n
 
 
 def answer_of(status: int, message: str) -> Answer:
-    """Return what an API server's refusal of a dry run says of the template. `status` is that of HTTP, 0 where nobody answered.
+    """Judge a template by the HTTP status and message with which a dry run of its pod failed; status 0 means no answer.
 
-    A webhook denies with 400 where it gives no status; a policy, Pod Security and a LimitRange with 403 or 422.
-    A full quota, and a webhook that does not support dry runs, say nothing against it: Fine.
+    Fine: an exceeded quota, or a webhook that does not support dry runs; neither is about the template. Refused: other answers with 400,
+    422, or 403 unless it is the operator that lacks the right. Policies, Pod Security and LimitRanges use 403 or 422, a webhook 400 by
+    default. Undecided: everything else.
     """
     if status == _FORBIDDEN and "exceeded quota" in message:
         return Answer.FINE  # quota is looked at last: everything else was taken
@@ -98,9 +100,9 @@ def _message(words: str) -> str:
 
 
 def _told_before(status: DeploymentStatus, revision: str) -> str:
-    """Return the message by which the status refuses this template already; empty if it does not.
+    """Return the message of the condition Progressing if it already reports this template as invalid; else an empty string.
 
-    A new process of the operator asks once more, and says that meanwhile.
+    So the message stays while a restarted operator tries the template again.
     """
     told = condition_of(status.conditions, "Progressing")
     same = told is not None and told.reason == TEMPLATE_INVALID and status.update_revision == revision

@@ -14,7 +14,10 @@ _CLOSED = ("ports",)
 
 
 def drift(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the paths, as `spec.selector`, at which a live object has not what was rendered; fields of others do not count."""
+    """Compare a live object with the rendered one, and return the paths that differ, such as `spec.selector`.
+
+    Fields that are not rendered are ignored, except within selectors and lists that must match as a whole.
+    """
     metadata = {key: value for key, value in wanted["metadata"].items() if key in _METADATA}
     content = {key: value for key, value in wanted.items() if key not in ("apiVersion", "kind", "metadata")}
     return (*_differences(live["metadata"], metadata, "metadata"), *_differences(live, content, ""))

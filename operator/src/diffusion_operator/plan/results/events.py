@@ -115,7 +115,10 @@ def ended_operation(before: ReplicaStatus | None, after: ReplicaStatus) -> Opera
 
 
 def wakes_between(before: DeploymentStatus, after: DeploymentStatus) -> Iterator[OperationStatus]:
-    """Yield the wakes that succeeded between two statuses, at most one for each replica, for metrics."""
+    """Yield the latest operation of each replica that ended between two statuses, if it is a wake that succeeded.
+
+    They feed the metric of wake durations.
+    """
     old = {group.index: group for group in before.replica_states}
     for group in after.replica_states:
         ended = ended_operation(old.get(group.index), group)
@@ -185,9 +188,9 @@ def adapter_events(adapter: LoRAAdapter, after: AdapterStatus) -> tuple[PlannedE
 
 
 def _instance_events(before: InstanceStatus | None, after: InstanceStatus, generation: int) -> list[PlannedEvent]:
-    """Return an Event if an adapter was loaded or failed on a replica since the status `before`.
+    """Return the Event for an adapter that was loaded or failed on a replica since the status `before`; an empty list if nothing changed.
 
-    It comes once for each spec, each life of a server process, and each code: not with every try.
+    Retries give no further Event: its key has the spec's generation, the server process, and the digest or the error code.
     """
     if before is not None and (before.state, before.boot_id, _code(before)) == (after.state, after.boot_id, _code(after)):
         return []

@@ -31,9 +31,9 @@ class WorkerChanges(msgspec.Struct, frozen=True):
 
 
 def happened(before: WorkerState | None, after: WorkerState) -> WorkerChanges:
-    """Return the loads, evictions and failed verifications between two state documents of a worker.
+    """Compare two state documents of a worker, and return the loads, evictions and failed verifications in between.
 
-    Without a document from before there are none: `after` may be as old as the operator's last process.
+    Nothing is returned if `before` is None: an earlier process of the operator may have counted what `after` shows.
     """
     if before is None:
         return WorkerChanges()
@@ -64,7 +64,10 @@ def _changed(before: WorkerState, after: WorkerState) -> list[AdapterRecord]:
 
 
 def _load_of(record: AdapterRecord) -> tuple[str, str | None, float | None]:
-    """Return what identifies a load: two loads of one content do not take the same time to the microsecond."""
+    """Return a key of an adapter's last load: name, digest and seconds.
+
+    A repeated load has the same name and digest, but its seconds differ in the microseconds.
+    """
     return record.name, record.digest, record.load_seconds
 
 

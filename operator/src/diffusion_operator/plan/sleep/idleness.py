@@ -33,9 +33,9 @@ def always_awake(spec: DeploymentSpec) -> int:
 
 
 def needed_awake(spec: DeploymentSpec, groups: Sequence[Group]) -> int:
-    """Return how many replicas must be awake for the requests that there are, at least `always_awake`; with OnIdle so many are woken.
+    """Return the number of replicas that current requests need awake; with OnIdle, sleeping replicas are woken to reach it.
 
-    Requests need no more than there are `groups`.
+    The requests are divided by the batch size and rounded up. The result is at most the number of `groups`, but at least `always_awake`.
     """
     work = sum(work_of(group.document) for group in groups if group.document is not None)
     return max(always_awake(spec), min(math.ceil(work / spec.engine.max_batch_size), len(groups)))

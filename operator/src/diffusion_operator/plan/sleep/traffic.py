@@ -18,7 +18,7 @@ JITTER = timedelta(seconds=3)  # whole seconds here, and up to two that a poll t
 
 
 def held_requests(groups: Sequence[Group]) -> HeldStatus | None:
-    """Sum up the requests that replicas hold, with the age of the oldest; None where no replica has answered yet."""
+    """Sum up the held requests of all replicas, with the oldest one's age in whole seconds; None before any replica has answered."""
     held = [group.document.held for group in groups if group.document is not None]
     if not held:
         return None

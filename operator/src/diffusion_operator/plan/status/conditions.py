@@ -63,7 +63,7 @@ def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
 
 
 def pass_failed(failure: str) -> Verdict:
-    """Return Ready=Unknown with the reason PassFailed, for a pass in which the operator could not find out."""
+    """Build the condition Ready=Unknown with reason PassFailed, for a pass that failed before the state was known."""
     return verdict("Ready", None, "PassFailed", failure)
 
 
@@ -259,7 +259,7 @@ def _named(name: str, message: str) -> str:
 
 
 def _tally(now: Situation) -> str:
-    """Format the number of replicas by state, as `1 Awake, 1 Starting of 2 replicas`."""
+    """Format the counts of replicas by state for a message, such as `1 Awake, 2 Asleep of 3 replicas` or `none of 3 replicas`."""
     counts = {state: now.count(state) for state in ReplicaState if now.count(state)}
     return (", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none") + f" of {now.wanted} replicas"
 
