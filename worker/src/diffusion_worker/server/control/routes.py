@@ -109,7 +109,7 @@ async def probe(body: ProbeBody, request: Request) -> ProbeAnswer:
 async def put_adapter(name: AdapterName, body: AdapterBody, request: Request) -> Response:
     """Load an adapter on all ranks, or change the scale of a loaded one. The answer is its record, as in `/v1/state`.
 
-    While the model sleeps, the load is Deferred.
+    While the model sleeps, the load is Deferred. An OnDemand adapter is loaded by its first request instead.
     """
     call = msgspec.structs.replace(body.call(), public_only=not request.app.state.has_token)
     return _encoded(await _engine(request).put_adapter(name, call))
