@@ -122,6 +122,18 @@ def test_a_request_that_runs_already_waits_for_the_one_that_is_made_alone(fresh:
     np.testing.assert_array_equal(pixels_of(images["runs"]), alone)
 
 
+def test_a_request_is_refused_while_another_has_the_model_for_itself_which_runs_on(fresh: DiffusionWorker) -> None:
+    fresh.execute_stepwise(Tick(1, [request("alone", steps=3, whole=True)]))
+    with pytest.raises(RequestError, match="'between' cannot run: request 'alone' has the model for itself") as refused:
+        fresh.execute_model(request("between"))
+    assert refused.value.code is ErrorCode.BUSY
+    images: dict[str, Any] = {}
+    for number in range(2, 20):
+        images |= fresh.execute_stepwise(Tick(number)).images
+    assert list(images) == ["alone"]
+    assert fresh.execute_model(request("between")).shape == (32, 32, 3)
+
+
 def test_a_worker_refuses_a_request_whose_adapter_is_not_loaded(fresh: DiffusionWorker) -> None:
     with pytest.raises(RequestError) as refused:
         fresh.execute_model(STYLED)

@@ -153,7 +153,8 @@ class DiffusionWorker:
             uint8 [height, width, 3], or with frames before that.
 
         Raises:
-            RequestError: InvalidRequest without a prompt; AdapterNotLoaded; the request's own error.
+            RequestError: InvalidRequest without a prompt; Busy while another request has the model for itself; AdapterNotLoaded; the
+                request's own error.
         """
         return self.model_runner.execute_model(request, frames)
 

@@ -452,11 +452,15 @@ class DiffusionModelRunner:
         """Run one request from start to end, with its adapters; running requests wait. `frames` are its images.
 
         Raises:
-            RequestError: InvalidRequest without a prompt; the request's own error; RequestFailed where the pipeline returned no
-                image.
+            RequestError: InvalidRequest without a prompt; Busy while another request has the model for itself; the request's own error;
+                RequestFailed where the pipeline returned no image.
         """
         if not spec.prompt:
             raise RequestError(ErrorCode.INVALID_REQUEST, "prompt: expected some text, found none", details={"field": "prompt"})
+        if (other := self._stepper.running_alone()) is not None:
+            # It would not advance in the ticks of this one, and this one waits for its end.
+            has_it = f"request {other.spec.request_id!r} has the model for itself until it ends"
+            raise RequestError(ErrorCode.BUSY, f"request {spec.request_id!r} cannot run: {has_it}")
         join = [spec]
         for number in itertools.count(1):
             tick = Tick(number, join, advance=[spec.request_id], frames=[len(frames)] * len(join) if frames else [])

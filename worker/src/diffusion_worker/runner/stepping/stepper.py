@@ -90,13 +90,16 @@ class Stepper:
         # The output is large, and belongs to the caller.
         self._output = StepOutput()
 
+    def running_alone(self) -> DiffusionRequestState | None:
+        """Return the request that has the model for itself, from its first step to its end; None while there is none."""
+        return next((state for state in self._states.values() if state.whole and state.begun), None)
+
     def _admitted(self, chosen: list[DiffusionRequestState]) -> list[DiffusionRequestState]:
         """Return all requests, or a single one that needs the model for itself: the others wait from its begin to its end.
 
         While such a request runs and is not chosen, the result is empty.
         """
-        running = next((state for state in self._states.values() if state.whole and state.begun), None)
-        if running is not None:
+        if (running := self.running_alone()) is not None:
             return [state for state in chosen if state is running]
         first = next((state for state in chosen if state.whole), None)
         return chosen if first is None else [first]
