@@ -177,6 +177,23 @@ def test_a_rollouts_clock_stands_while_a_replica_drains_or_waits_for_quota_and_b
     assert (record.progress_time == NOW) is again
 
 
+def test_a_new_replica_that_serves_again_is_no_progress_and_is_not_counted_while_it_does_not_serve() -> None:
+    status, pods = stuck_since(31, served=1, remaining=2), [old(0), coming(1), coming(2)]
+    removed = planned(*pods, states={1: STARTING, 2: STARTING}, status=status, replicas=3).status.rollout
+    assert removed is not None
+    assert (removed.served, removed.remaining, removed.progress_time) == (1, 1, NOW)
+
+    stuck = planned(*pods, states={1: STARTING, 2: STARTING}, status=stuck_since(31, served=1, remaining=1), replicas=3)
+    progressing = condition_of(stuck.status.conditions, "Progressing")
+    assert progressing is not None
+    assert progressing.reason == "DeadlineExceeded"
+    assert progressing.message.startswith("0 of 3 replicas serve with the new template")
+
+    again = planned(old(0), new(1), coming(2), states={2: STARTING}, status=stuck_since(31, served=1), replicas=3).status.rollout
+    assert again is not None
+    assert again.progress_time < NOW
+
+
 def test_a_stuck_rollout_that_is_scaled_to_nothing_leaves_nothing() -> None:
     assert gone(planned(old(0), new(1), status=stuck_since(31, served=1), replicas=0, rollout=SURGE)) == [0, 1]
 

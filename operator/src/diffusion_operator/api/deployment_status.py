@@ -99,8 +99,8 @@ class ModelStatus(_Status, frozen=True):
 class RolloutStatus(_Status, frozen=True):
     """Progress of replacing replicas after a change of the template, from its start until all serve with the new one.
 
-    `served` is the number of replicas that serve with the new template, `remaining` that of replicas with another. Both were counted at
-    `progress_time`, when one of the counts last improved.
+    `served` is the most replicas so far that served with the new template, `remaining` the fewest so far that had another.
+    `progress_time` is when one of them last improved, or `paused` fell.
     """
 
     revision: str

@@ -29,6 +29,8 @@ class RolloutProgress(msgspec.Struct, frozen=True):
     done: bool = False
     """Every replica has the template and serves, or did so before."""
     stalled: bool = False
+    served: int = 0
+    """Replicas that serve with the new template now. The record keeps the most so far."""
 
 
 def max_surge(rollout: Rollout, replicas: int) -> int:
@@ -81,12 +83,14 @@ def progress_of(
     known = before.rollout if before.rollout is not None and before.rollout.revision == revision else None
     if remaining == 0 and (served >= spec.replicas or (known is None and before.current_revision == revision)):
         return RolloutProgress(done=True)
-    if known is None or served > known.served or remaining < known.remaining or paused < known.paused:
-        record = RolloutStatus(revision=revision, served=served, remaining=remaining, paused=paused, progress_time=now)
-        return RolloutProgress(record=record)
+    if known is None:
+        return RolloutProgress(record=RolloutStatus(revision, served, remaining, now, paused), served=served)
+    further = served > known.served or remaining < known.remaining or paused < known.paused
+    record = RolloutStatus(
+        revision, max(served, known.served), min(remaining, known.remaining), now if further else known.progress_time, paused
+    )
     deadline = timedelta(seconds=spec.rollout.progress_deadline_seconds)
-    record = msgspec.structs.replace(known, paused=paused)
-    return RolloutProgress(record=record, stalled=not paused and now - known.progress_time >= deadline)
+    return RolloutProgress(record=record, stalled=not paused and now - record.progress_time >= deadline, served=served)
 
 
 def count_paused(observed: Observed) -> int:

@@ -133,9 +133,9 @@ def progressing(now: Situation) -> Verdict:
     if now.template_refusal:
         return verdict("Progressing", False, TEMPLATE_INVALID, now.template_refusal)
     missing = now.wanted - len(now.groups)
-    if now.progress.stalled and now.progress.record is not None:
+    if now.progress.stalled:
         limit = f"for {now.spec.rollout.progress_deadline_seconds} s (spec.rollout.progressDeadlineSeconds)"
-        served = f"{now.progress.record.served} of {now.wanted} replicas serve with the new template, and no further one came up {limit}"
+        served = f"{now.progress.served} of {now.wanted} replicas serve with the new template, and no further one came up {limit}"
         text = f"{served}; replicas that serve are left alone until the spec changes{_others(now)}"
         return verdict("Progressing", False, "DeadlineExceeded", text)
     # A group that starts its ranks again gets on by itself.
