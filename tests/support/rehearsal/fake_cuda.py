@@ -184,6 +184,9 @@ def rehearse() -> Iterator[Rehearsal]:
     """
     from diffusion_worker.memory import slabs, weights
 
+    # At the first use of a device as a context, torch keeps which functions obey one for ever: it must be the real ones.
+    with torch.device("cpu"):
+        torch.empty(0)
     found = Rehearsal()
     swapping = torch.__future__.get_swap_module_params_on_conversion()
     # `module.to(dtype)` would change the C++ side of a fake tensor only.

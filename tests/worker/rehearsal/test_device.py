@@ -6,6 +6,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch.utils import _device
 
 from support.rehearsal.fake_cuda import rehearse
 from support.rehearsal.fake_tensor import CUDA, FakeCudaTensor
@@ -120,6 +121,15 @@ def test_nothing_stays_behind() -> None:
     assert (torch.tensor, torch.as_tensor, torch.Tensor.to, torch.cuda.Stream, torch.cuda.is_available()) == before
     with pytest.raises(RuntimeError, match="outside of a rehearsal"):
         there + 1
+
+
+def test_a_device_as_context_holds_after_a_rehearsal_that_used_the_first_one() -> None:
+    _device._device_constructors.cache_clear()
+    with rehearse(), torch.device("meta"):
+        assert torch.tensor([1]).is_meta
+    with torch.device("meta"):
+        assert torch.tensor([1]).is_meta
+        assert torch.empty(1).is_meta
 
 
 def test_weights_made_outside_of_inference_mode_are_viewed_inside() -> None:
