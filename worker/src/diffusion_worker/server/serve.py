@@ -8,6 +8,7 @@ ends the process if the loop does not.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -133,6 +134,9 @@ async def serve(config: WorkerConfig, listen: Listen, make_ranks: Callable[[], R
     stop = _stop_on_signals()
     engine = Engine(config, make_ranks(), boot_id=uuid.uuid4().hex, pod_uid=os.environ.get(POD_UID_VARIABLE, ""))
     listeners, serving = _start_listeners(engine, config, listen)
+    # Modules and routes stay to the end. A collection that looks at them stops the loop for as long as it takes.
+    gc.freeze()
+    gc.enable()
     life = asyncio.create_task(_life(engine))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({life, stopping}, return_when=asyncio.FIRST_COMPLETED)
