@@ -305,6 +305,8 @@ class FakeRankGroup(FakeRequests):
         return (0 if self._state is RankState.STARTING else WEIGHTS_BYTES), WEIGHTS_BYTES
 
     async def stop(self) -> None:
+        """End the group: as with real ranks, what waits for it raises GroupFailed."""
+        self.lose("the ranks were ended")
         self.stopped, self._state = True, RankState.DEAD
 
     def _check(self) -> None:

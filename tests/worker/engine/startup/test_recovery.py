@@ -13,9 +13,9 @@ from diffusion_worker.engine.state.state_document import AdapterCall, EngineStat
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, GroupFailed, LoadTimeout
 from diffusion_worker.messages import ErrorReport, RequestSpec
 from diffusion_worker.sources.source import Source
-from support.worker.fake_rank_group import fake_pixels
+from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
 from support.worker.process import decode_image
-from support.worker.server_edge import Edge, serving_edge
+from support.worker.server_edge import Edge, code, serving_edge
 
 KILLED = "rank 1 (pid 7) was ended by SIGKILL"
 
@@ -351,6 +351,21 @@ async def test_an_engine_that_ends_while_its_group_is_started_again_ends(edge: E
     async with asyncio.timeout(5):
         await edge.engine.terminate()
     assert edge.ranks.stopped
+
+
+async def test_an_engine_that_ends_while_it_loads_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    edge = Edge(FakeRankGroup())
+    edge.ranks.loading.clear()
+    starting = asyncio.create_task(edge.engine.start())
+    held = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
+    await edge.wait_held(1)
+    async with asyncio.timeout(5):
+        await edge.engine.terminate()
+        with pytest.raises(GroupFailed, match="the ranks were ended"):
+            await starting
+        assert code(await held) == (503, "Terminating")
+    assert edge.engine.state is EngineState.TERMINATING
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_request_that_runs_while_the_server_ends_is_replayed_within_the_drain(edge: Edge) -> None:

@@ -66,6 +66,7 @@ class Engine:
         self.rules = self._parts.rules
         self._steps = self._parts.steps
         self._draining: asyncio.Task[None] | None = None
+        self._terminates = False
         self._pages = StatePages(
             boot_id, self._parts.adapters, self._parts.signal, document=self._bare_document, look=self._look, ranks=config.ranks
         )
@@ -101,12 +102,13 @@ class Engine:
         Only then the digest of its files is computed, in the background. Any error also ends the requests that wait already.
 
         Raises:
-            ConfigError: an option or the model is wrong. GroupFailed: the ranks did not come up.
+            ConfigError: an option or the model is wrong. GroupFailed: the ranks did not come up, or `terminate` ended them.
         """
         try:
             await start(self._parts)
         except Exception as error:
-            self._parts.fail(str(error))  # held requests end with it
+            if not self._terminates:
+                self._parts.fail(str(error))  # held requests end with it
             raise
         self.life.loaded = True
         self._parts.merging.begin(self._parts.digest.begin())
@@ -121,7 +123,7 @@ class Engine:
 
         Loads of adapters and a sleep or wake in progress are cancelled. Requests left at the end of the time get an error.
         """
-        self.life.loaded = False
+        self._terminates, self.life.loaded = True, False
         self._parts.digest.end()
         self._parts.merging.end()
         self._parts.declared.end()
