@@ -22,4 +22,4 @@ def test_it_is_the_command_line_of_the_package() -> None:
     scripts = tomllib.loads((ROOT / "operator" / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"diffusion-operator": "diffusion_operator.program:main"}
     done = subprocess.run([sys.executable, "-c", PROGRAM, "--help"], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert (done.returncode, "keeps DiffusionDeployments and LoRAAdapters" in done.stdout) == (0, True)
+    assert (done.returncode, "Reconcile DiffusionDeployments and LoRAAdapters" in done.stdout) == (0, True)
