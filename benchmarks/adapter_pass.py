@@ -95,7 +95,8 @@ class Worker:
 class Bed:
     """A deployment of one replica whose worker has loaded `adapters` adapters, and the operator's runtime over objects in memory.
 
-    `begin` creates the objects; `settle` has to follow before passes are measured.
+    `begin` creates the objects, and runs the pass that makes the pod. The next pass is the first one that sees the adapters loaded. Call
+    `settle` before passes that should find nothing new.
     """
 
     def __init__(self, adapters: int) -> None:

@@ -88,9 +88,9 @@ def measure(*, tiny: bool = False) -> Measured:
 
 
 def _loop_figures(loop: Pairs, asked: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median and 99th percentile of the answers' milliseconds, idle and busy, and the busy 99th percentile over the idle one.
+    """Return the median and the 99th percentile of the answers' milliseconds, idle and busy, and the ratio of busy to idle 99th percentile.
 
-    They are over all questions in `asked` of the pairs that `loop` uses, because a hundred answers alone have too short a tail.
+    All questions in `asked` that belong to a used pair of `loop` count: the hundred answers of a single pair have too short a tail.
     """
     used = {pair.number for pair in loop.used}
     idle, busy = ([one["ms"] for one in asked if one["pair"] in used and one["busy"] == wanted] for wanted in (0.0, 1.0))

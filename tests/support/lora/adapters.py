@@ -41,7 +41,7 @@ def random_factors(model: nn.Module, names: Sequence[str], *, rank: int = 4, sca
 
 
 def checkpoint_of(factors: Factors) -> LoRACheckpoint:
-    """Return the checkpoint that would be read from the file of a transformer's adapter."""
+    """Return a checkpoint with these factors, as of the component `transformer`; its digest and size are placeholders."""
     return LoRACheckpoint(hashed=lambda: "sha256:0", size_bytes=0, modules={f"transformer.{name}": each for name, each in factors.items()})
 
 

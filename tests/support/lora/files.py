@@ -44,10 +44,10 @@ XLABS = Style(".down.weight", ".up.weight")
 
 @dataclass(frozen=True)
 class Case:
-    """A naming of a family, and diffusers 0.42.1's result for it.
+    """A way to name the tensors of adapter files for a family of pipelines, and what diffusers 0.42.1 makes of such a file.
 
-    `lost` selects the modules that diffusers silently drops. With `one_alpha` diffusers mixes up alphas that differ between modules, by
-    their names. `diffusers_refuses` is the reason why diffusers loads nothing.
+    `lost` says of a module's name whether diffusers silently drops that module. With `one_alpha` the file has one alpha for all modules,
+    because diffusers mixes up different ones. `diffusers_refuses` is the reason why diffusers loads nothing.
     """
 
     family: str

@@ -82,7 +82,9 @@ def test_a_size_whose_tokens_do_not_divide_is_refused_before_it_takes_a_row() ->
     assert refused_size((32, 32), model) is None
     error = refused_size((48, 48), model)
     assert error is not None and error.code is ErrorCode.INVALID_REQUEST
-    assert error.message == "size: expected a number of tokens of 16x16 pixels that --sequence 4 divides, found 48x48"
+    assert (
+        error.message == "size: expected a size whose number of tokens, of 16x16 pixels each, is a multiple of 4 (--sequence), found 48x48"
+    )
     # 8 pixels more in a side add no token.
     assert refused_size((72, 64), model) is None
     assert refused_size((48, 48), ModelInfo("FluxPipeline", "float32", 8, 0)) is None

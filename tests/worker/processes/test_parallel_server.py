@@ -60,7 +60,7 @@ def test_a_size_whose_tokens_cannot_be_shared_is_refused_by_name(split_worker: W
     # A token is 8 pixels wide and high: 5 x 5 tokens.
     answer = split_worker.request_images(**REQUEST, size="40x40")
     assert answer.status_code == 400
-    assert "size: expected a number of tokens of 8x8 pixels that --sequence 2 divides, found 40x40" in answer.text
+    assert "size: expected a size whose number of tokens, of 8x8 pixels each, is a multiple of 2 (--sequence), found 40x40" in answer.text
 
 
 @pytest.mark.parametrize("model", ["digits", "stripes"])

@@ -103,8 +103,8 @@ def stage_of(stack: str) -> str | None:
     if not frames:
         return None
     ours = next((frame for frame in frames if "diffusion_worker" in frame[0].parts), frames[0])
-    places = [f"{name} ({path.name}:{line})" for path, line, name in dict.fromkeys((frames[0], ours))]
-    return ", called by ".join(places)
+    inner, caller = (f"{name} ({path.name}:{line})" for path, line, name in (frames[0], ours))
+    return inner if ours == frames[0] else f"{inner}, called by {caller}"
 
 
 def _points(folder: Path, rank: int) -> Path:

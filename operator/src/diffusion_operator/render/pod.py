@@ -106,9 +106,9 @@ def _pull_secrets(spec: DeploymentSpec) -> Manifest:
 
 
 def _device_claims(spec: DeploymentSpec) -> Manifest:
-    """Return the pod's field with its claims on devices, by dynamic resource allocation; empty without any.
+    """Return the pod's field `resourceClaims`, by which it gets devices through dynamic resource allocation; empty without any.
 
-    The container says below which of them it uses.
+    `_resources` names the claims that the container uses.
     """
     claims = [
         {"name": one.name}

@@ -38,7 +38,7 @@ def test_a_request_over_the_bound_of_requests_is_refused_with_what_was_found() -
     bounds = QueueBounds(QueueLimits(max_queued=2))
     admitted(bounds, "a"), admitted(bounds, "b")
     refusal = refused(bounds, "c")
-    assert (refusal.bound, refusal.found, refusal.most) == (Bound.REQUESTS, 2, 2)
+    assert (refusal.bound, refusal.found, refusal.most) == (Bound.REQUESTS, 3, 2)
     assert bounds.waiting == 2
 
 

@@ -3,7 +3,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def config_of(**change: Any) -> WorkerConfig:
 
 
 @pytest.fixture
-def custom_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def custom_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Put two modules of a user's on the import path: `loud_pipelines` has a pipeline class, and `broken_pipelines` fails to import.
 
     Return the name of the first.

@@ -263,7 +263,7 @@ def test_if_ranks_differ_the_request_computes_on_all() -> None:
     [
         (StepCache.FIRST_BLOCK, "StableDiffusionPipeline", "UNet2DConditionModel is not supported: it has 0 transformer blocks"),
         (StepCache.FIRST_BLOCK, "StableDiffusion3ControlNetPipeline", "a ControlNet adds to the states after each block"),
-        (StepCache.FIRST_BLOCK, "Flux2Pipeline", "no test has shown its images to be right with this cache"),
+        (StepCache.FIRST_BLOCK, "Flux2Pipeline", "no test has shown that it makes right images with this cache"),
         (StepCache.TAYLOR_SEER, "StableDiffusionPipeline", "it has no attention layers by the names"),
         (
             StepCache.MAG_CACHE,

@@ -54,7 +54,7 @@ async def test_a_request_beyond_the_queue_gets_429_with_the_bound_and_the_time()
         await edge.wait_state(queued=1)
         over = await edge.request_images(**body)
         assert code(over) == (MANY_REQUESTS, "Overloaded")
-        assert "at most 1 waiting requests (--max-queued), found 1" in over.json()["error"]["message"]
+        assert "at most 1 waiting requests (--max-queued), found 2 with this request" in over.json()["error"]["message"]
         assert float(over.headers["retry-after"]) == over.json()["error"]["retry_after_seconds"] >= 1
         assert 'queue_refusals_total{bound="requests"} 1.0' in (await edge.data.get("/metrics")).text
         edge.ranks.stepping.set()

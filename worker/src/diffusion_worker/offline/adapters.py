@@ -42,9 +42,10 @@ class WantedAdapter(NamedTuple):
 
 
 def wanted_adapters(lora_request: AdapterArgument, lora_scale: Scales) -> list[WantedAdapter]:
-    """Return a call's adapters, each with its scale in the list `lora_scale`, else with None; an empty list for None.
+    """Return the adapters of a call; an empty list if `lora_request` is None. No file is read.
 
-    A single scale is only checked here; the engine applies it. No file is read.
+    If `lora_scale` is a list, each adapter has its scale from it. Otherwise its scale is None: a single scale is checked here, and the
+    engine applies it.
 
     Raises:
         RequestError: InvalidRequest that names the argument.

@@ -94,9 +94,10 @@ def is_coming(record: AdapterRecord, desired: DesiredAdapter) -> bool:
 
 
 def error_of(record: AdapterRecord, desired: DesiredAdapter) -> WireError | None:
-    """Return the record's error if it keeps the wanted version out; None without one, or if it is of another source.
+    """Return the record's error if it is the reason why the wanted version does not serve; None without an error.
 
-    It is the wanted version's own, or that of the load that should have replaced the serving version.
+    A record that serves has the error of the load that should have replaced its version. Any other record's error counts only if the
+    record is of the wanted source.
     """
     return record.error if record.state is RecordState.LOADED or comes_from(record, desired) else None
 

@@ -41,8 +41,8 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
     ]
     events += _model_events(before, after)
     if after.replica_states_truncated and not before.replica_states_truncated:
-        shown = f"status.replicaStates has {len(after.replica_states)} of {after.replicas} replicas, or shortened messages"
-        message = f"the whole status would be too large, so {shown}; the counts in the status are of all replicas"
+        shown = f"it lists {len(after.replica_states)} replicas, those with a message or failures first, and long messages may be shortened"
+        message = f"status.replicaStates is cut to bound its size: {shown}; the counts in the status are not cut"
         events.append(_normal("StatusTruncated", message, key=str(after.observed_generation)))
     if _revision_done(before, after):
         message = f"all replicas have the template's revision {after.current_revision}"

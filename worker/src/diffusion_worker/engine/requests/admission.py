@@ -202,11 +202,9 @@ def check_size(params: GenerationParams, limits: RequestLimits, model: ModelInfo
         raise refused("size", f"at most {model.max_width}x{model.max_height}, the largest for which the model has positions", size)
     tokens = (params.width // model.token_pixels) * (params.height // model.token_pixels)
     if tokens % model.tokens_multiple:
-        raise refused(
-            "size",
-            f"a number of tokens of {model.token_pixels}x{model.token_pixels} pixels that --sequence {model.tokens_multiple} divides",
-            size,
-        )
+        token = f"{model.token_pixels}x{model.token_pixels}"
+        whole = f"is a multiple of {model.tokens_multiple} (--sequence)"
+        raise refused("size", f"a size whose number of tokens, of {token} pixels each, {whole}", size)
     if params.width * params.height > limits.max_pixels:
         raise refused("size", f"at most {limits.max_pixels} pixels", size)
 

@@ -124,7 +124,7 @@ def _as_spec(params: GenerationParams, config: WorkerConfig) -> RequestSpec:
 
 def _overloaded(refusal: Refusal) -> RequestError:
     option, unit = BOUNDS[refusal.bound]
-    bound = f"expected at most {refusal.most:.0f} {unit} ({option}), found {refusal.found:.0f}"
+    bound = f"expected at most {refusal.most:.0f} {unit} ({option}), found {refusal.found:.0f} with this request"
     again_s = refusal.retry_after_s
-    message = f"the queue: {bound}, beside places promised to earlier clients; there will be room in {again_s:.0f} s"
+    message = f"the queue: {bound}, places promised to earlier clients not counted; there will be room in {again_s:.0f} s"
     return RequestError(ErrorCode.OVERLOADED, message, retry_after_s=again_s)

@@ -233,11 +233,11 @@ class QueueBounds:
         return Refusal(bound, *self._amounts(bound, demand), retry_after_s=float(max(1, math.ceil(due_s - now_s))))
 
     def _amounts(self, bound: Bound, demand: Demand) -> tuple[float, float]:
-        """Return the amount that was found for a bound, and the most that it allows."""
+        """Return the amount of a bound that there would be with the request, promises left out, and the most that it allows."""
         if bound is Bound.REQUESTS:
-            return self.waiting, self.limits.max_queued
+            return self.waiting + 1, self.limits.max_queued
         if bound is Bound.SECONDS:
-            return self._left_s, self.limits.max_queued_seconds
+            return self._left_s + demand.seconds, self.limits.max_queued_seconds
         return self._size_bytes + demand.size_bytes, self.limits.max_queued_bytes
 
     def _line(self, behind: Sequence[Demand]) -> _Line:

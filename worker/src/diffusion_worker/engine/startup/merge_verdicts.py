@@ -42,7 +42,10 @@ def abandoned(verdicts: Sequence[MergeVerdict], why: str) -> list[MergeVerdict]:
 
 
 class KeptVerdicts:
-    """The file with the verdicts of one model, weights and versions; without a folder nothing is read or written."""
+    """A file that keeps the verdicts on merging for one combination of model, weights and versions of the libraries.
+
+    Without a folder nothing is kept: nothing is read or written.
+    """
 
     def __init__(self, folder: str | None, *key: str) -> None:
         name = hashlib.sha256("\n".join(key).encode()).hexdigest()

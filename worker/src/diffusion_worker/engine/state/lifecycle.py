@@ -19,7 +19,7 @@ REFUSALS: dict[EngineState, tuple[ErrorCode, str, float | None]] = {
     EngineState.ASLEEP: (ErrorCode.ASLEEP, "the model is asleep by its sleep policy", None),
     EngineState.WAKING: (ErrorCode.BUSY, "the model is waking up", 1.0),
     EngineState.RESTARTING: (ErrorCode.BUSY, "the rank group was lost and is being started again", 1.0),
-    EngineState.FAILED: (ErrorCode.ENGINE_FAILED, "the rank group is lost; the worker is about to restart", 10.0),
+    EngineState.FAILED: (ErrorCode.ENGINE_FAILED, "the worker has failed and is about to end; it serves again after a restart", 10.0),
     EngineState.TERMINATING: (ErrorCode.TERMINATING, "the worker is shutting down", 1.0),
 }
 

@@ -36,5 +36,5 @@ def why_no_denoiser(kind: Kind, cache: CacheKind, module: torch.nn.Module) -> st
     """Return the obstacle to a cache: what the cache itself objects to, or that the class was not measured with it; None without any."""
     reason = cache.why_not(module)
     if reason is None and kind not in model_record(type(unwrap_module(module))).step_caches:
-        return "no test has shown its images to be right with this cache when several requests share a call"
+        return "no test has shown that it makes right images with this cache while several requests share a call"
     return reason

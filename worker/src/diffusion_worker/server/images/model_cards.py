@@ -110,7 +110,10 @@ def _base(engine: Engine, created: int) -> ModelCard:
 
 
 def _of_adapter(base: ModelCard, adapter: AdapterDocument) -> ModelCard:
-    """Return an adapter's card: a copy of the base model's with the adapter's own values, in which the recipe overrides the defaults."""
+    """Return an adapter's card: a copy of the base model's card with the adapter's own id, digest, scale, rank and recipe.
+
+    A setting in the adapter's recipe replaces the base model's default.
+    """
     told = adapter.recipe
     recipe, defaults = None, base.defaults
     if told is not None:

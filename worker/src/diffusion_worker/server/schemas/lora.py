@@ -44,7 +44,12 @@ class LoRAObject(BaseModel):
     name: Annotated[Name, Field(description="The adapter's name on this worker, as GET /v1/models lists it.")] = None
     lora_name: Annotated[Name, Field(description="Another name for name; give only one of them.")] = None
     adapter: Annotated[Name, Field(description="Another name for name; give only one of them.")] = None
-    scale: Annotated[Scale, Field(description="Strength of the adapter in this request; by default the adapter's own.")] = None
+    scale: Annotated[
+        Scale,
+        Field(
+            description="Strength of the adapter in this request. Absent means the request's lora_scale, or else the adapter's own scale."
+        ),
+    ] = None
     lora_scale: Annotated[Scale, Field(description="Another name for scale; give only one of them.")] = None
     path: Annotated[
         Path, Field(description="No file is read from it. If given, it must be the adapter's source; another one is refused.")
@@ -57,7 +62,10 @@ class LoRAObject(BaseModel):
 
 
 class AskedAdapter(NamedTuple):
-    """An adapter of a request, and a path that must be the adapter's own. `field` is the object's place in the request."""
+    """An adapter that a request names, and the path given with it, if any, which must be that of the adapter's source.
+
+    `field` is the object's place in the request, as `lora[0]`.
+    """
 
     field: str
     choice: AdapterChoice
