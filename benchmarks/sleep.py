@@ -103,7 +103,7 @@ def _sleep_and_wake_when_told(folder: Path) -> None:
     After each it prints its seconds and CPU seconds. Returns at the end of the input.
 
     Raises:
-        RuntimeError: the weights changed over sleep and wake.
+        RuntimeError: the first rows of the last tensor changed over sleep and wake.
     """
     module, weights = place_stack(folder)
     memory = RankMemory(CPU, ranks=1, prompts=None)
@@ -120,7 +120,7 @@ def _sleep_and_wake_when_told(folder: Path) -> None:
             memory.restore(tuple(MemoryTag))
         print(time.perf_counter() - began, time.process_time() - computed, flush=True)
         if not memory.asleep and not before.equal(weights.tensors()[-1][:4]):
-            raise RuntimeError("the weights changed over sleep and wake")
+            raise RuntimeError("the first rows of the last tensor changed over sleep and wake")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Provider(Protocol):
         ...
 
     def kubeconfig(self) -> Path:
-        """Return the path of the cluster's kubeconfig; raise NotRunning if there is none."""
+        """Return the path of the cluster's kubeconfig; raise NotRunning if our own cluster does not run. A given one is not asked."""
         ...
 
     def kubectl(self) -> Path:

@@ -28,7 +28,10 @@ def image_store() -> Path:
 
 
 def log_dir() -> Path:
-    """Return the cache's folder for the output of builds, made if it is missing; programs on the node log beside its state."""
+    """Return the cache's folder for logs of commands, such as builds, and make it if it is missing.
+
+    Programs of the node log in the folder of the node's state.
+    """
     directory = cache_dir() / "log"
     directory.mkdir(parents=True, exist_ok=True)
     return directory

@@ -49,9 +49,9 @@ class Step:
 
 
 def steps_of(lines: Iterable[tuple[float, str]]) -> list[Step]:
-    """Return the steps that lines of the run report, in the order of their beginnings; steps of less than 2 s are left out.
+    """Find the steps that a run reports in its lines, each with its seconds, and return them in the order of their beginnings.
 
-    Each line comes with the seconds at which it was written.
+    Steps of less than 2 s are left out. Each line comes with the seconds at which it was written.
     """
     found, heading = [], ""
     for now, line in lines:

@@ -20,7 +20,7 @@ COMBINATIONS = [(surge, unavailable) for surge in range(4) for unavailable in ra
 class Kubelet:
     """The kubelets of a rig, in virtual time.
 
-    A pod runs `START_S` seconds after it is first seen, and never with the container image `broken`.
+    A pod runs at most `START_S` seconds after it was made, and never with the container image `broken`.
     """
 
     def __init__(self, rig: Rig) -> None:

@@ -322,7 +322,7 @@ async def test_an_adapter_on_demand_is_ready_before_anybody_has_fetched_it() -> 
     assert worker.loads == []
     assert rig.adapter_condition("Ready") == ("True", "CachedOnDemand")
     assert rig.adapter_condition("SourceResolved") == ("Unknown", "NotTried")
-    assert rig.adapter_message("SourceResolved") == "the adapter is fetched at its first request"
+    assert rig.adapter_message("SourceResolved") == "no replica has fetched the adapter yet: its first request does"
     await rig.run(60)
     assert worker.calls == ["put x"]
 

@@ -109,7 +109,7 @@ class ScriptedWorker:
         self._seen = (self.phase, self.clock())
 
     def _state_age_s(self) -> float:
-        """Return the seconds since the phase changed, as some look or operation noticed it first."""
+        """Return the seconds since a look or an operation first found the worker in its present phase."""
         if self._seen[0] is not self.phase:
             self._seen = (self.phase, self.clock())
         return (self.clock() - self._seen[1]).total_seconds()

@@ -156,7 +156,7 @@ def needed_by(variant: str) -> set[str]:
 
 
 def unexpected(trial: Trial, allowed: Mapping[str, str] = ALLOWED) -> list[str]:
-    """Return, in words, each cause of a family's waits whose function is no key of `allowed`; empty if all are allowed."""
+    """Return a line for each cause of a wait for the device in the trial's steady steps, unless its function is a key of `allowed`."""
     return [str(cause) for cause in trial.waits if cause.function not in allowed]
 
 

@@ -132,7 +132,7 @@ class FakeRankGroup(FakeRequests):
 
     @property
     def loss(self) -> Loss | None:
-        """Return the loss of the first `lose`; None while the group lives."""
+        """Return the loss that the first `lose` gave to this generation of the group; None while it lives."""
         return self._failure.result() if self._failure.done() else None
 
     def lose(self, reason: str, fault: Fault = Fault.DIED) -> None:

@@ -123,7 +123,10 @@ INDICES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda index: rename(index, "b", index["weight_map"]["c"]),
         "expected tensor b in model-00002-of-00002.safetensors, found b in model-00001",
     ),
-    "a tensor in no file": (lambda index: rename(index, "d", index["weight_map"]["c"]), "none of its files has tensor d"),
+    "a tensor in no file": (
+        lambda index: rename(index, "d", index["weight_map"]["c"]),
+        "this index lists tensor d, which none of its files has",
+    ),
     "a tensor that it does not name": (lambda index: index["weight_map"].pop("b"), "does not list tensor b, which its files hold"),
     "a file elsewhere": (
         lambda index: rename(index, "c", "../model.safetensors"),

@@ -157,7 +157,7 @@ def test_a_new_manager_of_adapters_has_none_of_them_and_the_layers_are_the_model
 
 def test_no_other_manager_of_adapters_is_made_under_requests_or_asleep_and_none_without_a_pipeline(fresh: DiffusionWorker) -> None:
     fresh.execute_stepwise(Tick(1, [request("runs")]))
-    with pytest.raises(RequestError, match="while 1 requests run") as busy:
+    with pytest.raises(RequestError, match="while requests run, found 1") as busy:
         fresh.init_lora_manager()
     fresh.execute_stepwise(Tick(2, leave=["runs"]))
     fresh.sleep()

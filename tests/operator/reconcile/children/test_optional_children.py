@@ -92,7 +92,10 @@ async def test_one_whose_owner_is_edited_away_after_the_spec_did_without_it_is_r
 
 @pytest.mark.parametrize("kind", OFF, ids=lambda kind: kind.kind)
 async def test_a_strangers_with_our_labels_and_name_is_left_and_named_where_the_spec_does_without_it(kind: Kind) -> None:
-    """Check that another client's object with a child's name and labels, as a restored backup writes, stays and is a NameConflict."""
+    """Check that the operator leaves another client's object with a child's name and labels, and reports NameConflict.
+
+    A restored backup writes such an object. The spec needs no child of that kind here.
+    """
     rig = await serving(**OFF[kind])
     name = "d-control" if kind == NETWORK_POLICY else "d"
     labels = {LABEL_MANAGED_BY: "diffusion-operator", LABEL_DEPLOYMENT: "d"}

@@ -41,9 +41,9 @@ def short_prompts(dtype: torch.dtype = torch.int64) -> dict[str, OfSeed]:
 
 
 def call_with_guider(view: Any, arguments: Arguments) -> Any:
-    """Run a pipeline whose strength of guidance belongs to its guider, and return the first element of its output.
+    """Run a pipeline that takes the strength of guidance from its guider, and return the first element of its output.
 
-    The view gets a new guider with the argument `guidance_scale`, which the call itself does not get.
+    A new guider gets the argument `guidance_scale`; the call gets all other arguments.
     """
     view.guider = view.guider.new(guidance_scale=arguments["guidance_scale"])
     return call_pipeline(view, {name: value for name, value in arguments.items() if name != "guidance_scale"})

@@ -128,7 +128,7 @@ def test_files_that_are_no_weights_are_refused_by_their_path(steady: RunnerRig, 
 
 def test_weights_are_not_replaced_under_a_request_that_runs(rig: RunnerRig) -> None:
     rig.runner.execute_stepwise(Tick(1, [request("runs", steps=5)]))
-    with pytest.raises(RequestError, match="while 1 requests run") as refused:
+    with pytest.raises(RequestError, match="while requests run, found 1") as refused:
         rig.runner.load_weights(halved(rig).items())
     assert refused.value.code == "Busy"
 

@@ -14,7 +14,10 @@ REBOUND = "attacker.example:8000"
 
 
 async def ask(edge: Edge, method: str, path: str, **headers: str) -> httpx2.Response:
-    """Send a request to the data port, a POST with a small image's body; return the answer. `_` in a header's name stands for `-`."""
+    """Send a request to the data port, and return the answer. A POST has a JSON body that asks for an image in one step.
+
+    In the name of a header `_` stands for `-`.
+    """
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     body: dict[str, Any] = {"json": {"prompt": "p kumquatfen", "num_inference_steps": 1}} if method == "POST" else {}
     return await edge.data.request(method, path, headers=names, **body)

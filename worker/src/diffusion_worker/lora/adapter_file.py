@@ -104,7 +104,7 @@ class OpenWeights:
         return hashed
 
     def _separate(self, name: str, place: Place) -> torch.Tensor:
-        """Return a tensor of its own: an alpha with its value, or memory for a tensor that `read` copies."""
+        """Return a tensor that is no view of the file's bytes: an alpha with its value, else empty memory that `read` fills."""
         if not _is_alpha(name, place):
             return torch.empty(place.shape, dtype=torch.float32 if place.dtype is torch.float64 else place.dtype)
         try:

@@ -106,7 +106,7 @@ def _read_sharded(index: Path) -> dict[str, StoredTensor]:
 
 def _check_index(index: Path, said: _Index, tensors: dict[str, StoredTensor]) -> None:
     if absent := said.weight_map.keys() - tensors.keys():
-        raise ConfigError(f"{index}: none of its files has {some_tensors(absent)}")
+        raise ConfigError(f"{index}: this index lists {some_tensors(absent)}, which none of its files has")
     if elsewhere := [name for name, file in said.weight_map.items() if tensors[name].file.path.name != file]:
         name = min(elsewhere)
         found, expected = tensors[name].file.path.name, said.weight_map[name]

@@ -332,7 +332,7 @@ class DiffusionModelRunner:
         """
         self._memory.require_awake(consequence)
         if running := len(self._states):
-            raise RequestError(ErrorCode.BUSY, f"{consequence} while {running} requests run")
+            raise RequestError(ErrorCode.BUSY, f"{consequence} while requests run, found {running}")
         self._offloading.send_home()
 
     def re_init_pipeline(self, pipeline: str, report: ReportProgress = lambda done, total: None) -> ModelInfo:

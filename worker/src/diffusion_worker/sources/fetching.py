@@ -129,7 +129,7 @@ class Fetcher:
         return await self._remote(self._job(source, ArtifactKind.MODEL, digest=digest, revision=revision, deadline_s=deadline_s), report)
 
     def release(self, fetched: Fetched) -> None:
-        """End one use of a fetched file; after the last one the cache may evict it. Does nothing for a file in place."""
+        """End one use of a fetched file or folder; after the last one the cache may evict it. Does nothing for one used where it lies."""
         leases = self._leases.get(fetched.path, [])
         if leases:
             leases.pop().close()

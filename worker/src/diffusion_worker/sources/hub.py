@@ -49,7 +49,8 @@ def _ask(api: huggingface_hub.HfApi, source: HuggingFaceSource, repository: str)
     try:
         return api.model_info(source.repo, revision=source.revision, files_metadata=True, timeout=30.0)
     except HFValidationError:
-        raise RequestError(ErrorCode.INVALID_REQUEST, f"{repository}: expected a repository's name as org/name") from None
+        rule = "letters, digits, -, _ and ., at most 96 of them, without -- and .., no - or . at either end, and no .git at the end"
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"{repository}: expected org/name of {rule}") from None
     except HfHubHTTPError as error:
         raise _refusal(error, repository) from None
     except httpx2.HTTPError as error:

@@ -92,7 +92,9 @@ def source_resolved(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedS
         text = f"a replica found {source} at {version}; status.resolved is set when one has loaded it: see the condition Loaded"
         return verdict("SourceResolved", True, "Resolved", text)
     if view.count(InstanceState.CACHED):
-        return verdict("SourceResolved", None, "NotTried", "the adapter is fetched at its first request")
+        untried = "no replica has fetched the adapter yet"
+        when = ": its first request does" if view.loads_on_request else ", and a request for it does not: see the condition Ready"
+        return verdict("SourceResolved", None, "NotTried", f"{untried}{when}")
     if (before := _last_error(adapter, view)) is not None:
         return verdict("SourceResolved", False, before.reason, before.message.partition(_NO_NEWS)[0] + _NO_NEWS)
     if view.count(*_COMING, InstanceState.FAILED):
@@ -107,7 +109,7 @@ def loaded(view: AdapterView) -> Verdict:
         unwanted = "no replica is asked to load the adapter, which is suspended or not accepted"
         return verdict("Loaded", False, "NoReplicas", "there is no replica to load the adapter on" if desired else unwanted)
     if view.count(InstanceState.LOADED) == total:
-        return verdict("Loaded", True, "AllReplicas", tally)
+        return verdict("Loaded", True, "AllReplicas", f"loaded on {total} of {total} replicas")
     if view.count(InstanceState.FAILED):
         return verdict("Loaded", False, "SomeReplicasFailed", f"{tally}; {_first_error(view)}")
     if any(state in RESTING_STATES for state in view.group_states):

@@ -203,9 +203,10 @@ def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDep
 
 
 def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem | None, str]:
-    """Explain a replica that is not up: a failed engine, a crash loop, or a container that ended.
+    """Return the problem and the text of a replica that is not up: its engine failed, its container ended, or it ends again and again.
 
-    A start in progress has no problem and no text, unless its worker cannot be reached.
+    A first start has neither, unless its worker cannot be reached: then it has a text, and a problem once the pod is ready. `memory` is
+    the container's limit, for the advice where memory ran out.
     """
     if poll.state is not None and poll.state.failure is not None:
         return _fault(poll.state, poll.state.failure)

@@ -83,7 +83,10 @@ def _code(failed: Sequence[TaskAck]) -> ErrorCode:
 
 
 def unreleased(ranks: Sequence[RankDocument]) -> str | None:
-    """Return a message about the first rank that keeps more weights than a sleep allows, with the numbers, or None. Pure."""
+    """Return a message with the numbers about the first rank that keeps too much on its device during a sleep; None without one.
+
+    Weights and adapter slots together may be `KEPT_SHARE` of the weights. Pure.
+    """
     for rank in ranks:
         weights = rank.memory.weights_bytes
         held = rank.memory.weights_resident_bytes + rank.memory.adapter_slots_resident_bytes

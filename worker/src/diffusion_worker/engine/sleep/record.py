@@ -74,7 +74,10 @@ class SleepNotes:
 
 
 def record_key(config: WorkerConfig, *, version: str, revision: str | None) -> str:
-    """Return the key of a record. A fetched model counts by its source and revision, as its path differs each time."""
+    """Return the digest of options, version and model that a record has; a server uses a record only if its own digest is the same.
+
+    A fetched model counts by its source and revision, as its path differs each time.
+    """
     model = config.model_source or config.model
     parts = [version, revision, msgspec.structs.replace(config, model=model)]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

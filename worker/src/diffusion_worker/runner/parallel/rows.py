@@ -222,7 +222,8 @@ class Parallel:
         except dist.DistError:
             alike = False
         if not alike:
-            raise RankFault(Fault.COLLECTIVE, f"{call.component}: {words}; other ranks of the same call did not fail alike") from error
+            others = f"another rank did not fail with these words within {SAME_FAILURE_S:g} s, so this rank ends"
+            raise RankFault(Fault.COLLECTIVE, f"{call.component}: {words}; {others}") from error
 
 
 def _unchanged(call: ModelCall) -> ModelCall:

@@ -101,11 +101,11 @@ def mark_step(steps: int | None = None) -> None:
 
 
 class DiffusionRequestState:
-    """A request on this rank from its join to its end: the fiber that runs `body`, and all state that belongs to it alone.
+    """A request on this rank, from its join to its end: the fiber that runs `body`, and all state of this request alone.
 
-    An `exact` one shares no call. While a `whole` one runs, the others wait, because it may change the shared model. Calls merge only under
-    an equal `batch_key`. `history` is None unless previews are wanted. With `check_sharing` the model is compared around every run of the
-    fiber. A request that changed it beside others is to be run again by itself.
+    An `exact` request shares no call. A `whole` one may change the shared model, so the others wait while it runs. Calls merge only if
+    their requests have the same `batch_key`. `history` is None unless previews are wanted. With `check_sharing` the model is compared
+    before and after every run of the fiber. A request that changed it beside others has to run again by itself.
     """
 
     # Set if a single tick runs it to its end, with any number of calls, because no later tick advances it.
