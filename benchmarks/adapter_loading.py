@@ -70,7 +70,8 @@ TINY = Size(layers=1, single_layers=1, switches=3, plan=TINY_PLAN, copies=TINY_P
 def measure(*, tiny: bool = False) -> Measured:
     """Measure loads of an adapter, its activation, switches of slots, and stalls of steps.
 
-    Figures are medians: ratios over adjacent pairs, and microseconds over all switches. Sets one torch thread for the process.
+    A ratio compares ours with a baseline that ran right before and after it: loads of diffusers, or a copy of the same bytes. Ratios and
+    times are medians, `step_stall_ms` and `host_bytes_ratio` excepted. Sets one torch thread for the process.
     """
     size = TINY if tiny else Size()
     torch.set_num_threads(1)

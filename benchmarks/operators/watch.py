@@ -188,7 +188,10 @@ async def _reactions(place: Place, ran: Pods, names: list[str], size: Size) -> l
 
 @contextlib.asynccontextmanager
 async def _seen_changes(kubeconfig: Path) -> AsyncIterator[dict[str, float]]:
-    """Watch the Services during the block. Yields a mapping that fills: a deployment's name, and when its change was first seen."""
+    """Watch the Services during the block. Yields a mapping that fills meanwhile: from a deployment's name to a monotonic time.
+
+    It is the time at which its Service was first seen with the annotation CHANGED.
+    """
     seen: dict[str, float] = {}
     async with await session_of(kubeconfig) as session:
         path = f"/api/v1/namespaces/{NAMESPACE}/{SERVICE.plural}"

@@ -55,7 +55,10 @@ class RawFile:
 
 @dataclass
 class Mutation:
-    """A faulty file, its kind of fault, and names of which a refusal must mention one; no names where the whole file is wrong."""
+    """A file with a fault, and the kind of the fault. With `may_be_good` the file may load all the same.
+
+    A refusal must mention one of `names`, its module or its target. They are empty where the fault is in no single tensor.
+    """
 
     kind: str
     file: RawFile

@@ -205,7 +205,7 @@ class FakeKubelet:
         return self._workers.add(ip, ScriptedWorker(boot_id=f"boot-{next(self._numbers)}", clock=lambda: datetime.now(UTC), model=model))
 
     async def crash(self, pod: Any) -> None:
-        """End a pod's container and restart it in place, with a new worker; do nothing if the pod has none."""
+        """End a pod's container and restart it in place, with a new worker; do nothing for a pod without a container."""
         container = self.containers.get(pod["metadata"]["uid"])
         if container is not None:
             container.worker, container.restarts = self._worker(container.ip), container.restarts + 1

@@ -42,7 +42,7 @@ class Clocks:
         self.current = 0
 
     def new_stream(self) -> int:
-        """Return the number of a new stream."""
+        """Add a stream without work, and return its number."""
         self.streams[number := len(self.streams)] = Clock()
         return number
 

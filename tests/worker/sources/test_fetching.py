@@ -146,8 +146,8 @@ async def test_an_address_that_may_not_be_asked_is_refused(rig: SourceRig, url: 
     ("address", "public_only", "says"),
     [
         ("https://127.0.0.1/a", False, "127.0.0.1 is a loopback address, which needs --allow-http-sources"),
-        ("https://[::ffff:10.0.0.7]/a", True, "is a private address, which a call without the control token may not name"),
-        ("http://127.0.0.1/a", True, "is a loopback address, which a call without the control token may not name"),
+        ("https://[::ffff:10.0.0.7]/a", True, "is a private address, which a source may have only if the worker has --control-token-file"),
+        ("http://127.0.0.1/a", True, "is a loopback address, which a source may have only if the worker has --control-token-file"),
         ("https://[64:ff9b:1::a9fe:a9fe]/a", False, "is a link-local address"),
     ],
 )

@@ -32,9 +32,10 @@ class LoRAUse(msgspec.Struct, frozen=True):
 
 
 class ImageInput(msgspec.Struct, frozen=True):
-    """An image that a request starts from: number `frame` of the request's own frames, uint8 [height, width, channels].
+    """An image or mask that a request starts from. The request's binary frame number `frame` has the pixels.
 
-    Three channels are RGB; one is a mask, 255 where the image is to be made again and 0 where it stays.
+    They are uint8 [height, width, channels]. Three channels are RGB; one is a mask, 255 where the image is to be made again and 0 where
+    it stays.
     """
 
     frame: int

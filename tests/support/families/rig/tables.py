@@ -171,9 +171,9 @@ def entry(
 ) -> Family:
     """Define a row of a table: `make` gets the class, which is `name` without a variant in brackets, and builds the pipeline.
 
-    Pixels are compared by default. `doubled` asks for two images of one prompt. If `repeats` is False, the class would not repeat
-    embeddings, so it gets two prompts instead, and with `images` two images or videos too. A `reason` without a `tolerance` means that
-    requests are never merged.
+    `others` are further fields of `Family`; pixels are compared unless they say otherwise. `doubled` asks for two images of one prompt. If
+    `repeats` is False, the class would not repeat embeddings, so it gets two prompts instead, and with `images` each image or video twice.
+    A `reason` without a `tolerance` means that requests are never merged.
     """
     doubled = {"num_images_per_prompt": 2} if repeats else of_two_prompts(request, images=images)
     defaults = {"output_type": "pt", "doubled": doubled, "shares": "tolerance" in others or not others.get("reason")}

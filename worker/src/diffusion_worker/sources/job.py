@@ -30,7 +30,7 @@ class FetchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchJob(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Everything that a fetching process has to know, passed as JSON on its standard input. Secrets are named here and read there."""
+    """A fetch to make, as JSON on the standard input of the fetching process. It names Secrets, whose values that process reads."""
 
     # The process that starts the fetch; the fetch ends with it.
     parent_pid: int

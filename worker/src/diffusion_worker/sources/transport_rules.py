@@ -28,9 +28,9 @@ class Reach(enum.IntEnum):
     LOOPBACK = 2
 
 
-_WITHOUT_TOKEN = "which a call without the control token may not name"
+_NEEDS_TOKEN = "which a source may have only if the worker has --control-token-file"
 _LOOPBACK_NEEDS = {
-    Reach.GLOBAL: f"a loopback address, {_WITHOUT_TOKEN}",
+    Reach.GLOBAL: f"a loopback address, {_NEEDS_TOKEN}",
     Reach.PRIVATE: "a loopback address, which needs --allow-http-sources",
     Reach.LOOPBACK: None,
 }
@@ -68,7 +68,7 @@ def _why_out_of_reach(address: Address, reach: Reach) -> str | None:
     # Versions of Python differ about the last two.
     local = isinstance(address, ipaddress.IPv6Address) and (address.is_site_local or address in LOCAL_NAT64)
     if (local or not address.is_global) and reach < Reach.PRIVATE:
-        return f"a private address, {_WITHOUT_TOKEN}"
+        return f"a private address, {_NEEDS_TOKEN}"
     return None
 
 

@@ -55,7 +55,7 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
         leaving = f"; the adapter is still being unloaded on {_replicas(view.instances)}" if view.instances else ""
         return verdict("Ready", False, "Suspended", f"spec.suspend is true{leaving}")
     if view.suspended:
-        return verdict("Ready", False, "Deferred", "the deployment's spec.suspend is true; the adapter is loaded when that is false again")
+        return verdict("Ready", False, "Deferred", "the deployment's spec.suspend is true, so no replica can load the adapter")
     tally = _tally(view)
     if view.wakeable:
         text = f"{tally}; the next request wakes a replica, which loads the adapter before it serves"

@@ -381,7 +381,10 @@ class StepScheduler:
         return RunLengthKey(spec.steps or self._defaults.steps, spec.task, spec.strength)
 
     def _learn_costs(self, sent: SentTick, done: TickDone, ended: set[str]) -> None:
-        """Learn costs from a tick's report. Requests in `ended` were decoded in it, not denoised."""
+        """Learn from a tick's report how much memory and how many seconds a step takes.
+
+        Requests in `ended` finished or failed in this tick, or are made again. They do not count among those that share the step's time.
+        """
         if sent.kind is None:
             return
         self.memory.observe(sent.kind, len(sent.requests), done.peak_bytes - sent.beside_bytes)

@@ -126,7 +126,7 @@ class Operations:
         except GroupFailed as error:
             problem = ProblemReport(ErrorCode.ENGINE_FAILED, str(error), True)
         except asyncio.CancelledError:
-            problem = ProblemReport(ErrorCode.TERMINATING, "the worker is shutting down", True)
+            problem = ProblemReport(ErrorCode.TERMINATING, f"the worker is shutting down, which ended this {kind}", True)
         except Exception as error:
             log.exception("the %s failed unexpectedly operation=%s", kind, operation_id)
             problem = ProblemReport(ErrorCode.ENGINE_FAILED, f"{kind} failed unexpectedly: {error!r}", True)

@@ -40,7 +40,7 @@ def model_record(model_class: Any) -> ModelRecord:
 
 
 def pipeline_record(pipeline_class: Any) -> PipelineRecord:
-    """Return the record of a pipeline class, or of the nearest class that it extends; one without any fact where there is none."""
+    """Return the record of a pipeline class, or of the nearest class that it extends. Without any, return one that states no fact."""
     return _record(PipelineRecord, pipeline_class) or _NO_PIPELINE
 
 

@@ -79,7 +79,8 @@ class Merging:
     def adopt(self, verdicts: Sequence[MergeVerdict]) -> None:
         """Follow verdicts from now on.
 
-        Verdicts about another class, signature or source are ignored, and those about methods that `verify` leaves to their records.
+        A verdict about another class, signature or source than the loaded one is ignored. With `never` all are ignored, and with `auto`
+        those about methods for which the model class has a valid record.
         """
         for subject in self._subjects():
             for verdict in verdicts:

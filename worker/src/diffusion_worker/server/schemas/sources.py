@@ -35,7 +35,10 @@ Text = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class ControlBody(BaseModel):
-    """Common settings of all bodies of the control port: camelCase names, strict types, and an error for any unknown field."""
+    """Settings that the bodies of the control port's own routes share: camelCase names, strict types, and an error for an unknown field.
+
+    Bodies of vLLM's routes do not extend it.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
 
