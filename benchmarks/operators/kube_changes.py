@@ -106,6 +106,8 @@ class KubeChanges:
             path = f"{self._path(kind)}?watch=1&allowWatchBookmarks=true&resourceVersion={since}"
             async with self._session.get(path, headers={"Accept": METADATA_ONLY}, read_bufsize=2**20) as answer:
                 async for line in answer.content:
+                    if not line.endswith(b"\n"):
+                        break  # the connection ended within an event, which the next watch brings again
                     event = decoder.decode(line)
                     if event.type == "ERROR":
                         raise RuntimeError(f"watch of {kind.plural}: {line!r}")

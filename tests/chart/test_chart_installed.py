@@ -66,7 +66,11 @@ def read(kubectl: Command, namespace: str, what: str) -> dict[str, Any]:
 
 def test_the_whole_life_of_a_release(helm: Command, kubectl: Command) -> None:
     notes = install(helm, "one")
-    assert "namespace one" in notes and "kubectl delete crd" in notes and "Give the operator a namespace of its own" in notes
+    assert (
+        "namespace one" in notes
+        and "kubectl delete crd" in notes
+        and "install the operator in a namespace where no team makes objects" in notes
+    )
     kubectl("wait", "--for", "condition=Established", "--timeout", "30s", "crd/diffusiondeployments.diffusion-operator.dev")
     key = read(kubectl, "one", KEY_SECRET)["data"]
 

@@ -45,7 +45,7 @@ async def test_adapters_take_turns_in_memory_and_each_says_where_it_is(tmp_path:
         assert rig.adapter_condition("Degraded", "b") == ("False", "AsExpected")
         rig.cluster.put(adapter("d2", lora(tmp_path, "d2"), residency="Resident"))
         message = await told.until("Accepted", "False", "CapacityExceeded", name="d2")
-        assert "1 of 1" in message
+        assert "spec.lora.maxLoaded of DiffusionDeployment d is 1" in message
 
         for name in ("d2", "a"):
             rig.cluster.remove(ADAPTER, name)

@@ -6,9 +6,11 @@ container. The cgroup needs root, a writable hierarchy of version 1 and `unshare
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import time
 import uuid
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from support.worker.process import DIGITS_MODEL
 # 44 heads of 32: a width of 1,408, where four joint blocks have about 285 million parameters, 1.1 GB in float32.
 HEADS = 44
 MEMORY = Path("/sys/fs/cgroup/memory")
+# Seconds that the kernel has to let go of the processes of a cgroup.
+LEFT_S = 10.0
 
 
 def make_big_model(folder: Path) -> Path:
@@ -60,7 +64,19 @@ class MemoryCgroup:
         for pid in (self._folder / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 (MEMORY / "cgroup.procs").write_text(pid)
-        self._folder.rmdir()
+        ends = time.monotonic() + LEFT_S
+        while not self._removed(may_be_busy=time.monotonic() < ends):
+            time.sleep(0.1)
+
+    def _removed(self, *, may_be_busy: bool) -> bool:
+        """Delete the cgroup's folder and return True; False where it is busy and may be."""
+        try:
+            self._folder.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or not may_be_busy:
+                raise
+            return False
+        return True
 
     @property
     def wrapper(self) -> list[str]:
