@@ -83,11 +83,14 @@ def progress_of(
     known = before.rollout if before.rollout is not None and before.rollout.revision == revision else None
     if remaining == 0 and (served >= spec.replicas or (known is None and before.current_revision == revision)):
         return RolloutProgress(done=True)
-    if known is None:
-        return RolloutProgress(record=RolloutStatus(revision, served, remaining, now, paused), served=served)
-    further = served > known.served or remaining < known.remaining or paused < known.paused
-    record = RolloutStatus(
-        revision, max(served, known.served), min(remaining, known.remaining), now if further else known.progress_time, paused
+    best = known or RolloutStatus(revision=revision, served=served, remaining=remaining, paused=paused, progress_time=now)
+    further = served > best.served or remaining < best.remaining or paused < best.paused
+    record = msgspec.structs.replace(
+        best,
+        served=max(served, best.served),
+        remaining=min(remaining, best.remaining),
+        paused=paused,
+        progress_time=now if further else best.progress_time,
     )
     deadline = timedelta(seconds=spec.rollout.progress_deadline_seconds)
     return RolloutProgress(record=record, stalled=not paused and now - record.progress_time >= deadline, served=served)
