@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real worker with the digits model, a spawned rank and as many standbys as the argument says: `python -m …spawning_worker 1`.
-
-Imports of standbys run under the policy for batches. Under the idle policy a busy machine would never finish them, and no benchmark times
-them. The main thread of a standby, which becomes the rank, has the usual policy as always.
-"""
+"""The real worker with the digits model, a spawned rank and as many standbys as the argument says: `python -m …spawning_worker 1`."""
 
 import logging
-import os
 import sys
 
 from benchmarks.stand_ins.image_server import DIGITS
 from diffusion_worker.config import Device, StartMethod, WorkerConfig
-from diffusion_worker.ranks import launch
 from diffusion_worker.ranks.executor import RankExecutor
 from diffusion_worker.server.serve import LOOPBACK, Listen, run
 
@@ -19,7 +13,6 @@ from diffusion_worker.server.serve import LOOPBACK, Listen, run
 def main(standbys: int) -> int:
     """Serve images on ports that the system chooses until SIGTERM, through any number of lost ranks; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    launch.STANDBY_POLICY = os.SCHED_BATCH
     config = WorkerConfig(
         model=str(DIGITS),
         served_name="digits",

@@ -41,6 +41,18 @@ def used_names() -> dict[str, set[str]]:
     return found
 
 
+def names_of_torch() -> set[str]:
+    """Return the names of torch that the worker's source writes out, such as `torch.cuda.Stream`."""
+    found: set[str] = set()
+    for path in sorted((ROOT / "worker" / "src").rglob("*.py")):
+        for node in ast.walk(parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+                found |= {f"{node.module}.{item.name}" for item in node.names}
+            elif isinstance(node, ast.Attribute) and re.match(r"torch\.[\w.]+$", name := ast.unparse(node)):
+                found.add(name)
+    return found
+
+
 def _defined(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:

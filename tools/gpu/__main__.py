@@ -52,14 +52,18 @@ def chosen(names: list[str], *, tiny: bool) -> list[Item]:
     return [replace(item, process="models") if tiny and item.process in MODELS else item for item in found]
 
 
-def environment(options: argparse.Namespace, *packages: Path) -> dict[str, str]:
-    """Return the environment for the items' processes: `packages` and our own code come first in PYTHONPATH, and no model is downloaded."""
+def environment(options: argparse.Namespace, compiled: Path, *packages: Path) -> dict[str, str]:
+    """Return the environment for the items' processes: `packages` and our own code come first in PYTHONPATH, and no model is downloaded.
+
+    Bytecode is kept in the folder `compiled`. Without it each process would compile the sources of all libraries.
+    """
     judge = options.wheels / JUDGE
     path = [*map(str, packages), str(ROOT), str(ROOT / "worker" / "src"), str(ROOT / "tests")]
     path += [place for place in [os.environ.get("PYTHONPATH")] if place]
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPYCACHEPREFIX": str(compiled),
         "DIFFUSION_GPU_JUDGE": str(judge.resolve()),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -90,7 +94,11 @@ def main(arguments: list[str]) -> int:
             packages = Path(temporary) / "carried"
             unpack(wheels, packages)
         settings = Settings(options.device, options.tiny, options.seconds, options.patience, options.output)
-        runner = Runner(settings, lambda line: print(line, flush=True), environment=environment(options, packages.resolve(), own))
+        runner = Runner(
+            settings,
+            lambda line: print(line, flush=True),
+            environment=environment(options, Path(temporary) / "compiled", packages.resolve(), own),
+        )
         outcomes = runner.run(chosen(options.items, tiny=options.tiny))
     found = summary(outcomes, device=options.device, tiny=options.tiny, seconds=runner.seconds)
     (options.output / "gpu.json").write_text(json.dumps(found, indent=1))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digits model on rank processes of its own: against the CPU, before its judge, in a batch with adapters, and over a killed rank."""
+"""The digits model on rank processes of its own: against the CPU, before its judge, with adapters, asleep, and over a killed rank."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import signal
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from diffusion_worker import DiffusionEngine
+from diffusion_worker.engine.state.state_document import SleepCall, WakeCall
 from diffusion_worker.lora.request import LoRARequest
 
 from . import judge
@@ -24,6 +26,7 @@ STYLES = ("stripes", "frame", "paper")
 # The settings of the exam of the model's card.
 SETTINGS: dict[str, Any] = {"steps": 12, "guidance_scale": 4.0, "size": "64x64", "progress": False}
 MOST_LEVELS = 2
+STANDBY_S = 60.0
 
 
 def start(run: Run) -> None:
@@ -57,7 +60,12 @@ def judged(run: Run) -> None:
     _use_carried_judge()
     asked = exam.questions(1 if run.tiny else 4)[: 6 if run.tiny else 40]
     engine = _kept_engine(run)
-    answers = [exam.Answer(each, engine.generate(each.prompt, seed=each.seed, **SETTINGS)[0].image) for each in asked]
+    answers, seconds = [], []
+    for each in asked:
+        began = time.perf_counter()
+        answers.append(exam.Answer(each, engine.generate(each.prompt, seed=each.seed, **SETTINGS)[0].image))
+        seconds.append(time.perf_counter() - began)
+    run.figure("image_s", statistics.median(seconds))
     share = sum(answer.all_right for answer in answers) / len(answers)
     run.figure("right_share", share, ">= 0.9")
     # A single miss among six is no fault of the device.
@@ -82,8 +90,10 @@ def adapters(run: Run) -> None:
         return engine.generate(question.prompt, seed=question.seed, lora_request=request, **SETTINGS)[0]
 
     numbers = range(len(styles))
+    began = time.perf_counter()
     for number in numbers[:4]:  # loads each adapter
         make(number)
+    run.figure("first_four_s", time.perf_counter() - began)
     began = time.perf_counter()
     alone = [make(number).image for number in numbers]
     alone_s = time.perf_counter() - began
@@ -100,8 +110,35 @@ def adapters(run: Run) -> None:
     run.require(styled == 8, f"each of 8 images in the style of its own adapter and in no other, found {styled}")
 
 
+def verified(run: Run) -> None:
+    """Have the rank sleep and wake, make an image again, and say how the wake was verified.
+
+    Raises:
+        AssertionError: the sleep or the wake failed, or the image is another than before.
+    """
+    engine = _kept_engine(run)
+    question = importlib.import_module("support.runner.digit_exam").questions(1)[0]
+    before = engine.generate(question.prompt, seed=1, **SETTINGS)[0].image
+    server = engine._thread.engine
+
+    async def told(call: SleepCall | WakeCall) -> Any:
+        _ = server.sleep(call) if isinstance(call, SleepCall) else server.wake(call)
+        return await server.operation_over(call.operation_id)
+
+    for call in (SleepCall(operation_id="gpu-sleep"), WakeCall(operation_id="gpu-wake")):
+        ended = engine._thread.run(lambda call=call: told(call))  # type: ignore[misc]
+        run.require(ended is not None and ended.error is None, f"the {call.operation_id} to succeed, found {ended}")
+        run.figure(f"{ended.kind}_s".lower(), ended.seconds)
+    run.note(f"check of a wake: {server.state_document().wake_check}")
+    after = engine.generate(question.prompt, seed=1, **SETTINGS)[0].image
+    apart = run.figure("levels_apart", _levels(before, after))
+    run.require(apart <= MOST_LEVELS, f"the same image after the wake, found {apart} levels between them")
+
+
 def killed(run: Run) -> None:
     """Kill the rank process, and make an image again, which waits for a new one; report the seconds.
+
+    On a GPU it first waits for the standby, which becomes the new rank.
 
     Raises:
         AssertionError: the rank process is the same, or the image is another than before.
@@ -111,6 +148,11 @@ def killed(run: Run) -> None:
     before = engine.generate(question.prompt, seed=1, **SETTINGS)[0].image
     rank = _rank_pid(engine)
     began = time.perf_counter()
+    while run.on_gpu and not engine._thread.engine.state_document().standby_ranks:
+        run.require(time.perf_counter() - began < STANDBY_S, f"a standby rank within {STANDBY_S:g} s")
+        time.sleep(0.1)
+    run.figure("waited_for_standby_s", time.perf_counter() - began)
+    began = time.perf_counter()
     os.kill(rank, signal.SIGKILL)
     after = engine.generate(question.prompt, seed=1, **SETTINGS)[0].image
     run.figure("served_again_s", time.perf_counter() - began)
@@ -119,8 +161,14 @@ def killed(run: Run) -> None:
     run.require(apart <= MOST_LEVELS, f"the same image as before, found {apart} levels between them")
 
 
-def _engine(run: Run, dtype: str) -> DiffusionEngine:
-    options: dict[str, Any] = {"dtype": dtype, "start_method": "spawn", "max_batch_size": 8, "batch_window_s": 0.2}
+def _engine(run: Run, dtype: str, *, standbys: int = 0) -> DiffusionEngine:
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "standby_ranks": standbys,
+        "start_method": "spawn",
+        "max_batch_size": 8,
+        "batch_window_s": 0.2,
+    }
     # The runner bounds the time of an item.
     options |= {"lora_load_timeout_s": 900.0, "startup_timeout_s": 1800.0}
     return DiffusionEngine(DIGITS / "model", progress=False, device=run.device, **options)
@@ -129,7 +177,9 @@ def _engine(run: Run, dtype: str) -> DiffusionEngine:
 def _kept_engine(run: Run) -> DiffusionEngine:
     """Return the engine in bfloat16 that the items of a process share; the first call starts it."""
     if "engine" not in run.kept:
-        run.kept["engine"] = run.closing.enter_context(_engine(run, "bfloat16"))
+        began = time.perf_counter()
+        run.kept["engine"] = run.closing.enter_context(_engine(run, "bfloat16", standbys=1 if run.on_gpu else 0))
+        run.figure("ready_s", time.perf_counter() - began)
     engine: DiffusionEngine = run.kept["engine"]
     return engine
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker on the oldest torch that `worker/pyproject.toml` allows loads, makes images with and without an adapter, sleeps and wakes."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from support.runner import digit_judge
+from support.syntax import names_of_torch
 from support.worker.process import DIGITS, WorkerProcess
 from tools import oldest_torch
 
@@ -17,6 +20,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STRIPES = DIGITS / "loras" / "stripes"
 ASKED = {"prompt": "a red digit seven", "seed": 1}
+# Prints the names, of those in its arguments, that torch has not.
+MISSING = """
+import pkgutil, sys
+def missing(name):
+    try:
+        return pkgutil.resolve_name(name) is None
+    except (AttributeError, ImportError):
+        return True
+print([name for name in sys.argv[1:] if missing(name)])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +68,14 @@ def test_it_sleeps_and_wakes_to_the_same_image(old: WorkerProcess) -> None:
     assert old.sleep(level="HostMemory")["state"] == "asleep"
     old.wake()
     assert old.image(**ASKED).tobytes() == before.tobytes()
+
+
+def test_it_has_every_name_of_torch_that_the_worker_writes_out() -> None:
+    # Code for a GPU does not run here.
+    names = sorted(names_of_torch())
+    assert len(names) > 50 and "torch.cuda.Stream" in names
+    environment = {"PYTHONPATH": str(oldest_torch.folder())}
+    ran = subprocess.run(
+        [sys.executable, "-c", MISSING, *names, "torch.nothing"], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert ran.stdout.strip() == "['torch.nothing']", ran.stderr

@@ -34,4 +34,5 @@ def give_back_heap(device: torch.device) -> None:
 def give_back_pinned(device: torch.device) -> None:
     """Return pinned host memory that torch holds unused to the system; do nothing on a CPU."""
     if device.type != "cpu":
-        torch.accelerator.memory.empty_host_cache()
+        # torch 2.11 has no public function for it.
+        getattr(torch.accelerator.memory, "empty_host_cache", torch._C._host_emptyCache)()

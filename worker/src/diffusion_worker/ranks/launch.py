@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Sequence
-from multiprocessing import spawn, util
+from multiprocessing import forkserver, spawn, util
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,13 +23,14 @@ from diffusion_worker.ranks.rank_process import RankProcess
 from diffusion_worker.ranks.start_method import start_method_of
 
 NAME_PREFIX = "diffusion-worker-"
-# Imports of a standby take the time that no other process wants.
-STANDBY_POLICY = os.SCHED_IDLE
+# A thread of this policy interrupts no other one that wakes. Threads that libraries start while a standby imports keep it, and it does not
+# slow them down. Under the idle policy they would wait for a processor that nobody else wants, and no thread may leave that policy.
+STANDBY_POLICY = os.SCHED_BATCH
 _preparation_data = spawn.get_preparation_data
 
 
 class NewProcess:
-    """A process without orders. It imports what a rank needs, a standby at idle priority, and then waits for what makes it a rank."""
+    """A process without orders. It imports what a rank needs, a standby under `STANDBY_POLICY`, and then waits for what makes it a rank."""
 
     def __init__(self, method: StartMethod, name: str, *, standby: bool) -> None:
         """Start the process. The call blocks: the first start from the fork server waits some seconds for its imports."""
@@ -68,7 +69,8 @@ def start_processes(
     """Start every rank; `started` is called with each, and returns False to start no more.
 
     Standbys become ranks first. Those that are not needed are ended. The call blocks: the first start from the fork server waits some
-    seconds for its imports; others take milliseconds. A spawned rank imports for itself.
+    seconds for its imports; others take milliseconds. A spawned rank imports for itself. If adapters may come, the fork server is started
+    beside spawned ranks too.
 
     Raises:
         ConfigError: the address where the ranks are to meet cannot be listened on.
@@ -87,6 +89,10 @@ def start_processes(
                 process = _start_one(spare, method, number, arguments, listener if number == 0 else None)
                 if not started(RankProcess(number, process, main_thread)):
                     return
+        if config.max_loras:
+            # The loads of adapters come from it too. Beside spawned ranks the first adapter would wait for its imports.
+            fork_server()
+            forkserver.ensure_running()
     finally:
         for unused in spare:
             unused.orders.close()

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first lines of a rank's process: it imports, receives its orders, and becomes the rank that they name.
 
-A standby's orders come when a rank is lost, if ever. It imports in a thread of idle priority, because a process without rights can lower
-the priority of a thread but not raise it again. The main thread, which becomes the rank, keeps its own. Threads inherit their priority,
-so libraries that start threads are imported by the main thread. No file here imports torch at its top: the server imports this one.
+A standby's orders come when a rank is lost, if ever. It imports in a thread, so that the main thread sees the end of the server meanwhile.
+No file here imports torch at its top: the server imports this one.
 """
 
 import contextlib
-import importlib
 import os
 import signal
 import socket
@@ -15,13 +13,10 @@ import threading
 import traceback
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from pathlib import Path
 from unittest.mock import patch
 
 # The message of a process that is past its imports.
 IMPORTED = b"imported"
-# Modules whose native code starts threads when it is loaded.
-THREADED_MODULES = ("numpy", "scipy.linalg.blas")
 EXIT_IMPORTS = 71
 
 
@@ -33,7 +28,8 @@ def rank_main(orders: Connection, policy: int | None) -> None:
     if policy is not None:
         # It ends with the server, which decides what Ctrl-C means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        importing = _start_imports(orders, policy)
+        importing = threading.Thread(target=_import, args=(orders, policy), name="imports", daemon=True)
+        importing.start()
         arguments, listener = _receive(orders)
         importing.join()
     else:
@@ -69,15 +65,6 @@ def _receive(orders: Connection) -> tuple[bytes, socket.socket | None]:
     return arguments, listener
 
 
-def _start_imports(orders: Connection, policy: int) -> threading.Thread:
-    for name in THREADED_MODULES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    thread = threading.Thread(target=_import, args=(orders, policy), name="imports", daemon=True)
-    thread.start()
-    return thread
-
-
 def _import(orders: Connection, policy: int) -> None:
     """Import what ranks need on this thread, under a scheduling policy, then send `IMPORTED` to the server.
 
@@ -91,22 +78,8 @@ def _import(orders: Connection, policy: int) -> None:
         from diffusion_worker.ranks.start_check import require_untouched_device
 
         require_untouched_device()
-        require_alone(policy)
         with contextlib.suppress(OSError):  # the server has ended, which the main thread sees too
             orders.send_bytes(IMPORTED)
     except BaseException:
         traceback.print_exc()
         os._exit(EXIT_IMPORTS)
-
-
-def require_alone(policy: int) -> None:
-    """Raise RuntimeError if another thread has this thread's low priority, `policy`.
-
-    A library's import started such a thread, which would compute for the rank at that priority.
-    """
-    found = 0
-    for thread in {int(path.name) for path in Path("/proc/self/task").iterdir()} - {threading.get_native_id()}:
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-            found += os.sched_getscheduler(thread) == policy
-    if found:
-        raise RuntimeError(f"imports of a standby: expected no thread of a library at its low priority, found {found}")

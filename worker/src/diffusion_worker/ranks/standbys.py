@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standby processes: spawned and past their imports, so that a lost group of spawned ranks is back without the time of its imports.
 
-They touch no GPU and import at idle priority. Their death is nobody's loss: after a pause another is made.
+They allocate nothing on a GPU. Their death is nobody's loss: after a pause another is made.
 """
 
 import asyncio
