@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.syntax import parse
 from tools.suite import canary
 
 TESTS = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ def prompts(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_every_prompt_of_a_test_can_be_found_in_an_output() -> None:
     files = [path for path in sorted(TESTS.rglob("*.py")) if str(path.relative_to(TESTS)) not in OTHERS]
-    written = [(path, line, text) for path in files for line, text in prompts(ast.parse(path.read_text()))]
+    written = [(path, line, text) for path in files for line, text in prompts(parse(path.read_text()))]
     assert len(written) > 300
     lacking = [
         f"{path.relative_to(TESTS)}:{line}: {text!r}" for path, line, text in written if text.strip() and not canary.PROMPT.search(text)

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from support.gpu.machine import needed_by
+from support.syntax import parse
 from tools.gpu.items import ITEMS
 from tools.gpu.wheels import CARRIED, LEFT_BEHIND, MACHINE, THERE, unpack, write_own_metadata
 from tools.requirements import CONSTRAINTS, dependencies, versions
@@ -24,7 +25,7 @@ def test_every_item_is_a_function_that_takes_the_run_and_has_a_name_of_its_own()
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     for item in ITEMS:
         module, _, name = item.function.partition(":")
-        tree = ast.parse((ROOT / "tools" / "gpu" / f"{module}.py").read_text())
+        tree = parse((ROOT / "tools" / "gpu" / f"{module}.py").read_text())
         found = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == name]
         assert [argument.arg for argument in found[0].args.args] == ["run"], item
 

@@ -17,6 +17,7 @@ from diffusion_worker import runner
 from diffusion_worker.runner import families
 from diffusion_worker.runner.families import ModelRecord, PipelineRecord, model_record, models, pipeline_record, pipelines
 from diffusion_worker.runner.pipelines.diffusers_workarounds import WORKAROUNDS
+from support.syntax import parse
 from tools.families import differences, find_class
 
 RUNNER = Path(runner.__file__).parent
@@ -33,7 +34,7 @@ def class_names() -> frozenset[str]:
 
 def quoted(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and value of each string literal in a Python file, docstrings included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 
