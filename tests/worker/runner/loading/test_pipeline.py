@@ -199,12 +199,16 @@ def test_a_modular_component_that_cannot_be_loaded_is_named(modular_folder: Path
 
 def test_a_dtype_keeps_in_float32_what_the_class_keeps_there(without_weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers import SD3Transformer2DModel
+    from diffusers.models import modeling_utils
 
+    warnings: list[str] = []
+    monkeypatch.setattr(modeling_utils.logger, "warning", warnings.append)
     monkeypatch.setattr(SD3Transformer2DModel, "_keep_in_fp32_modules", ["norm_out"], raising=False)
     pipeline = load_pipeline(config_of(model=str(without_weights), load_format=LoadFormat.DUMMY, dtype=Dtype.BFLOAT16), torch.bfloat16)
     dtypes = {name: parameter.dtype for name, parameter in pipeline.transformer.named_parameters()}
     assert {dtype for name, dtype in dtypes.items() if name.startswith("norm_out")} == {torch.float32}
     assert {dtype for name, dtype in dtypes.items() if not name.startswith("norm_out")} == {torch.bfloat16}
+    assert warnings == []
 
 
 BUILDERS = {family.name: family.build for family in FAMILIES}

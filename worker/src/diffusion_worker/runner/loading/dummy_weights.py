@@ -98,7 +98,8 @@ def _contents(path: str, owner: torch.nn.Module, leaf: str, parameter: torch.nn.
 def _cast(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Convert a module to a dtype, except for what its class keeps in float32 when it is loaded."""
     kept = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
-    module.to(dtype)
+    # diffusers' own `to` warns of modules that stay in float32. Here they do.
+    torch.nn.Module.to(module, dtype)
     for name, parameter in module.named_parameters():
         if any(part in kept for part in name.split(".")):
             parameter.data = parameter.data.to(torch.float32)
