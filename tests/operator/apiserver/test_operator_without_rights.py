@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from aiohttp.test_utils import unused_port
 
 from support.apiserver.audited_apiserver import AuditedApiserver, audited_apiserver
 from support.operator.chart_rendering import NAMESPACE, Chart, the_only
+from support.ports import unused_port
 from tools.devcluster import programs
 
 pytestmark = pytest.mark.apiserver

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from aiohttp.test_utils import unused_port
 
 from support.cluster.rig import ClusterRig
 from support.operator.chart_rendering import CHART, KUBERNETES, Chart, Document, of_kind
+from support.ports import unused_port
 from tools.demo.installation import RELEASE
 from tools.devcluster import programs
 

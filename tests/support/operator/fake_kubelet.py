@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer
 
 from diffusion_operator.api import names
 from diffusion_operator.api.names import CONFIG_MAP, POD
@@ -34,6 +34,7 @@ from support.apiserver.rest_client import RestClient, path_of
 from support.operator.fake_cluster import terminated
 from support.operator.mounted import mounted_desired
 from support.operator.scripted_workers import DIGITS, ScriptedWorker, ScriptedWorkers
+from support.ports import unused_port
 from support.soak.fake_controllers import FakeControllers
 
 TICK_S = 0.15

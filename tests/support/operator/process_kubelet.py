@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from aiohttp.test_utils import unused_port
 
 from diffusion_operator.api.names import CONFIG_MAP, CONTAINER, POD, SECRET, Kind
 from support.apiserver.rest_client import RestClient, path_of
 from support.operator.fake_kubelet import FakeKubelet
+from support.ports import unused_port
 
 STOP_S = 30.0
 

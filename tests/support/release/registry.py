@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx2
-from aiohttp.test_utils import unused_port
 
+from support.ports import unused_port
 from tools.devcluster import processes, programs
 
 START_S = 20.0

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp.test_utils import unused_port
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, CONTAINER, DEPLOYMENT, POD
@@ -26,6 +25,7 @@ from support.operator.fake_cluster import terminated
 from support.operator.mounted import mounted_desired, mounted_files
 from support.operator.rig import adapter
 from support.operator.sole_operator import deployment, running
+from support.ports import unused_port
 from support.soak.frame import Outcome
 from support.soak.operator_process import OperatorProcess
 from support.soak.operator_truth import condition

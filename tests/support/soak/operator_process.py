@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from aiohttp.test_utils import unused_port
 
+from support.ports import unused_port
 from support.soak.frame import metric_values, total
 from support.worker.leftovers import footprint
 
