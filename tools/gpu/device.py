@@ -57,14 +57,16 @@ def memory_bytes(device: str) -> int:
 def seconds_of(call: Callable[[], Any], device: str, *, times: int) -> float:
     """Call once, then `times` times more, and return the median seconds of those; each is timed until the device is done."""
     call()
-    found = []
-    for _ in range(times):
-        synchronize(device)
-        began = time.perf_counter()
-        call()
-        synchronize(device)
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+    return statistics.median(seconds_once(call, device) for _ in range(times))
+
+
+def seconds_once(call: Callable[[], Any], device: str) -> float:
+    """Call once, and return the seconds until the device is done."""
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 def _version(name: str) -> str:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,7 +11,7 @@ import torch
 from diffusion_worker.memory.heap import give_back_heap
 from diffusion_worker.memory.weights import ModelWeights
 
-from .device import GIGA, memory_bytes, seconds_of, synchronize
+from .device import GIGA, memory_bytes, seconds_of, seconds_once
 from .process import Run
 from .steps import image, load_named
 
@@ -35,31 +33,23 @@ def sleep(run: Run) -> None:
     give_back_heap(torch.device(run.device))
     if runner.weights.has_mirrors:
         # A worker that may sleep makes the mirror at its load.
-        run.figure("mirror_s", _seconds(runner.weights.make_mirrors, run))
+        run.figure("mirror_s", seconds_once(runner.weights.make_mirrors, run.device))
     awake = memory_bytes(run.device)
     sleeps, wakes = [], []
     for _ in range(TIMES):
-        sleeps.append(_seconds(runner.release, run))
+        sleeps.append(seconds_once(runner.release, run.device))
         asleep = memory_bytes(run.device)
-        wakes.append(_seconds(runner.restore, run))
+        wakes.append(seconds_once(runner.restore, run.device))
     again = memory_bytes(run.device)
     run.figure("sleep_ms", statistics.median(sleeps) * 1000, "<= 50")
     run.figure("wake_s", statistics.median(wakes))
-    for name, value in (("weights_gb", weights), ("awake_gb", awake), ("asleep_gb", asleep), ("awake_again_gb", again)):
+    for name, value in (("awake_gb", awake), ("asleep_gb", asleep), ("awake_again_gb", again)):
         run.figure(name, value / GIGA)
     run.figure("freed_fraction", (awake - asleep) / weights, ">= 0.98")
     run.figure("wake_vs_copy", _copy_s(run, runner.weights, weights) / statistics.median(wakes), ">= 0.95")
     apart = int(np.abs(before.astype(np.int16) - image(loaded, "after", steps=2).astype(np.int16)).max())
     run.figure("levels_apart", apart)
     run.require(apart <= MOST_LEVELS, f"the same image after the wake, found {apart} levels between them")
-
-
-def _seconds(call: Callable[[], object], run: Run) -> float:
-    synchronize(run.device)
-    began = time.perf_counter()
-    call()
-    synchronize(run.device)
-    return time.perf_counter() - began
 
 
 def _copy_s(run: Run, weights: ModelWeights, size: int) -> float:

@@ -78,6 +78,7 @@ async def test_a_standby_that_is_killed_is_made_again_and_becomes_the_rank_that_
         assert (pids_of(executor), executor.standbys, executor.generation) == ([second], 0, 2)
         assert await image(executor) == before
         assert policies(second)[0] == os.sched_getscheduler(0)
+        assert set(policies(second)) <= {os.SCHED_OTHER, os.SCHED_BATCH}
         executor.keep_standbys()
         await until(lambda: len(spare_pids()) == 2, "a standby beside the former one")
         (third,) = set(spare_pids()) - {second}

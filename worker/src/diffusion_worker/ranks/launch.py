@@ -23,22 +23,17 @@ from diffusion_worker.ranks.rank_process import RankProcess
 from diffusion_worker.ranks.start_method import start_method_of
 
 NAME_PREFIX = "diffusion-worker-"
-# A thread of this policy interrupts no other one that wakes. Threads that libraries start while a standby imports keep it, and it does not
-# slow them down. Under the idle policy they would wait for a processor that nobody else wants, and no thread may leave that policy.
-STANDBY_POLICY = os.SCHED_BATCH
 _preparation_data = spawn.get_preparation_data
 
 
 class NewProcess:
-    """A process without orders. It imports what a rank needs, a standby under `STANDBY_POLICY`, and then waits for what makes it a rank."""
+    """A process without orders. It imports what a rank needs, a standby behind all others, and then waits for what makes it a rank."""
 
     def __init__(self, method: StartMethod, name: str, *, standby: bool) -> None:
         """Start the process. The call blocks: the first start from the fork server waits some seconds for its imports."""
         context = _context(method)
         self.orders, theirs = context.Pipe()
-        self.process = context.Process(
-            target=rank_main, args=(theirs, STANDBY_POLICY if standby else None), name=without_main(name), daemon=True
-        )
+        self.process = context.Process(target=rank_main, args=(theirs, standby), name=without_main(name), daemon=True)
         with theirs:
             try:
                 self.process.start()

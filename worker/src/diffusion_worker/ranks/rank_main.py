@@ -17,18 +17,22 @@ from unittest.mock import patch
 
 # The message of a process that is past its imports.
 IMPORTED = b"imported"
+# The scheduling policy of a standby's imports. A thread of it interrupts no other one that wakes. Threads that libraries start meanwhile
+# keep it, and it does not slow them down. Under the idle policy they would wait for a processor that nobody else wants, and no thread may
+# leave that policy.
+IMPORTING_POLICY = os.SCHED_BATCH
 EXIT_IMPORTS = 71
 
 
-def rank_main(orders: Connection, policy: int | None) -> None:
+def rank_main(orders: Connection, standby: bool) -> None:
     """Import, wait for the orders, and run the rank. The end of the server ends a process that waits.
 
-    `policy` is the scheduling policy of a standby's imports; None: this is no standby, and its orders are here already.
+    The orders of a rank that is no standby are here already.
     """
-    if policy is not None:
+    if standby:
         # It ends with the server, which decides what Ctrl-C means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        importing = threading.Thread(target=_import, args=(orders, policy), name="imports", daemon=True)
+        importing = threading.Thread(target=_import, args=(orders,), name="imports", daemon=True)
         importing.start()
         arguments, listener = _receive(orders)
         importing.join()
@@ -65,13 +69,13 @@ def _receive(orders: Connection) -> tuple[bytes, socket.socket | None]:
     return arguments, listener
 
 
-def _import(orders: Connection, policy: int) -> None:
-    """Import what ranks need on this thread, under a scheduling policy, then send `IMPORTED` to the server.
+def _import(orders: Connection) -> None:
+    """Import what ranks need on this thread, under `IMPORTING_POLICY`, then send `IMPORTED` to the server.
 
     If an import fails, or leaves a process that could not become any rank, print the error and end the process.
     """
     try:
-        os.sched_setscheduler(0, policy, os.sched_param(0))
+        os.sched_setscheduler(0, IMPORTING_POLICY, os.sched_param(0))
         # Libraries ask whether there is a GPU. NVML answers without CUDA.
         with patch.dict(os.environ, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
             import diffusion_worker.ranks.imports  # noqa: F401
