@@ -59,8 +59,8 @@ def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) 
     )
     rig.wait(DD, SERVING)
     yield rig
-    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
-    rig.kubectl.text("delete", "lora", "--all", deadline_s=10)
+    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=60)
+    rig.kubectl.text("delete", "lora", "--all", deadline_s=60)
     rig.kubectl.text("exec", STORE, "--", "rm", "-rf", FOLDER)
     remove_store(rig)
     rig.kubectl.text("delete", f"secret/{KEYS}", "--ignore-not-found", deadline_s=30)
@@ -92,7 +92,7 @@ def test_a_secret_that_is_not_in_the_deployments_list_is_not_used(rig_with_sourc
     message = rig.condition("lora/stranger", "Accepted")["message"]
     assert "hub-token" in message and "spec.lora.secrets" in message
     assert rig.condition(DD, "Ready")["status"] == "True"
-    rig.kubectl.text("delete", "lora/stranger", deadline_s=10)
+    rig.kubectl.text("delete", "lora/stranger", deadline_s=60)
 
 
 def test_a_model_on_a_claim_is_served_from_there(rig_with_sources: ClusterRig) -> None:

@@ -37,4 +37,4 @@ def test_a_worker_and_the_operator_run_under_any_user(rig: ClusterRig, helm: Hel
     (pod,) = rig.pods(NAME)
     assert rig.kubectl.text("exec", pod["metadata"]["name"], "--", "id", "-u").strip() == str(USER)
     assert mean_difference(rig.image(NAME), rig.image(NAME, "frame")) > 5
-    rig.kubectl.text("delete", f"dd/{NAME}", "lora/frame", deadline_s=10)
+    rig.kubectl.text("delete", f"dd/{NAME}", "lora/frame", deadline_s=60)

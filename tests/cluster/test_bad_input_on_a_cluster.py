@@ -17,7 +17,7 @@ def test_an_image_that_cannot_be_pulled_is_named(rig: ClusterRig) -> None:
     found = rig.wait("dd/no-image", Wanted("Ready", "False", ["ImagePullError"]), deadline_s=60)
     rig.eventually("the image's name in a condition", lambda: "registry.invalid/none:1" in rig.kubectl.text("describe", "dd/no-image"))
     assert found["status"]["readyReplicas"] == 0
-    rig.kubectl.text("delete", "dd/no-image", deadline_s=10)
+    rig.kubectl.text("delete", "dd/no-image", deadline_s=60)
 
 
 def test_a_model_path_that_does_not_exist_is_told_in_the_workers_own_words(rig: ClusterRig) -> None:
@@ -26,7 +26,7 @@ def test_a_model_path_that_does_not_exist_is_told_in_the_workers_own_words(rig: 
     message = rig.condition("dd/no-model", "Ready")["message"]
     assert "/models/none" in message
     assert "expected a diffusers folder" in message
-    rig.kubectl.text("delete", "dd/no-model", deadline_s=10)
+    rig.kubectl.text("delete", "dd/no-model", deadline_s=60)
 
 
 def test_a_replica_waits_for_gpus_that_nobody_has_and_starts_when_they_appear(rig: ClusterRig) -> None:
@@ -43,7 +43,7 @@ def test_a_replica_waits_for_gpus_that_nobody_has_and_starts_when_they_appear(ri
         rig.wait("dd/wants-gpus", Wanted("Ready", "False", ["GPUUnavailable"]), deadline_s=120)
         assert "--device cuda: expected a GPU that torch can use" in rig.condition("dd/wants-gpus", "Ready")["message"]
     finally:
-        rig.kubectl.text("delete", "dd/wants-gpus", deadline_s=10)
+        rig.kubectl.text("delete", "dd/wants-gpus", deadline_s=60)
         cluster.patch_node_resource(FAKE_GPU, 0)
 
 
@@ -59,4 +59,4 @@ def test_scaling_to_two_to_none_and_back_keeps_the_numbers_true(rig: ClusterRig)
     rig.kubectl.text("scale", "dd/scaled", "--replicas=1")
     rig.wait("dd/scaled", Wanted("Ready", "True", ["Serving"]))
     rig.image("scaled", "scaled")
-    rig.kubectl.text("delete", "dd/scaled", deadline_s=10)
+    rig.kubectl.text("delete", "dd/scaled", deadline_s=60)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 def emptied(rig: ClusterRig) -> Iterator[ClusterRig]:
     """Provide the rig unchanged. After the test, delete the benchmark's deployment and wait until its pods are gone."""
     yield rig
-    rig.kubectl.text("delete", cold_request.DEPLOYMENT, "--ignore-not-found", deadline_s=10)
+    rig.kubectl.text("delete", cold_request.DEPLOYMENT, "--ignore-not-found", deadline_s=60)
     rig.eventually("the pods are gone", lambda: not rig.pods(cold_request.NAME))
 
 

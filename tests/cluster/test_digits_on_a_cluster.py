@@ -128,13 +128,13 @@ def test_an_adapter_that_is_no_lora_says_so_and_the_base_serves_on(rig_with_digi
     refused = rig.refusal(NAME, "broken")
     assert refused.code in ("AdapterNotLoaded", "NotFound")
     rig.image(NAME)
-    rig.kubectl.text("delete", "lora/broken", deadline_s=10)
+    rig.kubectl.text("delete", "lora/broken", deadline_s=60)
     rig.eventually("the base alone with its style", lambda: rig.condition(DD, "AdaptersReady")["reason"] == "AllReady")
 
 
 def test_a_deleted_adapter_is_unknown_and_one_applied_again_is_served_again(rig_with_digits: ClusterRig) -> None:
     rig = rig_with_digits
-    rig.kubectl.text("delete", LORA, deadline_s=10)
+    rig.kubectl.text("delete", LORA, deadline_s=60)
     rig.eventually("the adapter is unloaded", lambda: not rig.state(NAME)["adapters"])
     assert rig.refusal(NAME, STYLE).status == 404
     rig.adapt(STYLE, NAME, f"/models/loras/{STYLE}")
@@ -175,7 +175,7 @@ def test_a_deleted_pod_is_replaced_and_its_adapter_loaded_again(rig_with_digits:
 
 def test_an_adapter_outlives_its_deployment_with_a_true_status_and_is_served_by_the_next_one(rig_with_digits: ClusterRig) -> None:
     rig = rig_with_digits
-    rig.kubectl.text("delete", DD, deadline_s=10)
+    rig.kubectl.text("delete", DD, deadline_s=60)
     orphan = rig.wait(LORA, Wanted("Accepted", "False", ["DeploymentNotFound"]), deadline_s=60)
     assert not orphan["status"].get("replicaInstances")
     assert rig.condition(LORA, "Ready")["status"] == "False"

@@ -22,7 +22,7 @@ LONG = Request(PROMPT, 1, NAME, size="256x256", steps=150)
 def served(rig: ClusterRig) -> Iterator[ClusterRig]:
     rig.serve(NAME)
     yield rig
-    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
+    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=60)
 
 
 @pytest.fixture

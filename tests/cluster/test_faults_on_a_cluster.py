@@ -39,7 +39,7 @@ RETURN_S = 20.0
 def steady(rig: ClusterRig) -> Iterator[ClusterRig]:
     rig.serve(NAME, ranks=2)
     yield rig
-    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
+    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=60)
     rig.eventually("the pods are gone", lambda: not rig.pods(NAME))
 
 
@@ -111,7 +111,7 @@ def test_requests_are_answered_while_the_api_server_stands_still_and_nothing_res
     assert rig.image(NAME).png == right.png
     assert lives(rig) == same
     assert operator_lives(rig) == operators
-    rig.kubectl.text("delete", "lora/late", deadline_s=10)
+    rig.kubectl.text("delete", "lora/late", deadline_s=60)
 
 
 def test_a_control_port_that_cannot_be_reached_takes_no_replica_out_of_service(steady: ClusterRig, right: DemoImage) -> None:
@@ -137,16 +137,16 @@ def test_children_that_somebody_edits_or_deletes_are_repaired_under_running_requ
     desired = rig.kubectl.get(f"configmap/{NAME}-desired")["data"]
     with clients(rig, right) as asking:
         rig.kubectl.patch(f"service/{NAME}", {"spec": {"selector": {"diffusion-operator.dev/deployment": "another"}}})
-        rig.eventually("its selector again", lambda: rig.kubectl.get(f"service/{NAME}")["spec"]["selector"] == wanted, deadline_s=10)
+        rig.eventually("its selector again", lambda: rig.kubectl.get(f"service/{NAME}")["spec"]["selector"] == wanted, deadline_s=60)
         rig.kubectl.patch(f"configmap/{NAME}-desired", {"data": {"desired.json": "{}"}})
-        rig.eventually("its text again", lambda: rig.kubectl.get(f"configmap/{NAME}-desired")["data"] == desired, deadline_s=10)
-        rig.kubectl.text("delete", f"configmap/{NAME}-desired", deadline_s=10)
-        rig.eventually("a ConfigMap again", lambda: rig.exists(f"configmap/{NAME}-desired"), deadline_s=10)
+        rig.eventually("its text again", lambda: rig.kubectl.get(f"configmap/{NAME}-desired")["data"] == desired, deadline_s=60)
+        rig.kubectl.text("delete", f"configmap/{NAME}-desired", deadline_s=60)
+        rig.eventually("a ConfigMap again", lambda: rig.exists(f"configmap/{NAME}-desired"), deadline_s=60)
         answered = asking.answered
         rig.eventually("requests are answered", lambda: asking.answered > answered + 2)
     assert not asking.lost and not asking.refused, asking.told()
-    rig.kubectl.text("delete", f"service/{NAME}", deadline_s=10)
-    rig.eventually("a Service again", lambda: rig.exists(f"service/{NAME}"), deadline_s=10)
+    rig.kubectl.text("delete", f"service/{NAME}", deadline_s=60)
+    rig.eventually("a Service again", lambda: rig.exists(f"service/{NAME}"), deadline_s=60)
     assert rig.image(NAME).png == right.png
     assert lives(rig) == same
     assert rig.eventually("Events of it", lambda: rig.events(NAME, "Repaired"))
@@ -155,13 +155,13 @@ def test_children_that_somebody_edits_or_deletes_are_repaired_under_running_requ
 def test_what_a_deployment_can_do_without_goes_and_comes_and_its_pod_stays(steady: ClusterRig) -> None:
     rig, same = steady, lives(steady)
     rig.kubectl.patch(DD, {"spec": {"control": {"networkPolicy": "None"}, "podDisruptionBudget": "None"}})
-    rig.eventually("neither of them", lambda: not optional_children(rig), deadline_s=10)
+    rig.eventually("neither of them", lambda: not optional_children(rig), deadline_s=60)
     rig.kubectl.patch(DD, {"spec": {"control": {"networkPolicy": "Managed"}, "podDisruptionBudget": "Auto"}})
-    rig.eventually("both of them", lambda: optional_children(rig) == {"NetworkPolicy", "PodDisruptionBudget"}, deadline_s=10)
+    rig.eventually("both of them", lambda: optional_children(rig) == {"NetworkPolicy", "PodDisruptionBudget"}, deadline_s=60)
     for what, change in ((f"networkpolicy/{NAME}-control", {"ingress": []}), (f"pdb/{NAME}", {"maxUnavailable": 3})):
         wanted = rig.kubectl.get(what)["spec"]
         rig.kubectl.patch(what, {"spec": change})
-        rig.eventually("what it was", lambda what=what, wanted=wanted: rig.kubectl.get(what)["spec"] == wanted, deadline_s=10)
+        rig.eventually("what it was", lambda what=what, wanted=wanted: rig.kubectl.get(what)["spec"] == wanted, deadline_s=60)
     assert lives(rig) == same
 
 
@@ -174,9 +174,9 @@ def test_a_deleted_token_hurts_no_running_replica_and_is_there_for_the_next(stea
     """Delete the Secret with the control token. The operator never reads it, so it notices the loss when a pod waits for the Secret, or
     after ten minutes."""
     rig = steady
-    rig.kubectl.text("delete", f"secret/{NAME}-control", deadline_s=10)
+    rig.kubectl.text("delete", f"secret/{NAME}-control", deadline_s=60)
     assert rig.image(NAME).png == right.png
-    rig.wait(DD, SERVING, deadline_s=10)
+    rig.wait(DD, SERVING, deadline_s=60)
     (old,) = lives(rig)
     rig.kubectl.text("delete", "pod", rig.pod(NAME), "--wait=false")
     rig.eventually("another pod, and ready", lambda: rolled_out(rig, {old[0]}, 1), deadline_s=START_S)

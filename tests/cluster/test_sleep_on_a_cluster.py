@@ -39,7 +39,7 @@ def rig_on_idle(rig: ClusterRig) -> Iterator[ClusterRig]:
     set_sleep(rig, idleSeconds=LONG_S)
     rig.wait(DD, SERVING)
     yield rig
-    rig.kubectl.text("delete", DD, LORA, "--ignore-not-found", deadline_s=10)
+    rig.kubectl.text("delete", DD, LORA, "--ignore-not-found", deadline_s=60)
     rig.eventually("the pods are gone", lambda: not rig.pods(NAME))
 
 
@@ -219,7 +219,7 @@ def sleeping(rig: ClusterRig) -> int:
 
 def test_a_sleeping_deployment_is_deleted_without_waking_and_without_waiting(rig_on_idle: ClusterRig) -> None:
     rig = rig_on_idle
-    rig.kubectl.text("delete", DD, deadline_s=10)
+    rig.kubectl.text("delete", DD, deadline_s=60)
     rig.eventually(
         "not a pod is left, nor one on its way out",
         lambda: not rig.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={NAME}")["items"],

@@ -36,7 +36,7 @@ def second(rig: ClusterRig) -> Iterator[str]:
     """Start a second node and provide its name. Afterwards delete the deployment, wait for its pods to go, and end the node."""
     with cluster.provider().own_nodes().second_node() as name:
         yield name
-        rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=10)
+        rig.kubectl.text("delete", DD, "--ignore-not-found", deadline_s=60)
         rig.eventually("the pods are gone", lambda: not rig.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={NAME}")["items"])
 
 
@@ -62,7 +62,7 @@ def test_a_lost_node_takes_its_replica_out_of_service_and_another_takes_its_plac
     right = rig.image(NAME)
     with cluster.provider().own_nodes().unplugged():
         rig.eventually("the node is NotReady", lambda: not node_ready(rig, second), deadline_s=SILENCE_S)
-        rig.eventually("unrouted", lambda: not routable(rig, lost), deadline_s=15)
+        rig.eventually("unrouted", lambda: not routable(rig, lost), deadline_s=60)
         with Clients(lambda: service_address(rig.kubectl, NAME), right, REQUEST) as asking:
             rig.eventually("a replacement, and all serve", lambda: replaced(rig, lost), deadline_s=START_S)
         assert asking.answered > 5 and not asking.lost and not asking.refused, asking.told()
@@ -87,8 +87,8 @@ def indexes(rig: ClusterRig) -> list[str]:
 @pytest.fixture
 def soak(rig: ClusterRig, second: str) -> Iterator[OperatorsSoak]:
     yield OperatorsSoak(rig, seed=1, nodes=[cluster.provider().own_nodes().first, second])
-    rig.kubectl.text("delete", f"dd/{SOAKED}", "--ignore-not-found", deadline_s=10)
-    rig.kubectl.text("delete", "lora", "--all", deadline_s=10)
+    rig.kubectl.text("delete", f"dd/{SOAKED}", "--ignore-not-found", deadline_s=60)
+    rig.kubectl.text("delete", "lora", "--all", deadline_s=60)
 
 
 def test_a_dead_leader_a_drained_node_and_a_rollout_cost_no_request(soak: OperatorsSoak) -> None:

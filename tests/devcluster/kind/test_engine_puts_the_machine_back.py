@@ -70,7 +70,7 @@ def eventually(what: str, look: Callable[[], object], *, deadline_s: float = STA
 def kill(pid: int | None) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    eventually(f"process {pid} is gone", lambda: not Path(f"/proc/{pid}/root").exists(), deadline_s=10)
+    eventually(f"process {pid} is gone", lambda: not Path(f"/proc/{pid}/root").exists(), deadline_s=60)
 
 
 def find_dockerd() -> int | None:

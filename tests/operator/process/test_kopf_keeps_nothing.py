@@ -30,7 +30,7 @@ async def test_a_pass_that_an_event_leads_to_keeps_no_variable_of_kopf() -> None
     process.queue = KeyedQueue(reconcile, resync_s=60, parallel=1, random=lambda: 0.5)
     CAUSE.set("an event, with its object")
     await process.event_handler(DEPLOYMENT)(event={"type": "ADDED", "object": {"metadata": METADATA, "spec": {}}})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await passed.get() is None
     await process.queue.close()
 

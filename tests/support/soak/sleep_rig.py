@@ -259,7 +259,7 @@ class SleepRig(References):
         self._times.end(Excuse.ASKED, Excuse.KILLED)
         self.put_all(NAMES)
         own = len(self._before) - 1
-        self.worker.wait_for(lambda: len(descendants(self.worker.pid)) == own, what="left with its own processes only", timeout_s=10)
+        self.worker.wait_for(lambda: len(descendants(self.worker.pid)) == own, what="left with its own processes only", timeout_s=60)
         if self.outcome.done % LEFT_OVER_EVERY == 0:
             self._wrong(*left_over(self.worker, self._before))
 

@@ -120,12 +120,16 @@ class TrafficSoak:
 
     def _kill_ranks(self, outcome: Outcome, every_s: float | None, over: threading.Event) -> None:
         """Send SIGKILL, or SIGSTOP in a quarter of the cases, to some rank at a random moment of each `every_s` seconds. With None it
-        sends nothing."""
+        sends nothing.
+
+        In three of four cases these seconds begin when the group serves again, so that a slow machine makes images as well."""
         rng = random.Random(outcome.seed)
         while every_s and not over.wait(at := rng.uniform(0.0, every_s)):
             number = signal.SIGSTOP if rng.random() < 0.25 else signal.SIGKILL
             outcome.losses[number.name] += signal_rank(self._worker, rng.randrange(RANKS), number)
             over.wait(every_s - at)
+            while rng.random() < 0.75 and self._worker.state()["state"] != "ready" and not over.wait(0.1):
+                pass
 
     def _lost(self) -> tuple[int, int]:
         values = metric_values(self._worker.get("/metrics").text)

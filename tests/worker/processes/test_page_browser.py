@@ -219,7 +219,7 @@ def test_a_cancelled_image_leaves_the_ranks_free(worker: WorkerProcess, open_pag
     expect(page.locator("#news")).to_have_text("Cancelled.")
     expect(page.get_by_role("button", name="Make an image")).to_be_focused()
     expect(page.get_by_role("button", name="Make an image")).to_be_enabled()
-    worker.wait_for(lambda: worker.state()["inFlight"] == 0, what="free", timeout_s=10)
+    worker.wait_for(lambda: worker.state()["inFlight"] == 0, what="free", timeout_s=60)
 
 
 def test_the_state_of_the_ranks_and_of_sleep_is_shown_live(fake_worker: WorkerProcess, open_page: Callable[..., Page]) -> None:

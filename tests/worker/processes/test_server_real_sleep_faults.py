@@ -94,7 +94,7 @@ def test_a_rank_killed_in_the_middle_of_a_sleep_leaves_the_model_asleep(faulty: 
 def test_a_rank_killed_or_stopped_asleep_leaves_the_model_asleep(faulty: Faulty, number: signal.Signals) -> None:
     generation = faulty.sleep(level="Discard")["generation"]
     os.kill(faulty.rank_pids()[0], number)
-    faulty.wait_for(lambda: faulty.state()["generation"] > generation, what="noticing", timeout_s=15)
+    faulty.wait_for(lambda: faulty.state()["generation"] > generation, what="noticing", timeout_s=60)
     faulty.wait_over("asleep")
     faulty.check_asleep_then_wake()
 
@@ -205,7 +205,7 @@ def test_a_server_killed_while_asleep_comes_back_asleep_and_holds_nothing(faulty
     pids = [faulty.pid, *descendants(faulty.pid)]
     faulty.send_signal(signal.SIGKILL)
     faulty.wait_exit(10)
-    faulty.wait_until(lambda: not any(process_exists(pid) for pid in pids), what="gone", timeout_s=15)
+    faulty.wait_until(lambda: not any(process_exists(pid) for pid in pids), what="gone", timeout_s=60)
     faulty.start()
     seen = set[str]()
     faulty.wait_for(lambda: seen.add(faulty.state()["state"]) or "asleep" in seen, what="asleep")
@@ -224,7 +224,7 @@ def test_a_worker_terminated_while_it_drains_gives_what_runs_its_time_and_ends_w
         faulty.begin("/v1/sleep")
         faulty.wait_state("draining")
         check_end(faulty)
-        answer = running.result(5)
+        answer = running.result(60)
         assert answer.status_code == 200 or answer.json()["error"]["code"] == "Terminating", answer.text
     faulty.start()
     faulty.wait_ready()

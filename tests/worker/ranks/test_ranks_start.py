@@ -76,7 +76,7 @@ def test_a_worker_whose_ranks_are_spawned_imports_no_torch_and_makes_the_image_t
         assert worker.rank_pids() != [rank] and not process_exists(rank)
         pids = worker.rank_pids() + descendants(worker.pid)
         assert worker.terminate() == 0
-        worker.wait_until(lambda: not any(process_exists(pid) for pid in pids), what="gone", timeout_s=15)
+        worker.wait_until(lambda: not any(process_exists(pid) for pid in pids), what="gone", timeout_s=60)
         assert "Traceback" not in worker.output
 
 

@@ -150,5 +150,5 @@ def test_a_worker_that_ends_takes_its_standby_along_even_one_that_still_imports(
         # The first adapter need not wait for the fork server.
         assert any("forkserver" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
         assert worker.terminate() == 0
-        worker.wait_until(lambda: not any(map(process_exists, pids)), what="gone", timeout_s=15)
+        worker.wait_until(lambda: not any(map(process_exists, pids)), what="gone", timeout_s=60)
         assert "Traceback" not in worker.output

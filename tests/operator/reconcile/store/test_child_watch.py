@@ -82,7 +82,7 @@ class Rig:
         """Run the watch until it has opened all scripted streams, so that nothing more is read. TimeoutError after 5 s."""
         task = asyncio.create_task(self.watch.run())
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await self.server.done.wait()
         finally:
             task.cancel()

@@ -49,7 +49,7 @@ class Rig:
         """Run the listing until it has listed twice more."""
         task, until = asyncio.create_task(self.listing.run(EVERY_S)), self.cluster.asked + 2
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while self.cluster.asked < until:  # noqa: ASYNC110
                     await asyncio.sleep(EVERY_S)
         finally:

@@ -2,11 +2,12 @@
 """Requests that kill real ranks: ten different ones within a minute fail by themselves, and everybody beside them gets an image."""
 
 import concurrent.futures
-import time
+from typing import Any
 
 import httpx2
 import pytest
 
+from support.soak.frame import difference, pixels
 from support.worker.process import WorkerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,25 +26,23 @@ def test_ten_poisons_within_a_minute_fail_alone_and_three_innocents_beside_each_
             body = {"prompt": prompt, "seed": seed, "num_inference_steps": 4, "size": "32x32"}
             return client.post(f"{worker.url}/v1/images/generations", json=body)
 
-        def image(answer: httpx2.Response) -> str:
+        def image(answer: httpx2.Response) -> Any:
             assert answer.status_code == 200, answer.text
-            return str(answer.json()["data"][0]["b64_json"])
+            return pixels(answer.json())
 
         alone = [image(ask("a red digit seven", seed)) for seed in range(BESIDE_EACH)]
         boot = worker.boot_id
         with concurrent.futures.ThreadPoolExecutor(POISONS * (BESIDE_EACH + 1)) as threads:
-            started = time.monotonic()
             poisons, innocents = [], []
             for number in range(POISONS):
                 poisons.append(threads.submit(ask, f"poison kumquatfen {number}", number))
                 innocents += [threads.submit(ask, "a red digit seven", seed) for seed in range(BESIDE_EACH)]
             worker.wait_for(lambda: worker.state()["queued"] + worker.state()["inFlight"] > POISONS, what="asked", timeout_s=60)
-            assert time.monotonic() - started < 60
             failed = [future.result() for future in poisons]
             made = [image(future.result()) for future in innocents]
         assert [(answer.status_code, answer.json()["error"]["code"]) for answer in failed] == [(422, "RequestFailed")] * POISONS
-        # An innocent that was made again alone has the very bits; one that shared a step with others may be rounded otherwise.
-        assert set(alone) <= set(made)
+        # One that shared a step with others may be rounded otherwise.
+        assert [number for number, one in enumerate(made) if difference(one, alone[number % BESIDE_EACH]) > 1] == []
         # The last loss may have been the last poison's.
         state = worker.wait_state("ready")
         assert (state["bootId"], state["failure"]) == (boot, None)

@@ -88,6 +88,6 @@ async def test_ranks_that_are_lost_while_they_drain_make_the_request_again(edge:
 
 async def test_the_end_of_the_process_after_a_drain_waits_for_nothing(edge: Edge) -> None:
     await edge.operate("drain")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await edge.engine.terminate()
     assert edge.ranks.stopped

@@ -315,11 +315,11 @@ BROKEN_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
 async def test_a_file_that_is_no_usable_image_is_refused_at_once_by_its_field(edge: Edge, name: str) -> None:
     make, says = BROKEN_FILES[name]
     content = make()
-    started = time.monotonic()
+    started = time.process_time()
     assert says in refusal(await edit(edge, {"image": content}), "image")
     assert says in refusal(await edit(edge, {"mask": content, "image": red()}), "mask")
-    # An idle core takes half a second; a decoder that reads on takes minutes.
-    assert time.monotonic() - started < 5
+    # Refused by their first bytes they cost half a second of an idle core; a decoder that reads on takes minutes.
+    assert time.process_time() - started < 30
     several = await edit(edge, [("image[]", red()), ("image[]", content)])
     assert says in refusal(several, "image[1]")
 
