@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from support.early_sigterm import DEADLINE_S, exit_code_of
+from support.early_sigterm import DEADLINE_S, exit_code_of, exit_code_of_caught_end
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "from diffusion_operator.program import main; main()"
@@ -16,6 +16,10 @@ PROGRAM = "from diffusion_operator.program import main; main()"
 def test_a_sigterm_while_it_imports_ends_it_at_once_with_the_code_of_the_signal() -> None:
     """Without a handler the program would die by the signal here, with another code."""
     assert exit_code_of(PROGRAM, "run") == 128 + signal.SIGTERM
+
+
+def test_a_sigterm_within_a_librarys_except_ends_it_as_well() -> None:
+    assert exit_code_of_caught_end("diffusion_operator", "__main__") == 128 + signal.SIGTERM
 
 
 def test_it_is_the_command_line_of_the_package() -> None:

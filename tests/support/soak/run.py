@@ -30,6 +30,7 @@ from support.soak.operator_lives import TwoOperators
 from support.soak.operator_manifests import run_manifests
 from support.soak.operator_sequences import run_sequences
 from support.soak.operators import run_operators
+from support.soak.signals import run_signals
 from support.soak.sleep import run_sleep
 from support.soak.sources import run_sources
 from support.soak.traffic import run_both
@@ -54,6 +55,7 @@ PARTS: dict[str, tuple[Callable[..., Outcome | list[Outcome]], dict[str, float]]
     "sources": (run_sources, {"sources": 500}),
     "configurations": (run_configurations, {"configurations": 500}),
     "images": (run_images, {"images": 2_000}),
+    "signals": (run_signals, {"signals": 500}),
     "sleep": (run_sleep, {"sleep_sequences": 500}),
     # 0 families are all of them.
     "rehearsal": (run_rehearsal, {"rehearsed_families": 0}),

@@ -8,6 +8,7 @@ missing models, and requests whose client leaves. The same seed makes the same r
 import random
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ class TrafficSoak:
         counts = "answered given_up refused_as_they_should replayed restarts worst_difference"
         outcome = Outcome(seed, counts=counts, tallies="failed losses")
         before, requests = self._lost(), traffic(seed, count, self._bodies, bad=bad, aborted=aborted)
-        for asked in self._asking.ask_all(requests, outcome, limit_s=limit_s, beside=partial(self._kill_ranks, outcome, kill_every_s)):
+        killing = partial(self._kill_ranks, outcome, kill_every_s, limit_s)
+        for asked in self._asking.ask_all(requests, outcome, limit_s=limit_s, beside=killing):
             self._judge(outcome, asked, excused=LOST_TWICE if kill_every_s else ())
         outcome.restarts, outcome.replayed = (now - was for now, was in zip(self._lost(), before, strict=True))
         return outcome
@@ -118,17 +120,19 @@ class TrafficSoak:
             if not any(words in str(asked.document) for words in excused):
                 outcome.wrong.append(f"expected {asked.expected}, found {asked.status} {asked.document}")
 
-    def _kill_ranks(self, outcome: Outcome, every_s: float | None, over: threading.Event) -> None:
+    def _kill_ranks(self, outcome: Outcome, every_s: float | None, limit_s: float, over: threading.Event) -> None:
         """Send SIGKILL, or SIGSTOP in a quarter of the cases, to some rank at a random moment of each `every_s` seconds. With None it
         sends nothing.
 
-        In three of four cases these seconds begin when the group serves again, so that a slow machine makes images as well."""
-        rng = random.Random(outcome.seed)
-        while every_s and not over.wait(at := rng.uniform(0.0, every_s)):
+        In three of four cases these seconds begin when the group serves again, so that a slow machine makes images as well. After
+        `limit_s` it stops, so that what was begun is answered."""
+        rng, ends = random.Random(outcome.seed), time.monotonic() + limit_s
+        while every_s and not over.wait(at := rng.uniform(0.0, every_s)) and time.monotonic() < ends:
             number = signal.SIGSTOP if rng.random() < 0.25 else signal.SIGKILL
             outcome.losses[number.name] += signal_rank(self._worker, rng.randrange(RANKS), number)
             over.wait(every_s - at)
-            while rng.random() < 0.75 and self._worker.state()["state"] != "ready" and not over.wait(0.1):
+            waits = rng.random() < 0.75
+            while waits and self._worker.state()["state"] != "ready" and not over.wait(0.1):
                 pass
 
     def _lost(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from support.early_sigterm import DEADLINE_S, exit_code_of
+from support.early_sigterm import DEADLINE_S, exit_code_of, exit_code_of_caught_end
 
 PROGRAM = "from diffusion_worker.program import main; main()"
 
@@ -13,6 +13,10 @@ PROGRAM = "from diffusion_worker.program import main; main()"
 def test_a_sigterm_while_it_imports_ends_it_at_once_with_the_code_of_the_signal() -> None:
     """Without a handler the program would die by the signal here, with another code."""
     assert exit_code_of(PROGRAM, "serve", "--model=/does-not-matter") == 128 + signal.SIGTERM
+
+
+def test_a_sigterm_within_a_librarys_except_ends_it_as_well() -> None:
+    assert exit_code_of_caught_end("diffusion_worker", "cli") == 128 + signal.SIGTERM
 
 
 def test_it_is_the_command_line() -> None:

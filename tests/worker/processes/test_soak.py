@@ -17,6 +17,7 @@ from PIL import Image
 from support.soak.adapters import AdapterSoak, References, Spell, run_adapters
 from support.soak.edge import NO_HUB, EdgeSoak
 from support.soak.frame import Asked, Outcome
+from support.soak.signals import run_signals
 from support.soak.sleep import run_sleep
 from support.soak.sleep_judge import Excuse, Times, why_wrong
 from support.soak.traffic import BAD, pool, run_both, traffic
@@ -38,6 +39,13 @@ def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_image(
     assert (soak.wrong, killed.wrong) == ([], [])
     assert soak.answered > 10 and soak.refused_as_they_should > 1
     assert killed.answered > 5 and killed.restarts > 0
+
+
+@pytest.mark.slow
+def test_a_signal_at_any_moment_of_a_start_ends_the_worker(short_path: Path) -> None:
+    outcome = run_signals(short_path, seed=1, count=10, limit_s=60)
+    assert outcome.wrong == []
+    assert outcome.done > 3
 
 
 @pytest.mark.slow

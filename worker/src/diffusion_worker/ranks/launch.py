@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start of rank processes, from the fork server or by spawn: their environment, their arguments, and where they meet."""
 
+import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, spawn, util
@@ -116,6 +118,13 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["diffusion_worker.ranks.preload"])
     return context
+
+
+def kill_fork_server() -> None:
+    """Kill this process's fork server, if there is one. A start that waits for its imports fails then with EOFError."""
+    if (pid := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def without_main(what: str) -> str:

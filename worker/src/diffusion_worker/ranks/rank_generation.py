@@ -37,7 +37,7 @@ from diffusion_worker.messages import (
 )
 from diffusion_worker.ranks.broadcast import ServerEnd
 from diffusion_worker.ranks.calls_in_flight import CallInFlight, CallsInFlight
-from diffusion_worker.ranks.launch import NewProcess, start_processes
+from diffusion_worker.ranks.launch import NewProcess, kill_fork_server, start_processes
 from diffusion_worker.ranks.rank_process import RankProcess
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class RankGeneration:
         self._calls = CallsInFlight()
         self._ready = asyncio.Event()
         self._ending = False
+        self._starting: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -90,13 +91,17 @@ class RankGeneration:
         limit_s = self._config.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await asyncio.to_thread(start_processes, self._config, self.number, self.wire, self._add, self._asleep, standbys)
+                start = asyncio.to_thread(start_processes, self._config, self.number, self.wire, self._add, self._asleep, standbys)
+                self._starting = asyncio.create_task(start)
+                await self._starting
                 await self._or_loss(self.wire.wait_for_ranks(len(self.ranks)))
                 await self._or_loss(self._ready.wait())
         except TimeoutError:
             reason = f"the ranks did not load the model within {limit_s:g} s"
             self.lose(reason, Fault.STALLED)
             raise LoadTimeout(reason) from None
+        except EOFError:
+            raise GroupFailed("the fork server ended while it started a rank") from None
         except GroupFailed:
             words = next((rank.last_report for rank in self.ranks if rank.last_report and rank.last_report.config), None)
             if words is not None:
@@ -200,6 +205,7 @@ class RankGeneration:
         Then free all that belongs to the generation, and mark it as lost if it was not.
         """
         self._ending = True
+        await self._end_start()
         if not self.loss.done():
             self.wire.send(Shutdown())
             await self._wait_for_exits(STOP_GRACE_S)
@@ -217,6 +223,14 @@ class RankGeneration:
         await asyncio.gather(*(self._close(rank) for rank in self.ranks))
         if not self.loss.done():
             self.loss.set_result(Loss("the ranks were ended", Fault.DIED))
+
+    async def _end_start(self) -> None:
+        """End the thread that starts processes: it may wait for the fork server's imports, and this process would wait for the thread."""
+        ends = self._loop.time() + KILL_GRACE_S
+        while self._starting is not None and not self._starting.done() and self._loop.time() < ends:
+            # The thread may be about to start the fork server.
+            kill_fork_server()
+            await asyncio.wait({self._starting}, timeout=STACK_LOOK_S)
 
     # --- processes ------------------------------------------------------------------------------------------------------
 
