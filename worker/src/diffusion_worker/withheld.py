@@ -2,8 +2,8 @@
 """A filter that keeps the texts of requests out of every log of a process, whichever library writes it.
 
 diffusers warns of a truncated prompt and quotes it, and an exception's message may quote a prompt. Once the load has ended, a
-library's record keeps only the place where it was written. A traceback keeps its lines, and the messages of those exceptions
-that cannot quote a request. Before the load ends there are no requests, so everything is logged in full.
+library's warnings are left out, and its errors keep only the place where they were written. A traceback keeps its lines, and the messages
+of those exceptions that cannot quote a request. Before the load ends there are no requests, so everything is logged in full.
 """
 
 import logging
@@ -20,6 +20,8 @@ OURS = ("diffusion_worker", "uvicorn")
 
 log = logging.getLogger(__name__)
 _serving = False
+# The levels of libraries' loggers before `withhold` raised them, by the name of the topmost logger.
+_levels: dict[str, int] = {}
 
 
 class WithheldRecord(logging.LogRecord):
@@ -61,9 +63,16 @@ def _log_uncaught(error: BaseException | None, where: str) -> None:
 
 
 def withhold(serving: bool = True) -> None:
-    """Withhold texts from now on, because requests may be running; with `serving=False` log in full again."""
+    """Withhold texts from now on, because requests may be running; with `serving=False` log in full again.
+
+    Without its text a warning at each request would look like a fault. So libraries that are imported by now log their errors alone.
+    """
     global _serving
     _serving = serving
+    for name in {name.partition(".")[0] for name in logging.Logger.manager.loggerDict} - set(OURS):
+        logger = logging.getLogger(name)
+        usual = _levels.setdefault(name, logger.level)
+        logger.setLevel(max(usual, logging.ERROR) if serving else usual)
 
 
 def traceback_of(error: BaseException) -> str:

@@ -24,7 +24,7 @@ def check_start(wanted: Device, rank: int, method: StartMethod) -> None:
     accelerator = wanted is Device.CUDA or (wanted is Device.AUTO and (node is not None or torch.cuda.is_available()))
     require_usable_process(method, accelerator=accelerator, bad_fork=bad_fork)
     device = device_of(wanted, rank)
-    log.info("rank starts start_method=%s device=%s bad_fork=%s", method, device, bad_fork)
+    log.info("rank starts start_method=%s device=%s", method, device)
     _warn_of_unused(node, wanted, device)
 
 
