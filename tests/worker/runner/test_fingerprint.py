@@ -287,6 +287,11 @@ def test_the_smallest_size_is_asked_for_first_then_the_models_own_with_a_step_an
     assert tried == [(*smallest, 1), (*smallest, 2), (None, None, None, 1), (None, None, None, 2)]
 
 
+def test_a_deployment_whose_default_size_is_smaller_is_asked_for_that_alone() -> None:
+    tried = [(spec.width, spec.height, spec.steps) for spec in asked_of(default_width=48, default_height=32)]
+    assert tried == [(48, 32, 1), (48, 32, 2)]
+
+
 def test_the_smallest_size_is_one_that_the_model_and_its_split_allow() -> None:
     video = asked_of(kind="video", frame_multiple=4, size_multiple=48)[0]
     assert (video.width, video.height, video.frames) == (96, 96, 5)

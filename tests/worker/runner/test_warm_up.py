@@ -11,11 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from diffusion_worker.config import Dtype, WorkerConfig
+from diffusion_worker.config import Dtype, RequestDefaults, RequestLimits, WorkerConfig
 from diffusion_worker.engine.state.rank_protocol import TickReport
 from diffusion_worker.engine.state.state_document import EngineState, LoadStage
 from diffusion_worker.errors import ConfigError, ErrorCode, Fault, RequestError
 from diffusion_worker.messages import ErrorReport, LoRAUse, ModelInfo, RequestSpec, RpcReply, Task, Tick, WarmedUp
+from diffusion_worker.runner.pipelines.description import with_deployments_size
 from diffusion_worker.runner.stepping.step_output import StepOutput
 from diffusion_worker.runner.warm_up import Variant, compiled_variants, warm_up, warm_up_requests
 from support.runner.rig import RunnerRig
@@ -168,6 +169,26 @@ def test_every_size_is_warmed_up_with_the_steps_that_the_options_say() -> None:
     ranks = Ranks()
     warm_up(config_of(), MODEL, ranks.execute)
     assert [(spec.width, spec.height, spec.steps) for spec in ranks.specs] == [(None, None, 1)]
+    ranks = Ranks()
+    warm_up(config_of(defaults=RequestDefaults(width=48, height=32)), MODEL, ranks.execute)
+    assert [(spec.width, spec.height) for spec in ranks.specs] == [(48, 32)]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "defaults", "size"),
+    [
+        ([Task.GENERATE, Task.EDIT], {}, (1024, 768)),
+        ([Task.GENERATE], {"width": 64, "height": 32}, (64, 32)),
+        ([Task.EDIT], {}, (96, 96)),
+        ([Task.EDIT], {"width": 64, "height": 32}, (64, 32)),
+    ],
+)
+def test_sizes_that_the_worker_chooses_itself_keep_the_deployments_default_and_limit(
+    tasks: list[Task], defaults: dict[str, int], size: tuple[int, int]
+) -> None:
+    model = msgspec.structs.replace(MODEL, tasks=tasks, default_width=1024, default_height=768, token_pixels=16, tokens_multiple=2)
+    found = with_deployments_size(model, RequestDefaults(**defaults), RequestLimits(max_pixels=10_000))
+    assert (found.default_width, found.default_height) == size
 
 
 def test_the_warm_up_measures_the_step_and_the_longest_tick_of_every_size_and_variant() -> None:

@@ -133,9 +133,12 @@ class Probe:
 def probe_requests(model: ModelInfo, tasks: TaskPipelines, probe: RequestSpec = PROBE, task: Task | None = None) -> Iterator[WarmUpRequest]:
     """Yield requests to try in turn: the smallest size with one step and with two, then the default size with one and two.
 
-    Other fields are as in `probe`. They are for `task`, by default that of the warm-up; a model without any task gets no requests.
+    A deployment whose default size is smaller gets the default size alone, as its limits may allow no more. Other fields are as in `probe`.
+    They are for `task`, by default that of the warm-up; a model without any task gets no requests.
     """
-    for (width, height, frames), steps in itertools.product([_smallest(model), (None, None, None)], STEPS):
+    smallest, usual = _smallest(model), (model.default_width, model.default_height, None)
+    small = (model.default_width or smallest[0]) * (model.default_height or smallest[1]) < smallest[0] * smallest[1]
+    for (width, height, frames), steps in itertools.product([usual] if small else [smallest, usual], STEPS):
         request = own_request(msgspec.structs.replace(probe, width=width, height=height, frames=frames, steps=steps), model, task)
         if request is None:
             return

@@ -52,7 +52,7 @@ from diffusion_worker.runner.model_call.prompt_cache import PromptCache
 from diffusion_worker.runner.parallel.agreement import failures_of_all
 from diffusion_worker.runner.parallel.rows import Parallel
 from diffusion_worker.runner.parallel.setup import ParallelKinds
-from diffusion_worker.runner.pipelines.description import describe
+from diffusion_worker.runner.pipelines.description import describe, with_deployments_size
 from diffusion_worker.runner.pipelines.tasks import TaskPipelines
 from diffusion_worker.runner.pipelines.view import compute_on, modules_of
 from diffusion_worker.runner.rank_memory import RankMemory
@@ -133,6 +133,7 @@ class DiffusionModelRunner:
         self._kinds = kinds = ParallelKinds(self._config, self._parallel, pipeline, modules)
         self._tasks = TaskPipelines(pipeline)
         info = self._tasks.describe(kinds.describe(describe(pipeline, dtype, total)))
+        info = with_deployments_size(info, self._config.defaults, self._config.limits)
         progress = LoadingProgress(total, report)
         # Text encoders come first: a wake restores modules in this order, and requests begin with them.
         for name, module in sorted(modules.items(), key=lambda item: not item[0].startswith(TEXT_ENCODER)):

@@ -13,14 +13,12 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, ImageInput, LoRAUse, ModelInfo, RequestSpec, Task, Tick, WarmTick
 from diffusion_worker.runner.pipelines.body import inputs_of
+from diffusion_worker.runner.pipelines.description import SIDE
 from diffusion_worker.runner.stepping.step_output import StepOutput
 
 log = logging.getLogger(__name__)
 
 GREY, MASKED = 128, 255
-# The side for models that have no default size; most were trained for about this one.
-SIDE = 512
-
 Execute = Callable[[Tick, Sequence[bytes]], StepOutput]
 
 
@@ -91,11 +89,12 @@ def warm_up(config: WorkerConfig, model: ModelInfo, execute: Execute, *, variant
 
 
 def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpRequest]:
-    """Yield a request for each configured size, or one for the default size; from text, or from a grey image if the model needs one.
+    """Yield a request for each configured size, or one for the deployment's default size.
 
-    A model without tasks gets none, and a warning in the log.
+    It is made from text, or from a grey image if the model needs one. A model without tasks gets none,
+    and a warning in the log.
     """
-    sizes: list[tuple[int | None, int | None]] = [*config.warmup_sizes] or [(None, None)]
+    sizes: list[tuple[int | None, int | None]] = [*config.warmup_sizes] or [(config.defaults.width, config.defaults.height)]
     for number, (width, height) in enumerate(sizes):
         spec = RequestSpec(
             request_id=f"warm-up-{number}", prompt="warm-up", seed=number, width=width, height=height, steps=config.warmup_steps

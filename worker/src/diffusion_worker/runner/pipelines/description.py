@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import diffusers
+import msgspec
 import torch
 
+from diffusion_worker.config import RequestDefaults, RequestLimits
 from diffusion_worker.errors import ConfigError
-from diffusion_worker.messages import ModelInfo
+from diffusion_worker.messages import ModelInfo, Task
 from diffusion_worker.runner.model_call.components import DENOISERS
 from diffusion_worker.runner.pipelines.body import FRAMES, default_guidance, inputs_of
 from diffusion_worker.runner.pipelines.divisors import tokens_side, written_divisors
@@ -24,6 +26,8 @@ from diffusion_worker.runner.pipelines.view import modules_of
 # Pixels of one latent, along a side and in time, by the names that pipelines give them.
 SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor")
 TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+# The side for models that have no default size; most were trained for about this one.
+SIDE = 512
 PROCESSORS = ("image_processor", "video_processor")
 WITHOUT_HEIGHT = re.compile(r"^ +height = height or (\w+)$", re.MULTILINE)
 # The names of a pipeline's result, and the kind of output that each means.
@@ -84,6 +88,21 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
         max_height=longest and longest[0],
         max_width=longest and longest[1],
     )
+
+
+def with_deployments_size(info: ModelInfo, defaults: RequestDefaults, limits: RequestLimits) -> ModelInfo:
+    """Return the description with the deployment's default size in place of the model's own.
+
+    Edits have the size of their image. So for a model that only edits it is the size of the worker's own requests, such as the
+    warm-up: within the limit on pixels, and `SIDE` a side where the model has none.
+    """
+    width, height = defaults.width or info.default_width, defaults.height or info.default_height
+    if Task.GENERATE not in info.tasks:
+        width, height = width or SIDE, height or SIDE
+        if width * height > limits.max_pixels:
+            unit = math.lcm(info.size_multiple, info.token_pixels * info.tokens_multiple)
+            width = height = max(unit, math.isqrt(limits.max_pixels) // unit * unit)
+    return msgspec.structs.replace(info, default_width=width, default_height=height)
 
 
 def size_multiple(pipeline: Any) -> int:
