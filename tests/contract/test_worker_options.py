@@ -97,6 +97,7 @@ def test_every_option_of_a_spec_reaches_the_worker() -> None:
     found = config_of(
         {
             "servedName": "sd",
+            "servedNames": ["openai/gpt-image-1", "sd-3"],
             "model": {"pipeline": "FluxPipeline", "dtype": "Float16", "componentDtypes": {"vae": "Float32", "text_encoder": "BFloat16"}},
             "engine": {"maxBatchSize": 3, "batchWindowMilliseconds": 20, "exact": True, "promptCacheSize": 0, "vaeTiling": True},
             "parallelism": {"ranksPerReplica": 24, "tensor": 4, "sequence": 3, "shard": 2},
@@ -109,6 +110,7 @@ def test_every_option_of_a_spec_reaches_the_worker() -> None:
             },
         }
     )
+    assert found.served_names == ["sd", "openai/gpt-image-1", "sd-3"]
     assert (found.served_name, found.pipeline, found.max_batch_size, found.batch_window_s) == ("sd", "FluxPipeline", 3, 0.02)
     assert (found.dtype, found.component_dtypes) == ("float16", {"vae": "float32", "text_encoder": "bfloat16"})
     assert (found.exact, found.prompt_cache_size, found.vae_tiling) == (True, 0, True)

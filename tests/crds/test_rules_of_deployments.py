@@ -145,6 +145,8 @@ CREATIONS = [
     ("image length", dd(engine={"image": "a" * 512}), dd(engine={"image": "a" * 513}), "image"),
     ("no rule couples minAwake with replicas", dd(sleep={"minAwake": 256}, replicas=1), dd(sleep={"minAwake": 257}), "minAwake"),
     ("served name", dd(servedName="sd-3"), dd(servedName="SD 3"), "servedName"),
+    ("further names", dd(servedNames=["openai/GPT-image_1.5"]), dd(servedNames=["/x"]), "servedNames"),
+    ("eight further names", dd(servedNames=[f"n{n}" for n in range(8)]), dd(servedNames=[f"n{n}" for n in range(9)]), "at most 8"),
     ("a dtype of a component", component_dtypes(vae="Float32"), component_dtypes(vae="Auto"), "componentDtypes"),
     ("the name of a component", component_dtypes(t5_2="Float32"), component_dtypes(**{"my-vae": "Float32"}), "name of a component"),
     ("no unknown fields", dd(), dd(sleep={"idleMinutes": 5}), "unknown field"),

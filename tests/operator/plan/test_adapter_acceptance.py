@@ -30,7 +30,7 @@ WAS_ACCEPTED = {
 
 def deployed(**lora: Any) -> DiffusionDeployment:
     metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
-    spec = {"model": {"source": {"path": "/m"}}, "lora": lora}
+    spec = {"model": {"source": {"path": "/m"}}, "servedNames": ["gpt-image-1"], "lora": lora}
     return msgspec.convert({"metadata": metadata, "spec": spec}, DiffusionDeployment)
 
 
@@ -56,6 +56,7 @@ def decided(adapter: LoRAAdapter, *others: LoRAAdapter, records: tuple[AdapterRe
 REFUSALS: list[tuple[str, LoRAAdapter, tuple[LoRAAdapter, ...], dict[str, Any], str, list[str]]] = [
     ("LoRA is off", made(), (), {"enabled": False}, "LoRADisabled", ["spec.lora.enabled", "DiffusionDeployment d"]),
     ("the served name", made(adapterName="d"), (), {}, "NameReserved", ["'d'"]),
+    ("one of the served names", made(adapterName="gpt-image-1"), (), {}, "NameReserved", ["'gpt-image-1'"]),
     ("a younger one of the name", made(age=2), (made("y", age=1, adapterName="x"),), {}, "NameConflict", ["LoRAAdapter y"]),
     ("a Secret that is not mounted", made(source=HUB), (), {}, "SecretNotMounted", ["Secret hub", "spec.lora.secrets"]),
     ("another Secret is", made(source=BUCKET), (), {"secrets": ["hub"]}, "SecretNotMounted", ["Secret bucket"]),

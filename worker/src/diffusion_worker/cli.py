@@ -44,6 +44,8 @@ from diffusion_worker.sources.options import check_lora_bounds, check_sources, l
 
 MAX_RANKS = 64
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+# A name as clients have it fixed, such as openai/gpt-image-1.
+OTHER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]{0,126}[A-Za-z0-9])?")
 ADAPTER_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 EXTENSION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -119,8 +121,11 @@ def cli() -> None:
 @click.option("--model", "model_option", metavar="SOURCE", help="A diffusers folder: a path, hf://, s3://, pvc:// or JSON; same as SOURCE.")
 @click.option(
     "--served-name",
+    "served_names",
+    multiple=True,
     metavar="NAME",
-    help="The model's name in requests; by default the name of its folder or of its repository, without the owner.",
+    help="The model's name in requests; by default the name of its folder or of its repository, without the owner. "
+    "May be repeated: further names ask for the same model, and answers name the first.",
 )
 @click.option(
     "--ranks",
@@ -503,11 +508,12 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
     plain = dict(options)
     rendezvous_host, rendezvous_port = parse_address(plain.pop("rendezvous_address"))
     place = locate_model(the_model(plain.pop("model"), plain.pop("model_option")), plain["claims_dir"])
-    slots = lora_defaults(plain["max_loras"])
+    slots, names = lora_defaults(plain["max_loras"]), plain.pop("served_names")
     converted: dict[str, Any] = {
         "model": place.folder,
         "model_source": place.source,
-        "served_name": plain.pop("served_name") or place.name,
+        "served_name": names[0] if names else place.name,
+        "other_names": list(names[1:]),
         "preload_loras": parse_loras(plain.pop("loras")),
         **parse_dtypes(plain.pop("dtypes")),
         "rendezvous_host": rendezvous_host,
@@ -621,9 +627,13 @@ def check(config: WorkerConfig) -> None:
     if not NAME.fullmatch(config.served_name):
         expected = "letters, digits, '.', '_' and '-', first and last a letter or digit, at most 63"
         raise ConfigError(f"--served-name: expected {expected}, found {config.served_name!r}")
-    if (name := config.served_name) in config.preload_loras:
+    for name in config.other_names:
+        if not OTHER_NAME.fullmatch(name):
+            expected = "letters, digits, '.', '_', '-' and '/', first and last a letter or digit, at most 128"
+            raise ConfigError(f"--served-name: expected {expected}, found {name!r}")
+    for name in (name for name in config.served_names if name in config.preload_loras):
         text = shown(config.preload_loras[name])
-        raise ConfigError(f"--lora {name}={text}: the name is the model's served name: choose another name, or another --served-name")
+        raise ConfigError(f"--lora {name}={text}: the name is a served name of the model: choose another name, or another --served-name")
     for component in (name for name, dtype in config.component_dtypes.items() if dtype is Dtype.AUTO):
         raise ConfigError(f"component_dtypes: {component}: expected one of float32, float16, bfloat16, found auto")
     check_sources(config)

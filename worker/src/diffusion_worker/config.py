@@ -140,6 +140,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     served_name: str
+    # Further names of the model in requests. Answers name it by the first.
+    other_names: list[str] = []
     # The source of a model that is not here yet, in the command line's form; `model` is then the path it will have.
     model_source: str | None = None
     ranks: int = 1
@@ -223,6 +225,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     profile_dir: str | None = None
     # Below Kubernetes' default grace of 30 s, so that the server still ends by itself.
     drain_timeout_s: float = 25.0
+
+    @property
+    def served_names(self) -> list[str]:
+        """All names of the model in requests, the first of which stands in answers."""
+        return [self.served_name, *self.other_names]
 
     @property
     def rank_timeout_s(self) -> float:

@@ -17,3 +17,8 @@ class DiffusionDeployment(msgspec.Struct, frozen=True, rename="camel"):
     def served_name(self) -> str:
         """The name of the model in requests: `spec.servedName`, else the object's own name."""
         return self.spec.served_name or self.metadata.name
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """All names of the model in requests, `served_name` first."""
+        return self.served_name, *self.spec.served_names

@@ -384,6 +384,7 @@ class PodMetadata(_Spec, frozen=True):
 class DeploymentSpec(_Spec, frozen=True):
     model: Model
     served_name: str | None = None
+    served_names: tuple[str, ...] = ()
     engine: EngineSpec = EngineSpec()
     replicas: int = 1
     parallelism: Parallelism = Parallelism()

@@ -40,7 +40,7 @@ def worker_arguments(deployment: DiffusionDeployment) -> list[str]:
     usual = _tuning(DeploymentSpec(model=Model(source=spec.model.source)))
     options: dict[str, Any] = {
         "model": _model(spec.model.source),
-        "served-name": deployment.served_name,
+        "served-name": deployment.served_names,
         "dtype": _dtypes(spec.model),
         "ranks": spec.parallelism.ranks_per_replica,
         "host": "0.0.0.0",

@@ -422,7 +422,7 @@ async def test_ranks_that_are_lost_in_the_middle_of_a_wake_get_all_of_it_as_they
 async def test_a_request_for_a_deferred_adapter_wakes_an_idle_model_and_is_made_with_it(edge: Edge) -> None:
     await sleep(edge, SleepLevel.DISCARD, policy=SleepPolicy.ON_IDLE)
     await put(edge, "a")
-    assert [name for name, _ in edge.engine.served_models()] == ["digits", "a"]
+    assert [adapter.name for adapter in edge.engine.served_adapters()] == ["a"]
     assert await made_with(edge, "a") == [fake_digest("/a")]
 
 

@@ -183,7 +183,7 @@ async def test_a_request_for_an_evicted_adapter_is_refused_with_a_time_to_come_b
     error = await refusal(edge, "a")
     assert (error.code, error.retryable, error.retry_after_s is not None) == (ErrorCode.ADAPTER_NOT_LOADED, True, True)
     assert "'a' is Cached" in error.message
-    assert [name for name, _ in edge.engine.served_models()] == ["digits", "b", "c"]
+    assert [adapter.name for adapter in edge.engine.served_adapters()] == ["b", "c"]
     await put(edge, "a")
     assert states(edge) == {"a": "Loaded", "b": "Cached", "c": "Loaded"}
 
@@ -288,7 +288,7 @@ async def test_an_adapter_that_is_to_be_read_again_is_read_although_nothing_chan
 async def test_an_adapter_on_demand_is_declared_and_loaded_by_the_first_request_for_it(edge: Edge) -> None:
     document = await edge.engine.put_adapter("a", remote("org/a", residency=Residency.ON_DEMAND))
     assert (document.state, document.digest, edge.fetcher.fetches) == (AdapterState.CACHED, None, [])
-    assert [name for name, _ in edge.engine.served_models()] == ["digits", "a"]
+    assert [adapter.name for adapter in edge.engine.served_adapters()] == ["a"]
     generation = await made(edge, "a")
     assert generation.provenance.adapters == [applied("/cache/org/a", 1.0)]
     [document] = records(edge.engine, "a")

@@ -70,7 +70,7 @@ def test_a_number_in_single_precision_is_the_number_of_the_request() -> None:
 
 def choices(model: str | None = None, *loras: tuple[str, float | None], scale: float | None = None) -> list[AdapterChoice]:
     params = GenerationParams(prompt="p kumquatfen", model=model, loras=[AdapterChoice(*each) for each in loras], lora_scale=scale)
-    return chosen(params, served_name="base", most=3)
+    return chosen(params, served_names=["base"], most=3)
 
 
 def test_model_and_loras_name_adapters_together() -> None:

@@ -81,6 +81,17 @@ async def test_a_card_lists_tasks_limits_and_defaults() -> None:
     assert found["defaults"] == {"size": "48x32", "num_inference_steps": 3, "guidance_scale": 2.5}
 
 
+async def test_a_model_of_several_names_is_listed_by_all_serves_by_all_and_answers_by_the_first() -> None:
+    async with serving_edge(other_names=["openai/gpt-image-1", "other"]) as edge:
+        listed = (await edge.data.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["digits", "openai/gpt-image-1", "other"]
+        assert (await card(edge, "openai/gpt-image-1"))["pipeline"] == "FakePipeline"
+        answer = await edge.request_images(prompt="a kumquatfen", model="openai/gpt-image-1")
+        assert answer.json()["data"][0]["provenance"]["model"] == "digits"
+        refused = await edge.put_adapter("other", "/a")
+        assert (refused.status_code, refused.json()["code"]) == (409, "Conflict")
+
+
 async def test_without_options_the_defaults_are_the_models_own(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await card(edge))["defaults"] == {}
     assert edge.engine.model is not None

@@ -215,10 +215,9 @@ class Engine:
         """The ranks' acknowledgements of the sleep or wake that ended last; empty if it failed, and before the first."""
         return self._parts.operations.last_acks
 
-    def served_models(self) -> list[tuple[str, AdapterDocument | None]]:
-        """List the base model, which has no document, then by name the adapters that a request may use, even if it must load them first."""
-        adapters = self._parts.adapter_use.served()
-        return [(self.config.served_name, None)] + [(adapter.name, adapter.document(self.config.ranks)) for adapter in adapters]
+    def served_adapters(self) -> list[AdapterDocument]:
+        """List by name the adapters that a request may use, even if it must load them first."""
+        return [adapter.document(self.config.ranks) for adapter in self._parts.adapter_use.served()]
 
     def model_document(self, name: str) -> AdapterDocument | None:
         """Return the adapter that a request with a model's name would use; None for the base model. No load is begun.
@@ -226,7 +225,7 @@ class Engine:
         Raises:
             RequestError: NotFound, AdapterNotLoaded, as for a request.
         """
-        return None if name == self.config.served_name else self._parts.adapter_use.resolve(name).document(self.config.ranks)
+        return None if name in self.config.served_names else self._parts.adapter_use.resolve(name).document(self.config.ranks)
 
     def adapter_source(self, name: str) -> Source | None:
         """Return the source of a name's adapter, in any state; None if there is none."""
@@ -384,7 +383,7 @@ class Engine:
         self._check_boot(call.boot_id)
         if self.life.state_after_restart not in (EngineState.DRAINING, *DEFERRING):
             self.life.require_ready(f"adapter {name!r}", restarting_too=False)
-        if name == self.config.served_name:
+        if name in self.config.served_names:
             raise RequestError(ErrorCode.CONFLICT, f"adapter {name!r}: its name is that of the base model")
         self._note_call(name)
         adapter = await self._parts.runner.put(name, call)

@@ -111,8 +111,8 @@ def _refusal(
     its_deployment = f"DiffusionDeployment {deployment.metadata.name}"
     if not lora.enabled:
         return "LoRADisabled", f"spec.lora.enabled of {its_deployment} is false"
-    if name == deployment.served_name:
-        return "NameReserved", f"the name {name!r} is the served name of {its_deployment}; create the adapter with another spec.adapterName"
+    if name in deployment.served_names:
+        return "NameReserved", f"the name {name!r} is a served name of {its_deployment}; create the adapter with another spec.adapterName"
     if claim.owner is not None:
         return (
             "NameConflict",

@@ -27,7 +27,7 @@ class Frame(msgspec.Struct, frozen=True):
 
     uid: str
     name: str
-    served_name: str
+    served_names: tuple[str, ...]
     lora: Lora
     suspended: bool
     on_idle: bool
@@ -93,7 +93,7 @@ def frame_of(deployment: DiffusionDeployment) -> Frame:
     return Frame(
         uid=deployment.metadata.uid,
         name=deployment.metadata.name,
-        served_name=deployment.served_name,
+        served_names=deployment.served_names,
         lora=spec.lora,
         suspended=spec.suspend,
         on_idle=spec.sleep.policy is SleepPolicy.ON_IDLE,

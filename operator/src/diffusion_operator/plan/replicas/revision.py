@@ -57,6 +57,7 @@ def _pod_fields(deployment: DiffusionDeployment) -> dict[str, Any]:
     spec = deployment.spec
     fields = {
         "servedName": deployment.served_name,
+        "servedNames": spec.served_names,
         "model": spec.model,
         "engine": spec.engine,
         "parallelism": spec.parallelism,

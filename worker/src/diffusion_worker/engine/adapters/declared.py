@@ -191,9 +191,9 @@ class DeclaredAdapters:
         await asyncio.gather(*(load() for _ in range(FETCHES)))
 
     def _may_be(self, name: str) -> bool:
-        if name == self._config.served_name:
-            log.error("adapter=%s not loaded code=%s: its name is the served name of the base model", name, ErrorCode.CONFLICT)
-        return name != self._config.served_name
+        if reserved := name in self._config.served_names:
+            log.error("adapter=%s not loaded code=%s: its name is a served name of the base model", name, ErrorCode.CONFLICT)
+        return not reserved
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -31,13 +31,13 @@ OF_THE_SERVER = (ErrorCode.ASLEEP, ErrorCode.BUSY, ErrorCode.STARTING, ErrorCode
 T = TypeVar("T")
 
 
-def chosen(params: GenerationParams, *, served_name: str, most: int) -> list[AdapterChoice]:
+def chosen(params: GenerationParams, *, served_names: Sequence[str], most: int) -> list[AdapterChoice]:
     """List a request's adapters, `model` first unless it is the base model; `lora_scale`, if set, goes to the only one without a scale.
 
     Raises:
         RequestError: InvalidRequest for a repeated name, for more than `most`, or if not exactly one could take `lora_scale`.
     """
-    named = [] if params.model in (None, served_name) else [AdapterChoice(str(params.model))]
+    named = [] if params.model in (None, *served_names) else [AdapterChoice(str(params.model))]
     choices = [*named, *params.loras]
     names = [choice.name for choice in choices]
     if twice := next((name for name in names if names.count(name) > 1), None):

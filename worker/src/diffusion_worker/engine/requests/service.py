@@ -81,7 +81,7 @@ class RequestService:
         else:
             self._admit(params)
         most = min(self._config.max_loras_per_request, self._config.max_loras)
-        choices = chosen(params, served_name=self._config.served_name, most=most)
+        choices = chosen(params, served_names=self._config.served_names, most=most)
         # Until the start is over, adapters may still come.
         if self._life.loaded:
             self._adapters.require_known(choices)

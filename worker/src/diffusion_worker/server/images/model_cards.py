@@ -80,12 +80,13 @@ class ModelList(BaseModel):
 
 
 def model_cards(engine: Engine, *, created: int) -> list[ModelCard]:
-    """List everything that a request may name now: the base model's card, then those of adapters that would be served.
+    """List everything that a request may name now: the base model's card under each of its names, then those of served adapters.
 
     Adapters have the base model's limits, and its defaults unless their recipe sets others.
     """
     base = _base(engine, created)
-    return [base, *(_of_adapter(base, adapter) for _, adapter in engine.served_models() if adapter is not None)]
+    names = [base.model_copy(update={"id": name}) for name in engine.config.served_names]
+    return [*names, *(_of_adapter(base, adapter) for adapter in engine.served_adapters())]
 
 
 def model_card(engine: Engine, name: str, *, created: int) -> ModelCard:

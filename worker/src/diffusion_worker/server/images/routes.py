@@ -44,7 +44,7 @@ async def list_models(request: Request) -> ModelList:
     return ModelList(data=model_cards(request.app.state.engine, created=request.app.state.started_at))
 
 
-@router.get("/v1/models/{model}", response_model_exclude_none=True, responses=ERRORS)
+@router.get("/v1/models/{model:path}", response_model_exclude_none=True, responses=ERRORS)
 async def retrieve_model(model: str, request: Request) -> ModelCard:
     """Return a model's card. A model that cannot be served gets the same error as a request for it."""
     return model_card(request.app.state.engine, model, created=request.app.state.started_at)
