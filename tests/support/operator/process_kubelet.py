@@ -25,6 +25,7 @@ from diffusion_operator.api.names import CONFIG_MAP, CONTAINER, POD, SECRET, Kin
 from support.apiserver.rest_client import RestClient, path_of
 from support.operator.fake_kubelet import FakeKubelet
 from support.ports import unused_port
+from tools.devcluster.paths import REPOSITORY
 
 STOP_S = 30.0
 
@@ -112,7 +113,9 @@ class ProcessKubelet(FakeKubelet):
         name, equals, value = argument.partition("=")
         if name in own:
             return f"{name}={own[name]}"
-        inside = any(Path(value).is_relative_to(mount["mountPath"]) for mount in mounts if value.startswith("/"))
+        # The repository's files are the image's own, also where the repository lies below a path that the pod mounts, such as /tmp.
+        mounted = value.startswith("/") and not Path(value).is_relative_to(REPOSITORY)
+        inside = mounted and any(Path(value).is_relative_to(mount["mountPath"]) for mount in mounts)
         return f"{name}{equals}{folder}{value}" if inside else argument
 
     async def _mount(self, pod: Any, folder: Path, mounted: dict[str, bytes]) -> None:
