@@ -191,7 +191,9 @@ def test_a_foreign_origin_is_a_permission_error_and_is_sent_once(client: Client)
 
 
 def test_a_model_that_is_not_there_is_a_not_found_error_and_is_sent_once(client: Client) -> None:
-    assert "model 'nobody' is not known to this worker" in client.refused(404, "NotFound", "invalid_request_error", model="nobody")
+    assert "model 'nobody' is not known to this worker" in client.refused(
+        404, "model_not_found", "invalid_request_error", param="model", model="nobody"
+    )
 
 
 def test_an_adapter_whose_file_is_bad_is_not_asked_for_again_and_again(client: Client) -> None:

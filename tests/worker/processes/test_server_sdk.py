@@ -110,7 +110,7 @@ def test_an_error_in_a_stream_is_an_exception_with_its_code(worker: WorkerProces
     ("body", "kind", "code"),
     [
         ({"prompt": ""}, openai.BadRequestError, "InvalidRequest"),
-        ({"model": "nobody"}, openai.NotFoundError, "NotFound"),
+        ({"model": "nobody"}, openai.NotFoundError, "model_not_found"),
         ({"size": "63x64"}, openai.BadRequestError, "InvalidRequest"),
         ({"background": "transparent"}, openai.BadRequestError, "InvalidRequest"),
         ({"style": "vivid"}, openai.BadRequestError, "InvalidRequest"),
