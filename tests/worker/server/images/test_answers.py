@@ -192,6 +192,26 @@ async def test_fields_that_ask_for_nothing_that_could_be_missed_are_accepted(edg
     assert (await edge.request_images(prompt="p kumquatfen", **body)).status_code == 200
 
 
+# Requests of programs, by what their sources show (docs/clients.md).
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "LibreChat": {"n": 1, "background": "auto", "output_format": "png", "quality": "auto", "size": "auto"},
+    "n8n": {"response_format": "b64_json", "quality": "hd", "size": "1024x1024", "style": "natural"},
+    "Spring AI": {"n": 1, "quality": "standard", "response_format": "b64_json", "size": "1024x1024", "style": "vivid", "user": "u"},
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_the_request_of_a_program_makes_an_image(edge: Edge, program: str) -> None:
+    answer = await edge.request_images(prompt="p kumquatfen", model="digits", **PROGRAMS[program])
+    assert decode_image(answer.json()["data"][0]["b64_json"]).format == "PNG"
+
+
+async def test_the_request_of_home_assistant_is_refused_for_its_url_alone(edge: Edge) -> None:
+    body = {"n": 1, "quality": "standard", "style": "vivid", "size": "1024x1024", "response_format": "url"}
+    answer = await edge.request_images(prompt="p kumquatfen", model="digits", **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
