@@ -237,7 +237,7 @@ def test_what_may_succeed_later_is_sent_again_by_itself(client: Client, worker: 
 
 
 def test_an_error_in_a_stream_is_raised_with_its_message_and_code_and_nothing_is_sent_again(streaming: Client) -> None:
-    found = streaming.ask(stream=True, num_inference_steps=200, cancels=True)
+    found = streaming.ask(stream=True, stream_options={"include_progress": True}, num_inference_steps=200, cancels=True)
     raised = "ssestream.StreamError" if streaming.name == "go" else "APIError"
     expected = {"raised": raised, "code": "Cancelled", "type": "invalid_request_error"}
     assert {name: found.get(name) for name in expected} == expected, found

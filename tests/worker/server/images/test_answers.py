@@ -20,7 +20,7 @@ from diffusion_worker.config import RequestDefaults, RequestLimits, StepCache
 from diffusion_worker.messages import ModelInfo, Recipe, RequestSpec
 from diffusion_worker.server.encoding.chunked import PIECE_BYTES, PiecedResponse, cut, json_with_file
 from diffusion_worker.server.images.edits import EditRequest
-from diffusion_worker.server.schemas.images import OTHER_NAMES, REFUSED, ImagesRequest
+from diffusion_worker.server.schemas.images import OURS, REFUSED, ImagesRequest
 from support.worker.fake_rank_group import FAKE_STAGES, FakeRankGroup, fake_digest, fake_identity, fake_pixels
 from support.worker.process import decode_image
 from support.worker.server_edge import Edge, serving_edge
@@ -247,8 +247,8 @@ async def test_a_field_by_another_programs_name_is_refused_with_ours(edge: Edge,
 
 
 def test_every_other_name_stands_for_a_field_of_ours_and_is_none_itself() -> None:
-    assert set(OTHER_NAMES.values()) <= set(EditRequest.model_fields)
-    assert not set(OTHER_NAMES) & (set(EditRequest.model_fields) | set(REFUSED))
+    assert set(OURS.values()) <= set(EditRequest.model_fields)
+    assert not set(OURS) & (set(EditRequest.model_fields) | set(REFUSED))
 
 
 async def test_a_seed_of_minus_one_is_random(edge: Edge) -> None:

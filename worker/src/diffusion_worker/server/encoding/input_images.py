@@ -72,9 +72,7 @@ ALONE = contextlib.nullcontext()
 
 
 def claimed_size(field: str, content: bytes) -> tuple[int, int] | None:
-    """Return width and height that a file's header claims, before a turn by EXIF; None if only a decoder can find them.
-
-    It takes a bounded time, whatever the file's content.
+    """Return in bounded time width and height that a file's header claims, before a turn by EXIF; None if only a decoder can find them.
 
     Raises:
         RequestError: InvalidRequest, the file is of no format that is decoded, its header is broken, or claims too many pixels.

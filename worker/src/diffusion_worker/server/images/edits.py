@@ -21,14 +21,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response
 
 from diffusion_worker.engine.engine import Engine
-from diffusion_worker.engine.requests.admission import (
-    GenerationParams,
-    InputImage,
-    check_form,
-    check_image_count,
-    check_served,
-    only_inpaints,
-)
+from diffusion_worker.engine.requests import admission
+from diffusion_worker.engine.requests.admission import GenerationParams, InputImage
 from diffusion_worker.errors import RequestError, refused
 from diffusion_worker.messages import Task
 from diffusion_worker.server.encoding.decode_job import DecodeJob
@@ -72,10 +66,7 @@ class EditRequest(ImageRequest):
             description="Distance of the result from the given image, up to 1; for models that start from it. The model's own if absent.",
         ),
     ] = None
-    input_fidelity: Annotated[
-        Literal["high", "low"] | None,
-        Field(description="Accepted, without effect; strength sets how close an edit stays to its image."),
-    ] = None
+    input_fidelity: Annotated[Literal["high", "low"] | None, Field(description="Accepted, without effect: see strength.")] = None
 
 
 class EditForm(EditRequest):
@@ -283,8 +274,8 @@ async def _with_images(request: Request, sent: SentEdit) -> GenerationParams:
     engine: Engine = request.app.state.engine
     decoders: Decoders = request.app.state.decoders
     most = engine.config.limits.max_pixels
-    task = Task.INPAINT if sent.masks else Task.EDIT
-    params = msgspec.structs.replace(sent.fields.params(), task=task, strength=sent.fields.strength)
+    params = sent.fields.params()
+    params = msgspec.structs.replace(params, task=Task.INPAINT if sent.masks else Task.EDIT, strength=sent.fields.strength)
     _check_unread(engine, params, len(sent.images))
     images = [(name, await _content(name, file)) for name, file in sent.images]
     masks = [(name, await _content(name, file)) for name, file in sent.masks]
@@ -302,11 +293,11 @@ def _check_unread(engine: Engine, params: GenerationParams, count: int) -> None:
     """Check what needs no look at the images, of which there are `count`; raise RequestError (InvalidRequest)."""
     if not count:
         raise refused("image", "an image", "none")
-    check_form(params, engine.config.limits)
+    admission.check_form(params, engine.config.limits)
     if engine.model is not None:
-        if not (params.task is Task.EDIT and only_inpaints(engine.model)):
-            check_served(params.task, engine.model)
-        check_image_count(count, engine.model)
+        if not (params.task is Task.EDIT and admission.only_inpaints(engine.model)):
+            admission.check_served(params.task, engine.model)
+        admission.check_image_count(count, engine.model)
 
 
 def _check_headers(engine: Engine, params: GenerationParams, images: list[SentFile], masks: list[SentFile]) -> None:
@@ -323,7 +314,7 @@ def _check_headers(engine: Engine, params: GenerationParams, images: list[SentFi
             raise _other_size(name, size, first)
     # The smallest image stands for one of unknown size. A model that only inpaints may find its mask in the image's transparency.
     sizes = [fitting(*(size or (1, 1)), engine.config.limits.max_pixels) for size in claimed]
-    inpaints = engine.model is not None and only_inpaints(engine.model)
+    inpaints = engine.model is not None and admission.only_inpaints(engine.model)
     seen = [InputImage(b"", height, width) for width, height in sizes]
     engine.check(msgspec.structs.replace(params, images=seen, task=Task.INPAINT if inpaints else params.task))
 

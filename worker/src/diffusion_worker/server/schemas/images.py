@@ -45,28 +45,16 @@ REFUSED = {
 }
 # Names of other programs for our fields.
 OTHER_NAMES = {
-    "steps": "num_inference_steps",
-    "num_steps": "num_inference_steps",
-    "inference_steps": "num_inference_steps",
-    "sampling_steps": "num_inference_steps",
-    "cfg": "guidance_scale",
-    "cfg_scale": "guidance_scale",
-    "guidance": "guidance_scale",
-    "true_cfg_scale": "guidance_scale",
-    "width": "size",
-    "height": "size",
-    "image_size": "size",
-    "resolution": "size",
-    "aspect_ratio": "size",
-    "num_images": "n",
-    "num_images_per_prompt": "n",
-    "num_outputs": "n",
-    "batch_size": "n",
-    "negative": "negative_prompt",
-    "loras": "lora",
-    "denoising_strength": "strength",
-    "format": "output_format",
+    "num_inference_steps": ("steps", "num_steps", "inference_steps", "sampling_steps"),
+    "guidance_scale": ("cfg", "cfg_scale", "guidance", "true_cfg_scale"),
+    "size": ("width", "height", "image_size", "resolution", "aspect_ratio"),
+    "n": ("num_images", "num_images_per_prompt", "num_outputs", "batch_size"),
+    "negative_prompt": ("negative",),
+    "lora": ("loras",),
+    "strength": ("denoising_strength",),
+    "output_format": ("format",),
 }
+OURS = {name: field for field, names in OTHER_NAMES.items() for name in names}
 
 
 class StreamOptions(BaseModel):
@@ -74,9 +62,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    include_progress: Annotated[
-        bool | None, Field(description="True adds our own events of steps and of waiting; OpenAI's clients may fail on them.")
-    ] = None
+    include_progress: Annotated[bool | None, Field(description="True adds our own events, on which clients of OpenAI's may fail.")] = None
 
 
 class ImageRequest(BaseModel):
@@ -142,9 +128,7 @@ class ImageRequest(BaseModel):
     user: Annotated[Text | None, Field(description="Accepted and ignored: it is neither kept nor logged.")] = None
     safety_identifier: Annotated[Text | None, Field(description="Accepted and ignored: it is neither kept nor logged.")] = None
     style: Annotated[Literal["vivid", "natural"] | None, Field(description="Accepted, without effect: there are no styles.")] = None
-    complexity: Annotated[
-        Literal["low", "medium", "high"] | None, Field(description="Accepted, without effect: no image is planned before it is made.")
-    ] = None
+    complexity: Annotated[Literal["low", "medium", "high"] | None, Field(description="Accepted, without effect: no plan is made.")] = None
     svg: Annotated[None, Field(description="Refused: " + REFUSED["svg"])] = None
     frame_count: Annotated[None, Field(description="Refused: " + REFUSED["frame_count"])] = None
     frame_duration_ms: Annotated[None, Field(description="Refused: " + REFUSED["frame_duration_ms"])] = None
@@ -262,23 +246,6 @@ class ImageData(BaseModel):
     peak_memory_bytes: int | None = None
 
 
-class TokenDetails(BaseModel):
-    """Kinds of tokens, always 0."""
-
-    image_tokens: Literal[0]
-    text_tokens: Literal[0]
-
-
-class Usage(BaseModel):
-    """Tokens, always 0: a diffusion model counts none, but OpenAI's clients require the numbers."""
-
-    total_tokens: Literal[0]
-    input_tokens: Literal[0]
-    output_tokens: Literal[0]
-    input_tokens_details: TokenDetails
-    output_tokens_details: TokenDetails
-
-
 class ImagesAnswer(BaseModel):
     """The images in base64. `quality` is the one that ran: high computes every step, medium uses the step cache."""
 
@@ -287,7 +254,7 @@ class ImagesAnswer(BaseModel):
     output_format: OutputFormat
     quality: Literal["medium", "high"]
     size: str
-    usage: Usage
+    usage: Annotated[dict[str, Any], Field(description="OpenAI's numbers of tokens, all 0: a diffusion model counts none.")]
     data: list[ImageData]
 
 

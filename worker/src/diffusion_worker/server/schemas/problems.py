@@ -22,7 +22,7 @@ from starlette.routing import Match
 
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.server.schemas.control import ADAPTER_NAME_PATTERN, COMPONENT_PATTERN, REVISION_PATTERN
-from diffusion_worker.server.schemas.images import OTHER_NAMES, REFUSED, SIZE_PATTERN, ErrorType
+from diffusion_worker.server.schemas.images import OURS, REFUSED, SIZE_PATTERN, ErrorType
 from diffusion_worker.server.schemas.sources import SOURCE_FORMS
 
 # Fields of a user's private text, which goes into no message and no log.
@@ -140,7 +140,7 @@ def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
     if kind in ("extra_forbidden", "none_required"):
         if field in REFUSED:
             return field, f"{field}: not supported: {REFUSED[field]}"
-        return field, f"{field}: unknown field" + (f"; use {OTHER_NAMES[field]}" if field in OTHER_NAMES else "")
+        return field, f"{field}: unknown field" + (f"; use {OURS[field]}" if field in OURS else "")
     if kind == "missing":
         return field, f"{field}: required, found nothing" if field != "body" else "the body: expected a JSON object, found nothing"
     if kind == "model_attributes_type":
