@@ -163,6 +163,7 @@ async def edit_images(request: Request) -> Response:
         return client_gone(request)
     finally:
         await sent.close()
+    del sent  # its texts may have megabytes, and the answer may take long
     return await answer_generation(request, params, options)
 
 
@@ -184,7 +185,7 @@ async def _read(request: Request) -> SentEdit:
 
 async def _read_document(request: Request) -> SentEdit:
     try:
-        document = await asyncio.to_thread(msgspec.json.decode, await request.body())
+        document = await asyncio.to_thread(msgspec.json.decode, b"".join([part async for part in request.stream()]))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise refused("body", "JSON", f"a body that cannot be parsed: {error}") from None
     if isinstance(document, dict) and "image" in document:
