@@ -60,7 +60,7 @@ def llama_index() -> Path:
 
 def _install_llama_index(folder: Path) -> None:
     uv = shutil.which("uv", path=Path(sys.executable).parent) or "uv"
-    command = [uv, "pip", "install", f"--python={sys.executable}", f"--target={folder}", *LLAMA_INDEX]
+    command = [uv, "pip", "install", "--compile-bytecode", f"--python={sys.executable}", f"--target={folder}", *LLAMA_INDEX]
     run_logged(command, what="LlamaIndex (about 10 s, once; 150 MB)", log=log_dir() / "llama-index.log", deadline_s=INSTALL_TIMEOUT_S)
 
 

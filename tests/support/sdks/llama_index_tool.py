@@ -8,7 +8,7 @@ from the environment. It writes the image into the folder `cache`.
 import json
 import sys
 
-from llama_index.tools.openai.image_generation import OpenAIImageGenerationToolSpec  # type: ignore[import-not-found]
+from llama_index.tools.openai.image_generation.base import OpenAIImageGenerationToolSpec  # type: ignore[import-not-found]
 from PIL import Image
 
 given = json.load(sys.stdin)

@@ -20,7 +20,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from support.worker.process import FAKE_PROGRAM, WorkerProcess
+from support.worker.process import DIGITS, FAKE_PROGRAM, WorkerProcess
 from tools import client_sdks
 from tools.devcluster.errors import PrerequisiteMissing
 
@@ -197,7 +197,7 @@ def test_the_tool_of_langchain_makes_images_with_all_that_it_sends(worker: Worke
 
 def test_the_tool_of_llama_index_makes_an_image_with_all_that_it_sends(worker: WorkerProcess, tmp_path: Path) -> None:
     # The tool knows no model but OpenAI's, so an adapter has the name of one.
-    assert worker.put_adapter("dall-e-3", tmp_path).status_code == 200
+    assert worker.put_adapter("dall-e-3", DIGITS / "loras" / "stripes").status_code == 200
     given = {"baseURL": f"{worker.url}/v1", "apiKey": KEY, "cache": str(tmp_path), "body": {"prompt": "a red seven kumquatfen"}}
     assert by_llama_index(given) == {"raised": None, "images": 1}
 
