@@ -163,7 +163,7 @@ async def edit_images(request: Request) -> Response:
         return client_gone(request)
     finally:
         await sent.close()
-    del sent  # its texts may have megabytes, and the answer may take long
+    del sent  # texts may have megabytes, and the answer may take long
     return await answer_generation(request, params, options)
 
 
