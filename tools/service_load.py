@@ -54,7 +54,7 @@ def _ask(url: str, wanted: Found, began: float, told: Found) -> None:
     first event and of the end (`seconds`) count from the sending.
     """
     time.sleep(max(0.0, began + wanted["at"] - time.monotonic()))
-    body = json.dumps({**wanted["body"], "stream": True}).encode()
+    body = json.dumps({**wanted["body"], "stream": True, "stream_options": {"include_progress": True}}).encode()
     request = urllib.request.Request(f"{url}/v1/images/generations", data=body, headers={"Content-Type": "application/json"})
     asked = time.monotonic()
     told["at"] = asked - began

@@ -63,7 +63,7 @@ def test_the_adapter_is_served_under_its_name_and_changes_the_image(rig_with_dig
 
 def test_an_adapter_nobody_declared_is_not_found_and_never_the_base(rig_with_digits: ClusterRig) -> None:
     refused = rig_with_digits.refusal(NAME, "no-such-style")
-    assert (refused.status, refused.code) == (404, "NotFound")
+    assert (refused.status, refused.code) == (404, "model_not_found")
 
 
 READ_FILES = """
@@ -126,7 +126,7 @@ def test_an_adapter_that_is_no_lora_says_so_and_the_base_serves_on(rig_with_digi
     assert rig.condition(DD, "Ready")["status"] == "True"
     assert rig.condition(DD, "AdaptersReady")["reason"] == "SomeFailed"
     refused = rig.refusal(NAME, "broken")
-    assert refused.code in ("AdapterNotLoaded", "NotFound")
+    assert refused.code in ("AdapterNotLoaded", "model_not_found")
     rig.image(NAME)
     rig.kubectl.text("delete", "lora/broken", deadline_s=60)
     rig.eventually("the base alone with its style", lambda: rig.condition(DD, "AdaptersReady")["reason"] == "AllReady")
@@ -202,7 +202,7 @@ def test_every_expression_of_the_dashboard_has_data(rig_with_digits: ClusterRig,
     rig.eventually("the worker's metrics are read", lambda: rig.pod(NAME) in metrics.up())
     rig.image(NAME)
     rig.image(NAME, STYLE)
-    assert rig.refusal(NAME, "no-such-style").code == "NotFound"
+    assert rig.refusal(NAME, "no-such-style").code == "model_not_found"
     rig.sleep_policy(NAME, "Asleep")
     rig.wait(DD, ASLEEP, deadline_s=60)
     rig.sleep_policy(NAME, "AlwaysAwake")

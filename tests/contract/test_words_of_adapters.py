@@ -60,7 +60,7 @@ LOAD_CODES = {"CapacityExceeded", "InsufficientMemory", "RankFailed", "Timeout",
 # Codes of calls that the operator never makes, of requests, and of sleeps and wakes.
 OTHER_CODES = {
     "InvalidRequest", "Unauthorized", "Forbidden", "Managed", "AdapterNotLoaded", "AdapterRemoved", "Cancelled",
-    "Overloaded", "VerificationFailed", "MemoryNotReleased", "RequestFailed",
+    "Overloaded", "VerificationFailed", "MemoryNotReleased", "RequestFailed", "model_not_found",
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ sleep:
 coldRequests: {mode: Hold, maxHeld: 64, holdTimeoutSeconds: 300}
 startup: {timeoutSeconds: 1800, warmup: {enabled: true, steps: 1}}
 service: {type: ClusterIP, port: 80}
-requests: {defaults: {}, limits: {maxSteps: 200, maxPixels: 4194304, maxImages: 8, maxQueued: 512, maxQueuedSeconds: 3600,
+requests: {defaults: {}, limits: {maxSteps: 200, maxPixels: 4194304, maxImages: 10, maxQueued: 512, maxQueuedSeconds: 3600,
   maxQueuedBytes: 1073741824, maxConnections: 900}}
 rollout: {type: RollingUpdate, progressDeadlineSeconds: 1800}
 replicaRecovery: {backoffSeconds: 10, backoffMaxSeconds: 300, failureThreshold: 5, windowSeconds: 3600}

@@ -111,7 +111,7 @@ class NodeSoak:
 
     def _clients(self) -> list[Clients]:
         """Return clients of the model, of an adapter that stays, and of one that comes and goes, which may get a 404."""
-        allowed = {NAME: (), STAYS: (), COMES: ("NotFound", "AdapterRemoved")}
+        allowed = {NAME: (), STAYS: (), COMES: ("model_not_found", "AdapterRemoved")}
         requests = {name: Request(PROMPT, 1, name, steps=8) for name in allowed}
         with self.rig.client(NAME) as client:
             right = {name: ask(client, request) for name, request in requests.items()}

@@ -36,7 +36,7 @@ ALLOWED = {
     Excuse.DOWN: {"no connection"},
 }
 # Codes for a name that stood for nothing for a while; the last one is sent while the adapter comes back.
-NO_SUCH_ADAPTER = frozenset({"NotFound", "AdapterRemoved", "AdapterNotLoaded"})
+NO_SUCH_ADAPTER = frozenset({"model_not_found", "AdapterRemoved", "AdapterNotLoaded"})
 
 
 class Times(list[Spell]):

@@ -109,7 +109,9 @@ class SleepRig(References):
 
     def ask(self, body: int, names: list[str], *, count: int = 1, stream: bool = False, gone_after_s: float | None = None) -> None:
         """Ask for images in threads, with adapters; the client may go away before its image is there."""
-        sent = {**BODIES[body], "lora": [{"name": name} for name in names], "stream": stream}
+        sent: dict[str, Any] = {**BODIES[body], "lora": [{"name": name} for name in names], "stream": stream}
+        if stream:
+            sent["stream_options"] = {"include_progress": True}
         for _ in range(count):
             self._asking.send(Asked(body, names, time.monotonic(), sent, gone_after_s=gone_after_s))
 
@@ -192,7 +194,7 @@ class SleepRig(References):
                 self._wrong(f"{what} {name}: {type(error).__name__}")
             return
         code, document = self._count(what, answer)
-        if answer.status_code != 200 and not document.get("retryable") and code != "NotFound":
+        if answer.status_code != 200 and not document.get("retryable") and code != "model_not_found":
             self._wrong(f"{what} {name}: {answer.status_code} {document}")
 
     def lose_rank(self, rank: int, number: signal.Signals) -> None:

@@ -16,8 +16,8 @@ MODEL = ModelInfo(pipeline="P", dtype="float32", size_multiple=8, weights_bytes=
     [
         ({"prompt": "  "}, "prompt: expected a text"),
         ({"prompt": "x" * 9000}, "prompt: expected at most 8192 characters, found 9000"),
-        ({"n": 0}, "n: expected 1 to 8, found 0"),
-        ({"n": 9}, "n: expected 1 to 8, found 9"),
+        ({"n": 0}, "n: expected 1 to 10, found 0"),
+        ({"n": 11}, "n: expected 1 to 10, found 11"),
         ({"seed": -1}, "seed: expected 0 to"),
         ({"seed": 2**63}, "seed: expected 0 to"),
         ({"steps": 0}, "num_inference_steps: expected 1 to 200, found 0"),

@@ -97,7 +97,7 @@ def test_the_examples_of_the_page_run_as_a_script_without_a_guard(folder: Path, 
     assert refused == [
         "InvalidRequest size: expected width and height that are multiples of 8, found 60x60",
         "InvalidRequest num_inference_steps: expected 1 to 50, found 100",
-        "NotFound model 'stripes' is not known to this worker: expected 'model' or one of its adapters: none",
+        "model_not_found model 'stripes' is not known to this worker: expected 'model' or one of its adapters: none",
     ]
     assert sorted(path.name for path in folder.glob("*.*g")) == [
         "blue.png",

@@ -58,7 +58,7 @@ def test_what_is_put_replaced_and_deleted_while_the_model_sleeps_is_what_its_ima
         answer = worker.put_adapter(name, FRAME, digest=digest_of(FRAME))
         assert (answer.status_code, answer.json()["state"], answer.json()["digest"]) == (200, "Deferred", digest_of(FRAME)), answer.text
     assert worker.delete_adapter("deleted").status_code == 200
-    assert worker.request_images(**REQUEST, model="deleted").json()["error"]["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="deleted").json()["error"]["code"] == "model_not_found"
     expected = {("stripes", was), ("frame", was), ("replaced", was), ("replaced", "Deferred"), ("put", "Deferred")}
     assert expected <= set(states(worker))
 
@@ -66,7 +66,7 @@ def test_what_is_put_replaced_and_deleted_while_the_model_sleeps_is_what_its_ima
     assert sorted(states(worker)) == [(name, "Loaded") for name in ("frame", "put", "replaced", "stripes")]
     assert [image(worker, model) for model in ("digits", "stripes", "frame")] == [base, stripes, frame]
     assert [image(worker, model) for model in ("put", "replaced")] == [frame, frame]
-    assert worker.request_images(**REQUEST, model="deleted").json()["error"]["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="deleted").json()["error"]["code"] == "model_not_found"
 
 
 def test_a_replacement_whose_file_is_gone_at_the_wake_leaves_the_old_one_serving(worker: WorkerProcess, tmp_path: Path) -> None:

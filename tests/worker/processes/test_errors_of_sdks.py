@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors as clients' SDKs raise them, on a real worker process: class, message, code, and repetitions (fault 98).
 
-The SDKs are OpenAI's for Python, JavaScript and Go, and Vercel's with both of its packages for such a server. A repetition is counted at
+The SDKs are OpenAI's for Python, JavaScript and Go, and Vercel's with both of its packages for such a server. Tools of LangChain and
+LlamaIndex, which send fields of their own, make images too. A repetition is counted at
 the worker, which logs each image request once.
 """
 
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +20,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from support.worker.process import FAKE_PROGRAM, WorkerProcess
+from support.worker.process import DIGITS, FAKE_PROGRAM, WorkerProcess
 from tools import client_sdks
 from tools.devcluster.errors import PrerequisiteMissing
 
@@ -107,6 +109,15 @@ def by_vercel_compatible(given: Given) -> Found:
     return by_vercel(given, "@ai-sdk/openai-compatible")
 
 
+def by_langchain(given: Given) -> Found:
+    return by_program(["node", str(SDKS / "langchain.mjs")], given, SDKS=str(client_sdks.javascript()))
+
+
+def by_llama_index(given: Given) -> Found:
+    env = {"PYTHONPATH": str(client_sdks.llama_index()), "OPENAI_BASE_URL": given["baseURL"], "OPENAI_API_KEY": given["apiKey"]}
+    return by_program([sys.executable, "-S", str(SDKS / "llama_index_tool.py")], given, **env)
+
+
 THAT_STREAM = {"python": by_python, "javascript": by_javascript, "go": by_go}
 ALL = {**THAT_STREAM, "vercel": by_vercel, "vercel-compatible": by_vercel_compatible}
 
@@ -175,6 +186,22 @@ def test_images_of_a_stream_come_too_and_no_event_counts_as_an_error(streaming: 
     assert streaming.ask(stream=True, partial_images=1, size="32x32") == {"raised": None, "images": 1}
 
 
+def test_ten_images_of_vercels_sdk_are_one_request(worker: WorkerProcess) -> None:
+    assert Client("vercel-compatible", worker).ask(n=10, size="32x32") == {"raised": None, "images": 10}
+
+
+def test_the_tool_of_langchain_makes_images_with_all_that_it_sends(worker: WorkerProcess) -> None:
+    given = {"baseURL": f"{worker.url}/v1", "apiKey": KEY, "body": {"prompt": "a red seven kumquatfen", "model": "digits"}}
+    assert by_langchain({**given, "body": {**given["body"], "n": 2}}) == {"raised": None, "images": 2}
+
+
+def test_the_tool_of_llama_index_makes_an_image_with_all_that_it_sends(worker: WorkerProcess, tmp_path: Path) -> None:
+    # The tool knows no model but OpenAI's, so an adapter has the name of one.
+    assert worker.put_adapter("dall-e-3", DIGITS / "loras" / "stripes").status_code == 200
+    given = {"baseURL": f"{worker.url}/v1", "apiKey": KEY, "cache": str(tmp_path), "body": {"prompt": "a red seven kumquatfen"}}
+    assert by_llama_index(given) == {"raised": None, "images": 1}
+
+
 def test_a_field_that_is_wrong_is_a_bad_request_that_names_it_and_is_sent_once(client: Client) -> None:
     message = client.refused(400, "InvalidRequest", "invalid_request_error", param="size", size="63x64")
     assert "size: expected width and height that are multiples of 8, found 63x64" in message
@@ -191,7 +218,9 @@ def test_a_foreign_origin_is_a_permission_error_and_is_sent_once(client: Client)
 
 
 def test_a_model_that_is_not_there_is_a_not_found_error_and_is_sent_once(client: Client) -> None:
-    assert "model 'nobody' is not known to this worker" in client.refused(404, "NotFound", "invalid_request_error", model="nobody")
+    assert "model 'nobody' is not known to this worker" in client.refused(
+        404, "model_not_found", "invalid_request_error", param="model", model="nobody"
+    )
 
 
 def test_an_adapter_whose_file_is_bad_is_not_asked_for_again_and_again(client: Client) -> None:
@@ -208,7 +237,7 @@ def test_what_may_succeed_later_is_sent_again_by_itself(client: Client, worker: 
 
 
 def test_an_error_in_a_stream_is_raised_with_its_message_and_code_and_nothing_is_sent_again(streaming: Client) -> None:
-    found = streaming.ask(stream=True, num_inference_steps=200, cancels=True)
+    found = streaming.ask(stream=True, stream_options={"include_progress": True}, num_inference_steps=200, cancels=True)
     raised = "ssestream.StreamError" if streaming.name == "go" else "APIError"
     expected = {"raised": raised, "code": "Cancelled", "type": "invalid_request_error"}
     assert {name: found.get(name) for name in expected} == expected, found

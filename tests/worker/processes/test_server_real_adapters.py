@@ -52,12 +52,12 @@ def test_a_broken_adapter_of_the_command_line_is_failed_with_the_reason_and_the_
 
 
 def test_an_adapter_is_put_used_and_deleted_while_the_worker_serves(worker: WorkerProcess) -> None:
-    assert worker.request_images(**REQUEST, model="put").json()["error"]["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="put").json()["error"]["code"] == "model_not_found"
     answer = worker.put_adapter("put", STRIPES, digest=digest_of(STRIPES))
     assert (answer.status_code, answer.json()["state"], answer.json()["ranksLoaded"]) == (200, "Loaded", 1)
     assert worker.image(**REQUEST, model="put").tobytes() == worker.image(**REQUEST, model="stripes").tobytes()
     assert worker.delete_adapter("put").status_code == 200
-    assert worker.request_images(**REQUEST, model="put").json()["error"]["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="put").json()["error"]["code"] == "model_not_found"
     assert worker.delete_adapter("put").status_code == 404
 
 
@@ -164,7 +164,7 @@ def test_the_openai_sdk_asks_for_several_adapters_each_with_its_strength(worker:
 def test_a_request_for_what_is_no_adapter_here_never_reads_its_path(worker: WorkerProcess) -> None:
     answer = worker.request_images(**REQUEST, lora={"name": "stripes", "path": str(DIGITS / "loras" / "frame")})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora[0].path")
-    assert worker.request_images(**REQUEST, lora={"name": "mine", "path": str(STRIPES)}).json()["error"]["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, lora={"name": "mine", "path": str(STRIPES)}).json()["error"]["code"] == "model_not_found"
 
 
 def test_vllms_routes_load_and_unload(worker: WorkerProcess) -> None:
@@ -175,7 +175,7 @@ def test_vllms_routes_load_and_unload(worker: WorkerProcess) -> None:
     assert worker.control("POST", "/v1/load_lora_adapter", json=told).status_code == 400
     answer = worker.control("POST", "/v1/unload_lora_adapter", json={"lora_name": "put"})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'put' removed successfully.")
-    assert worker.request_images(**REQUEST, model="put").json()["error"]["code"] == "NotFound"
+    assert worker.request_images(**REQUEST, model="put").json()["error"]["code"] == "model_not_found"
 
 
 def test_different_adapters_and_the_base_at_once_equal_each_alone(worker: WorkerProcess) -> None:

@@ -163,9 +163,9 @@ def test_a_stream_tells_that_it_is_held_and_why_and_ends_with_the_image(
     sleepy: Sleepy, threads: concurrent.futures.ThreadPoolExecutor
 ) -> None:
     sleepy.gates.close("wake")
-    first = threads.submit(sleepy.worker.request_images, **REQUEST, stream=True)
+    first = threads.submit(sleepy.worker.request_images, **REQUEST, stream=True, stream_options={"include_progress": True})
     sleepy.wait_held(1)
-    second = threads.submit(sleepy.worker.request_images, **REQUEST, stream=True)
+    second = threads.submit(sleepy.worker.request_images, **REQUEST, stream=True, stream_options={"include_progress": True})
     sleepy.wait_held(2)
     sleepy.worker.wait_state("waking")
     sleepy.gates.open("wake")
@@ -194,7 +194,7 @@ def test_requests_that_are_held_at_the_end_are_told_so_and_the_worker_ends_with_
     worker.sleep()
     of_all.gates.close("wake")
     held = threads.submit(worker.request_images, **REQUEST)
-    stream = threads.submit(worker.request_images, **REQUEST, stream=True)
+    stream = threads.submit(worker.request_images, **REQUEST, stream=True, stream_options={"include_progress": True})
     of_all.wait_held(2)
     pids = worker.rank_pids()
     assert worker.terminate() == 0

@@ -23,7 +23,7 @@ STAGES = ("queue", "encode", "denoise", "decode", "post")
 
 def events(worker: WorkerProcess, **body: Any) -> list[dict[str, Any]]:
     """Post a streaming request and read the whole answer; return the parsed `data:` lines, without the final [DONE]."""
-    text = worker.request_images(**{"stream": True} | body).text
+    text = worker.request_images(**{"stream": True, "stream_options": {"include_progress": True}} | body).text
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 

@@ -131,7 +131,7 @@ def test_a_request_of_the_soak_of_sleep_has_its_image_or_an_error_that_something
     assert judged(_asked(200, answer), times) is None
     assert "levels off" in str(judged(_asked(200, _answer("style-0", "sha256:0", 200)), times))
     assert "made with [-1]" in str(judged(_asked(200, _answer("style-0", "sha256:1", 10)), times))
-    for document in (asleep, lost, nothing, {"code": "Busy"}, {"code": "NotFound"}, {"code": "Overloaded"}):
+    for document in (asleep, lost, nothing, {"code": "Busy"}, {"code": "model_not_found"}, {"code": "Overloaded"}):
         assert "expected 200" in str(judged(_asked(503, document), times)), document
     times.begin(Excuse.ASKED)
     assert judged(_asked(503, asleep), times) is None and judged(_asked(500, lost), times)

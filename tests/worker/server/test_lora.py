@@ -150,7 +150,7 @@ async def test_a_lora_scale_that_is_not_for_exactly_one_adapter_is_refused(edge:
 @pytest.mark.parametrize("body", [{"lora": {"name": "nobody"}}, {"lora": [{"name": "stripes"}, {"name": "nobody", "path": "/x"}]}])
 async def test_an_unknown_adapter_is_not_found_never_the_base(edge: Edge, body: dict[str, Any]) -> None:
     answer = await edge.request_images(**REQUEST, **body)
-    assert refusal(answer)[:2] == (404, "NotFound")
+    assert refusal(answer)[:2] == (404, "model_not_found")
     assert "'nobody'" in answer.json()["error"]["message"]
 
 

@@ -4,6 +4,7 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from diffusion_worker.messages import RequestSpec
@@ -47,9 +48,9 @@ async def test_the_data_ports_document_has_its_routes_and_the_error_body(edge: E
 async def test_the_page_of_the_http_api_has_every_route_and_every_field(edge: Edge) -> None:
     document = (await edge.data.get("/openapi.json")).json()
     routes = [f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods]
-    form = document["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    forms = [form["schema"] for form in document["paths"]["/v1/images/edits"]["post"]["requestBody"]["content"].values()]
     cards = [document["components"]["schemas"][name] for name in ("ImagesRequest", "ModelCard", "LimitsCard", "DefaultsCard", "ImageData")]
-    fields = {field for schema in (form, *cards) for field in schema["properties"]} - {"id", "object", "created", "owned_by"}
+    fields = {field for schema in (*forms, *cards) for field in schema["properties"]} - {"id", "object", "created", "owned_by"}
     assert [what for what in (*routes, *sorted(fields)) if f"`{what}" not in PAGE] == []
 
 
@@ -61,8 +62,28 @@ async def test_the_page_has_every_route_of_the_control_port_and_every_field_of_s
     assert [what for what in (*routes, *sorted(fields)) if f"`{what}" not in PAGE and f'"{what}"' not in PAGE] == []
 
 
+@pytest.mark.parametrize("port", ["data", "control"])
+async def test_head_is_answered_as_get_and_a_slash_at_the_end_changes_nothing(edge: Edge, port: str) -> None:
+    client: httpx2.AsyncClient = getattr(edge, port)
+    document = (await client.get("/openapi.json")).json()
+    paths = [path.format(model="digits") for path, methods in document["paths"].items() if "get" in methods] + ["/openapi.json"]
+    assert len(paths) > 2
+    for path in paths:
+        got, head, slashed = await client.get(path), await client.head(path), await client.get(path + "/")
+        assert (head.status_code, head.headers["content-type"], head.content) == (200, got.headers["content-type"], b""), path
+        assert (slashed.status_code, slashed.headers["content-type"]) == (200, got.headers["content-type"]), path
+        assert "HEAD" in (await client.patch(path)).headers["allow"]
+
+
+async def test_a_slash_at_the_end_changes_nothing_for_what_makes_images_or_changes_the_worker(edge: Edge) -> None:
+    made = await edge.data.post("/v1/images/generations/", json={"prompt": "p kumquatfen"})
+    slept = await edge.control.post("/v1/sleep/", json={"operationId": "1"})
+    assert (made.status_code, slept.status_code) == (200, 202)
+    assert 'requests_total{code="OK",route="generations"} 1.0' in (await edge.data.get("/metrics")).text
+
+
 async def test_allow_names_every_method_of_a_path(edge: Edge) -> None:
-    for method, path, allowed in (("POST", "/v1/adapters/stripes", "PUT, DELETE"), ("PUT", "/v1/state", "GET")):
+    for method, path, allowed in (("POST", "/v1/adapters/stripes", "PUT, DELETE"), ("PUT", "/v1/state", "GET, HEAD")):
         answer = await edge.control.request(method, path)
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
 

@@ -75,8 +75,9 @@ def test_every_state_and_code_has_words_for_people() -> None:
     states = set(re.findall(r"^  (\w+): \[\"(?:good|wait|rest|bad)\"", script, re.MULTILINE))
     assert states == {state.value for state in ui.EngineState}
     advice = script.partition("const ADVICE = {")[2].partition("};")[0]
-    # Codes of the control port only are left out. A request that waits for a load gets one code for all its errors.
-    control = {"Conflict", "WrongBoot", "StaleEpoch", "Managed", "VerificationFailed", "MemoryNotReleased", *LOAD_CODES}
+    # Codes of the control port, and of routes that the page does not call, are left out. A request that waits for a load gets one code for
+    # all its errors.
+    control = {"NotFound", "Conflict", "WrongBoot", "StaleEpoch", "Managed", "VerificationFailed", "MemoryNotReleased", *LOAD_CODES}
     assert set(re.findall(r"^  (\w+):", advice, re.MULTILINE)) - {"Unreachable"} == {code.value for code in ui.ErrorCode} - control
 
 

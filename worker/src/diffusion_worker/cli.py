@@ -289,7 +289,7 @@ def cli() -> None:
     default=4_194_304,
     help="Most pixels, width times height, of an image that a request asks for.",
 )
-@click.option("--max-images", type=click.IntRange(1, 64), default=8, help="Most images a request may ask for.")
+@click.option("--max-images", type=click.IntRange(1, 64), default=10, help="Most images a request may ask for.")
 @click.option(
     "--max-prompt-characters",
     type=click.IntRange(1, 1_000_000),

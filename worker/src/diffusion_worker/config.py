@@ -106,7 +106,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
 
     max_steps: int = 200
     max_pixels: int = 4_194_304
-    max_images: int = 8
+    max_images: int = 10
     max_prompt_chars: int = 8_192
 
 

@@ -18,6 +18,8 @@ class ErrorCode(enum.StrEnum):
     UNAUTHORIZED = "Unauthorized"
     FORBIDDEN = "Forbidden"
     NOT_FOUND = "NotFound"
+    # OpenAI's own spelling, by which clients recognise it.
+    MODEL_NOT_FOUND = "model_not_found"
     CONFLICT = "Conflict"
     WRONG_BOOT = "WrongBoot"
     STALE_EPOCH = "StaleEpoch"
@@ -58,6 +60,7 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.UNAUTHORIZED: 401,
     ErrorCode.FORBIDDEN: 403,
     ErrorCode.NOT_FOUND: 404,
+    ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.CONFLICT: 409,
     ErrorCode.WRONG_BOOT: 409,
     ErrorCode.STALE_EPOCH: 409,

@@ -72,7 +72,7 @@ CODES = frozenset(
         "MemoryNotReleased",
         "ModulesOutsideEnvelope", "NetworkError", "NoMatchingModules", "NotFound", "Overloaded", "RankFailed", "RankTooLarge",
         "RequestFailed", "SecretMissing", "SourceNotFound", "SourceUnauthorized", "StaleEpoch", "Starting", "Terminating", "Timeout",
-        "TooLarge", "Unauthorized", "UnsupportedFormat", "VerificationFailed", "WrongBoot",
+        "TooLarge", "Unauthorized", "UnsupportedFormat", "VerificationFailed", "WrongBoot", "model_not_found",
     }
 )  # fmt: skip
 """Error codes that a worker of this version has. A worker may answer with any other text."""

@@ -239,7 +239,7 @@ async def test_what_is_deleted_is_unknown_at_once_and_gone_from_the_ranks_before
     await delete(edge, "a")
     with pytest.raises(RequestError) as error:
         await made_with(edge, "a")
-    assert (error.value.code, edge.ranks.calls) == (ErrorCode.NOT_FOUND, [])
+    assert (error.value.code, edge.ranks.calls) == (ErrorCode.MODEL_NOT_FOUND, [])
     with pytest.raises(RequestError, match="not known"):
         await delete(edge, "a")
     await wake(edge)

@@ -116,7 +116,7 @@ async def test_every_name_is_resolved_before_anything_is_queued(edge: Edge) -> N
     await put(edge, "a")
     edge.ranks.stepping.clear()
     error = await refusal(edge, "a", "nobody")
-    assert (error.code, edge.engine.state_document().queued, edge.engine.state_document().in_flight) == (ErrorCode.NOT_FOUND, 0, 0)
+    assert (error.code, edge.engine.state_document().queued, edge.engine.state_document().in_flight) == (ErrorCode.MODEL_NOT_FOUND, 0, 0)
     assert "'nobody'" in error.message
     assert records(edge.engine, "a")[0].refs == 0
 
@@ -606,7 +606,7 @@ async def test_whatever_changes_meanwhile_an_image_is_made_with_what_its_names_s
         try:
             generation = await made(edge, *wanted)
         except RequestError as error:
-            assert error.code is ErrorCode.NOT_FOUND and any(None in seen[name] for name in wanted), error.message
+            assert error.code is ErrorCode.MODEL_NOT_FOUND and any(None in seen[name] for name in wanted), error.message
             return
         finally:
             del watched[id(seen)]

@@ -18,7 +18,7 @@ from PIL import Image
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.server.encoding.decode_job import DecodeJob
 from diffusion_worker.server.encoding.decoders import Decoders
-from diffusion_worker.server.encoding.input_images import MAX_SCANS, decode, scans_of
+from diffusion_worker.server.encoding.input_images import MAX_SCANS, claimed_size, decode, scans_of
 from support.encoding.hostile_images import many_scans
 
 JOB = DecodeJob(field="image", max_pixels=4096)
@@ -72,6 +72,18 @@ def children(decoders: Decoders) -> list[str]:
 @pytest.mark.parametrize("content", [png(48, 32), png(48, 32, "RGBA"), jpeg(48, 32, mode="RGB"), png(300, 200)])
 async def test_an_image_is_the_same_as_decoded_here(content: bytes) -> None:
     assert await Decoders().decode(content, JOB) == decode("image", content, max_pixels=4096)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [png(300, 200), jpeg(300, 200), jpeg(300, 200, mode="RGB", exif=b"Exif\0\0" + bytes(9000), icc_profile=bytes(200_000), comment="c")],
+)
+def test_the_size_of_an_image_is_read_from_its_header(content: bytes) -> None:
+    assert claimed_size("image", content) == (300, 200)
+
+
+def test_a_jpeg_without_an_end_of_small_segments_is_left_to_the_decoder_at_once() -> None:
+    assert claimed_size("image", b"\xff\xd8" + b"\xff\xe0\x00\x02" * 2_000) is None
 
 
 async def test_a_jpeg_of_too_many_scans_is_refused_by_their_number() -> None:

@@ -167,7 +167,7 @@ def test_a_stream_is_finished_before_a_terminated_worker_ends() -> None:
     env = {"FAKE_WORKER": json.dumps({"stepSeconds": 0.1})}
     with WorkerProcess(program=FAKE_PROGRAM, env=env) as worker:
         worker.wait_ready()
-        body = {"prompt": "p kumquatfen", "stream": True, "num_inference_steps": 10}
+        body = {"prompt": "p kumquatfen", "stream": True, "stream_options": {"include_progress": True}, "num_inference_steps": 10}
         with httpx2.stream("POST", f"{worker.url}/v1/images/generations", json=body, timeout=30) as answer:
             lines = answer.iter_lines()
             assert next(lines) == "event: image_generation.progress"

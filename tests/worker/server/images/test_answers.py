@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from openai.types import ImagesResponse
 from openai.types.image_edit_params import ImageEditParamsStreaming
 from openai.types.image_generate_params import ImageGenerateParamsStreaming
 from PIL import Image
@@ -18,7 +19,8 @@ from PIL import Image
 from diffusion_worker.config import RequestDefaults, RequestLimits, StepCache
 from diffusion_worker.messages import ModelInfo, Recipe, RequestSpec
 from diffusion_worker.server.encoding.chunked import PIECE_BYTES, PiecedResponse, cut, json_with_file
-from diffusion_worker.server.schemas.images import REFUSED, ImagesRequest
+from diffusion_worker.server.images.edits import EditRequest
+from diffusion_worker.server.schemas.images import OURS, REFUSED, ImagesRequest
 from support.worker.fake_rank_group import FAKE_STAGES, FakeRankGroup, fake_digest, fake_identity, fake_pixels
 from support.worker.process import decode_image
 from support.worker.server_edge import Edge, serving_edge
@@ -60,7 +62,7 @@ async def test_less_compression_makes_larger_files(edge: Edge, output_format: st
 @pytest.mark.parametrize(
     ("body", "field", "says"),
     [
-        ({"output_compression": 50}, "output_compression", "png is lossless"),
+        ({"output_compression": 50}, "output_compression", "100 for png, which is lossless"),
         ({"output_compression": 50, "output_format": "png"}, "output_compression", "jpeg or webp"),
         ({"output_compression": 101, "output_format": "jpeg"}, "output_compression", "found 101"),
         ({"output_compression": -1, "output_format": "jpeg"}, "output_compression", "found -1"),
@@ -68,6 +70,8 @@ async def test_less_compression_makes_larger_files(edge: Edge, output_format: st
         ({"output_format": "svg"}, "output_format", "found 'svg'"),
         ({"quality": "best"}, "quality", "found 'best'"),
         ({"partial_images": 2}, "partial_images", "0 without stream"),
+        ({"stream_options": {"include_progress": True}}, "stream_options", "none without stream"),
+        ({"stream_options": {"include": True}, "stream": True}, "stream_options.include", "unknown field"),
         ({"partial_images": 4, "stream": True}, "partial_images", "found 4"),
         ({"response_format": "file", "stream": True}, "response_format", "b64_json with stream"),
         ({"response_format": "url"}, "response_format", "none is stored for a url"),
@@ -176,6 +180,11 @@ async def test_the_highest_quality_is_exact_unless_the_request_says_otherwise(ed
         {"moderation": "low"},
         {"moderation": "auto"},
         {"partial_images": 0},
+        {"style": "vivid"},
+        {"style": "natural"},
+        {"complexity": "high"},
+        {"output_compression": 100},
+        {"output_compression": 100, "output_format": "png"},
         {name: None for name in ImagesRequest.model_fields if name != "prompt"},
     ],
 )
@@ -183,11 +192,29 @@ async def test_fields_that_ask_for_nothing_that_could_be_missed_are_accepted(edg
     assert (await edge.request_images(prompt="p kumquatfen", **body)).status_code == 200
 
 
+# Requests of programs, by what their sources show (docs/clients.md).
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "LibreChat": {"n": 1, "background": "auto", "output_format": "png", "quality": "auto", "size": "auto"},
+    "n8n": {"response_format": "b64_json", "quality": "hd", "size": "1024x1024", "style": "natural"},
+    "Spring AI": {"n": 1, "quality": "standard", "response_format": "b64_json", "size": "1024x1024", "style": "vivid", "user": "u"},
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_the_request_of_a_program_makes_an_image(edge: Edge, program: str) -> None:
+    answer = await edge.request_images(prompt="p kumquatfen", model="digits", **PROGRAMS[program])
+    assert decode_image(answer.json()["data"][0]["b64_json"]).format == "PNG"
+
+
+async def test_the_request_of_home_assistant_is_refused_for_its_url_alone(edge: Edge) -> None:
+    body = {"n": 1, "quality": "standard", "style": "vivid", "size": "1024x1024", "response_format": "url"}
+    answer = await edge.request_images(prompt="p kumquatfen", model="digits", **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("style", "vivid"),
-        ("complexity", "high"),
         ("svg", {"model": "m"}),
         ("frame_count", 4),
         ("frame_duration_ms", 100),
@@ -201,6 +228,40 @@ async def test_fields_that_mean_nothing_here_are_refused_with_what_is_possible(e
     answer = await edge.request_images(prompt="p kumquatfen", **{field: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
     assert REFUSED[field] in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "ours"),
+    [
+        ("steps", "num_inference_steps"),
+        ("cfg_scale", "guidance_scale"),
+        ("guidance", "guidance_scale"),
+        ("width", "size"),
+        ("height", "size"),
+    ],
+)
+async def test_a_field_by_another_programs_name_is_refused_with_ours(edge: Edge, field: str, ours: str) -> None:
+    answer = await edge.request_images(prompt="p kumquatfen", **{field: 5})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert answer.json()["error"]["message"] == f"{field}: unknown field; use {ours}"
+
+
+def test_every_other_name_stands_for_a_field_of_ours_and_is_none_itself() -> None:
+    assert set(OURS.values()) <= set(EditRequest.model_fields)
+    assert not set(OURS) & (set(EditRequest.model_fields) | set(REFUSED))
+
+
+async def test_a_seed_of_minus_one_is_random(edge: Edge) -> None:
+    seeds = {(await edge.request_images(prompt="p kumquatfen", seed=-1)).json()["data"][0]["seed"] for _ in range(3)}
+    assert len(seeds) == 3 and min(seeds) >= 0
+
+
+async def test_a_whole_answer_counts_no_tokens_in_all_of_the_sdks_fields(edge: Edge) -> None:
+    answer = ImagesResponse.model_validate((await edge.request_images(prompt="p kumquatfen")).json())
+    assert answer.usage is not None and answer.usage.output_tokens_details is not None
+    usage = answer.usage.model_dump()
+    numbers = [*usage.pop("input_tokens_details").values(), *usage.pop("output_tokens_details").values(), *usage.values()]
+    assert numbers == [0] * 7
 
 
 def test_no_field_of_the_sdk_is_unknown_here() -> None:

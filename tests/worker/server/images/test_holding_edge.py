@@ -63,7 +63,7 @@ async def test_while_the_model_sleeps_a_bad_request_has_its_error_at_once_and_wa
     async with sleeping_edge(tmp_path) as edge:
         for body in WRONG:
             assert code(await edge.request_images(**body)) == (400, "InvalidRequest")
-        assert code(await edge.request_images(prompt="p kumquatfen", model="nobody")) == (404, "NotFound")
+        assert code(await edge.request_images(prompt="p kumquatfen", model="nobody")) == (404, "model_not_found")
         assert (await edge.state())["state"] == "asleep"
         assert (await edge.state())["held"] == {"current": 0, "oldestAgeSeconds": None}
 
@@ -77,7 +77,7 @@ async def test_while_the_model_is_unknown_its_part_of_a_request_is_checked_when_
         good = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
         await edge.wait_held(3)
         edge.ranks.loading.set()
-        assert (code(await odd), code(await unknown)) == ((400, "InvalidRequest"), (404, "NotFound"))
+        assert (code(await odd), code(await unknown)) == ((400, "InvalidRequest"), (404, "model_not_found"))
         assert (await good).status_code == 200
 
 

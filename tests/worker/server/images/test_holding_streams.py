@@ -92,4 +92,4 @@ async def test_a_model_without_the_memory_to_wake_keeps_its_requests_until_it_ha
 
 
 def _stream(edge: Edge) -> Client:
-    return Client(edge.data_application, stream=True, num_inference_steps=2)
+    return Client(edge.data_application, stream=True, stream_options={"include_progress": True}, num_inference_steps=2)

@@ -69,7 +69,7 @@ async def test_parameters_of_diffusion_reach_the_pipeline(edge: Edge) -> None:
         ({"prompt": "p kumquatfen", "usr": "somebody"}, "usr", "unknown field"),
         ({"prompt": "p kumquatfen", "quality": "best"}, "quality", "'auto'"),
         ({"prompt": "p kumquatfen", "n": 0}, "n", "found 0"),
-        ({"prompt": "p kumquatfen", "n": 9}, "n", "1 to 8"),
+        ({"prompt": "p kumquatfen", "n": 11}, "n", "1 to 10"),
         ({"prompt": "p kumquatfen", "n": "2"}, "n", "found '2'"),
         ({"prompt": "p kumquatfen", "n": True}, "n", "found true"),
         ({"prompt": "p kumquatfen", "n": 1.5}, "n", "found 1.5"),
@@ -79,7 +79,7 @@ async def test_parameters_of_diffusion_reach_the_pipeline(edge: Edge) -> None:
         ({"prompt": "p kumquatfen", "size": "-8x64"}, "size", "WIDTHxHEIGHT"),
         ({"prompt": "p kumquatfen", "size": "64x65"}, "size", "multiples of 8"),
         ({"prompt": "p kumquatfen", "size": "99992x99992"}, "size", "pixels"),
-        ({"prompt": "p kumquatfen", "seed": -1}, "seed", "found -1"),
+        ({"prompt": "p kumquatfen", "seed": -2}, "seed", "found -2"),
         ({"prompt": "p kumquatfen", "seed": 2**63}, "seed", "9223372036854775807"),
         ({"prompt": "p kumquatfen", "seed": 10**400}, "seed", "bits"),
         ({"prompt": "p kumquatfen", "seed": 1.5}, "seed", "found 1.5"),
@@ -146,7 +146,7 @@ async def test_a_body_over_the_limit_is_refused_whether_its_length_is_declared_o
 
 async def test_an_unknown_model_is_not_found_and_never_the_base(edge: Edge) -> None:
     answer = await edge.request_images(prompt="p kumquatfen", model="nobody")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "NotFound")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert "'nobody'" in answer.json()["error"]["message"]
 
 

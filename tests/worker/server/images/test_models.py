@@ -154,7 +154,7 @@ async def test_an_adapter_has_a_card_with_its_parent_and_its_content(edge: Edge)
 
 async def test_a_model_that_is_not_here_is_not_found_by_name(edge: Edge) -> None:
     answer = await edge.data.get("/v1/models/nobody")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "NotFound")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert "digits" in answer.json()["error"]["message"] and "'nobody'" in answer.json()["error"]["message"]
 
 

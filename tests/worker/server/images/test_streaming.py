@@ -11,11 +11,13 @@ import pytest
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, RequestSpec
 from diffusion_worker.server.images import streaming
+from diffusion_worker.server.schemas.answers import USAGE
 from support.worker.fake_rank_group import fake_pixels, fake_preview
 from support.worker.process import decode_image
 from support.worker.server_edge import Client, Edge, serving_edge
 
 SECRET = "a prompt that nobody else may read"
+PROGRESS: dict[str, Any] = {"stream_options": {"include_progress": True}}
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ async def edge() -> AsyncIterator[Edge]:
 
 def asking_for(edge: Edge, **body: Any) -> Client:
     """Return a client that has a streaming request and reads the answer's messages one by one."""
-    return Client(edge.data_application, request_id="mine", **{"prompt": SECRET, "stream": True, **body})
+    return Client(edge.data_application, request_id="mine", **{"prompt": SECRET, "stream": True, **PROGRESS, **body})
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -43,7 +45,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 async def test_a_stream_tells_each_step_then_the_image(edge: Edge) -> None:
-    answer = await edge.request_images(prompt="p kumquatfen", seed=3, num_inference_steps=3, stream=True)
+    answer = await edge.request_images(prompt="p kumquatfen", seed=3, num_inference_steps=3, stream=True, **PROGRESS)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
     *steps, completed = events_of(answer.text)
     assert steps == [{"type": "image_generation.progress", "index": 0, "attempt": 1, "step": step, "steps": 3} for step in (1, 2, 3)]
@@ -59,16 +61,22 @@ async def test_a_completed_event_has_the_fields_of_the_sdk_and_what_was_asked_fo
         prompt="p kumquatfen", stream=True, timings=True, output_format="webp", output_compression=80, size="48x32"
     )
     completed = events_of(answer.text)[-1]
-    expected = {"background": "opaque", "output_format": "webp", "quality": "high", "size": "48x32", "usage": None}
+    expected = {"background": "opaque", "output_format": "webp", "quality": "high", "size": "48x32", "usage": USAGE}
     assert {name: completed[name] for name in expected} == expected
     assert isinstance(completed["created_at"], int)
     assert decode_image(completed["b64_json"]).format == "WEBP"
     assert completed["timings"]["denoise"] > 0
 
 
+async def test_without_being_asked_for_our_own_events_are_comments_that_keep_the_connection(edge: Edge) -> None:
+    answer = await edge.request_images(prompt="p kumquatfen", num_inference_steps=6, stream=True, partial_images=2)
+    assert [event["type"] for event in events_of(answer.text)] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
+    assert answer.text.count(": keep-alive\n\n") == 6, "one in place of each step"
+
+
 async def test_previews_come_on_request_between_the_steps(edge: Edge) -> None:
     answer = await edge.request_images(
-        prompt="p kumquatfen", seed=3, num_inference_steps=6, stream=True, partial_images=2, output_format="png"
+        prompt="p kumquatfen", seed=3, num_inference_steps=6, stream=True, partial_images=2, output_format="png", **PROGRESS
     )
     events = events_of(answer.text)
     assert [event["type"].rpartition(".")[2] for event in events] == [
@@ -82,7 +90,7 @@ async def test_previews_come_on_request_between_the_steps(edge: Edge) -> None:
 
 
 async def test_several_images_are_streamed_side_by_side_each_with_its_index(edge: Edge) -> None:
-    answer = await edge.request_images(prompt="p kumquatfen", seed=3, n=2, num_inference_steps=2, stream=True, partial_images=1)
+    answer = await edge.request_images(prompt="p kumquatfen", seed=3, n=2, num_inference_steps=2, stream=True, partial_images=1, **PROGRESS)
     events = events_of(answer.text)
     for index in (0, 1):
         own = [event for event in events if event["index"] == index]
@@ -94,7 +102,7 @@ async def test_several_images_are_streamed_side_by_side_each_with_its_index(edge
     ("body", "status", "code"),
     [
         ({"num_inference_steps": 201}, 400, "InvalidRequest"),
-        ({"model": "nobody"}, 404, "NotFound"),
+        ({"model": "nobody"}, 404, "model_not_found"),
         ({"prompt": ""}, 400, "InvalidRequest"),
     ],
 )

@@ -70,7 +70,7 @@ async def test_requests_are_counted_by_route_and_reason(edge: Edge) -> None:
     assert counted == {
         ("OK", "generations"): 2,
         ("InvalidRequest", "generations"): 1,
-        ("NotFound", "generations"): 1,
+        ("model_not_found", "generations"): 1,
         ("InvalidRequest", "edits"): 1,
     }
     assert found["request_seconds_count", "generations"] == 2

@@ -51,7 +51,7 @@ def the_error(answer: httpx2.Response) -> dict[str, Any]:
     ("method", "path", "content", "expected"),
     [
         ("GET", "/nowhere", b"", (404, "NotFound", "invalid_request_error", None)),
-        ("GET", "/v1/models/nobody", b"", (404, "NotFound", "invalid_request_error", None)),
+        ("GET", "/v1/models/nobody", b"", (404, "model_not_found", "invalid_request_error", "model")),
         ("PUT", "/v1/images/generations", b"", (405, "InvalidRequest", "invalid_request_error", None)),
         ("POST", "/v1/images/generations", b"{", (400, "InvalidRequest", "invalid_request_error", "body")),
         ("POST", "/v1/images/generations", b'{"prompt": 7}', (400, "InvalidRequest", "invalid_request_error", "prompt")),

@@ -166,6 +166,10 @@ class Engine:
         """Make the images of a request; see `RequestService.generate`."""
         return await self._parts.requests.generate(params, on_event=on_event)
 
+    def check(self, params: GenerationParams) -> None:
+        """Check a request as far as possible before its turn; raise RequestError if it can never be served."""
+        self._parts.requests.checked(params)
+
     def accelerates(self, params: GenerationParams) -> bool:
         """Return whether the step cache may skip work: there is one, and the request demands neither every step nor every bit."""
         return self._parts.requests.accelerates(params)
@@ -223,7 +227,7 @@ class Engine:
         """Return the adapter that a request with a model's name would use; None for the base model. No load is begun.
 
         Raises:
-            RequestError: NotFound, AdapterNotLoaded, as for a request.
+            RequestError: model_not_found, AdapterNotLoaded, as for a request.
         """
         return None if name in self.config.served_names else self._parts.adapter_use.resolve(name).document(self.config.ranks)
 

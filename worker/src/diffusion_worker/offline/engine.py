@@ -115,8 +115,9 @@ class DiffusionEngine:
         interrupted, or takes longer than `timeout_s`, makes nothing more.
 
         Raises:
-            RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (NotFound), or it cannot be loaded
-                (InvalidAdapter and the like). The call took too long (Timeout), the engine is closed (Terminating), or an image failed.
+            RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (model_not_found), or it cannot be
+                loaded (InvalidAdapter and the like). The call took too long (Timeout), the engine is closed (Terminating), or an image
+                failed.
                 GroupFailed: the ranks are lost.
         """
         prompts = _prompts(prompt)

@@ -19,6 +19,7 @@ from diffusion_worker.server.encoding.threads import EncodingThreads
 from diffusion_worker.server.http.bearer_token import RequireToken, TokenFile
 from diffusion_worker.server.http.body_limit import BodyLimit
 from diffusion_worker.server.http.connection_limit import ConnectionCollector, ConnectionLimit
+from diffusion_worker.server.http.head_and_slash import HeadAndSlash
 from diffusion_worker.server.http.origin import OwnOrigin
 from diffusion_worker.server.http.replica import replica_name
 from diffusion_worker.server.http.request_log import RequestLog
@@ -67,6 +68,7 @@ def data_app(engine: Engine, *, local: bool = False) -> FastAPI:
             CORSMiddleware, allow_origins=origins, allow_methods=METHODS_OF_PAGES, allow_headers=["*"], expose_headers=READ_BY_PAGES
         )
     app.add_middleware(RequestLog, metrics=app.state.metrics, replica=app.state.replica)
+    app.add_middleware(HeadAndSlash)
     app.include_router(images.router, dependencies=secured)
     app.include_router(edits.router, dependencies=secured)
     app.include_router(probes.router)
@@ -94,6 +96,7 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     if engine.pod_uid:
         app.add_middleware(identity.NamePod, pod_uid=engine.pod_uid)
     app.add_middleware(OwnOrigin, local=token_path is None)
+    app.add_middleware(HeadAndSlash)
     app.state.has_token = token_path is not None
     for router in (control.router, lora_routes.router, sleep_routes.router):
         app.include_router(router, dependencies=[*secured, Depends(admit_epoch)])
@@ -121,6 +124,8 @@ def _app(engine: Engine, *, title: str, flat_errors: bool) -> FastAPI:
         # The interactive pages load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
+        # A redirect behind a proxy with TLS would name http://, and take the key along.
+        redirect_slashes=False,
         # A single registry of metrics is enough; spans of every request cost time, and validation logs would hold prompts.
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False},
     )

@@ -65,7 +65,7 @@ class Status(BaseModel):
 
 
 def page_router() -> APIRouter:
-    """Read the page, its style sheet and its script, and route GET and HEAD to them, outside of the OpenAPI document.
+    """Read the page, its style sheet and its script, and route GET to them, outside of the OpenAPI document.
 
     A browser with the current version gets 304.
     """
@@ -122,4 +122,4 @@ def _add_file(router: APIRouter, path: str, file: PageFile) -> None:
             return Response(status_code=304, headers=headers)
         return Response(file.content, headers={**headers, "Content-Type": file.media_type})
 
-    router.add_api_route(path, answer, methods=["GET", "HEAD"], response_model=None)
+    router.add_api_route(path, answer, response_model=None)

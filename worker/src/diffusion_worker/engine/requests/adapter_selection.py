@@ -37,7 +37,7 @@ def chosen(params: GenerationParams, *, served_names: Sequence[str], most: int) 
     Raises:
         RequestError: InvalidRequest for a repeated name, for more than `most`, or if not exactly one could take `lora_scale`.
     """
-    named = [] if params.model in (None, *served_names) else [AdapterChoice(str(params.model))]
+    named = [] if params.model in (None, *served_names) else [AdapterChoice(str(params.model), field="model")]
     choices = [*named, *params.loras]
     names = [choice.name for choice in choices]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -97,17 +97,17 @@ class AdapterSelection:
         self._timeout_s = config.lora_load_timeout_s
         self._numbers = itertools.count()
 
-    def resolve(self, name: str) -> Adapter:
-        """Return the adapter of a name that a request uses; it may still have to be loaded.
+    def resolve(self, name: str, field: str = "model") -> Adapter:
+        """Return the adapter of a name in this field of a request; it may still have to be loaded.
 
         Raises:
-            RequestError: NotFound for a name nobody declared, AdapterNotLoaded with the reason for one that is not served.
+            RequestError: model_not_found for a name nobody declared, AdapterNotLoaded with the reason for one that is not served.
         """
         adapter = self._table.get(name)
         if adapter is None:
             adapters = ", ".join(self._table.names()) or "none"
             message = f"model {name!r} is not known to this worker: expected {self._served_name!r} or one of its adapters: {adapters}"
-            raise RequestError(ErrorCode.NOT_FOUND, message)
+            raise RequestError(ErrorCode.MODEL_NOT_FOUND, message, details={"field": field})
         if adapter.state in THERE or (self._is_loaded_for_requests(adapter) and adapter.state is not AdapterState.FAILED):
             return adapter
         why = f": {_reason(adapter, adapter.error)}" if adapter.error else ""
@@ -117,11 +117,11 @@ class AdapterSelection:
         raise RequestError(ErrorCode.ADAPTER_NOT_LOADED, message, retry_after_s=None if failed else RETRY_AFTER_S, lasting=lasting)
 
     def require_known(self, choices: Sequence[AdapterChoice]) -> None:
-        """Refuse the first adapter that is unknown (NotFound) or failed (AdapterNotLoaded), by a RequestError: to wait would be in vain."""
+        """Raise RequestError for the first adapter that is unknown (model_not_found) or failed (AdapterNotLoaded), without a wait."""
         for choice in choices:
             adapter = self._table.get(choice.name)
             if adapter is None or adapter.state is AdapterState.FAILED:
-                self.resolve(choice.name)
+                self.resolve(choice.name, choice.field)
 
     def served(self) -> list[Adapter]:
         """List by name the adapters that are loaded, or that a request would load; those on their way into memory are left out."""
@@ -132,10 +132,10 @@ class AdapterSelection:
         """Hold all adapters of a request at once while entered; first wait for those that have to be loaded, no longer than `wait`.
 
         Raises:
-            RequestError: NotFound, AdapterNotLoaded. NoLongerServing: the model stopped serving during the wait.
+            RequestError: model_not_found, AdapterNotLoaded. NoLongerServing: the model stopped serving during the wait.
         """
         self._require_serving()
-        adapters = [self.resolve(choice.name) for choice in choices]
+        adapters = [self.resolve(choice.name, choice.field) for choice in choices]
         if not all(adapter.usable for adapter in adapters):
             adapters = await self._waited_for(choices, wait)
         machine.taken(self._table, adapters, request_id, time.monotonic())
@@ -151,8 +151,8 @@ class AdapterSelection:
         """Load the adapters that are missing, again if one goes meanwhile, until all are usable at the same moment; return them as chosen.
 
         Raises:
-            RequestError: NotFound; AdapterNotLoaded, also at the end of `wait`; an error of the server itself. NoLongerServing: the model
-                went to sleep or ends.
+            RequestError: model_not_found; AdapterNotLoaded, also at the end of `wait`; an error of the server itself. NoLongerServing: the
+                model went to sleep or ends.
         """
         number = next(self._numbers)
         self.waiting += 1
@@ -160,7 +160,7 @@ class AdapterSelection:
             async with asyncio.timeout_at(wait.until(self._timeout_s)):
                 while True:
                     self._require_serving()
-                    adapters = [self.resolve(choice.name) for choice in choices]
+                    adapters = [self.resolve(choice.name, choice.field) for choice in choices]
                     machine.awaited(self._table, adapters, number)
                     missing = [adapter for adapter in adapters if not adapter.usable]
                     if not missing:

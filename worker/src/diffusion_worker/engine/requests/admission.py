@@ -32,10 +32,11 @@ class InputImage(msgspec.Struct, frozen=True):
 
 
 class AdapterChoice(msgspec.Struct, frozen=True):
-    """An adapter's name in a request, and its strength there; None takes the scale that was declared with the adapter."""
+    """An adapter's name in a `field` of a request, and its strength there; None takes the scale that was declared with the adapter."""
 
     name: str
     scale: float | None = None
+    field: str = "lora"
 
 
 class GenerationParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,6 +218,13 @@ def check_served(task: Task, model: ModelInfo) -> None:
         raise refused("model", f"a pipeline that serves {task}", f"{model.pipeline}, which serves {served}{hint}")
 
 
+def check_image_count(count: int, model: ModelInfo) -> None:
+    """Raise RequestError (InvalidRequest) if an edit has no image, or more than the model takes."""
+    if not 1 <= count <= model.max_input_images:
+        expected = "one image" if model.max_input_images == 1 else f"1 to {model.max_input_images} images"
+        raise refused("image", f"{expected} for {model.pipeline}", count)
+
+
 def _check_images(params: GenerationParams, model: ModelInfo) -> None:
     """Refuse an edit with too few or too many images, a mask of another size, or a strength outside (0, 1].
 
@@ -224,9 +232,7 @@ def _check_images(params: GenerationParams, model: ModelInfo) -> None:
     """
     if params.task is Task.GENERATE:
         return
-    if not 1 <= len(params.images) <= model.max_input_images:
-        expected = "one image" if model.max_input_images == 1 else f"1 to {model.max_input_images} images"
-        raise refused("image", f"{expected} for {model.pipeline}", len(params.images))
+    check_image_count(len(params.images), model)
     if params.mask is not None and (params.mask.height, params.mask.width) != (params.images[0].height, params.images[0].width):
         expected = f"the size of the image, {params.images[0].width}x{params.images[0].height}"
         raise refused("mask", expected, f"{params.mask.width}x{params.mask.height}")

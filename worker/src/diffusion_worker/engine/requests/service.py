@@ -66,7 +66,7 @@ class RequestService:
             RequestError: the request is refused, or ended early. GroupFailed: the ranks were lost for good meanwhile. Any error
                 that `on_event` raises.
         """
-        choices = self._checked(params)
+        choices = self.checked(params)
         with self.queue.place(params) as place, self._counted() as started_s:
             turn, wait = HoldBudget(on_event), AdapterWait()
             while True:
@@ -74,7 +74,7 @@ class RequestService:
                 with contextlib.suppress(NoLongerServing):
                     return await self._made(params, choices, wait, place, started_s, on_event)
 
-    def _checked(self, params: GenerationParams) -> list[AdapterChoice]:
+    def checked(self, params: GenerationParams) -> list[AdapterChoice]:
         """Check a request as far as possible before its turn, and return its adapters; raise RequestError if it can never be served."""
         if self.model is None:
             admission.check_form(params, self._config.limits)

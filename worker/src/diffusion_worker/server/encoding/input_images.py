@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from diffusion_worker.engine.requests.admission import InputImage
-from diffusion_worker.errors import refused
+from diffusion_worker.errors import RequestError, refused
 
 # OpenAI's limit on files. An image of 8K has fewer than forty million pixels; decoded with transparency these take 160 MB.
 MAX_FILE_BYTES = 50_000_000
@@ -29,8 +29,11 @@ MAX_FILE_PIXELS = 40_000_000
 LARGE_PIXELS = 10_000_000
 # Most scans of a JPEG, each of which goes over the whole image. Encoders write ten.
 MAX_SCANS = 64
-# Markers of JPEG: a scan, the end, and those without a length (a temporary one, restarts, the start).
+# Markers of JPEG: a scan, the end, those without a length (a temporary one, restarts, the start), and those of a frame, with its size.
 SCAN, END, BARE = 0xDA, 0xD9, (0x01, *range(0xD0, 0xD9))
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# Most segments of a JPEG before its frame that are passed over to find its size. A colour profile has 255 at most.
+MAX_SEGMENTS = 1000
 
 # EXIF's tag for the orientation of the camera, and its values that swap width and height.
 ORIENTATION = 0x0112
@@ -68,6 +71,23 @@ class UploadFormat(NamedTuple):
 ALONE = contextlib.nullcontext()
 
 
+def claimed_size(field: str, content: bytes) -> tuple[int, int] | None:
+    """Return in bounded time width and height that a file's header claims, before a turn by EXIF; None if only a decoder can find them.
+
+    Raises:
+        RequestError: InvalidRequest, the file is of no format that is decoded, its header is broken, or claims too many pixels.
+    """
+    format_ = _format_of(field, content)
+    try:
+        claimed = format_.size(content)
+    except BROKEN as error:
+        raise _not_whole(field, format_, error) from None
+    if claimed is None or 0 in claimed:
+        return None
+    _check_pixels(field, *claimed)
+    return claimed
+
+
 def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContextManager[None] = ALONE) -> DecodedImage:
     """Decode a client's file to RGB: upright by its EXIF, on white where transparent, and shrunk to at most `max_pixels`.
 
@@ -76,27 +96,22 @@ def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContex
     Raises:
         RequestError: InvalidRequest that names the field, what was expected and what was found.
     """
-    format_ = _format_of(content)
-    if format_ is None:
-        size = len(content)
-        raise refused(field, "an image in PNG, JPEG or WebP", f"{size} bytes of another format" if size else "no bytes")
+    claimed_size(field, content)
+    format_ = _format_of(field, content)
     try:
-        claimed = format_.size(content)
-        if claimed is not None:
-            _check_pixels(field, *claimed)
         if format_ is JPEG and (scans := scans_of(content)) > MAX_SCANS:
             raise refused(field, f"a JPEG of at most {MAX_SCANS} scans", f"{scans} scans")
         image: Any = format_.opened(io.BytesIO(content))
         width, height = image.size
         _check_pixels(field, width, height)
-        target = _fitting(width, height, max_pixels)
+        target = fitting(width, height, max_pixels)
         with large if width * height > LARGE_PIXELS else contextlib.nullcontext():
             image.draft("RGB", target)  # a JPEG can be decoded at half its size, or less
             if image.getexif().get(ORIENTATION) in LYING:
                 width, height, target = height, width, target[::-1]
             return decoded(ImageOps.exif_transpose(image), target)._replace(height=height, width=width)
     except BROKEN as error:
-        raise refused(field, f"a whole {format_.name} file", f"a file that cannot be decoded ({type(error).__name__})") from None
+        raise _not_whole(field, format_, error) from None
 
 
 def decoded(image: Image, target: tuple[int, int]) -> DecodedImage:
@@ -145,18 +160,25 @@ def _check_pixels(field: str, width: int, height: int) -> None:
         raise refused(field, f"an image of at most {MAX_FILE_PIXELS} pixels", f"{width}x{height}")
 
 
-def _fitting(width: int, height: int, max_pixels: int) -> tuple[int, int]:
+def _not_whole(field: str, format_: UploadFormat, error: Exception) -> RequestError:
+    return refused(field, f"a whole {format_.name} file", f"a file that cannot be decoded ({type(error).__name__})")
+
+
+def fitting(width: int, height: int, max_pixels: int) -> tuple[int, int]:
     """Return width and height scaled down alike to at most `max_pixels`, each at least 1; unchanged if they fit."""
     scale = min(1.0, math.sqrt(max_pixels / (width * height))) if width and height else 1.0
     return max(1, int(width * scale)), max(1, int(height * scale))
 
 
-def _format_of(content: bytes) -> UploadFormat | None:
+def _format_of(field: str, content: bytes) -> UploadFormat:
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
         return PNG
     if content.startswith(b"\xff\xd8\xff"):
         return JPEG
-    return WEBP if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return WEBP
+    size = len(content)
+    raise refused(field, "an image in PNG, JPEG or WebP", f"{size} bytes of another format" if size else "no bytes")
 
 
 def scans_of(content: bytes) -> int:
@@ -172,6 +194,23 @@ def scans_of(content: bytes) -> int:
         scans += marker == SCAN
         at += 2 + max(2, int.from_bytes(content[at + 2 : at + 4]))
     return scans
+
+
+def _jpeg_size(content: bytes) -> tuple[int, int] | None:
+    """Return width and height from a JPEG's frame; None if there is none among its first segments."""
+    at = 2
+    for _ in range(MAX_SEGMENTS):
+        first, marker, length = struct.unpack_from(">BBH", content, at)
+        if first != 0xFF:
+            return None
+        if marker in FRAMES:
+            height, width = struct.unpack_from(">5xHH", content, at)
+            return width, height
+        if marker in (SCAN, END):
+            return None
+        # A fill byte, a marker alone, or a segment.
+        at += 1 if marker == 0xFF else 2 if marker in BARE else 2 + length
+    return None
 
 
 def _png_size(content: bytes) -> tuple[int, int] | None:
@@ -196,6 +235,5 @@ def _webp_size(content: bytes) -> tuple[int, int] | None:
 
 
 PNG = UploadFormat("PNG", _png_size, PngImageFile)
-# Without an own reader of sizes, as Pillow's stops at the header.
-JPEG = UploadFormat("JPEG", lambda content: None, JpegImageFile)
+JPEG = UploadFormat("JPEG", _jpeg_size, JpegImageFile)
 WEBP = UploadFormat("WebP", _webp_size, WebPImageFile)

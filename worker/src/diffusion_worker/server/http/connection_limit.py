@@ -66,7 +66,7 @@ class ConnectionLimit:
                     MutableHeaders(scope=message)["Connection"] = "close"
                 await send(message)
 
-            if scope["type"] == "http" and scope["path"] not in EXEMPT:
+            if scope["type"] == "http" and scope["path"].rstrip("/") not in EXEMPT:
                 await self._refuse(scope, receive, send_last)
             else:
                 await served(scope, receive, send_last)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request for images whose answer is a stream of server-sent events: each step, previews, the finished images.
+"""A request for images whose answer is a stream of server-sent events: previews, the finished images, and each step if requested.
 
 An error before the stream begins is answered without a stream, with its status. A later one is an event `error`, which makes the SDK
 raise. While there are no events, as in the queue, a comment keeps proxies from closing the stream.
@@ -102,6 +102,9 @@ class EventStream(Response):
             await self._send(send, await self._encoded(event))
 
     async def _encoded(self, event: RequestEvent) -> Pieces:
+        """Return an event's bytes; a comment in place of our own events, unless the client asked for them."""
+        if not self._options.progress and isinstance(event, StepTaken | Held):
+            return KEEP_ALIVE
         if isinstance(event, StepTaken):
             return progress_event(event, self._options)
         if isinstance(event, Held):

@@ -45,7 +45,7 @@ const ADVICE = {
   InvalidRequest: "Change the field named above and try again.",
   Unauthorized: "Enter the worker's API key at the top of the page.",
   Forbidden: "Open the page at the worker's own address, or start the worker with a --cors-origin that allows this one.",
-  NotFound: "The list of adapters was read again; choose an adapter from it.",
+  model_not_found: "The list of adapters was read again; choose an adapter from it.",
   AdapterNotLoaded: "The adapter is known, but not loaded yet. " + AGAIN,
   AdapterRemoved: "The adapter was removed meanwhile. Choose another one.",
   Starting: "The model is still loading. The top of the page shows the progress.",
@@ -129,7 +129,7 @@ function withWholeSeeds(name, value, context) {
 
 /** Return the request of the form; the worker has defaults for empty fields. */
 function wanted() {
-  const body = { prompt: byId("prompt").value, stream: true, partial_images: PREVIEWS, n: 1, timings: true };
+  const body = { prompt: byId("prompt").value, stream: true, stream_options: { include_progress: true }, partial_images: PREVIEWS, n: 1, timings: true };
   for (const name of ["negative_prompt", "quality", "output_format"]) {
     if (byId(name).value) body[name] = byId(name).value;
   }
@@ -277,7 +277,7 @@ function fail(error) {
   byId("error-advice").textContent = ADVICE[problem.code] ?? AGAIN;
   byId("error-code").textContent = problem.code;
   byId("error").hidden = false;
-  if (problem.code === "NotFound") loadModels();
+  if (problem.code === "model_not_found") loadModels();
   const field = fieldOf(problem.field ?? "");
   field?.setAttribute("aria-invalid", "true");
   (problem.field === "size" ? byId("width") : field)?.focus();

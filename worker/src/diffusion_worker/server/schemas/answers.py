@@ -16,6 +16,9 @@ from diffusion_worker.server.encoding.chunked import Pieces, cut, json_with_file
 from diffusion_worker.server.encoding.images import OutputFormat, encode, metadata_of
 
 ZIP_MEDIA_TYPE = "application/zip"
+# OpenAI's clients require the numbers of tokens; a diffusion model counts none.
+NO_TOKENS = {"image_tokens": 0, "text_tokens": 0}
+USAGE = {"total_tokens": 0, "input_tokens": 0, "output_tokens": 0, "input_tokens_details": NO_TOKENS, "output_tokens_details": NO_TOKENS}
 
 
 class Quality(enum.StrEnum):
@@ -35,6 +38,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     # True for the image itself instead of JSON; several are in a ZIP.
     as_file: bool = False
     stream: bool = False
+    # Add our own events, of steps and of waiting, to the stream.
+    progress: bool = False
     # Add the seconds of each image's stages to the answer.
     timings: bool = False
     events: str = "image_generation"
@@ -61,7 +66,7 @@ def json_answer(made: Generation, images: Sequence[Pieces], options: AnswerOptio
     """Return the body of `ImagesAnswer`, made without pydantic, which would copy and check megabytes of base64."""
     first = made.images[0]
     form = _form(first.height, first.width, made.provenance.accelerated, options)
-    body = [msgspec.json.encode({"created": created} | form)[:-1] + b',"data":[']
+    body = [msgspec.json.encode({"created": created, "usage": USAGE} | form)[:-1] + b',"data":[']
     for image in images:
         body += [*image, b","]
     return [*body[:-1], b"]}"]
@@ -80,7 +85,7 @@ def file_answer(files: Sequence[bytes], options: AnswerOptions) -> tuple[Pieces,
 
 
 def progress_event(step: StepTaken, options: AnswerOptions) -> Pieces:
-    """Format the event of a step that an image has taken. It is our own event, which the SDK passes on with its `type`."""
+    """Format the event of a step that an image has taken. It is our own event."""
     return server_sent(f"{options.events}.progress", {"index": step.index, "attempt": step.attempt, "step": step.step, "steps": step.steps})
 
 
@@ -100,8 +105,7 @@ def preview_event(preview: PreviewMade, options: AnswerOptions, *, accelerated: 
 def completed_event(made: Generation, index: int, options: AnswerOptions, *, created: int) -> Pieces:
     """Format the event of a finished image."""
     image = made.images[index]
-    # The SDK's type has `usage`, in tokens, which a diffusion model does not count.
-    content: dict[str, object] = {"index": index, "created_at": created, "usage": None}
+    content: dict[str, object] = {"index": index, "created_at": created, "usage": USAGE}
     content |= _form(image.height, image.width, made.provenance.accelerated, options) | _described(made, image, options)
     return server_sent(f"{options.events}.completed", content, image_file(made, image, options))
 

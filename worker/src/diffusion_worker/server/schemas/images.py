@@ -8,7 +8,7 @@ limits or on its state.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from diffusion_worker.engine.requests.admission import MAX_LORA_SCALE, MAX_SEED, GenerationParams
 from diffusion_worker.errors import refused
@@ -33,8 +33,6 @@ ModelName = Annotated[str, Field(max_length=256)]
 
 # Reasons for refusing a field, or a value of it, with the alternative.
 REFUSED = {
-    "style": "there are no styles; describe the style in the prompt",
-    "complexity": "no image is planned here; use num_inference_steps or quality",
     "svg": "images consist of pixels; use output_format png, jpeg or webp",
     "frame_count": "no animated images are made",
     "frame_duration_ms": "no animated images are made",
@@ -45,6 +43,26 @@ REFUSED = {
     "strength": "input images are accepted by /v1/images/edits",
     "input_fidelity": "strength sets how close an edit stays to its image, at /v1/images/edits",
 }
+# Names of other programs for our fields.
+OTHER_NAMES = {
+    "num_inference_steps": ("steps", "num_steps", "inference_steps", "sampling_steps"),
+    "guidance_scale": ("cfg", "cfg_scale", "guidance", "true_cfg_scale"),
+    "size": ("width", "height", "image_size", "resolution", "aspect_ratio"),
+    "n": ("num_images", "num_images_per_prompt", "num_outputs", "batch_size"),
+    "negative_prompt": ("negative",),
+    "lora": ("loras",),
+    "strength": ("denoising_strength",),
+    "output_format": ("format",),
+}
+OURS = {name: field for field, names in OTHER_NAMES.items() for name in names}
+
+
+class StreamOptions(BaseModel):
+    """The choice of a stream's events."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_progress: Annotated[bool | None, Field(description="True adds our own events, on which clients of OpenAI's may fail.")] = None
 
 
 class ImageRequest(BaseModel):
@@ -63,7 +81,7 @@ class ImageRequest(BaseModel):
     size: Annotated[
         str | None, Field(pattern=SIZE_PATTERN, description="WIDTHxHEIGHT in pixels, or auto, the default, for the worker's own size.")
     ] = None
-    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED, description="The first image's seed; random if absent.")] = None
+    seed: Annotated[int | None, Field(ge=-1, le=MAX_SEED, description="The first image's seed; random if -1 or absent.")] = None
     num_inference_steps: Annotated[int | None, Field(ge=1)] = None
     guidance_scale: Annotated[Finite | None, Field(ge=0)] = None
     negative_prompt: Annotated[Text | None, Field(description="Content that the image must not show.")] = None
@@ -94,19 +112,23 @@ class ImageRequest(BaseModel):
         Field(description="b64_json, the default, answers JSON. file answers the image file itself, or several in a ZIP."),
     ] = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
-    output_compression: Annotated[int | None, Field(ge=0, le=100, description="Quality of a jpeg or webp, 0 to 100; 90 if absent.")] = None
-    stream: Annotated[bool | None, Field(description="Answer with server-sent events: each step, previews, the images.")] = None
+    output_compression: Annotated[
+        int | None, Field(ge=0, le=100, description="Quality of a jpeg or webp, 0 to 100; 90 if absent. For a png only 100.")
+    ] = None
+    stream: Annotated[bool | None, Field(description="Answer with server-sent events: previews and the images.")] = None
+    stream_options: Annotated[StreamOptions | None, WithJsonSchema(StreamOptions.model_json_schema())] = None
     partial_images: Annotated[
         int | None, Field(ge=0, le=MAX_PARTIAL_IMAGES, description="Number of previews of each image while it is made; only with stream.")
     ] = None
     timings: Annotated[
         bool | None, Field(description="True adds to each image the seconds of its stages and the most memory that it needed.")
     ] = None
-    background: Annotated[Literal["auto", "opaque"] | None, Field(description="Accepted and ignored: all images are opaque.")] = None
-    moderation: Annotated[Literal["auto", "low"] | None, Field(description="Accepted and ignored: nothing is moderated.")] = None
+    background: Annotated[Literal["auto", "opaque"] | None, Field(description="Accepted, without effect: all images are opaque.")] = None
+    moderation: Annotated[Literal["auto", "low"] | None, Field(description="Accepted, without effect: nothing is moderated.")] = None
     user: Annotated[Text | None, Field(description="Accepted and ignored: it is neither kept nor logged.")] = None
     safety_identifier: Annotated[Text | None, Field(description="Accepted and ignored: it is neither kept nor logged.")] = None
-    complexity: Annotated[None, Field(description="Refused: " + REFUSED["complexity"])] = None
+    style: Annotated[Literal["vivid", "natural"] | None, Field(description="Accepted, without effect: there are no styles.")] = None
+    complexity: Annotated[Literal["low", "medium", "high"] | None, Field(description="Accepted, without effect: no plan is made.")] = None
     svg: Annotated[None, Field(description="Refused: " + REFUSED["svg"])] = None
     frame_count: Annotated[None, Field(description="Refused: " + REFUSED["frame_count"])] = None
     frame_duration_ms: Annotated[None, Field(description="Refused: " + REFUSED["frame_duration_ms"])] = None
@@ -122,17 +144,20 @@ class ImageRequest(BaseModel):
         None.
 
         Raises:
-            RequestError: InvalidRequest, previews without a stream, or an adapter with no name or with two values for one field.
+            RequestError: InvalidRequest, previews or options of a stream without one, or an adapter with no name or with two values for
+                one field.
         """
         if self.partial_images and not self.stream:
             raise refused("partial_images", "0 without stream", self.partial_images)
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "none without stream", "some")
         width, height = (None, None) if self.size in (None, "auto") else map(int, self.size.split("x"))
         return GenerationParams(
             prompt=self.prompt,
             model=self.model,
             negative_prompt=self.negative_prompt,
             n=1 if self.n is None else self.n,
-            seed=self.seed,
+            seed=None if self.seed == -1 else self.seed,
             height=height,
             width=width,
             steps=self.num_inference_steps,
@@ -151,8 +176,8 @@ class ImageRequest(BaseModel):
             RequestError: a compression of a format without any, or a file and a stream at once.
         """
         output_format = OutputFormat(self.output_format or OutputFormat.PNG)
-        if self.output_compression is not None and output_format is OutputFormat.PNG:
-            raise refused("output_compression", "output_format jpeg or webp with it, as png is lossless", "png")
+        if self.output_compression not in (None, 100) and output_format is OutputFormat.PNG:
+            raise refused("output_compression", "100 for png, which is lossless, or output_format jpeg or webp", self.output_compression)
         if self.response_format == "file" and self.stream:
             raise refused("response_format", "b64_json with stream", "file")
         return AnswerOptions(
@@ -160,14 +185,13 @@ class ImageRequest(BaseModel):
             output_compression=self.output_compression,
             as_file=self.response_format == "file",
             stream=bool(self.stream),
+            progress=self.stream_options is not None and bool(self.stream_options.include_progress),
             timings=bool(self.timings),
         )
 
 
 class ImagesRequest(ImageRequest):
     """Body that `client.images.generate(...)` of the OpenAI SDK sends, with the fields that diffusion adds."""
-
-    style: Annotated[None, Field(description="Refused: " + REFUSED["style"])] = None
 
 
 class TimingsBody(BaseModel):
@@ -230,6 +254,7 @@ class ImagesAnswer(BaseModel):
     output_format: OutputFormat
     quality: Literal["medium", "high"]
     size: str
+    usage: Annotated[dict[str, Any], Field(description="OpenAI's numbers of tokens, all 0: a diffusion model counts none.")]
     data: list[ImageData]
 
 
@@ -262,10 +287,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 # The schema of an event with `stream`, for any of the events: OpenAPI 3.1 cannot describe a sequence.
 EVENT = {
     "type": "object",
-    "description": "A server-sent event. The data is a JSON object with its type: a step, a preview, an image, or an error.",
+    "description": "A server-sent event. The data is a JSON object with its type: a preview, an image, an error, or a step if requested.",
     "required": ["event", "data"],
     "properties": {
-        "event": {"type": "string", "pattern": r"^(image_(generation|edit)\.(progress|partial_image|completed)|error)$"},
+        "event": {"type": "string", "pattern": r"^(image_(generation|edit)\.(held|progress|partial_image|completed)|error)$"},
         "data": {"type": "string", "contentMediaType": "application/json"},
     },
 }

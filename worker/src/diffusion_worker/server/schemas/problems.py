@@ -22,7 +22,7 @@ from starlette.routing import Match
 
 from diffusion_worker.errors import ErrorCode, GroupFailed, RequestError
 from diffusion_worker.server.schemas.control import ADAPTER_NAME_PATTERN, COMPONENT_PATTERN, REVISION_PATTERN
-from diffusion_worker.server.schemas.images import REFUSED, SIZE_PATTERN, ErrorType
+from diffusion_worker.server.schemas.images import OURS, REFUSED, SIZE_PATTERN, ErrorType
 from diffusion_worker.server.schemas.sources import SOURCE_FORMS
 
 # Fields of a user's private text, which goes into no message and no log.
@@ -138,8 +138,9 @@ def describe_validation(problem: Mapping[str, Any]) -> tuple[str, str]:
         position, reason = problem["loc"][-1], problem["ctx"]["error"]
         return "body", f"the body: expected JSON, found an error at character {position}: {reason}"
     if kind in ("extra_forbidden", "none_required"):
-        reason = REFUSED.get(field)
-        return field, f"{field}: unknown field" if reason is None else f"{field}: not supported: {reason}"
+        if field in REFUSED:
+            return field, f"{field}: not supported: {REFUSED[field]}"
+        return field, f"{field}: unknown field" + (f"; use {OURS[field]}" if field in OURS else "")
     if kind == "missing":
         return field, f"{field}: required, found nothing" if field != "body" else "the body: expected a JSON object, found nothing"
     if kind == "model_attributes_type":
@@ -222,7 +223,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 def _allowed_methods(request: Request) -> list[str]:
     """Find every method that some route has for the path, for the header `Allow`; the framework's own stops at the first route."""
     routes = request.app.routes
-    return [name for name in METHODS if any(route.matches({**request.scope, "method": name})[0] is Match.FULL for route in routes)]
+    found = [name for name in METHODS if any(route.matches({**request.scope, "method": name})[0] is Match.FULL for route in routes)]
+    return [*found, "HEAD"] if "GET" in found and "HEAD" not in found else found
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
