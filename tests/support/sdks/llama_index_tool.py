@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make an image with LlamaIndex's tool for OpenAI, and print the number of images as a line of JSON.
 
-Standard input is {"cache", "body"}. The tool sends a style, a quality, a size and a model's name of its own; the address and the key come
-from the environment. It writes the image into the folder `cache`.
+Standard input is {"body"}. The tool sends a style, a quality, a size and a model's name of its own, and asks for a URL; the address and
+the key come from the environment.
 """
 
+import base64
+import io
 import json
 import sys
 
@@ -12,5 +14,6 @@ from llama_index.tools.openai.image_generation.base import OpenAIImageGeneration
 from PIL import Image
 
 given = json.load(sys.stdin)
-(path,) = OpenAIImageGenerationToolSpec(cache_dir=given["cache"]).image_generation(given["body"]["prompt"], download=True)
-print(json.dumps({"raised": None, "images": int(Image.open(path).size == (1024, 1024))}))
+url = OpenAIImageGenerationToolSpec().image_generation(given["body"]["prompt"])
+image = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
+print(json.dumps({"raised": None, "images": int(image.size == (1024, 1024))}))

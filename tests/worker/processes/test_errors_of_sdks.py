@@ -195,10 +195,10 @@ def test_the_tool_of_langchain_makes_images_with_all_that_it_sends(worker: Worke
     assert by_langchain({**given, "body": {**given["body"], "n": 2}}) == {"raised": None, "images": 2}
 
 
-def test_the_tool_of_llama_index_makes_an_image_with_all_that_it_sends(worker: WorkerProcess, tmp_path: Path) -> None:
+def test_the_tool_of_llama_index_makes_an_image_with_all_that_it_sends(worker: WorkerProcess) -> None:
     # The tool knows no model but OpenAI's, so an adapter has the name of one.
     assert worker.put_adapter("dall-e-3", DIGITS / "loras" / "stripes").status_code == 200
-    given = {"baseURL": f"{worker.url}/v1", "apiKey": KEY, "cache": str(tmp_path), "body": {"prompt": "a red seven kumquatfen"}}
+    given = {"baseURL": f"{worker.url}/v1", "apiKey": KEY, "body": {"prompt": "a red seven kumquatfen"}}
     assert by_llama_index(given) == {"raised": None, "images": 1}
 
 

@@ -88,7 +88,7 @@ async def test_parameters_of_diffusion_reach_the_pipeline(edge: Edge) -> None:
         ({"prompt": "p kumquatfen", "guidance_scale": -0.5}, "guidance_scale", "found -0.5"),
         ({"prompt": "p kumquatfen", "guidance_scale": 1e6}, "guidance_scale", "0 to 100"),
         ({"prompt": "p kumquatfen", "guidance_scale": "7"}, "guidance_scale", "found '7'"),
-        ({"prompt": "p kumquatfen", "response_format": "url"}, "response_format", "'b64_json'"),
+        ({"prompt": "p kumquatfen", "response_format": "link"}, "response_format", "'b64_json'"),
         ({"prompt": "p kumquatfen", "model": 7}, "model", "found 7"),
         ({"prompt": "p kumquatfen", "x" * 5000: 1}, "x" * 80 + "…", "unknown field"),
     ],

@@ -46,6 +46,10 @@ def cut(content: bytes) -> Pieces:
     return [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
 
 
-def json_with_file(file: bytes, content: Mapping[str, object]) -> Pieces:
-    """Encode `{"b64_json": …}` followed by the fields of `content`, in pieces; empty content would make invalid JSON."""
-    return [b'{"b64_json":"', *map(base64.b64encode, cut(file)), b'",' + msgspec.json.encode(content)[1:]]
+def json_with_file(file: bytes, content: Mapping[str, object], *, url_of: str | None = None) -> Pieces:
+    """Encode `{"b64_json": …}` followed by the fields of `content`, in pieces; empty content would make invalid JSON.
+
+    With a media type in `url_of` the first field is `url` instead, a data URL of the file.
+    """
+    head = b'{"b64_json":"' if url_of is None else f'{{"url":"data:{url_of};base64,'.encode()
+    return [head, *map(base64.b64encode, cut(file)), b'",' + msgspec.json.encode(content)[1:]]

@@ -37,6 +37,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     output_compression: int | None = None
     # True for the image itself instead of JSON; several are in a ZIP.
     as_file: bool = False
+    # True for a data URL in place of the field `b64_json`.
+    as_url: bool = False
     stream: bool = False
     # Add our own events, of steps and of waiting, to the stream.
     progress: bool = False
@@ -59,7 +61,8 @@ def image_file(made: Generation, image: FinishedImage, options: AnswerOptions) -
 
 def image_json(made: Generation, image: FinishedImage, options: AnswerOptions) -> Pieces:
     """Return an image as `ImageData`."""
-    return json_with_file(image_file(made, image, options), _described(made, image, options))
+    url_of = f"image/{options.output_format}" if options.as_url else None
+    return json_with_file(image_file(made, image, options), _described(made, image, options), url_of=url_of)
 
 
 def json_answer(made: Generation, images: Sequence[Pieces], options: AnswerOptions, *, created: int) -> Pieces:

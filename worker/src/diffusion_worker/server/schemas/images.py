@@ -36,7 +36,6 @@ REFUSED = {
     "svg": "images consist of pixels; use output_format png, jpeg or webp",
     "frame_count": "no animated images are made",
     "frame_duration_ms": "no animated images are made",
-    "response_format": "answers contain their images; none is stored for a url",
     "background": "images have no transparency",
     "image": "input images are accepted by /v1/images/edits",
     "mask": "input images are accepted by /v1/images/edits",
@@ -108,8 +107,11 @@ class ImageRequest(BaseModel):
         ),
     ] = None
     response_format: Annotated[
-        Literal["b64_json", "file"] | None,
-        Field(description="b64_json, the default, answers JSON. file answers the image file itself, or several in a ZIP."),
+        Literal["b64_json", "url", "file"] | None,
+        Field(
+            description="b64_json, the default, answers JSON. url does too, with each image as a data URL, since none is stored. "
+            "file answers the image file itself, or several in a ZIP."
+        ),
     ] = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
     output_compression: Annotated[
@@ -178,12 +180,13 @@ class ImageRequest(BaseModel):
         output_format = OutputFormat(self.output_format or OutputFormat.PNG)
         if self.output_compression not in (None, 100) and output_format is OutputFormat.PNG:
             raise refused("output_compression", "100 for png, which is lossless, or output_format jpeg or webp", self.output_compression)
-        if self.response_format == "file" and self.stream:
-            raise refused("response_format", "b64_json with stream", "file")
+        if self.response_format in ("file", "url") and self.stream:
+            raise refused("response_format", "b64_json with stream", self.response_format)
         return AnswerOptions(
             output_format=output_format,
             output_compression=self.output_compression,
             as_file=self.response_format == "file",
+            as_url=self.response_format == "url",
             stream=bool(self.stream),
             progress=self.stream_options is not None and bool(self.stream_options.include_progress),
             timings=bool(self.timings),
@@ -237,9 +240,13 @@ class ProvenanceBody(BaseModel):
 
 
 class ImageData(BaseModel):
-    """An image of the answer. `timings` and `peak_memory_bytes` are there if requested; the latter is null if unknown."""
+    """An image of the answer, in one of its first two fields.
 
-    b64_json: str
+    `timings` and `peak_memory_bytes` are there if requested; the latter is null if unknown.
+    """
+
+    b64_json: str | None = None
+    url: Annotated[str | None, Field(description="A data URL, with response_format url.")] = None
     seed: int
     provenance: ProvenanceBody
     timings: TimingsBody | None = None
