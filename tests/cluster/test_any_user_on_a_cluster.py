@@ -11,7 +11,7 @@ from support.cluster.rig import ADAPTER_READY, ClusterRig, HelmRig
 from tools.demo.images import mean_difference
 from tools.demo.installation import Images
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 NAME = "any-user"
 USER = 1_000_700_000
@@ -27,11 +27,12 @@ def helm(rig: ClusterRig) -> Iterator[HelmRig]:
     own.upgrade()
 
 
-def test_a_worker_and_the_operator_run_under_any_user(rig: ClusterRig, helm: HelmRig) -> None:
+def test_a_worker_and_the_operator_run_under_any_user_and_the_image_compiles(rig: ClusterRig, helm: HelmRig) -> None:
     helm.upgrade(**{f"podSecurityContext_{name}": str(value) for name, value in IDENTITY.items()})
     operators = operator_pods(rig.kubectl)
     assert operators and all(one["spec"]["securityContext"].items() > IDENTITY.items() for one in operators)
-    rig.serve(NAME, ranks=2, securityContext=IDENTITY)
+    rig.serve(NAME, ranks=2, securityContext=IDENTITY, engine={"compile": "Default"})
+    assert rig.state(NAME)["features"]["compile"].startswith("default (regional")
     rig.adapt("frame", NAME, "/models/loras/frame")
     rig.wait("lora/frame", ADAPTER_READY)
     (pod,) = rig.pods(NAME)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make an image with LlamaIndex's tool for OpenAI, and print the number of images as a line of JSON.
 
-Standard input is {"body"}. The tool sends a style, a quality, a size and a model's name of its own, and asks for a URL; the address and
+Standard input is {"body"}. The tool sends a style, a quality, a size and a model's name of its own, and asks for a URL. The address and
 the key come from the environment.
 """
 

@@ -14,7 +14,7 @@ from support.soak.frame import Outcome
 from support.worker.process import WorkerProcess
 
 PROGRAM = ("-c", "from diffusion_worker.program import main; main()")
-# By the signal itself before the program has a handler, by that handler, or by the server.
+# Ends by the signal itself before the program has a handler, by that handler, or by the server.
 ENDS = (-signal.SIGTERM, 128 + signal.SIGTERM, 0)
 
 

@@ -41,7 +41,7 @@ def test_ten_poisons_within_a_minute_fail_alone_and_three_innocents_beside_each_
             failed = [future.result() for future in poisons]
             made = [image(future.result()) for future in innocents]
         assert [(answer.status_code, answer.json()["error"]["code"]) for answer in failed] == [(422, "RequestFailed")] * POISONS
-        # One that shared a step with others may be rounded otherwise.
+        # An image that shared a step with others may be rounded otherwise.
         assert [number for number, one in enumerate(made) if difference(one, alone[number % BESIDE_EACH]) > 1] == []
         # The last loss may have been the last poison's.
         state = worker.wait_state("ready")

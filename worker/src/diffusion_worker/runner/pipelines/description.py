@@ -93,8 +93,8 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
 def with_deployments_size(info: ModelInfo, defaults: RequestDefaults, limits: RequestLimits) -> ModelInfo:
     """Return the description with the deployment's default size in place of the model's own.
 
-    Edits have the size of their image. So for a model that only edits it is the size of the worker's own requests, such as the
-    warm-up: within the limit on pixels, and `SIDE` a side where the model has none.
+    Edits have the size of their image. For a model that only edits, this is the size of the worker's own requests, such as the warm-up.
+    It keeps the limit on pixels, and is `SIDE` a side where the model has none.
     """
     width, height = defaults.width or info.default_width, defaults.height or info.default_height
     if Task.GENERATE not in info.tasks:

@@ -109,8 +109,8 @@ class ImageRequest(BaseModel):
     response_format: Annotated[
         Literal["b64_json", "url", "file"] | None,
         Field(
-            description="b64_json, the default, answers JSON. url does too, with each image as a data URL, since none is stored. "
-            "file answers the image file itself, or several in a ZIP."
+            description="The default, b64_json, answers JSON. The value url does too, with each image as a data URL, since none is stored. "
+            "The value file answers the image file itself, or several in a ZIP."
         ),
     ] = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
