@@ -9,7 +9,7 @@ import pytest
 
 from diffusion_operator.api.worker_state import ModelReport, WorkerPhase, WorkerState
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
-from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateTrial
+from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateCheck, TemplateTrial
 from diffusion_operator.plan.observed.pods import Container, Pod
 from diffusion_operator.plan.results.actions import AdoptPod, CreatePod, DeletePod, SetRoutable
 from support.operator.plan_builders import NOW, REVISION, made, pod, says
@@ -26,11 +26,12 @@ def orphan(index: int = 0, **facts: Any) -> Pod:
 def plan(
     *pods: Pod, states: dict[int, WorkerState | None] | None = None, status: Any = None, tried: bool = True, **spec: Any
 ) -> DeploymentPlan:
-    """Plan a deployment with these pods; `tried` says that a dry run accepted the template."""
+    """Plan a deployment with these pods; `tried` says that a dry run and a check pod accepted the template."""
     polls = {one.uid: Poll(state=(states or {}).get(one.index, worker()), failures=0) for one in pods if one.container.running}
     trial = TemplateTrial(revision=REVISION, generation=3, answer=Answer.FINE, tried_at=NOW, since=NOW) if tried else None
+    check = TemplateCheck(revision=REVISION, generation=3, answer=Answer.FINE, since=NOW)
     deployment = made(status, **spec)
-    return plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial), NOW)
+    return plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial, check=check), NOW)
 
 
 def adopted(made_plan: DeploymentPlan) -> list[str]:

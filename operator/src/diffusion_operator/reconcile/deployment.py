@@ -23,6 +23,7 @@ from diffusion_operator.plan.results.condition_events import condition_events
 from diffusion_operator.plan.results.events import deployment_events, wakes_between
 from diffusion_operator.plan.status.conditions import NOT_UNDERSTOOD, not_understood, pass_failed
 from diffusion_operator.reconcile.act import act_on_pods
+from diffusion_operator.reconcile.check_pod import check_template
 from diffusion_operator.reconcile.children.keeping import DesiredFiles, keep_children, next_try_s, recheck_secret
 from diffusion_operator.reconcile.children.repairs import tell_missed_pods
 from diffusion_operator.reconcile.keyed_queue import Key, Result
@@ -77,6 +78,7 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
     made = await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
     if plan.trial is not None:
         await try_template(runtime, deployment, memory, plan.trial, template=plan.template)
+    await check_template(runtime, deployment, memory, plan.check, template=plan.template)
     memory.hurry(plan.poll_every_s)
     runtime.calls.begin(key, memory, _calls(plan, memory))
 

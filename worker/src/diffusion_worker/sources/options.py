@@ -33,7 +33,8 @@ class ModelPlace(msgspec.Struct, frozen=True):
 def locate_model(text: str, claims_dir: str, *, looks: bool = True) -> ModelPlace:
     """Return the place of the model that `--model` names; raise ConfigError for an http address, an unmounted claim or no source.
 
-    A path is not looked up, nor is a claim without `looks`. The folder of a remote model is a new name below the temporary folder, where nothing is yet.
+    A path is not looked up, nor is a claim without `looks`. The folder of a remote model is a new name below the temporary folder, where
+    nothing is yet.
     """
     try:
         source = parse_source(text)
