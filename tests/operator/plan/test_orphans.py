@@ -29,7 +29,7 @@ def plan(
     """Plan a deployment with these pods; `tried` says that a dry run and a check pod accepted the template."""
     polls = {one.uid: Poll(state=(states or {}).get(one.index, worker()), failures=0) for one in pods if one.container.running}
     trial = TemplateTrial(revision=REVISION, generation=3, answer=Answer.FINE, tried_at=NOW, since=NOW) if tried else None
-    check = TemplateCheck(revision=REVISION, generation=3, answer=Answer.FINE, since=NOW)
+    check = TemplateCheck(revision=REVISION, answer=Answer.FINE, since=NOW)
     deployment = made(status, **spec)
     return plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial, check=check), NOW)
 

@@ -55,6 +55,6 @@ def planned(
     deployment = made(status, **spec)
     revision = template_of(deployment, default_image="worker:1", pods=pods).revision
     trial = TemplateTrial(revision=revision, generation=3, answer=Answer.FINE, tried_at=NOW, since=NOW)
-    check = TemplateCheck(revision=revision, generation=3, answer=Answer.FINE, since=NOW)
+    check = TemplateCheck(revision=revision, answer=Answer.FINE, since=NOW)
     observed = Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial, check=check)
     return plan_deployment(observed, NOW)

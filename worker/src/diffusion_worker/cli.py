@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
 from diffusion_worker import withheld
 from diffusion_worker.compatibility import check_together, sleep_blocker
@@ -40,7 +41,7 @@ from diffusion_worker.config import (
 from diffusion_worker.engine.sleep.policy import read_desired
 from diffusion_worker.engine.state.state_document import SleepPolicy
 from diffusion_worker.errors import ConfigError
-from diffusion_worker.sources.options import check_lora_bounds, check_paths, check_sources, locate_model, lora_defaults, shown
+from diffusion_worker.sources.options import check_lora_bounds, check_sources, locate_model, lora_defaults, shown
 
 MAX_RANKS = 64
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -471,10 +472,10 @@ def cli() -> None:
 def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
     """Serve the model at SOURCE: images on the data port, state and control on the control port."""
     config = config_of(options)
-    check_options(config)
     if options["check_only"]:
+        check(msgspec.structs.replace(config, cache_dir=None, state_dir=None, profile_dir=None, desired_path=None), looks=False)
         return
-    check_places(config)
+    check(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     withheld.install()
@@ -614,23 +615,21 @@ def request_defaults(steps: int | None, guidance_scale: float | None, size: str 
     return RequestDefaults(steps=steps, guidance_scale=guidance_scale, width=width, height=height)
 
 
-def check(config: WorkerConfig) -> None:
+def check(config: WorkerConfig, *, looks: bool = True) -> None:
     """Check the options and the local files that they name, without torch and without a fetch; make the state folder if it is missing.
 
-    Raises:
-        ConfigError: the first option that is wrong, by name, or that excludes another.
-    """
-    check_options(config)
-    check_places(config)
-
-
-def check_options(config: WorkerConfig) -> None:
-    """Check the options alone: no file, folder or package that they name is looked for.
+    The files are a local model's index, adapters' paths, the cache and profile folders, and the file of `--desired`. Without `looks` the
+    model, adapters and packages are not looked for.
 
     Raises:
         ConfigError: the first option that is wrong, by name, or that excludes another.
     """
-    _check_pipeline(config)
+    if looks and config.model_source is None:
+        try:
+            read_model_index(config.model)
+        except ConfigError as error:
+            raise ConfigError(f"--model: {error}") from None
+    _check_pipeline(config, looks=looks)
     if not NAME.fullmatch(config.served_name):
         expected = "letters, digits, '.', '_' and '-', first and last a letter or digit, at most 63"
         raise ConfigError(f"--served-name: expected {expected}, found {config.served_name!r}")
@@ -639,33 +638,11 @@ def check_options(config: WorkerConfig) -> None:
         raise ConfigError(f"--lora {name}={text}: the name is the model's served name: choose another name, or another --served-name")
     for component in (name for name, dtype in config.component_dtypes.items() if dtype is Dtype.AUTO):
         raise ConfigError(f"component_dtypes: {component}: expected one of float32, float16, bfloat16, found auto")
-    check_sources(config)
+    check_sources(config, looks=looks)
     check_lora_bounds(config)
     check_together(config)
     check_ranks(config)
     check_requests(config)
-
-
-def check_places(config: WorkerConfig) -> None:
-    """Check the local files that the options name, and make the state folder if it is missing.
-
-    They are a local model's index, the package of a custom pipeline, adapters' paths, the cache, state and profile folders, and the file of
-    `--desired`.
-
-    Raises:
-        ConfigError: the first option whose file is missing or wrong, by name.
-    """
-    if config.model_source is None:
-        try:
-            read_model_index(config.model)
-        except ConfigError as error:
-            raise ConfigError(f"--model: {error}") from None
-    if config.load_format is LoadFormat.CUSTOM_PIPELINE:
-        package = split_import_path(config.pipeline, "--pipeline")[0].partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"--pipeline {config.pipeline!r}: there is no module {package!r}")
-    check_paths(config)
-    _check_folders(config)
     policy = read_desired(config.desired_path).sleep.policy
     if policy is not SleepPolicy.ALWAYS_AWAKE and (option := sleep_blocker(config)):
         raise ConfigError(f"{option}: not supported with the sleep policy {policy} of the file {config.desired_path!r}")
@@ -684,15 +661,19 @@ def check_requests(config: WorkerConfig) -> None:
             raise ConfigError(f"{option}: expected at most --max-pixels {limits.max_pixels}, found {width}x{height}")
 
 
-def _check_pipeline(config: WorkerConfig) -> None:
+def _check_pipeline(config: WorkerConfig, *, looks: bool) -> None:
     """Check that `--pipeline` is an import path for the format custom-pipeline, and otherwise a class name or `auto`; raises ConfigError.
 
+    With `looks` the import path's top package must be found, but nothing is imported: a search for the module itself would run the
+    package's code.
     A class of diffusers is not looked up: any identifier passes.
     """
     if config.load_format is LoadFormat.CUSTOM_PIPELINE:
         if config.pipeline == "auto":
             raise ConfigError("--load-format custom-pipeline: expected --pipeline with an import path, module:Class, found none")
-        split_import_path(config.pipeline, "--pipeline")
+        package = split_import_path(config.pipeline, "--pipeline")[0].partition(".")[0]
+        if looks and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"--pipeline {config.pipeline!r}: there is no module {package!r}")
     elif not config.pipeline.isidentifier():
         raise ConfigError(
             f"--pipeline {config.pipeline!r}: expected a class of diffusers; an import path needs --load-format custom-pipeline"
@@ -700,17 +681,16 @@ def _check_pipeline(config: WorkerConfig) -> None:
 
 
 def check_ranks(config: WorkerConfig) -> None:
-    """Raise ConfigError for standby ranks with forkserver, or a malformed `--worker-extension`."""
+    """Raise ConfigError for standby ranks with forkserver, a malformed `--worker-extension`, or an unusable state or profile folder.
+
+    A missing state folder is made; the profile folder must exist. Both must be writable.
+    """
     if config.standby_ranks and config.start_method is StartMethod.FORKSERVER:
         raise ConfigError(
             f"--standby-ranks: expected 0 with --start-method forkserver, which starts ranks fast anyway, found {config.standby_ranks}"
         )
     if config.worker_extension is not None and not EXTENSION.fullmatch(config.worker_extension):
         raise ConfigError(f"--worker-extension: expected MODULE:CLASS, found {config.worker_extension!r}")
-
-
-def _check_folders(config: WorkerConfig) -> None:
-    """Raise ConfigError for a state or profile folder that cannot be written to. A missing state folder is made."""
     if config.state_dir is not None:
         try:
             Path(config.state_dir).mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,9 @@ from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.plan import AdapterPlan, plan_adapters
 from diffusion_operator.plan.adapters.slices import Slices, finish
 from diffusion_operator.plan.observed.children import ChildState, pods_wait_for
-from diffusion_operator.plan.observed.observed import Departures, Observed
+from diffusion_operator.plan.observed.observed import Departures, Observed, TemplateCheck
 from diffusion_operator.plan.observed.replica_state import Group, observe_groups
-from diffusion_operator.plan.replicas.check_pod import Check, plan_check
+from diffusion_operator.plan.replicas.check_pod import plan_check
 from diffusion_operator.plan.replicas.departure import plan_departure
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
 from diffusion_operator.plan.replicas.node_faults import avoided_nodes, faults_of
@@ -41,7 +41,8 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     calls: tuple[WorkerAction, ...]
     trial: CreatePod | None
     """To be tried, and not to be made."""
-    check: Check
+    check: TemplateCheck | None
+    """To be remembered."""
     situation: Situation
     groups: tuple[Group, ...]
     """With those on their way out."""
@@ -116,7 +117,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         resolution=resolution,
         refusal=observed.refusal,
         template_refusal=trial.refusal or check.refusal,
-        check=check,
+        checks=check.runs,
         policy_possible=observed.policy_possible,
         children=observed.children,
         avoided_nodes=nodes,
@@ -128,15 +129,15 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     others = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
     wanted = (*departure.drain, *(call for call in others if call.worker.pod_uid not in orphans))
     calls: tuple[WorkerAction, ...] = tuple(call for call in wanted if call.worker.pod_uid not in observed.calling)
-    pods: tuple[PodAction, ...] = (*adopted, *replicas.create, *routing, *departure.delete, *check.delete)
-    acting = bool(calls or pods or retiring or trial.pod or check.makes)  # the end of a drain is heard from the worker
+    pods: tuple[PodAction, ...] = (*adopted, *replicas.create, *check.create, *routing, *departure.delete, *check.delete)
+    acting = bool(calls or pods or retiring or trial.pod)  # the end of a drain is heard from the worker
     return DeploymentPlan(
         template=template,
         desired=() if every_worker_reads_shards(observed, template) else adapters.desired,
         pods=pods,
         calls=calls,
         trial=trial.pod,
-        check=check,
+        check=check.record,
         situation=situation,
         groups=groups,
         created=replicas.create,

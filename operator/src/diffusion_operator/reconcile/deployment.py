@@ -17,13 +17,13 @@ from diffusion_operator.plan.adapters.shards import foreign_shards, shard_of
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_in_slices, status_after
 from diffusion_operator.plan.observed.children import hurried
 from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.replicas.check_pod import checked
 from diffusion_operator.plan.results.actions import CreatePod, PutAdapter, WorkerAction
 from diffusion_operator.plan.results.child_events import child_events
 from diffusion_operator.plan.results.condition_events import condition_events
 from diffusion_operator.plan.results.events import deployment_events, wakes_between
 from diffusion_operator.plan.status.conditions import NOT_UNDERSTOOD, not_understood, pass_failed
 from diffusion_operator.reconcile.act import act_on_pods
-from diffusion_operator.reconcile.check_pod import check_template
 from diffusion_operator.reconcile.children.keeping import DesiredFiles, keep_children, next_try_s, recheck_secret
 from diffusion_operator.reconcile.children.repairs import tell_missed_pods
 from diffusion_operator.reconcile.keyed_queue import Key, Result
@@ -78,7 +78,8 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
     made = await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
     if plan.trial is not None:
         await try_template(runtime, deployment, memory, plan.trial, template=plan.template)
-    await check_template(runtime, deployment, memory, plan.check, template=plan.template)
+    await report(runtime, checked(memory.check, plan.check), kind=DEPLOYMENT, about=deployment.metadata)
+    memory.check = plan.check
     memory.hurry(plan.poll_every_s)
     runtime.calls.begin(key, memory, _calls(plan, memory))
 

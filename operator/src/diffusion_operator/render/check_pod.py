@@ -1,71 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check pod of a template: its container image and options, without devices, mounts, privileges and the network of its node."""
+"""The check pod of a template: its container image and options, without devices, mounts, privileges and the namespaces of its node."""
 
 from collections.abc import Sequence
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import ANNOTATION_DESIRED, LABEL_INCARNATION, LABEL_REPLICA_INDEX, NO_GPU_RESOURCE, check_pod_name
+from diffusion_operator.api.names import LABEL_INCARNATION, LABEL_REPLICA_INDEX, NO_GPU_RESOURCE, check_pod_name
 from diffusion_operator.api.pod_parts import ContainerSecurity
 from diffusion_operator.plan.replicas.revision import Template
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.pod import container_security, gpu_resource, pod
 
-_OF_THE_POD = (
-    "automountServiceAccountToken", "enableServiceLinks", "securityContext", "serviceAccountName", "imagePullSecrets", "nodeSelector",
-    "priorityClassName", "runtimeClassName", "schedulerName",
+_WITHOUT = (
+    "affinity", "topologySpreadConstraints", "hostNetwork", "hostIPC", "hostPID", "resourceClaims", "ports", "startupProbe",
+    "livenessProbe", "readinessProbe", LABEL_REPLICA_INDEX, LABEL_INCARNATION,
 )  # fmt: skip
-_OF_THE_CONTAINER = ("name", "image", "imagePullPolicy", "env", "envFrom", "terminationMessagePolicy")
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _RESOURCES = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "512Mi"}}
-"""A worker that reads its options imports no torch: it takes a second and 60 MiB."""
+"""A worker that only reads its options imports no torch."""
 
 
 def check_pod(deployment: DiffusionDeployment, template: Template, *, nodes: Sequence[str]) -> Manifest:
-    """Render the check pod, which prefers `nodes`. It reads the arguments of a replica's pod after `serve --check`, and ends."""
+    """Render the check pod, which prefers `nodes`. The worker in it reads a replica's arguments after `serve --check`, and ends."""
     made = pod(deployment, template, index=0, incarnation=0)
-    spec, (worker,) = made["spec"], made["spec"]["containers"]
+    (worker,), name = made["spec"]["containers"], check_pod_name(deployment.metadata.name, template.revision)
     container = {
-        **_said(worker, _OF_THE_CONTAINER),
+        **_rest(worker),
         "args": ["serve", "--check", *worker["args"][1:]],
         "resources": _RESOURCES,
         "securityContext": container_security(ContainerSecurity()),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
+    node_affinity = made["spec"].get("affinity", {}).get("nodeAffinity", {})
+    near = [
+        {"weight": 100, "preference": {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}} for node in nodes
+    ]
     # The cluster adds this toleration to pods that ask for the device, and nodes may keep all others off it.
     gpu = gpu_resource(deployment.spec)
     device = [{"key": gpu, "operator": "Exists"}] if gpu != NO_GPU_RESOURCE else []
-    return {
-        **made,
-        "metadata": {
-            **made["metadata"],
-            "name": check_pod_name(deployment.metadata.name, template.revision),
-            "labels": _without(made["metadata"]["labels"], LABEL_REPLICA_INDEX, LABEL_INCARNATION),
-            "annotations": _without(made["metadata"]["annotations"], ANNOTATION_DESIRED),
+    spec = {
+        **_rest(made["spec"]),
+        "tolerations": [*made["spec"].get("tolerations", ()), *device],
+        "affinity": {
+            "nodeAffinity": {
+                **({_REQUIRED: node_affinity[_REQUIRED]} if _REQUIRED in node_affinity else {}),
+                "preferredDuringSchedulingIgnoredDuringExecution": near,
+            }
         },
-        "spec": {
-            **_said(spec, _OF_THE_POD),
-            "tolerations": [*spec.get("tolerations", ()), *device],
-            "affinity": {"nodeAffinity": _node_affinity(spec, nodes)},
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": 1,
-            "activeDeadlineSeconds": deployment.spec.rollout.progress_deadline_seconds,
-            "containers": [container],
-            "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "64Mi"}}],
-        },
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 1,
+        "activeDeadlineSeconds": deployment.spec.rollout.progress_deadline_seconds,
+        "containers": [container],
+        "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "64Mi"}}],
     }
+    return made | {"metadata": made["metadata"] | {"name": name, "labels": _rest(made["metadata"]["labels"])}, "spec": spec}
 
 
-def _node_affinity(spec: Manifest, nodes: Sequence[str]) -> Manifest:
-    """Return what a replica's pod requires of its node, and a preference for `nodes`."""
-    required = "requiredDuringSchedulingIgnoredDuringExecution"
-    asked = spec.get("affinity", {}).get("nodeAffinity", {})
-    fields = ({"key": "metadata.name", "operator": "In", "values": [name]} for name in nodes)
-    preferred = [{"weight": 100, "preference": {"matchFields": [field]}} for field in fields]
-    return {**_said(asked, (required,)), "preferredDuringSchedulingIgnoredDuringExecution": preferred}
-
-
-def _said(part: Manifest, names: Sequence[str]) -> Manifest:
-    return {name: part[name] for name in names if name in part}
-
-
-def _without(part: dict[str, str], *names: str) -> dict[str, str]:
-    return {name: value for name, value in part.items() if name not in names}
+def _rest(part: Manifest) -> Manifest:
+    return {name: value for name, value in part.items() if name not in _WITHOUT}

@@ -4,7 +4,6 @@
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -63,28 +62,15 @@ def lora_defaults(max_loras: int) -> dict[str, int]:
     }
 
 
-def check_sources(config: WorkerConfig) -> None:
-    """Check the form and scheme of the model's and the adapters' sources; raise ConfigError with the option's name."""
-    if config.model_source is not None:
-        _check_schemes(parse_source(config.model_source), "--model", config)
-    for option, source in _adapter_sources(config):
-        _check_schemes(source, option, config)
+def check_sources(config: WorkerConfig, *, looks: bool) -> None:
+    """Check the cache folder, the form and scheme of the model's and the adapters' sources, and that adapters' paths are there.
 
-
-def check_paths(config: WorkerConfig) -> None:
-    """Check that the cache folder can be written to, and that adapters' paths are there; raise ConfigError with the option's name.
-
-    Nothing remote and no claim is looked up.
+    Nothing remote and no claim is looked up. Raise ConfigError with the option's name.
     """
     if config.cache_dir is not None and not (Path(config.cache_dir).is_dir() and os.access(config.cache_dir, os.W_OK)):
         raise ConfigError(f"--cache-dir: expected a folder that can be written to, found {config.cache_dir!r}")
-    for option, source in _adapter_sources(config):
-        if source.path is not None:
-            _check_path(Path(source.path), option)
-
-
-def _adapter_sources(config: WorkerConfig) -> Iterator[tuple[str, Source]]:
-    """Yield each `--lora` as messages name it, and its source; raise ConfigError for a malformed one."""
+    if config.model_source is not None:
+        _check_schemes(parse_source(config.model_source), "--model", config)
     for name, text in config.preload_loras.items():
         option = f"--lora {name}={shown(text)}"
         try:
@@ -92,7 +78,9 @@ def _adapter_sources(config: WorkerConfig) -> Iterator[tuple[str, Source]]:
             check_names(source)
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from None
-        yield option, source
+        _check_schemes(source, option, config)
+        if looks and source.path is not None:
+            _check_path(Path(source.path), option)
 
 
 def check_lora_bounds(config: WorkerConfig) -> None:

@@ -129,17 +129,11 @@ class TemplateCheck(msgspec.Struct, frozen=True):
     """The verdict of a template's check pod, or the present try."""
 
     revision: str
-    generation: int
-    """The deployment's when the try began."""
     since: datetime
     """When the try began."""
     answer: Answer = Answer.UNDECIDED
     message: str = ""
-    """For the condition, while the last try has failed."""
-    words: str = ""
-    """The reason for which the check pod waits, or the result that it showed."""
-    waits_since: datetime | None = None
-    """Since when its container cannot be made."""
+    """For the condition if the last try has failed, for an Event if it has passed."""
     again_at: datetime | None = None
     """When the verdict is due, or the next try."""
 

@@ -11,31 +11,24 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from diffusion_operator.api.meta import condition_of
 from diffusion_operator.plan.observed.observed import Answer, Observed, TemplateCheck
-from diffusion_operator.plan.observed.pods import Exit, Pod
+from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.plan.observed.replica_state import QUIET_REASONS, Group, exit_text
 from diffusion_operator.plan.replicas.rollout import to_replace, usable
-from diffusion_operator.plan.replicas.template_trial import RETRY, WORDS
-from diffusion_operator.plan.results.actions import DeletePod
+from diffusion_operator.plan.replicas.template_trial import RETRY, WORDS, told_before
+from diffusion_operator.plan.results.actions import CreateCheckPod, DeletePod
 from diffusion_operator.plan.results.events import EventType, PlannedEvent
 
-FAILED = "the check pod of the changed template"
-"""The beginning of the condition's message."""
-WAITS_FOR = timedelta(minutes=1)
+PULL_FOR = timedelta(minutes=1)
 """For a container that cannot be made: in that time the kubelet tries four times to pull an image."""
 
-ACCEPTED = "a check pod pulled the container image of the changed template, and its worker accepts the new options"
-PULLED = "a check pod pulled the container image of the changed template; its worker knows no --check, so its options are not checked"
+UNKNOWN_OPTION = ("no such option", "unrecognized arguments")
 
 
 class Check(msgspec.Struct, frozen=True):
     record: TemplateCheck | None = None
     """To be remembered."""
-    makes: bool = False
-    """The check pod is to be made."""
-    nodes: tuple[str, ...] = ()
-    """Nodes of the replicas that would go: the check pod goes there if it can, and leaves them the container image."""
+    create: tuple[CreateCheckPod, ...] = ()
     delete: tuple[DeletePod, ...] = ()
     holds: bool = False
     """No replica goes for the template's sake."""
@@ -56,38 +49,32 @@ def plan_check(observed: Observed, present: Sequence[Group], *, revision: str, n
     """
     spec, there = observed.deployment.spec, [pod for pod in observed.checks if not pod.terminating]
     going = to_replace(spec.rollout, present, replicas=spec.wanted_replicas, revision=revision) if spec.wanted_replicas else ()
-    record = _record(observed, revision, now)
     mine = next((pod for pod in there if pod.revision == revision), None)
+    record = _record(observed, revision, now)
     if mine is not None and record.answer is Answer.UNDECIDED:
-        record = _judged(record, mine, timedelta(seconds=spec.rollout.progress_deadline_seconds), now)
-    rolling = tried and any(group.pod.revision != revision for group in present)
-    keeps = mine if rolling and record.answer is Answer.UNDECIDED else None
+        record = _judged(record, mine, deadline_s=spec.rollout.progress_deadline_seconds, now=now)
+    undecided = record.answer is Answer.UNDECIDED
+    keeps = mine if undecided and any(group.pod.revision != revision for group in present) else None
     delete = tuple(DeletePod(name=pod.name, uid=pod.uid, why="its check is over") for pod in there if pod is not keeps)
-    if not tried or not _takes_the_last(going, present, revision) or record.answer is Answer.FINE:
+    if not tried or record.answer is Answer.FINE or not _takes_the_last(going, present, revision):
         return Check(record=record if mine is not None else observed.check, delete=delete)
+    makes = undecided and not any(pod.revision == revision for pod in observed.checks)
+    refusal = _failed(observed.refusal, "the operator tries again") if makes and observed.refusal else ""
     return Check(
         record=record,
-        makes=record.answer is Answer.UNDECIDED and not any(pod.revision == revision for pod in observed.checks),
-        nodes=tuple(sorted({group.pod.node for group in going})),
+        create=(CreateCheckPod(nodes=tuple(sorted({group.pod.node for group in going}))),) if makes else (),
         delete=delete,
         holds=True,
-        refusal=record.message,
+        refusal=record.message or refusal,
         again_at=record.again_at,
     )
 
 
-def refused(record: TemplateCheck, words: str, *, again_at: datetime | None) -> TemplateCheck:
-    """Return the record of a check that failed, or whose pod was refused; without `again_at` it waits for an edit."""
-    advice = "; the operator tries again every minute" if again_at is not None else ""
-    message = f"{FAILED} failed, so the last replica that serves stays: {words[:WORDS]}; correct the spec{advice}"
-    return msgspec.structs.replace(record, answer=Answer.REFUSED, message=message, again_at=again_at)
-
-
 def checked(before: TemplateCheck | None, after: TemplateCheck | None) -> tuple[PlannedEvent, ...]:
-    """Return the Event of a check that has just passed, as a tuple of one."""
+    """Return the Event of a check that has just passed; none otherwise."""
     if after is None or after.answer is not Answer.FINE or (before is not None and before.answer is Answer.FINE):
         return ()
-    return (PlannedEvent(type=EventType.NORMAL, reason="TemplateChecked", message=after.words, key=after.revision),)
+    return (PlannedEvent(type=EventType.NORMAL, reason="TemplateChecked", message=after.message, key=after.revision),)
 
 
 def _takes_the_last(going: Sequence[Group], present: Sequence[Group], revision: str) -> bool:
@@ -97,35 +84,33 @@ def _takes_the_last(going: Sequence[Group], present: Sequence[Group], revision: 
 
 
 def _record(observed: Observed, revision: str, now: datetime) -> TemplateCheck:
-    """Return what is known of this template, or begin a check; one that failed keeps its message until the next try is over."""
-    known, generation = observed.check, observed.deployment.metadata.generation
+    """Return what is known of this template, or begin a check. After a failure the message stays until the next try is over."""
+    known = observed.check
     if known is None or known.revision != revision:
-        told = condition_of(observed.deployment.status.conditions, "Progressing")
-        same = told is not None and told.message.startswith(FAILED) and observed.deployment.status.update_revision == revision
-        return TemplateCheck(revision=revision, generation=generation, since=now, message=told.message if same and told is not None else "")
-    again = known.generation != generation or (known.again_at is not None and now >= known.again_at)
-    if known.answer is Answer.REFUSED and again:
-        return TemplateCheck(revision=revision, generation=generation, since=now, message=known.message)
+        return TemplateCheck(revision=revision, since=now, message=told_before(observed.deployment.status, revision))
+    if known.answer is Answer.REFUSED and known.again_at is not None and now >= known.again_at:
+        return msgspec.structs.replace(known, answer=Answer.UNDECIDED, since=now, again_at=None)
     return known
 
 
-def _judged(record: TemplateCheck, pod: Pod, deadline: timedelta, now: datetime) -> TemplateCheck:
+def _judged(record: TemplateCheck, pod: Pod, *, deadline_s: int, now: datetime) -> TemplateCheck:
     """Return the record with the verdict of the check pod, or with the time at which one is due."""
-    ended, waits = pod.container.last_exit, pod.container.waiting_reason
-    if ended is not None and (ended.code == 0 or _knows_no_check(ended)):
-        words = PULLED if ended.code else ACCEPTED
-        return msgspec.structs.replace(record, answer=Answer.FINE, words=words, message="", again_at=None)
+    replace, ended, container = msgspec.structs.replace, pod.container.last_exit, pod.container
+    pulled = "a check pod pulled the container image of the changed template, and its worker"
+    if ended is not None and ended.code == 0:
+        return replace(record, answer=Answer.FINE, message=f"{pulled} accepts the new options", again_at=None)
+    if ended is not None and "--check" in ended.message and any(words in ended.message.lower() for words in UNKNOWN_OPTION):
+        return replace(record, answer=Answer.FINE, message=f"{pulled} has no option --check, so its options are not checked", again_at=None)
     if ended is not None:
-        return refused(record, exit_text(ended), again_at=None)
-    since = (record.waits_since or now) if waits not in QUIET_REASONS else None
-    words = pod.finished_message or (f"{waits}: {pod.container.waiting_message}" if since is not None else pod.unschedulable)
-    due = since + WAITS_FOR if since is not None else record.since + deadline
-    if pod.finished or now >= due:
-        late = words or f"it did not end within {deadline.total_seconds():.0f} s (spec.rollout.progressDeadlineSeconds)"
-        return refused(record, late, again_at=now + RETRY)
-    return msgspec.structs.replace(record, waits_since=since, words=words, again_at=due)
+        return replace(record, answer=Answer.REFUSED, message=_failed(exit_text(ended), "correct the spec"), again_at=None)
+    waits = container.waiting_reason not in QUIET_REASONS
+    due = record.since + (PULL_FOR if waits else timedelta(seconds=deadline_s))
+    if now < due and not pod.finished:
+        return replace(record, again_at=due)
+    why = f"{container.waiting_reason}: {container.waiting_message}" if waits else pod.finished_message or pod.unschedulable
+    message = _failed(why or f"it did not end within {deadline_s} s", "correct the spec; the operator tries again every minute")
+    return replace(record, answer=Answer.REFUSED, message=message, again_at=now + RETRY)
 
 
-def _knows_no_check(ended: Exit) -> bool:
-    """Return whether a worker ended because it is older than this option, as parsers of command lines say it."""
-    return "--check" in ended.message and any(words in ended.message.lower() for words in ("no such option", "unrecognized arguments"))
+def _failed(words: str, advice: str) -> str:
+    return f"the check pod of the changed template failed, so the last replica that serves stays: {words[:WORDS]}; {advice}"

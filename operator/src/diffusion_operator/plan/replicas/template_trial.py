@@ -53,7 +53,7 @@ def plan_trial(observed: Observed, present: Sequence[Group], *, revision: str, n
         return Trial()
     known = observed.trial if observed.trial is not None and observed.trial.revision == revision else None
     if known is None:
-        refusal = _told_before(observed.deployment.status, revision)
+        refusal = told_before(observed.deployment.status, revision)
         return Trial(pod=_next_pod(observed), holds=True, refusal=refusal)
     if known.answer is Answer.REFUSED:
         changed = known.generation != observed.deployment.metadata.generation
@@ -99,7 +99,7 @@ def _message(words: str) -> str:
     return f"{text}; correct the spec, or the policy that refuses the pod; the operator tries again every minute"
 
 
-def _told_before(status: DeploymentStatus, revision: str) -> str:
+def told_before(status: DeploymentStatus, revision: str) -> str:
     """Return the message of the condition Progressing if it already reports this template as invalid; else an empty string.
 
     So the message stays while a restarted operator tries the template again.

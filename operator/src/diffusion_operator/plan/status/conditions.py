@@ -271,8 +271,7 @@ def _suspended(now: Situation) -> str:
 
 def _rolled_out(now: Situation) -> str:
     renewed = len(now.groups) - now.outdated
-    waits = f": {now.check.record.words}" if now.check.record is not None and now.check.record.words else ""
-    checks = f"; before the last one that serves goes, a check pod tries the new template{waits}" if now.check.runs else ""
+    checks = "; before the last one that serves goes, a check pod tries the new template" if now.checks else ""
     return f"{renewed} of {now.wanted} replicas have the new template{checks}"
 
 

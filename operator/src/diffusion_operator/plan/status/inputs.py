@@ -10,7 +10,6 @@ from diffusion_operator.plan.observed.children import ChildState, no_service, po
 from diffusion_operator.plan.observed.control_security import PolicyOutcome
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.observed.states import RESTING_STATES
-from diffusion_operator.plan.replicas.check_pod import Check
 from diffusion_operator.plan.replicas.model_pinning import Resolution
 from diffusion_operator.plan.replicas.rollout import RolloutProgress
 
@@ -26,7 +25,8 @@ class Situation(msgspec.Struct, frozen=True):
     refusal: str
     template_refusal: str = ""
     """The message where no pod can be made of the changed template, or its check pod failed, else empty."""
-    check: Check = Check()
+    checks: bool = False
+    """A check pod tries it."""
     policy_possible: bool = False
     """The operator knows the labels of its own pods."""
     children: tuple[ChildState, ...] = ()
