@@ -21,7 +21,7 @@ from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinn
 from diffusion_operator.plan.replicas.node_faults import avoided_nodes, faults_of
 from diffusion_operator.plan.replicas.orphans import judge_orphans
 from diffusion_operator.plan.replicas.recovery import with_failures
-from diffusion_operator.plan.replicas.revision import Template, template_of
+from diffusion_operator.plan.replicas.revision import Template, default_image, template_of
 from diffusion_operator.plan.replicas.rollout import count_paused, progress_of
 from diffusion_operator.plan.replicas.routing import plan_routing
 from diffusion_operator.plan.replicas.scaling import plan_replicas
@@ -118,6 +118,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         refusal=observed.refusal,
         template_refusal=trial.refusal or check.refusal,
         checks=check.runs,
+        default_image=default_image(deployment, template, observed.default_image),
         policy_possible=observed.policy_possible,
         children=observed.children,
         avoided_nodes=nodes,

@@ -59,6 +59,7 @@ def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
         degraded(now),
         control_secured(now.spec, now.policy),
         children_ready(now.children),
+        *now.default_image,
     )
 
 
