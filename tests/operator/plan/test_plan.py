@@ -46,7 +46,9 @@ GROUP_STATES = [
     ("asleep", {}, Poll(state=ASLEEP), ReplicaState.ASLEEP, None),
     ("wakes", {}, Poll(state=WAKING), ReplicaState.WAKING, None),
     ("starts its ranks again", {}, Poll(state=RESTARTING), ReplicaState.STARTING, Problem.RANK_LOST),
-    ("terminates", {}, Poll(state=says(WorkerPhase.TERMINATING)), ReplicaState.TERMINATING, None),
+    ("terminates by a call", {}, Poll(state=says(WorkerPhase.TERMINATING, draining=True)), ReplicaState.TERMINATING, None),
+    ("terminates for its node's sake", {"disrupted": True}, Poll(state=says(WorkerPhase.TERMINATING)), ReplicaState.TERMINATING, None),
+    ("terminates, and nobody asked", {}, Poll(state=says(WorkerPhase.TERMINATING)), ReplicaState.FAILED, None),
     ("is deleted", {"terminating": True}, Poll(state=READY), ReplicaState.TERMINATING, None),
     ("evicted", {"finished": True, "finished_message": "Evicted"}, Poll(), ReplicaState.FAILED, Problem.POD_FAILED),
     (
