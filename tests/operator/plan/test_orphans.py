@@ -89,7 +89,7 @@ def test_an_orphan_is_adopted_where_its_template_and_its_model_are_the_same(case
 def test_orphans_are_replaced_one_after_the_other() -> None:
     left = [orphan(index, revision="another") for index in range(3)]
     asked = plan(*left, replicas=3, tried=False)
-    assert asked.trial is not None, "the API server is asked whether it would make a pod before one goes"
+    assert asked.trial.pod is not None, "the API server is asked whether it would make a pod before one goes"
     assert unrouted(asked) == []
     assert len(unrouted(plan(*left, replicas=3))) == 1
 

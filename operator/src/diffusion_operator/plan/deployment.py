@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one pass over a DiffusionDeployment: a table of contents."""
 
-from collections.abc import Sequence
 from datetime import datetime
 
 import msgspec
@@ -13,9 +12,9 @@ from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.plan import AdapterPlan, plan_adapters
 from diffusion_operator.plan.adapters.slices import Slices, finish
 from diffusion_operator.plan.observed.children import ChildState, pods_wait_for
-from diffusion_operator.plan.observed.observed import Departures, Observed, TemplateCheck
+from diffusion_operator.plan.observed.observed import Departures, Observed
 from diffusion_operator.plan.observed.replica_state import Group, observe_groups
-from diffusion_operator.plan.replicas.check_pod import plan_check
+from diffusion_operator.plan.replicas.check_pod import with_check
 from diffusion_operator.plan.replicas.departure import plan_departure
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
 from diffusion_operator.plan.replicas.node_faults import avoided_nodes, faults_of
@@ -25,7 +24,7 @@ from diffusion_operator.plan.replicas.revision import Template, default_image, t
 from diffusion_operator.plan.replicas.rollout import count_paused, progress_of
 from diffusion_operator.plan.replicas.routing import plan_routing
 from diffusion_operator.plan.replicas.scaling import plan_replicas
-from diffusion_operator.plan.replicas.template_trial import plan_trial
+from diffusion_operator.plan.replicas.template_trial import Trial, plan_trial
 from diffusion_operator.plan.results.actions import CreatePod, PodAction, WorkerAction
 from diffusion_operator.plan.sleep.next_look import SOON_S, next_look_s, poll_every_s
 from diffusion_operator.plan.sleep.policy import plan_sleep
@@ -39,10 +38,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     """For the list in the main mounted file; none where every worker reads the shards."""
     pods: tuple[PodAction, ...]
     calls: tuple[WorkerAction, ...]
-    trial: CreatePod | None
-    """To be tried, and not to be made."""
-    check: TemplateCheck | None
-    """To be remembered."""
+    trial: Trial
     situation: Situation
     groups: tuple[Group, ...]
     """With those on their way out."""
@@ -81,14 +77,15 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     departures, told = plan_removals(observed.departures, adapters)
     present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
     trial = plan_trial(observed, present, revision=template.revision, now=now)
-    check = plan_check(observed, present, revision=template.revision, now=now, tried=not trial.holds)
+    trial = with_check(trial, observed, present, revision=template.revision, now=now)
+    checks = trial.stays and not trial.refusal
     progress = progress_of(
         deployment.spec,
         deployment.status,
         present,
         revision=template.revision,
-        paused=count_paused(observed) + check.runs,
-        refused=bool(trial.refusal or check.refusal),
+        paused=count_paused(observed) + checks,
+        refused=bool(trial.refusal),
         now=now,
     )
     resolution = resolve_model(deployment, template, present, now)
@@ -98,7 +95,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         revision=template.revision,
         progress=progress,
         held=trial.holds or bool(pods_wait_for(observed.children)),
-        kept_back=check.holds,
+        kept_back=trial.stays,
         raced=unpinned(resolution),
         avoided_nodes=tuple(node.name for node in nodes),
         now=now,
@@ -116,8 +113,8 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         progress=progress,
         resolution=resolution,
         refusal=observed.refusal,
-        template_refusal=trial.refusal or check.refusal,
-        checks=check.runs,
+        template_refusal=trial.refusal,
+        checks=checks,
         default_image=default_image(deployment, template, observed.default_image),
         policy_possible=observed.policy_possible,
         children=observed.children,
@@ -130,15 +127,14 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     others = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
     wanted = (*departure.drain, *(call for call in others if call.worker.pod_uid not in orphans))
     calls: tuple[WorkerAction, ...] = tuple(call for call in wanted if call.worker.pod_uid not in observed.calling)
-    pods: tuple[PodAction, ...] = (*adopted, *replicas.create, *check.create, *routing, *departure.delete, *check.delete)
+    pods: tuple[PodAction, ...] = (*adopted, *replicas.create, *trial.check_pods, *routing, *departure.delete)
     acting = bool(calls or pods or retiring or trial.pod)  # the end of a drain is heard from the worker
     return DeploymentPlan(
         template=template,
         desired=() if every_worker_reads_shards(observed, template) else adapters.desired,
         pods=pods,
         calls=calls,
-        trial=trial.pod,
-        check=check.record,
+        trial=trial,
         situation=situation,
         groups=groups,
         created=replicas.create,
@@ -146,7 +142,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         adapters=adapters,
         departures=departures,
         told=told,
-        look_again_s=_sooner(next_look_s(observed, adapters, progress, acting=acting, now=now), (trial.again_at, check.again_at), now),
+        look_again_s=_sooner(next_look_s(observed, adapters, progress, acting=acting, now=now), trial, now),
         poll_every_s=poll_every_s(observed, adapters),
     )
 
@@ -160,10 +156,12 @@ def every_worker_reads_shards(observed: Observed, template: Template) -> bool:
     return template.image in images and all(pod.mounts_shards and pod.image in images for pod in observed.pods)
 
 
-def _sooner(look_again_s: float | None, trials: Sequence[datetime | None], now: datetime) -> float | None:
-    """Return the earliest of the next look and the next trials of a template."""
-    waits_s = [max(SOON_S, (when - now).total_seconds()) for when in trials if when is not None]
-    return min([*waits_s, *([look_again_s] if look_again_s is not None else [])], default=None)
+def _sooner(look_again_s: float | None, trial: Trial, now: datetime) -> float | None:
+    """Return the earlier of the next look and the next trial of a template."""
+    if trial.again_at is None:
+        return look_again_s
+    trial_s = max(SOON_S, (trial.again_at - now).total_seconds())
+    return trial_s if look_again_s is None else min(look_again_s, trial_s)
 
 
 def status_after(

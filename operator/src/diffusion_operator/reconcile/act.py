@@ -55,12 +55,9 @@ async def act_on_pods(
 
 def _what(action: PodAction) -> str:
     """Name the action for its backoff."""
-    match action:
-        case CreatePod():
-            return f"create {action.index}"
-        case CreateCheckPod():
-            return "create check pod"
-    return f"{type(action).__name__} {action.uid}"
+    if isinstance(action, CreateCheckPod):
+        return "create check pod"
+    return f"create {action.index}" if isinstance(action, CreatePod) else f"{type(action).__name__} {action.uid}"
 
 
 def _remember_failure(memory: DeploymentMemory, action: PodAction, error: Exception) -> None:

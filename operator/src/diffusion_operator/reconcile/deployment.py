@@ -72,14 +72,14 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
     memory.departures = plan.departures
     await tell_missed_pods(runtime, deployment, memory, plan)
 
-    makes = plan.trial is not None or any(isinstance(action, CreatePod) for action in plan.pods)
+    makes = plan.trial.pod is not None or any(isinstance(action, CreatePod) for action in plan.pods)
     recheck_secret(deployment, memory, observed.pods, makes=makes, now=runtime.now())
     await _keep_children(runtime, deployment, memory, plan)
     made = await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
-    if plan.trial is not None:
-        await try_template(runtime, deployment, memory, plan.trial, template=plan.template)
-    await report(runtime, checked(memory.check, plan.check), kind=DEPLOYMENT, about=deployment.metadata)
-    memory.check = plan.check
+    if plan.trial.pod is not None:
+        await try_template(runtime, deployment, memory, plan.trial.pod, template=plan.template)
+    await report(runtime, checked(memory.check, plan.trial.check), kind=DEPLOYMENT, about=deployment.metadata)
+    memory.check = plan.trial.check
     memory.hurry(plan.poll_every_s)
     runtime.calls.begin(key, memory, _calls(plan, memory))
 

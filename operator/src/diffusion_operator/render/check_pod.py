@@ -14,7 +14,7 @@ _WITHOUT = (
     "affinity", "topologySpreadConstraints", "hostNetwork", "hostIPC", "hostPID", "resourceClaims", "ports", "startupProbe",
     "livenessProbe", "readinessProbe", LABEL_REPLICA_INDEX, LABEL_INCARNATION,
 )  # fmt: skip
-_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 _RESOURCES = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "512Mi"}}
 """A worker that only reads its options imports no torch."""
 
@@ -30,7 +30,7 @@ def check_pod(deployment: DiffusionDeployment, template: Template, *, nodes: Seq
         "securityContext": container_security(ContainerSecurity()),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
-    node_affinity = made["spec"].get("affinity", {}).get("nodeAffinity", {})
+    asked = made["spec"].get("affinity", {}).get("nodeAffinity", {})
     near = [
         {"weight": 100, "preference": {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}} for node in nodes
     ]
@@ -40,12 +40,7 @@ def check_pod(deployment: DiffusionDeployment, template: Template, *, nodes: Seq
     spec = {
         **_rest(made["spec"]),
         "tolerations": [*made["spec"].get("tolerations", ()), *device],
-        "affinity": {
-            "nodeAffinity": {
-                **({_REQUIRED: node_affinity[_REQUIRED]} if _REQUIRED in node_affinity else {}),
-                "preferredDuringSchedulingIgnoredDuringExecution": near,
-            }
-        },
+        "affinity": {"nodeAffinity": {**asked, _PREFERRED: [*asked.get(_PREFERRED, ()), *near]}},
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 1,
         "activeDeadlineSeconds": deployment.spec.rollout.progress_deadline_seconds,

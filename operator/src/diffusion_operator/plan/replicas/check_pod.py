@@ -15,7 +15,7 @@ from diffusion_operator.plan.observed.observed import Answer, Observed, Template
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.plan.observed.replica_state import QUIET_REASONS, Group, exit_text
 from diffusion_operator.plan.replicas.rollout import to_replace, usable
-from diffusion_operator.plan.replicas.template_trial import RETRY, WORDS, told_before
+from diffusion_operator.plan.replicas.template_trial import RETRY, WORDS, Trial, told_before
 from diffusion_operator.plan.results.actions import CreateCheckPod, DeletePod
 from diffusion_operator.plan.results.events import EventType, PlannedEvent
 
@@ -25,49 +25,26 @@ PULL_FOR = timedelta(minutes=1)
 UNKNOWN_OPTION = ("no such option", "unrecognized arguments")
 
 
-class Check(msgspec.Struct, frozen=True):
-    record: TemplateCheck | None = None
-    """To be remembered."""
-    create: tuple[CreateCheckPod, ...] = ()
-    delete: tuple[DeletePod, ...] = ()
-    holds: bool = False
-    """No replica goes for the template's sake."""
-    refusal: str = ""
-    """The message of the condition, empty where the check has not failed."""
-    again_at: datetime | None = None
-    """When time alone changes the outcome."""
+def with_check(trial: Trial, observed: Observed, present: Sequence[Group], *, revision: str, now: datetime) -> Trial:
+    """Return the trial with the decisions about check pods: if old replicas wait for one, which to make and which to delete.
 
-    @property
-    def runs(self) -> bool:
-        return self.holds and not self.refusal
-
-
-def plan_check(observed: Observed, present: Sequence[Group], *, revision: str, now: datetime, tried: bool) -> Check:
-    """Decide if old replicas wait for a check pod, if one is to be made, and which are to be deleted.
-
-    `present` excludes replicas on their way out. Nothing is made before the template is `tried` by a dry run.
+    `present` excludes replicas on their way out. No check pod is made before a dry run has passed.
     """
     spec, there = observed.deployment.spec, [pod for pod in observed.checks if not pod.terminating]
     going = to_replace(spec.rollout, present, replicas=spec.wanted_replicas, revision=revision) if spec.wanted_replicas else ()
     mine = next((pod for pod in there if pod.revision == revision), None)
-    record = _record(observed, revision, now)
-    if mine is not None and record.answer is Answer.UNDECIDED:
-        record = _judged(record, mine, deadline_s=spec.rollout.progress_deadline_seconds, now=now)
-    undecided = record.answer is Answer.UNDECIDED
+    check = _known(observed, revision, now)
+    if mine is not None and check.answer is Answer.UNDECIDED:
+        check = _judged(check, mine, deadline_s=spec.rollout.progress_deadline_seconds, now=now)
+    undecided = check.answer is Answer.UNDECIDED
     keeps = mine if undecided and any(group.pod.revision != revision for group in present) else None
     delete = tuple(DeletePod(name=pod.name, uid=pod.uid, why="its check is over") for pod in there if pod is not keeps)
-    if not tried or record.answer is Answer.FINE or not _takes_the_last(going, present, revision):
-        return Check(record=record if mine is not None else observed.check, delete=delete)
+    if trial.holds or check.answer is Answer.FINE or not _takes_the_last(going, present, revision):
+        return msgspec.structs.replace(trial, check=check if mine is not None else observed.check, check_pods=delete)
     makes = undecided and not any(pod.revision == revision for pod in observed.checks)
+    create = (CreateCheckPod(nodes=tuple(sorted({group.pod.node for group in going}))),) if makes else ()
     refusal = _failed(observed.refusal, "the operator tries again") if makes and observed.refusal else ""
-    return Check(
-        record=record,
-        create=(CreateCheckPod(nodes=tuple(sorted({group.pod.node for group in going}))),) if makes else (),
-        delete=delete,
-        holds=True,
-        refusal=record.message or refusal,
-        again_at=record.again_at,
-    )
+    return Trial(refusal=check.message or refusal, again_at=check.again_at, stays=True, check=check, check_pods=(*create, *delete))
 
 
 def checked(before: TemplateCheck | None, after: TemplateCheck | None) -> tuple[PlannedEvent, ...]:
@@ -83,7 +60,7 @@ def _takes_the_last(going: Sequence[Group], present: Sequence[Group], revision: 
     return any(group.live for group in going) and not any(usable(group, revision) for group in present if group.pod.uid not in leaving)
 
 
-def _record(observed: Observed, revision: str, now: datetime) -> TemplateCheck:
+def _known(observed: Observed, revision: str, now: datetime) -> TemplateCheck:
     """Return what is known of this template, or begin a check. After a failure the message stays until the next try is over."""
     known = observed.check
     if known is None or known.revision != revision:
