@@ -118,7 +118,7 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int, orpha
         image=next((one["image"] for one in spec.get("containers", ()) if one["name"] == CONTAINER), ""),
         terminating=bool(metadata.get("deletionTimestamp")),
         finished=finished,
-        finished_message=plain_text(_sentence(status.get("reason"), status.get("message")), WORDS),
+        finished_message=plain_text(_sentence(status.get("reason"), status.get("message")).strip(), WORDS),
         node_fault=finished and _is_fault_of_node(status, conditions),
         disruption=_disruption(conditions.get("DisruptionTarget", {})),
         disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
