@@ -16,7 +16,7 @@ from tools.demo.kubectl import Document, Wanted, condition
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-NAME, TIGHT = "rolled", "tight"
+NAME, TIGHT, ALONE = "rolled", "tight", "alone"
 DD = f"dd/{NAME}"
 REPLICAS = 2
 REQUEST = Request(PROMPT, 1, NAME, steps=8)
@@ -78,7 +78,8 @@ class Course:
 def all_pods(rig: ClusterRig) -> list[Document]:
     """Return the deployment's pods, also terminating ones whose processes still run."""
     items: list[Document] = rig.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={NAME}")["items"]
-    return [item for item in items if item["status"].get("phase") in ("Pending", "Running")]
+    replicas = [item for item in items if "diffusion-operator.dev/replica-index" in item["metadata"]["labels"]]  # no check pods
+    return [item for item in replicas if item["status"].get("phase") in ("Pending", "Running")]
 
 
 def in_service(pod: Document) -> bool:
@@ -156,6 +157,28 @@ def test_a_worker_that_dies_at_every_start_gets_another_pod_and_then_the_verdict
     (healed,) = rig.wait(resource, SERVING)["status"]["replicaStates"]
     assert "failures" not in healed
     assert healed["lastFailure"]["code"] == "OOMKilled", "it survives the pod"
+
+
+# Each part of engine, and the words with which a check pod fails for it.
+BROKEN = [
+    ({"image": "registry.invalid/typo:1"}, "registry.invalid/typo:1"),
+    ({"image": None, "env": [{"name": "DIFFUSION_WORKER_CORS_ORIGIN", "value": "nonsense"}]}, "Error: --cors-origin"),
+]
+
+
+def test_the_only_replica_stays_where_a_check_pod_fails_and_goes_where_it_passes(rig: ClusterRig) -> None:
+    resource = f"dd/{ALONE}"
+    rig.serve(ALONE)
+    old = uids(rig.pods(ALONE))
+    for engine, words in BROKEN:
+        rig.kubectl.patch(resource, {"spec": {"engine": engine}})
+        rig.eventually(words, lambda words=words: words in rig.condition(resource, "Progressing")["message"], deadline_s=150)
+        assert rig.condition(resource, "Progressing")["reason"] == "TemplateInvalid"
+        assert uids(rig.pods(ALONE)) == old and rig.condition(resource, "Ready")["status"] == "True"
+    rig.kubectl.patch(resource, {"spec": {"engine": {"env": None, "maxBatchSize": 4}}})
+    rig.eventually("replaced", lambda: not uids(rig.pods(ALONE)) & old and ROLLED_OUT.holds(rig.kubectl.get(resource)), deadline_s=START_S)
+    assert len(rig.events(ALONE, "TemplateChecked")) == 1
+    rig.kubectl.text("delete", resource, deadline_s=10)
 
 
 def test_a_suspended_deployment_ends_its_pods_comes_back_and_can_be_deleted_at_once(rolled: ClusterRig, right: DemoImage) -> None:

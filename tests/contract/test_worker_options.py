@@ -2,6 +2,8 @@
 """The arguments that the operator renders, read by the worker's own parser: every field, every value, every bound."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +18,7 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import DeploymentSpec
 from diffusion_operator.api.names import CACHE_DIR, CLAIMS_DIR, SECRETS_DIR
 from diffusion_operator.plan.replicas.revision import template_of
+from diffusion_operator.render.check_pod import check_pod
 from diffusion_operator.render.pod import pod
 from diffusion_operator.render.worker_arguments import option_word, worker_arguments
 from diffusion_worker import cli, config
@@ -131,6 +134,17 @@ def test_every_place_that_the_arguments_name_is_mounted_in_the_pod() -> None:
     places = [one.partition("=")[2] for one in container["args"] if "=/" in one and not one.startswith("--model=")]
     assert "/etc/diffusion/api-key/k" in places
     assert [place for place in places if not any(f"{one}/".startswith(f"{place}/") or place.startswith(f"{one}/") for one in mounts)] == []
+
+
+def test_the_worker_accepts_the_options_of_a_check_pod_which_has_none_of_the_places_that_they_name(tmp_path: Path) -> None:
+    spec = {"model": {"source": {"pvc": {"claimName": "c", "path": "m"}}}, "service": {"apiKeySecret": {"name": "keys"}}}
+    deployment = deployment_of(spec | {"parallelism": {"ranksPerReplica": 2}, "lora": {"claims": ["adapters"]}})
+    made = check_pod(deployment, template_of(deployment, default_image="i"), nodes=("node",))
+    (container,) = made["spec"]["containers"]
+    program = [sys.executable, "-c", "from diffusion_worker.program import main; main()", *container["args"]]
+    environment = {one["name"]: one.get("value", "uid") for one in container["env"]}
+    ended = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_the_worker_reads_the_device_from_the_environment_of_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,28 @@ def added(capability: str) -> Document:
     return dd(engine={"securityContext": {"capabilities": {"add": [capability]}}})
 
 
+def resources(**given: tuple[Any, Any]) -> Document:
+    both = zip(("requests", "limits"), zip(*given.values(), strict=True), strict=True)
+    return dd(resources={part: dict(zip(given, values, strict=True)) for part, values in both})
+
+
+def tolerates(**toleration: Any) -> Document:
+    return place(tolerations=[toleration])
+
+
+def field(path: str) -> Document:
+    return env(valueFrom={"fieldRef": {"fieldPath": path}})
+
+
+DIGEST = "sha256:" + "0a" * 32
+IMAGES = [
+    ("worker", "Worker"),
+    ("worker:1.0", "worker:"),
+    (f"registry.example:5000/a/b_c/w-x:1.0@{DIGEST}", "registry.example:port/w"),
+    ("localhost/w", "w /x"),
+    (f"w@{DIGEST}", "w@sha256:0a"),
+    ("[::1]:5000/w", "https://registry.example/w"),
+]
 CREATIONS = [
     # subject, accepted, refused, part of the message
     ("D1 model source", dd(), dd(model={"source": {}}), "exactly one source"),
@@ -142,6 +164,23 @@ CREATIONS = [
     ("gpuResourceName", dd(resources={"gpuResourceName": "none"}), dd(resources={"gpuResourceName": "gpu"}), "gpuResourceName"),
     ("quantities", dd(resources={"requests": {"cpu": "1500m"}}), dd(resources={"requests": {"cpu": "much"}}), "requests"),
     ("sharedMemory", dd(resources={"sharedMemory": "64Mi"}), dd(resources={"sharedMemory": "-1Gi"}), "sharedMemory"),
+    ("requests and limits", resources(cpu=("1500m", 2)), resources(cpu=("2.5", 2)), "each of requests must be at most the limit"),
+    ("requests and limits of memory", resources(memory=("1Gi", "1073741824")), resources(memory=("2Gi", "2G")), "at most the limit"),
+    ("a disk of its own", resources(**{"e.com/a": (1, 1)}), resources(**{"e.com/a": (1, 2)}), "needs an equal limit"),
+    ("huge pages", resources(**{"hugepages-2Mi": ("4Mi", "4Mi")}), dd(resources={"requests": {"hugepages-2Mi": "4Mi"}}), "equal limit"),
+    ("the name of a request", resources(cpu=(1, 1)), dd(resources={"requests": {"CPU": 1}}), "has a domain as in example.com/disk"),
+    ("the name of a limit", dd(resources={"limits": {"e.com/a": 1}}), dd(resources={"limits": {"gpu": 1}}), "has a domain as in"),
+    *(("an image", dd(engine={"image": right}), dd(engine={"image": wrong}), "image must be a reference") for right, wrong in IMAGES),
+    ("a key of a toleration", tolerates(operator="Exists"), tolerates(effect="NoSchedule"), "the operator must be Exists"),
+    ("a value of a toleration", tolerates(key="a", value="b"), tolerates(key="a", value="b", operator="Exists"), "the operator Equal"),
+    (
+        "seconds of a toleration",
+        tolerates(key="a", value="b", effect="NoExecute", tolerationSeconds=1),
+        tolerates(key="a", value="b", effect="NoSchedule", tolerationSeconds=1),
+        "needs the effect NoExecute",
+    ),
+    ("a field of the pod", field("metadata.labels['team']"), field("metadata.label"), "fieldPath"),
+    ("another field of the pod", field("status.hostIP"), field("spec.containers"), "fieldPath"),
     ("image length", dd(engine={"image": "a" * 512}), dd(engine={"image": "a" * 513}), "image"),
     ("no rule couples minAwake with replicas", dd(sleep={"minAwake": 256}, replicas=1), dd(sleep={"minAwake": 257}), "minAwake"),
     ("served name", dd(servedName="sd-3"), dd(servedName="SD 3"), "servedName"),
@@ -238,7 +277,7 @@ CREATIONS = [
     ("service annotations", service({"a.b/c": "d"}), service({"-a": "d"}), "a name must have at most 63 letters"),
     ("node selector", place(nodeSelector={"a.b/c": "d"}), place(nodeSelector={"A/b": "d"}), "a name must have at most 63 letters"),
     ("a toleration's key", place(tolerations=[{"key": "a/b", "operator": "Exists"}]), place(tolerations=[{"key": "a b"}]), "key"),
-    ("a toleration's effect", place(tolerations=[{"effect": "NoExecute"}]), place(tolerations=[{"effect": "Never"}]), "effect"),
+    ("a toleration's effect", tolerates(key="a", effect="NoExecute"), tolerates(key="a", effect="Never"), "effect"),
     ("a priority class", place(priorityClassName="high"), place(priorityClassName="High"), "priorityClassName"),
     ("a runtime class", place(runtimeClassName="nvidia"), place(runtimeClassName=""), "runtimeClassName"),
 ]  # fmt: skip

@@ -366,18 +366,19 @@ async def test_an_edit_that_no_pod_can_be_made_of_takes_no_replica_away(
         async def patch(spec: dict[str, Any]) -> None:
             await namespace.kubectl("patch", "diffusiondeployment", "d", "--type=merge", "-p", json.dumps({"spec": spec}))
 
-        await patch({"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}})
+        term = {"weight": 1, "preference": {"matchExpressions": [{"key": "a", "operator": "In"}]}}
+        await patch({"scheduling": {"affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}}})
         told = await eventually(lambda: progressing("TemplateInvalid"))
         assert "422" in told
-        assert "must be less than or equal to cpu limit" in told
+        assert "must be specified when `operator` is 'In'" in told
         await asyncio.sleep(3)
         assert {pod["metadata"]["uid"] for pod in await namespace.list("pods")} == before
         events = [one for one in await namespace.list("events.events.k8s.io") if one["reason"] == "TemplateInvalid"]
         assert len(events) == 1
-        assert "must be less than or equal to cpu limit" in events[0]["note"]
+        assert "must be specified when `operator` is 'In'" in events[0]["note"]
 
         await forbid_variable_b(namespace)
-        await patch({"resources": {"requests": None, "limits": None}, "engine": {"env": [{"name": "B", "value": "1"}]}})
+        await patch({"scheduling": None, "engine": {"env": [{"name": "B", "value": "1"}]}})
         await eventually(lambda: _policy_told(progressing))
         assert {pod["metadata"]["uid"] for pod in await namespace.list("pods")} == before
         await patch({"engine": {"env": [{"name": "C", "value": "1"}]}})

@@ -9,7 +9,7 @@ import pytest
 
 from diffusion_operator.api.worker_state import ModelReport, WorkerPhase, WorkerState
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
-from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateTrial
+from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateCheck, TemplateTrial
 from diffusion_operator.plan.observed.pods import Container, Pod
 from diffusion_operator.plan.results.actions import AdoptPod, CreatePod, DeletePod, SetRoutable
 from support.operator.plan_builders import NOW, REVISION, made, pod, says
@@ -26,11 +26,12 @@ def orphan(index: int = 0, **facts: Any) -> Pod:
 def plan(
     *pods: Pod, states: dict[int, WorkerState | None] | None = None, status: Any = None, tried: bool = True, **spec: Any
 ) -> DeploymentPlan:
-    """Plan a deployment with these pods; `tried` says that a dry run accepted the template."""
+    """Plan a deployment with these pods; `tried` says that a dry run and a check pod accepted the template."""
     polls = {one.uid: Poll(state=(states or {}).get(one.index, worker()), failures=0) for one in pods if one.container.running}
     trial = TemplateTrial(revision=REVISION, generation=3, answer=Answer.FINE, tried_at=NOW, since=NOW) if tried else None
+    check = TemplateCheck(revision=REVISION, answer=Answer.FINE, since=NOW)
     deployment = made(status, **spec)
-    return plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial), NOW)
+    return plan_deployment(Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial, check=check), NOW)
 
 
 def adopted(made_plan: DeploymentPlan) -> list[str]:
@@ -88,7 +89,7 @@ def test_an_orphan_is_adopted_where_its_template_and_its_model_are_the_same(case
 def test_orphans_are_replaced_one_after_the_other() -> None:
     left = [orphan(index, revision="another") for index in range(3)]
     asked = plan(*left, replicas=3, tried=False)
-    assert asked.trial is not None, "the API server is asked whether it would make a pod before one goes"
+    assert asked.trial.pod is not None, "the API server is asked whether it would make a pod before one goes"
     assert unrouted(asked) == []
     assert len(unrouted(plan(*left, replicas=3))) == 1
 

@@ -15,7 +15,7 @@ from diffusion_operator.plan.deployment import plan_deployment
 from diffusion_operator.plan.observed.observed import Attempt, Observed, Poll
 from diffusion_operator.plan.observed.pods import Container, Exit, Pod, pod_numbers
 from diffusion_operator.plan.observed.replica_state import Problem, observe_groups, read_group
-from diffusion_operator.plan.replicas.revision import template_of
+from diffusion_operator.plan.replicas.revision import restart_of, template_of
 from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SetRoutable
 from support.operator.fake_cluster import EPOCH
 from support.operator.plan_builders import NOW, READY, REVISION, made, planned, pod, says
@@ -46,7 +46,9 @@ GROUP_STATES = [
     ("asleep", {}, Poll(state=ASLEEP), ReplicaState.ASLEEP, None),
     ("wakes", {}, Poll(state=WAKING), ReplicaState.WAKING, None),
     ("starts its ranks again", {}, Poll(state=RESTARTING), ReplicaState.STARTING, Problem.RANK_LOST),
-    ("terminates", {}, Poll(state=says(WorkerPhase.TERMINATING)), ReplicaState.TERMINATING, None),
+    ("terminates by a call", {}, Poll(state=says(WorkerPhase.TERMINATING, draining=True)), ReplicaState.TERMINATING, None),
+    ("terminates for its node's sake", {"disrupted": True}, Poll(state=says(WorkerPhase.TERMINATING)), ReplicaState.TERMINATING, None),
+    ("terminates, and nobody asked", {}, Poll(state=says(WorkerPhase.TERMINATING)), ReplicaState.FAILED, None),
     ("is deleted", {"terminating": True}, Poll(state=READY), ReplicaState.TERMINATING, None),
     ("evicted", {"finished": True, "finished_message": "Evicted"}, Poll(), ReplicaState.FAILED, Problem.POD_FAILED),
     (
@@ -201,12 +203,14 @@ def test_the_revision_changes_with_what_a_pod_is_made_of(spec: dict[str, Any], c
     assert (template_of(made(**spec), default_image="worker:1").revision != REVISION) is changes
 
 
-PINNED = {"engineImage": "pinned:1", "updateRevision": REVISION}
+KEPT = {"defaultEngineImage": "kept:1", "defaultEngineImageFor": restart_of(made())}
 OTHER = template_of(made(), default_image="other:1").revision
 IMAGES = [
-    ("the operator's default where nothing runs and nothing is pinned", [], {}, "worker:2"),
-    ("the pinned one where nothing runs", [], PINNED, "pinned:1"),
-    ("that of a pod", [pod(revision=OTHER, image="other:1")], PINNED, "other:1"),
+    ("the operator's default where nothing runs and none is kept", [], {}, "worker:2"),
+    ("the one that is kept", [], KEPT, "kept:1"),
+    ("the one that is kept, whatever runs", [pod(revision=OTHER, image="other:1")], KEPT, "kept:1"),
+    ("not one that was kept for another restart", [], KEPT | {"defaultEngineImageFor": "other"}, "worker:2"),
+    ("that of a pod", [pod(revision=OTHER, image="other:1")], {}, "other:1"),
     ("that of the oldest pod", [pod(0, image="worker:1", created_at=NOW), pod(1, revision=OTHER, image="other:1")], {}, "other:1"),
     ("not that of a pod of another spec", [pod(revision="old-1", image="other:1")], {}, "worker:2"),
     ("not that of a pod that goes", [pod(revision=OTHER, image="other:1", terminating=True)], {}, "worker:2"),

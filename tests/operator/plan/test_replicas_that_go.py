@@ -2,6 +2,7 @@
 """A replica that is removed ends with an exit code and a failed pod, and does not count as failed. Every Event has a reason."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from diffusion_operator.api.adapter import ErrorStatus, InstanceState, InstanceStatus, LoRAAdapter
 from diffusion_operator.api.deployment_status import DeploymentStatus, FailureStatus, OperationStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.names import DEPLOYMENT, POD
+from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.plan.deployment import plan_deployment
 from diffusion_operator.plan.observed.observed import Observed
 from diffusion_operator.plan.observed.pods import Container, Exit, read_pod
@@ -45,6 +47,51 @@ def test_a_pod_that_was_told_to_go_has_not_failed(facts: dict[str, Any]) -> None
     assert events == []
     assert replica.last_failure is None
     assert not replica.failures or not facts.get("terminating")
+
+
+OWN = 'Evicted: Usage of EmptyDir volume "cache" exceeds the limit "1Gi".'
+
+
+async def test_evictions_for_the_pods_own_disk_are_told_counted_and_waited_for_whatever_the_exit_code() -> None:
+    rig, starts = await serving(1), []
+    for number in range(5):
+        pod_name = f"d-0-{number}"
+        worker = next(one for one in rig.workers if one.phase is WorkerPhase.READY)
+        worker.phase = WorkerPhase.TERMINATING  # no call drained it: SIGTERM did
+        await rig.run(3)
+        assert rig.cluster.names(POD) == [pod_name], "it shows its cause when it has ended"
+        rig.cluster.ended(pod_name, code=0)
+        rig.cluster.pod_status(pod_name, phase="Failed", reason="Evicted", message=OWN.removeprefix("Evicted: "))
+        await rig.run(3)
+        [replica] = rig.status()["replicaStates"]
+        assert (replica["failures"], replica["lastFailure"]["message"]) == (number + 1, OWN)
+        starts.append((datetime.fromisoformat(replica["nextRestartTime"]) - rig.now).total_seconds())
+        await rig.run(starts[-1] + 5)
+        rig.start_all()
+        await rig.run(3)
+    assert [round(start, -1) for start in starts] == [10, 20, 40, 80, 600]
+    told = rig.cluster.notes("ReplicaRestarted")
+    assert OWN in told[0]
+    assert len([note for note in told if "is made again as" in note]) == 5
+
+
+async def test_a_container_that_ends_with_code_0_has_failed() -> None:
+    rig = await serving(1)
+    rig.restart_container("d-0-0", code=0)
+    await rig.run()
+    [replica] = rig.status()["replicaStates"]
+    assert (replica["failures"], replica["lastFailure"]["exitCode"]) == (1, 0)
+    assert "replica 0 ended with exit code 0" in rig.cluster.notes("ReplicaRestarted")[0]
+
+
+async def test_a_worker_that_ends_for_its_nodes_sake_is_replaced_at_once() -> None:
+    rig = await serving(1)
+    rig.cluster.graceful = True
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+    rig.cluster.pod_status("d-0-0", conditions=[{"type": "Ready", "status": "True"}, target])
+    next(iter(rig.workers)).phase = WorkerPhase.TERMINATING
+    await rig.run(3)
+    assert "d-0-1" in rig.cluster.names(POD)
 
 
 def test_an_eviction_is_told_in_the_status_of_the_replica() -> None:

@@ -93,25 +93,25 @@ PLANS = [
 @pytest.mark.parametrize(("trial", "spec", "asks", "goes", "again_s"), [row[1:] for row in PLANS], ids=[row[0] for row in PLANS])
 def test_of_a_trial_comes(trial: TemplateTrial | None, spec: dict[str, Any], asks: bool, goes: bool, again_s: float | None) -> None:
     plan = looked(trial, **spec)
-    assert (plan.trial is not None, retired(plan)) == (asks, goes)
+    assert (plan.trial.pod is not None, retired(plan)) == (asks, goes)
     assert again_s is None or plan.look_again_s == again_s
     if not goes:
         assert not plan.pods
 
 
 def test_the_pod_that_is_tried_has_a_name_that_a_next_one_may_have() -> None:
-    assert looked(None).trial == CreatePod(index=0, incarnation=1)
+    assert looked(None).trial.pod == CreatePod(index=0, incarnation=1)
 
 
 @pytest.mark.parametrize("spec", [{"replicas": 0}, {"suspend": True}])
 def test_nothing_is_tried_where_no_pod_is_to_be_made(spec: dict[str, Any]) -> None:
     plan = looked(None, **spec)
-    assert plan.trial is None
+    assert plan.trial.pod is None
     assert retired(plan)
 
 
 def test_nothing_is_tried_where_nothing_changed() -> None:
-    assert looked(None, revision=REVISION).trial is None
+    assert looked(None, revision=REVISION).trial.pod is None
 
 
 def test_a_refused_template_does_not_keep_replicas_from_being_fewer() -> None:

@@ -149,16 +149,29 @@ async def test_a_change_of_sleep_service_or_replicas_replaces_no_pod() -> None:
     assert service["spec"]["ports"][0]["port"] == 8080
 
 
-async def test_the_default_image_is_pinned_until_the_template_changes() -> None:
+async def test_the_default_image_stays_over_edits_that_are_taken_back_until_a_restart_by_annotation() -> None:
     rig = await serving(1)
+    first = rig.status()["updateRevision"]
     rig.restart_operator()
     rig.runtime.settings = type(rig.runtime.settings)(engine_image="worker:2", operator_key=b"k" * 32)
     await rig.run()
     assert rig.cluster.names(POD) == ["d-0-0"]
-    assert rig.status()["engineImage"] == "worker:1"
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={"maxBatchSize": 4}))
+    assert rig.condition("DefaultImage") == ("False", "NewerExists")
+    for edit in ({"maxBatchSize": 4}, {"image": "own:1"}):
+        rig.cluster.change(DEPLOYMENT, "d", lambda spec, edit=edit: spec.update(engine=edit))
+        await rig.run()
+        assert (rig.status()["defaultEngineImage"], rig.status()["engineImage"]) == ("worker:1", edit.get("image", "worker:1"))
+    assert rig.condition("DefaultImage") == ("", ""), "the spec names an image"
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.pop("engine"))
     await rig.run()
-    assert rig.status()["engineImage"] == "worker:2"
+    assert rig.status()["updateRevision"] == first
+    assert "kubectl annotate -n default dd d diffusion-operator.dev/restartedAt=" in rig.message("DefaultImage")
+    found = rig.cluster.find(DEPLOYMENT, "d")
+    assert found is not None
+    found["metadata"]["annotations"] = {"diffusion-operator.dev/restartedAt": "now"}
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=0))
+    await rig.run()
+    assert (rig.status()["engineImage"], rig.condition("DefaultImage")) == ("worker:2", ("True", "Current"))
 
 
 async def test_a_model_that_does_not_exist_is_told_in_the_workers_own_words() -> None:

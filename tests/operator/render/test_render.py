@@ -15,6 +15,7 @@ from diffusion_operator.api.source import AdapterSource, S3Source, SecretRef
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.replicas.revision import template_of
 from diffusion_operator.plan.results.events import EventType, PlannedEvent
+from diffusion_operator.render.check_pod import check_pod
 from diffusion_operator.render.control_secret import control_secret, control_token
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.disruption_budget import disruption_budget
@@ -41,6 +42,11 @@ def made(**spec: Any) -> DiffusionDeployment:
 def rendered_pod(**spec: Any) -> dict[str, Any]:
     deployment = made(**spec)
     return pod(deployment, template_of(deployment, default_image="worker:1"), index=2, incarnation=3)
+
+
+def rendered_check(**spec: Any) -> dict[str, Any]:
+    deployment = made(**spec)
+    return check_pod(deployment, template_of(deployment, default_image="worker:1"), nodes=("node",))
 
 
 def worker(**spec: Any) -> dict[str, Any]:
@@ -103,6 +109,7 @@ def test_every_child_is_valid_strictly(spec: dict[str, Any]) -> None:
     planned = PlannedEvent(type=EventType.NORMAL, reason="Slept", message="m", key="k")
     children = [
         rendered_pod(**spec),
+        rendered_check(**spec),
         service(deployment),
         desired_config(deployment, adapters),
         control_secret(deployment, key=KEY),
@@ -142,6 +149,35 @@ def test_the_pod_meets_the_restricted_profile() -> None:
     assert container == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     assert spec["automountServiceAccountToken"] is False
     assert spec["restartPolicy"] == "Always"
+
+
+def test_a_check_pod_has_no_device_no_mount_and_no_privilege_and_goes_where_the_replica_would() -> None:
+    spread = [{"topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]
+    scheduling = {"nodeSelector": {"a": "b"}, "tolerations": [{"key": "t"}], "topologySpread": spread, "priorityClassName": "high"}
+    made = rendered_check(
+        scheduling=scheduling,
+        engine={"env": [{"name": "A", "value": "1"}], "securityContext": {"privileged": True}, "pullSecrets": [{"name": "pull"}]},
+        resources={"limits": {"memory": "64Gi"}},
+        podMetadata={"labels": {"team": "x"}},
+        hostNetwork=True,
+    )
+    spec, (container,) = made["spec"], made["spec"]["containers"]
+    assert container["args"][:2] == ["serve", "--check"]
+    assert container["args"][2:] == worker(engine={})["args"][1:]
+    assert container["resources"]["requests"] == {"cpu": "10m", "memory": "64Mi"}
+    assert set(container["resources"]["limits"]) == {"cpu", "memory"}
+    assert container["volumeMounts"] == [{"name": "tmp", "mountPath": "/tmp"}]
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert {"name": "A", "value": "1"} in container["env"]
+    assert [volume["name"] for volume in spec["volumes"]] == ["tmp"]
+    assert (spec["restartPolicy"], spec["activeDeadlineSeconds"], spec["imagePullSecrets"]) == ("Never", 1800, [{"name": "pull"}])
+    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"a": "b"}, "high")
+    assert spec["tolerations"] == [{"key": "t"}, {"key": "nvidia.com/gpu", "operator": "Exists"}]
+    [preferred] = spec["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert preferred["preference"]["matchFields"][0]["values"] == ["node"]
+    assert not {"hostNetwork", "topologySpreadConstraints", "resourceClaims"} & spec.keys()
+    assert made["metadata"]["labels"]["team"] == "x"
+    assert not {"diffusion-operator.dev/replica-index", "diffusion-operator.dev/routable"} & made["metadata"]["labels"].keys()
 
 
 def test_the_worker_is_started_as_the_spec_says() -> None:

@@ -99,7 +99,8 @@ class ClusterRig:
     def pods(self, deployment: str) -> list[Document]:
         """Return the deployment's pods that are not terminating."""
         items = self.kubectl.get("pods", "-l", f"diffusion-operator.dev/deployment={deployment}")["items"]
-        return [item for item in items if "deletionTimestamp" not in item["metadata"]]
+        replicas = [item for item in items if "diffusion-operator.dev/replica-index" in item["metadata"]["labels"]]
+        return [item for item in replicas if "deletionTimestamp" not in item["metadata"]]
 
     def pod(self, deployment: str) -> str:
         (pod,) = self.pods(deployment)

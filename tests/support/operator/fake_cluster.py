@@ -37,6 +37,8 @@ class FakeCluster:
         self.graceful = False
         """True: a deleted pod stays, terminating, until `ended` is called for it."""
         self.status_writes = 0
+        self.check_ends: tuple[int, str] | None = (0, "")
+        """The exit code and last words with which each check pod ends at once; None leaves it to the test."""
 
     # the port ---------------------------------------------------------------------------------------------------------
 
@@ -68,6 +70,8 @@ class FakeCluster:
             return False
         fields = {} if manifest["kind"] == "Event" else {"managedFields": [entry(manifest, "Update")]}
         self._store(manifest | {"metadata": manifest["metadata"] | fields})
+        if manifest.get("spec", {}).get("restartPolicy") == "Never" and self.check_ends is not None:
+            self.check_ended(manifest["metadata"]["name"], *self.check_ends)
         return True
 
     async def try_create(self, manifest: Manifest) -> None:
@@ -213,6 +217,11 @@ class FakeCluster:
         conditions.append({"type": "Ready", "status": "False"})
         status = [_container({"terminated": terminated(code)})]
         self.pod_status(name, phase="Failed" if code else "Succeeded", conditions=conditions, containerStatuses=status)
+
+    def check_ended(self, name: str, code: int, words: str) -> None:
+        """Report the end of a check pod."""
+        status = [_container({"terminated": terminated(code, words)})]
+        self.pod_status(name, phase="Failed" if code else "Succeeded", containerStatuses=status)
 
     def crashed(self, name: str, *, code: int, message: str, restarts: int = 1) -> None:
         """Report a pod in CrashLoopBackOff after its container ended."""

@@ -166,7 +166,8 @@ class FakeKubelet:
         `living` are the pods that are not terminating. Pods with a drained worker and those without an owner do not count.
         """
         drain = {uid for uid, container in self.containers.items() if container.worker.drains}
-        owned = [one for one in living if "ownerReferences" in one and one["uid"] not in drain]  # an orphan has no owner
+        indexed = [one for one in living if names.LABEL_REPLICA_INDEX in one.get("labels", {})]  # a check pod is no replica
+        owned = [one for one in indexed if "ownerReferences" in one and one["uid"] not in drain]  # an orphan has no owner
         replicas = Counter((one["ownerReferences"][0]["uid"], one["name"].split("-")[1]) for one in owned)
         self.wrong += [f"{count} pods of replica {index} of {uid} at once" for (uid, index), count in replicas.items() if count > 1]
 
@@ -175,6 +176,8 @@ class FakeKubelet:
         if metadata.get("deletionTimestamp"):
             await self._end(metadata["uid"])
             await self._client.delete(POD, metadata["namespace"], metadata["name"], at_once=True, uid=metadata["uid"])
+        elif pod["spec"]["restartPolicy"] == "Never":
+            await self._check(pod)
         elif metadata["uid"] not in self.containers and pod.get("status", {}).get("phase") != "Failed":
             await (self._reject if metadata["namespace"] in self.rejecting else self._start)(pod)
 
@@ -189,6 +192,21 @@ class FakeKubelet:
         await self._bind(pod)
         status = {"phase": "Failed", "reason": self._rng.choice((*NODE_FAULTS, "OutOfmemory")), "message": "the node rejects all pods"}
         await self._client.patch(POD, pod["metadata"]["namespace"], pod["metadata"]["name"], {"status": status}, subresource="/status")
+
+    async def _check(self, pod: Any) -> None:
+        """End a check pod as one whose options are accepted."""
+        if pod.get("status", {}).get("phase") == "Pending":
+            await self._bind(pod)
+            ended = {
+                "name": names.CONTAINER,
+                "ready": False,
+                "restartCount": 0,
+                "image": "",
+                "imageID": "",
+                "state": {"terminated": terminated(0)},
+            }
+            status = {"phase": "Succeeded", "containerStatuses": [ended]}
+            await self._client.patch(POD, pod["metadata"]["namespace"], pod["metadata"]["name"], {"status": status}, subresource="/status")
 
     async def _start(self, pod: Any) -> None:
         await self._bind(pod)

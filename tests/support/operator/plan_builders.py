@@ -12,7 +12,7 @@ import msgspec
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
-from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateTrial
+from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateCheck, TemplateTrial
 from diffusion_operator.plan.observed.pods import Container, Pod
 from diffusion_operator.plan.replicas.revision import template_of
 from support.operator.fake_cluster import EPOCH
@@ -49,11 +49,12 @@ def planned(
     """Return the plan for these pods. Every worker is ready unless `states` has another state for its index; `stale` are those whose last
     poll failed.
 
-    A changed template counts as tried and valid.
+    A changed template counts as tried and checked.
     """
     polls = {one.uid: Poll(state=(states or {}).get(one.index, READY), failures=one.index in stale) for one in pods}
     deployment = made(status, **spec)
     revision = template_of(deployment, default_image="worker:1", pods=pods).revision
     trial = TemplateTrial(revision=revision, generation=3, answer=Answer.FINE, tried_at=NOW, since=NOW)
-    observed = Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial)
+    check = TemplateCheck(revision=revision, answer=Answer.FINE, since=NOW)
+    observed = Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial, check=check)
     return plan_deployment(observed, NOW)

@@ -80,7 +80,9 @@ class ProcessKubelet(FakeKubelet):
     async def _tend(self, pod: Any) -> None:
         metadata = pod["metadata"]
         server = self.servers.get(metadata["uid"])
-        if server is None:
+        if pod["spec"]["restartPolicy"] == "Never":
+            await super()._tend(pod)
+        elif server is None:
             await self._start(pod)
         elif metadata.get("deletionTimestamp"):
             await self._stop(pod, server)

@@ -304,3 +304,17 @@ def test_a_policy_under_which_a_model_sleeps_excludes_options_that_keep_it_awake
     desired.write_text(f'{{"sleep": {{"policy": "{policy}"}}}}')
     said = refusal(monkeypatch, capsys, f"--model={DIGITS_MODEL}", "--offload=model", f"--desired={desired}")
     assert f"--offload model: not supported with the sleep policy {policy} of" in said
+
+
+NOWHERE = ["--cache-dir=/none", "--state-dir=/none/state", "--desired=/none/desired.json", "--control-token-file=/none/token"]
+
+
+@pytest.mark.parametrize("model", ["/none", '{"pvc":{"claimName":"c","path":"m"}}', "hf://org/name"])
+def test_a_check_of_options_looks_at_no_place_that_they_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    pipeline = ["--load-format=custom-pipeline", "--pipeline=not_installed:Class"]
+    monkeypatch.setattr(sys, "argv", ["diffusion-worker", "serve", "--check", f"--model={model}", *NOWHERE, *pipeline])
+    assert cli.main() is None, "it ends with 0"
+    assert "--max-steps" in refusal(monkeypatch, capsys, "--check", f"--model={model}", *NOWHERE, "--max-steps=0")
+    assert "--default-size" in refusal(monkeypatch, capsys, "--check", f"--model={model}", *NOWHERE, "--default-size=9999x9999")

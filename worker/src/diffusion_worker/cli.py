@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
 from diffusion_worker import withheld
 from diffusion_worker.compatibility import check_together, sleep_blocker
@@ -467,9 +468,18 @@ def cli() -> None:
     default=25.0,
     help="Time that accepted requests may take to finish after SIGTERM; requests that are held until the model serves are refused.",
 )
+@click.option(
+    "--check",
+    "check_only",
+    is_flag=True,
+    help="Check the options and end, without a look at the files, folders and sources that they name.",
+)
 def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
     """Serve the model at SOURCE: images on the data port, state and control on the control port."""
     config = config_of(options)
+    if options["check_only"]:
+        check(msgspec.structs.replace(config, cache_dir=None, state_dir=None, profile_dir=None, desired_path=None), looks=False)
+        return
     check(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -507,7 +517,8 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
     """
     plain = dict(options)
     rendezvous_host, rendezvous_port = parse_address(plain.pop("rendezvous_address"))
-    place = locate_model(the_model(plain.pop("model"), plain.pop("model_option")), plain["claims_dir"])
+    model = the_model(plain.pop("model"), plain.pop("model_option"))
+    place = locate_model(model, plain["claims_dir"], looks=not plain.pop("check_only"))
     slots, names = lora_defaults(plain["max_loras"]), plain.pop("served_names")
     converted: dict[str, Any] = {
         "model": place.folder,
@@ -610,20 +621,21 @@ def request_defaults(steps: int | None, guidance_scale: float | None, size: str 
     return RequestDefaults(steps=steps, guidance_scale=guidance_scale, width=width, height=height)
 
 
-def check(config: WorkerConfig) -> None:
+def check(config: WorkerConfig, *, looks: bool = True) -> None:
     """Check the options and the local files that they name, without torch and without a fetch; make the state folder if it is missing.
 
-    The files are a local model's index, adapters' paths, the cache and profile folders, and the file of `--desired`.
+    The files are a local model's index, adapters' paths, the cache and profile folders, and the file of `--desired`. Without `looks` the
+    model, adapters and packages are not looked for.
 
     Raises:
         ConfigError: the first option that is wrong, by name, or that excludes another.
     """
-    if config.model_source is None:
+    if looks and config.model_source is None:
         try:
             read_model_index(config.model)
         except ConfigError as error:
             raise ConfigError(f"--model: {error}") from None
-    _check_pipeline(config)
+    _check_pipeline(config, looks=looks)
     if not NAME.fullmatch(config.served_name):
         expected = "letters, digits, '.', '_' and '-', first and last a letter or digit, at most 63"
         raise ConfigError(f"--served-name: expected {expected}, found {config.served_name!r}")
@@ -636,7 +648,7 @@ def check(config: WorkerConfig) -> None:
         raise ConfigError(f"--lora {name}={text}: the name is a served name of the model: choose another name, or another --served-name")
     for component in (name for name, dtype in config.component_dtypes.items() if dtype is Dtype.AUTO):
         raise ConfigError(f"component_dtypes: {component}: expected one of float32, float16, bfloat16, found auto")
-    check_sources(config)
+    check_sources(config, looks=looks)
     check_lora_bounds(config)
     check_together(config)
     check_ranks(config)
@@ -659,17 +671,18 @@ def check_requests(config: WorkerConfig) -> None:
             raise ConfigError(f"{option}: expected at most --max-pixels {limits.max_pixels}, found {width}x{height}")
 
 
-def _check_pipeline(config: WorkerConfig) -> None:
+def _check_pipeline(config: WorkerConfig, *, looks: bool) -> None:
     """Check that `--pipeline` is an import path for the format custom-pipeline, and otherwise a class name or `auto`; raises ConfigError.
 
-    The import path's top package must be found, but nothing is imported: a search for the module itself would run the package's code.
+    With `looks` the import path's top package must be found, but nothing is imported: a search for the module itself would run the
+    package's code.
     A class of diffusers is not looked up: any identifier passes.
     """
     if config.load_format is LoadFormat.CUSTOM_PIPELINE:
         if config.pipeline == "auto":
             raise ConfigError("--load-format custom-pipeline: expected --pipeline with an import path, module:Class, found none")
         package = split_import_path(config.pipeline, "--pipeline")[0].partition(".")[0]
-        if importlib.util.find_spec(package) is None:
+        if looks and importlib.util.find_spec(package) is None:
             raise ConfigError(f"--pipeline {config.pipeline!r}: there is no module {package!r}")
     elif not config.pipeline.isidentifier():
         raise ConfigError(

@@ -93,5 +93,9 @@ def shard_file(number: int) -> str:
     return f"adapters-{number}.json.gz"
 
 
+def check_pod_name(deployment: str, revision: str) -> str:
+    return f"{deployment}-check-{revision}"
+
+
 def pod_name(deployment: str, index: int, incarnation: int) -> str:
     return f"{deployment}-{index}-{incarnation}"

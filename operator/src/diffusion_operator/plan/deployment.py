@@ -14,12 +14,13 @@ from diffusion_operator.plan.adapters.slices import Slices, finish
 from diffusion_operator.plan.observed.children import ChildState, pods_wait_for
 from diffusion_operator.plan.observed.observed import Departures, Observed
 from diffusion_operator.plan.observed.replica_state import Group, observe_groups
+from diffusion_operator.plan.replicas.check_pod import with_check
 from diffusion_operator.plan.replicas.departure import plan_departure
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
 from diffusion_operator.plan.replicas.node_faults import avoided_nodes, faults_of
 from diffusion_operator.plan.replicas.orphans import judge_orphans
 from diffusion_operator.plan.replicas.recovery import with_failures
-from diffusion_operator.plan.replicas.revision import Template, template_of
+from diffusion_operator.plan.replicas.revision import Template, default_image, template_of
 from diffusion_operator.plan.replicas.rollout import count_paused, progress_of
 from diffusion_operator.plan.replicas.routing import plan_routing
 from diffusion_operator.plan.replicas.scaling import plan_replicas
@@ -37,8 +38,7 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     """For the list in the main mounted file; none where every worker reads the shards."""
     pods: tuple[PodAction, ...]
     calls: tuple[WorkerAction, ...]
-    trial: CreatePod | None
-    """To be tried, and not to be made."""
+    trial: Trial
     situation: Situation
     groups: tuple[Group, ...]
     """With those on their way out."""
@@ -77,12 +77,14 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     departures, told = plan_removals(observed.departures, adapters)
     present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
     trial = plan_trial(observed, present, revision=template.revision, now=now)
+    trial = with_check(trial, observed, present, revision=template.revision, now=now)
+    checks = trial.stays and not trial.refusal
     progress = progress_of(
         deployment.spec,
         deployment.status,
         present,
         revision=template.revision,
-        paused=count_paused(observed),
+        paused=count_paused(observed) + checks,
         refused=bool(trial.refusal),
         now=now,
     )
@@ -93,6 +95,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         revision=template.revision,
         progress=progress,
         held=trial.holds or bool(pods_wait_for(observed.children)),
+        kept_back=trial.stays,
         raced=unpinned(resolution),
         avoided_nodes=tuple(node.name for node in nodes),
         now=now,
@@ -111,6 +114,8 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         resolution=resolution,
         refusal=observed.refusal,
         template_refusal=trial.refusal,
+        checks=checks,
+        default_image=default_image(deployment, template, observed.default_image),
         policy_possible=observed.policy_possible,
         children=observed.children,
         avoided_nodes=nodes,
@@ -122,14 +127,14 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     others = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
     wanted = (*departure.drain, *(call for call in others if call.worker.pod_uid not in orphans))
     calls: tuple[WorkerAction, ...] = tuple(call for call in wanted if call.worker.pod_uid not in observed.calling)
-    pods: tuple[PodAction, ...] = (*adopted, *replicas.create, *routing, *departure.delete)
+    pods: tuple[PodAction, ...] = (*adopted, *replicas.create, *trial.check_pods, *routing, *departure.delete)
     acting = bool(calls or pods or retiring or trial.pod)  # the end of a drain is heard from the worker
     return DeploymentPlan(
         template=template,
         desired=() if every_worker_reads_shards(observed, template) else adapters.desired,
         pods=pods,
         calls=calls,
-        trial=trial.pod,
+        trial=trial,
         situation=situation,
         groups=groups,
         created=replicas.create,

@@ -10,14 +10,18 @@ from diffusion_operator.errors import ClusterConflict, ClusterRefused, Namespace
 from diffusion_operator.plan.observed.children import pods_wait_for
 from diffusion_operator.plan.observed.ownership import Ownership, adopt, has_our_labels, is_controlled_by, ownership
 from diffusion_operator.plan.replicas.revision import Template
-from diffusion_operator.plan.results.actions import AdoptPod, CreatePod, DeletePod, PodAction, SetRoutable
+from diffusion_operator.plan.results.actions import AdoptPod, CreateCheckPod, CreatePod, DeletePod, PodAction, SetRoutable
 from diffusion_operator.plan.results.child_events import orphan_replaced, pod_adopted, pod_name_taken
 from diffusion_operator.reconcile.children.repairs import set_our_labels, tell, tell_repaired
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.pod_guard import guard
 from diffusion_operator.reconcile.runtime import Runtime
+from diffusion_operator.render.check_pod import check_pod
 from diffusion_operator.render.metadata import controller_reference
 from diffusion_operator.render.pod import pod
+
+CREATES = (CreatePod, CreateCheckPod)
+"""Actions whose refusal a condition repeats."""
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ async def act_on_pods(
             continue
         what = _what(action)
         if error := memory.backoffs.waiting(what, runtime.now()):
-            memory.refusal = error if isinstance(action, CreatePod) else memory.refusal
+            memory.refusal = error if isinstance(action, CREATES) else memory.refusal
             continue
         try:
             made = await _act_on_pod(runtime, deployment, memory, action, template=template) or made
@@ -51,6 +55,8 @@ async def act_on_pods(
 
 def _what(action: PodAction) -> str:
     """Name the action for its backoff."""
+    if isinstance(action, CreateCheckPod):
+        return "create check pod"
     return f"create {action.index}" if isinstance(action, CreatePod) else f"{type(action).__name__} {action.uid}"
 
 
@@ -59,7 +65,7 @@ def _remember_failure(memory: DeploymentMemory, action: PodAction, error: Except
     its end."""
     known = isinstance(error, OperatorError)
     log.log(logging.WARNING if known else logging.ERROR, "pod action failed action=%s error=%s", action, error, exc_info=not known)
-    creates = isinstance(action, CreatePod)
+    creates = isinstance(action, CREATES)
     if creates and not isinstance(error, ClusterConflict):
         memory.refusal = str(error)
     if not (creates and isinstance(error, ClusterConflict | ClusterRefused)):
@@ -77,6 +83,11 @@ async def _act_on_pod(
     match action:
         case CreatePod():
             return await _create(runtime, deployment, memory, action, template=template)
+        case CreateCheckPod(nodes=nodes):
+            manifest = check_pod(deployment, template, nodes=nodes)
+            guard(runtime.settings, manifest)
+            created = await runtime.cluster.create(manifest)
+            log.info("check pod made namespace=%s pod=%s new=%s", namespace, manifest["metadata"]["name"], created)
         case SetRoutable(name=name, uid=uid, routable=routable):
             labels = {LABEL_ROUTABLE: "true" if routable else None}
             if memory.routed.get(uid) is routable:

@@ -17,6 +17,7 @@ from diffusion_operator.plan.adapters.shards import foreign_shards, shard_of
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_in_slices, status_after
 from diffusion_operator.plan.observed.children import hurried
 from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.replicas.check_pod import checked
 from diffusion_operator.plan.results.actions import CreatePod, PutAdapter, WorkerAction
 from diffusion_operator.plan.results.child_events import child_events
 from diffusion_operator.plan.results.condition_events import condition_events
@@ -71,12 +72,14 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
     memory.departures = plan.departures
     await tell_missed_pods(runtime, deployment, memory, plan)
 
-    makes = plan.trial is not None or any(isinstance(action, CreatePod) for action in plan.pods)
+    makes = plan.trial.pod is not None or any(isinstance(action, CreatePod) for action in plan.pods)
     recheck_secret(deployment, memory, observed.pods, makes=makes, now=runtime.now())
     await _keep_children(runtime, deployment, memory, plan)
     made = await act_on_pods(runtime, deployment, memory, plan.pods, template=plan.template)
-    if plan.trial is not None:
-        await try_template(runtime, deployment, memory, plan.trial, template=plan.template)
+    if plan.trial.pod is not None:
+        await try_template(runtime, deployment, memory, plan.trial.pod, template=plan.template)
+    await report(runtime, checked(memory.check, plan.trial.check), kind=DEPLOYMENT, about=deployment.metadata)
+    memory.check = plan.trial.check
     memory.hurry(plan.poll_every_s)
     runtime.calls.begin(key, memory, _calls(plan, memory))
 

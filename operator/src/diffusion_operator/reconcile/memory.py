@@ -17,7 +17,7 @@ from diffusion_operator.plan.adapters.shards import Shard
 from diffusion_operator.plan.adapters.slices import SLICE, Slices
 from diffusion_operator.plan.adapters.view import AdapterView
 from diffusion_operator.plan.observed.children import ChildState, ChildTry, Repairs
-from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Departures, Poll, TemplateTrial
+from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Departures, Poll, TemplateCheck, TemplateTrial
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.control_tokens import ControlTokens
@@ -217,6 +217,8 @@ class DeploymentMemory:
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
     trial: TemplateTrial | None = None
     """The last dry run of a template."""
+    check: TemplateCheck | None = None
+    """The last check pod of a template."""
     refusal: str = ""
     backoffs: Backoffs = field(default_factory=Backoffs)
     status_written_at: datetime | None = None

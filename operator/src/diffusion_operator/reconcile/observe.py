@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import LABEL_DEPLOYMENT, POD
+from diffusion_operator.api.names import LABEL_DEPLOYMENT, POD, check_pod_name
 from diffusion_operator.plan.observed.observed import Observed
 from diffusion_operator.plan.observed.ownership import Ownership, ownership
 from diffusion_operator.plan.observed.pods import Pod, pod_numbers, read_pod
@@ -34,7 +34,7 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         memory.parsed.read(runtime.cluster, namespace, name),
     )
     manifests = await repair_pods(runtime, deployment, memory, manifests)
-    pods, foreign = _sort_pods(deployment, manifests)
+    pods, checks, foreign = _sort_pods(deployment, manifests)
     memory.forget_pods({pod.uid for pod in pods})
     memory.tokens.forget_others({pod.ip for pod in pods})
     memory.tokens.inherit({pod.ip: pod.owner_uid for pod in pods if pod.owner_uid not in ("", memory.uid)})
@@ -61,6 +61,8 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         unrouted_at=dict(memory.unrouted_at),
         undrained=memory.undrained,
         trial=memory.trial,
+        check=memory.check,
+        checks=checks,
         policy_possible=runtime.settings.operator_pods is not None,
         children=memory.children,
         images_that_read_shards=memory.images_that_read_shards,
@@ -68,24 +70,29 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
     )
 
 
-def _sort_pods(deployment: DiffusionDeployment, manifests: Sequence[dict[str, Any]]) -> tuple[tuple[Pod, ...], dict[int, int]]:
-    """Read the pods that are ours or orphans; of all others keep only the highest incarnation at each index.
+def _sort_pods(
+    deployment: DiffusionDeployment, manifests: Sequence[dict[str, Any]]
+) -> tuple[tuple[Pod, ...], tuple[Pod, ...], dict[int, int]]:
+    """Read the pods that are ours or orphans, and our check pods; of all others keep only the highest incarnation at each index.
 
-    Names of those others, such as an earlier deployment's, are still taken. A pod whose name has no index and incarnation is ignored.
+    Names of those others, such as an earlier deployment's, are still taken. A pod with another name is ignored.
     """
     ours: list[Pod] = []
+    checks: list[Pod] = []
     foreign: dict[int, int] = {}
     for manifest in manifests:
         numbers = pod_numbers(deployment.metadata.name, manifest["metadata"]["name"])
+        owner = ownership(manifest, deployment.metadata)
         if numbers is None:
+            if owner is Ownership.OURS and manifest["metadata"]["name"].startswith(check_pod_name(deployment.metadata.name, "")):
+                checks.append(read_pod(manifest, index=0, incarnation=0))
             continue
         index, incarnation = numbers
-        owner = ownership(manifest, deployment.metadata)
         if owner in (Ownership.OURS, Ownership.ORPHAN):
             ours.append(read_pod(manifest, index=index, incarnation=incarnation, orphan=owner is Ownership.ORPHAN))
         else:
             foreign[index] = max(foreign.get(index, -1), incarnation)
-    return tuple(ours), foreign
+    return tuple(ours), tuple(checks), foreign
 
 
 def _forget_addresses(runtime: Runtime, memory: DeploymentMemory, present: set[str]) -> None:

@@ -136,13 +136,13 @@ def _container(deployment: DiffusionDeployment, template: Template) -> Manifest:
         },
         "livenessProbe": {**_probe("/healthz", period_s=10), "failureThreshold": 6},
         "readinessProbe": {**_probe("/readyz", period_s=PROBE_PERIOD_S), "failureThreshold": 3},
-        "securityContext": _container_security(spec.engine.security_context),
+        "securityContext": container_security(spec.engine.security_context),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [*(one.mount for one in pod_volumes(deployment)), *map(_plain, spec.engine.volume_mounts)],
     }
 
 
-def _container_security(asked: ContainerSecurity) -> Manifest:
+def container_security(asked: ContainerSecurity) -> Manifest:
     """Return the restricted profile, with the privileges that the spec adds; pod_guard.py refuses those that the operator may not give."""
     added = {"add": list(asked.capabilities.add)} if asked.capabilities.add else {}
     privileged = {"privileged": True, "allowPrivilegeEscalation": True} if asked.privileged else {"allowPrivilegeEscalation": False}
@@ -174,7 +174,7 @@ _OWN_NAMES = frozenset(one["name"] for one in (*_OWN_ENV, _POD_UID, _ON_A_GPU)) 
 
 def _environment(spec: DeploymentSpec) -> list[Manifest]:
     """List the operator's variables and those of the spec, which cannot replace them."""
-    has_gpu = bool(spec.resources.claims) or _gpu_resource(spec) != NO_GPU_RESOURCE
+    has_gpu = bool(spec.resources.claims) or gpu_resource(spec) != NO_GPU_RESOURCE
     given = ({"name": one.name, "value": one.value} if one.value_from is None else _plain(one) for one in spec.engine.env)
     given = (one for one in given if one["name"] not in _OWN_NAMES)
     return [*_OWN_ENV, _POD_UID, *([_ON_A_GPU] if has_gpu else []), *_queue_bounds(spec.requests.limits), *given]
@@ -187,7 +187,7 @@ def _queue_bounds(limits: RequestLimits) -> list[Manifest]:
     return [{"name": name, "value": str(value)} for name, value in said.items() if value != getattr(usual, _QUEUE_BOUNDS[name])]
 
 
-def _gpu_resource(spec: DeploymentSpec) -> str:
+def gpu_resource(spec: DeploymentSpec) -> str:
     """Return the extended resource that stands for a GPU, by default `nvidia.com/gpu`.
 
     It is `none` if the spec says so, because no GPU is needed. Without a name in the spec, resource claims make it `none` too.
@@ -197,7 +197,7 @@ def _gpu_resource(spec: DeploymentSpec) -> str:
 
 def _resources(spec: DeploymentSpec) -> Manifest:
     """Render resources: one GPU a rank, with equal request and limit as extended resources demand. Claims bring devices instead."""
-    gpu = _gpu_resource(spec)
+    gpu = gpu_resource(spec)
     count = {} if gpu == NO_GPU_RESOURCE else {gpu: str(spec.parallelism.ranks_per_replica)}
     claims = [{"name": one.name} | ({"request": one.request} if one.request is not None else {}) for one in spec.resources.claims]
     parts = {

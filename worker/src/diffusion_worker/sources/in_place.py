@@ -86,8 +86,8 @@ def local_model(path: Path, label: str, *, inside: Path | None = None) -> Path:
     return path
 
 
-def claim_path(source: PvcSource, claims_dir: str) -> tuple[Path, Path]:
-    """Return a claim's mount path, and the source's full path on it.
+def claim_path(source: PvcSource, claims_dir: str, *, looks: bool = True) -> tuple[Path, Path]:
+    """Return a claim's mount path, and the source's full path on it. Without `looks` neither need be there.
 
     Raises:
         RequestError: SourceNotFound if either is missing; InvalidRequest for a malformed name, or a path that leaves the claim.
@@ -98,9 +98,11 @@ def claim_path(source: PvcSource, claims_dir: str) -> tuple[Path, Path]:
     if Path(source.path).is_absolute() or ".." in Path(source.path).parts:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"source.pvc.path: expected a path on the claim without '..', found {source.path!r}")
     mount = Path(claims_dir) / source.claim_name
+    found = mount / source.path
+    if not looks:
+        return mount, found
     if not mount.is_dir():
         raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{label}: expected it to be mounted at {mount}, found nothing there")
-    found = mount / source.path
     require_there(found, f"{label} path {source.path!r}")
     return mount, found
 

@@ -29,10 +29,11 @@ class ModelPlace(msgspec.Struct, frozen=True):
     name: str
 
 
-def locate_model(text: str, claims_dir: str) -> ModelPlace:
+def locate_model(text: str, claims_dir: str, *, looks: bool = True) -> ModelPlace:
     """Return the place of the model that `--model` names; raise ConfigError for an http address, an unmounted claim or no source.
 
-    A path is not looked up. The folder of a remote model is a new name below the temporary folder, where nothing is yet.
+    A path is not looked up, nor is a claim without `looks`. The folder of a remote model is a new name below the temporary folder, where
+    nothing is yet.
     """
     try:
         source = parse_source(text)
@@ -42,7 +43,7 @@ def locate_model(text: str, claims_dir: str) -> ModelPlace:
         if source.path is not None:
             return ModelPlace(source.path, None, served_name_of(source.path))
         if source.pvc is not None:
-            folder = str(claim_path(source.pvc, claims_dir)[1])
+            folder = str(claim_path(source.pvc, claims_dir, looks=looks)[1])
             return ModelPlace(folder, None, served_name_of(folder))
     except RequestError as error:
         raise ConfigError(f"--model: {error.code}: {error}") from None
@@ -61,7 +62,7 @@ def lora_defaults(max_loras: int) -> dict[str, int]:
     }
 
 
-def check_sources(config: WorkerConfig) -> None:
+def check_sources(config: WorkerConfig, *, looks: bool) -> None:
     """Check the cache folder, the form and scheme of the model's and the adapters' sources, and that adapters' paths are there.
 
     Nothing remote and no claim is looked up. Raise ConfigError with the option's name.
@@ -78,7 +79,7 @@ def check_sources(config: WorkerConfig) -> None:
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from None
         _check_schemes(source, option, config)
-        if source.path is not None:
+        if looks and source.path is not None:
             _check_path(Path(source.path), option)
 
 

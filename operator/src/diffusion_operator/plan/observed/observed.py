@@ -125,6 +125,19 @@ class TemplateTrial(msgspec.Struct, frozen=True):
     message: str = ""
 
 
+class TemplateCheck(msgspec.Struct, frozen=True):
+    """The verdict of a template's check pod, or the present try."""
+
+    revision: str
+    since: datetime
+    """When the try began."""
+    answer: Answer = Answer.UNDECIDED
+    message: str = ""
+    """For the condition if the last try has failed, for an Event if it has passed."""
+    again_at: datetime | None = None
+    """When the verdict is due, or the next try."""
+
+
 class Observed(msgspec.Struct, frozen=True):
     deployment: DiffusionDeployment
     default_image: str
@@ -147,6 +160,10 @@ class Observed(msgspec.Struct, frozen=True):
     """UIDs of pods whose worker did not take the call to drain."""
     trial: TemplateTrial | None = None
     """The last one."""
+    check: TemplateCheck | None = None
+    """The last one."""
+    checks: tuple[Pod, ...] = ()
+    """Check pods, terminating ones too."""
     policy_possible: bool = False
     """The operator knows the labels of its own pods, so that it can make a NetworkPolicy."""
     children: tuple[ChildState, ...] = ()

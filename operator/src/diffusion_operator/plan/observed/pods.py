@@ -66,6 +66,8 @@ class Pod(msgspec.Struct, frozen=True):
     """It is finished because of its node, which lacked something, went away or refused it: the same pod may do well elsewhere."""
     disruption: str = ""
     """The cluster's reason for telling it to go: an eviction, a preemption, a tainted node. Not the kubelet's, which ends what failed."""
+    disrupted: bool = False
+    """The cluster ends it for a cause of its own: it has the condition DisruptionTarget, also the kubelet's."""
     scheduled: bool = False
     unschedulable: str = ""
     """The scheduler's message, empty while it has none."""
@@ -116,9 +118,10 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int, orpha
         image=next((one["image"] for one in spec.get("containers", ()) if one["name"] == CONTAINER), ""),
         terminating=bool(metadata.get("deletionTimestamp")),
         finished=finished,
-        finished_message=plain_text(_sentence(status.get("reason"), status.get("message")), WORDS),
+        finished_message=plain_text(_sentence(status.get("reason"), status.get("message")).strip(), WORDS),
         node_fault=finished and _is_fault_of_node(status, conditions),
         disruption=_disruption(conditions.get("DisruptionTarget", {})),
+        disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
         scheduled=bool(spec.get("nodeName")),
         unschedulable=scheduling.get("message", "") if scheduling.get("reason") == "Unschedulable" else "",
         gated=bool(spec.get("schedulingGates")),

@@ -164,6 +164,8 @@ def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState
     container = pod.container
     if not container.running:
         return ReplicaState.FAILED if container.restarts or container.last_exit else ReplicaState.STARTING
+    if _ends_unasked(pod, poll):
+        return ReplicaState.FAILED
     if poll.state is not None:
         return _PHASES.get(poll.state.state, ReplicaState.AWAKE if pod.ready else ReplicaState.STARTING)
     if pod.ready and pod.orphan:  # the worker may take another token, and no status tells of it
@@ -172,6 +174,14 @@ def _state(pod: Pod, poll: Poll, previous: ReplicaStatus | None) -> ReplicaState
     if pod.ready and previous is not None and same_pod:
         return previous.state
     return ReplicaState.STARTING
+
+
+def _ends_unasked(pod: Pod, poll: Poll) -> bool:
+    """Return whether the worker was sent SIGTERM though neither the operator nor the cluster asked for its end.
+
+    So ends an eviction for the pod's own use of a disk. The pod shows its cause when it has ended, and is replaced then.
+    """
+    return poll.state is not None and poll.state.state is WorkerPhase.TERMINATING and not poll.draining and not pod.disrupted
 
 
 def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDeployment) -> tuple[Problem | None, str]:
@@ -208,6 +218,8 @@ def _failure(pod: Pod, poll: Poll, *, memory: Quantity | None) -> tuple[Problem 
     A first start has neither, unless its worker cannot be reached: then it has a text, and a problem once the pod is ready. `memory` is
     the container's limit, for the advice where memory ran out.
     """
+    if _ends_unasked(pod, poll):
+        return None, "its worker got SIGTERM, and not by the operator; the pod shows the cause when it has ended"
     if poll.state is not None and poll.state.failure is not None:
         return _fault(poll.state, poll.state.failure)
     ended = pod.container.last_exit
@@ -305,15 +317,18 @@ def exit_message(ended: Exit) -> str:
 
 
 def failure_of(group: Group) -> FailureStatus | None:
-    """Return the last failure: the container's exit with another code than 0, or the end of a finished pod, else the recorded one.
+    """Return the last failure: the end of a finished pod or the container's exit, whatever its code, else the recorded one.
 
-    None without any. A pod that is deleted or evicted ends as any other does, with an exit code or phase Failed, and has not failed.
+    None without any. A pod that is deleted or evicted by an order has not failed, though it ends as any other does.
     """
     known, ended = group.previous.last_failure if group.previous else None, group.pod.container.last_exit
     if group.pod.terminating or group.pod.disruption:
         return known
-    if ended is None or ended.code == 0:
-        return FailureStatus(code="PodFailed", message=(group.pod.finished_message or ENDED)[:1024]) if group.pod.finished else known
+    if group.pod.finished and (ended is None or group.pod.finished_message):
+        message = (group.pod.finished_message or ENDED)[:1024]
+        return FailureStatus(code="PodFailed", message=message, time=ended.finished_at if ended is not None else None)
+    if ended is None:
+        return known
     return FailureStatus(code=_failure_code(ended), message=exit_message(ended)[:1024], time=ended.finished_at, exit_code=ended.code)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The revision of a replica's template: which spec fields a running pod was made from.
 
-A revision is `<hash of the spec's part>-<hash of the image>`. The first half shows whether the spec has changed since the default container
-image was taken. So a new default never replaces running pods by itself. Nor does an operator that knows more fields: what has its default
-is left out of the hash. Two operators with different defaults at once agree by the oldest pod.
+A revision is `<hash of the spec's part>-<hash of the image>`. The operator's default container image is taken when the deployment is made
+or restarted by annotation, and the status keeps it. So a new default replaces no pods, and an edit that is taken back gives the template of
+before. Nor does an operator that knows more fields replace any: what has its default is left out of the hash. Before there is a status, two
+operators with different defaults agree by the oldest pod.
 """
 
 import functools
@@ -15,6 +16,7 @@ import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import Lora, host_namespaces
+from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.api.names import ANNOTATION_RESTARTED_AT
 from diffusion_operator.plan.observed.pods import Pod
 
@@ -22,12 +24,33 @@ from diffusion_operator.plan.observed.pods import Pod
 class Template(msgspec.Struct, frozen=True):
     revision: str
     image: str
+    default: str
+    """The operator's default container image as it was taken, also where the spec names another."""
 
 
 def template_of(deployment: DiffusionDeployment, *, default_image: str, pods: Sequence[Pod] = ()) -> Template:
     spec_hash = hash_of(_pod_fields(deployment))
-    image = deployment.spec.engine.image or _running_image(pods, spec_hash) or _pinned_image(deployment, spec_hash) or default_image
-    return Template(revision=_revision(spec_hash, image), image=image)
+    own, status = deployment.spec.engine.image, deployment.status
+    kept = status.default_engine_image if status.default_engine_image_for == restart_of(deployment) else None
+    default = kept or (_running_image(pods, spec_hash) if own is None else None) or default_image
+    return Template(revision=_revision(spec_hash, own or default), image=own or default, default=default)
+
+
+def restart_of(deployment: DiffusionDeployment) -> str:
+    """Return a hash of the annotation that restarts the replicas: the same as long as it is not changed."""
+    return hash_of(deployment.metadata.annotations.get(ANNOTATION_RESTARTED_AT))
+
+
+def default_image(deployment: DiffusionDeployment, template: Template, newest: str) -> tuple[Verdict, ...]:
+    """Return the condition DefaultImage as a tuple of one; none where the spec names an image. `newest` is the operator's default now."""
+    if deployment.spec.engine.image is not None:
+        return ()
+    if template.default == newest:
+        return (verdict("DefaultImage", True, "Current", f"{newest} is the operator's default container image"),)
+    object_ = f"-n {deployment.metadata.namespace} dd {deployment.metadata.name}"
+    command = f'kubectl annotate {object_} {ANNOTATION_RESTARTED_AT}="$(date -u +%FT%TZ)" --overwrite'
+    kept = f"the operator's default container image is {newest} now, and this deployment keeps {template.default}"
+    return (verdict("DefaultImage", False, "NewerExists", f"{kept}; to take the new one: {command}"),)
 
 
 def _revision(spec_hash: str, image: str) -> str:
@@ -41,11 +64,6 @@ def _running_image(pods: Sequence[Pod], spec_hash: str) -> str | None:
     """
     made = [pod for pod in pods if not pod.terminating and pod.revision == _revision(spec_hash, pod.image)]
     return min(made, key=lambda pod: (pod.created_at, pod.name)).image if made else None
-
-
-def _pinned_image(deployment: DiffusionDeployment, spec_hash: str) -> str | None:
-    pinned_for = (deployment.status.update_revision or "").partition("-")[0]
-    return deployment.status.engine_image if pinned_for == spec_hash else None
 
 
 def _pod_fields(deployment: DiffusionDeployment) -> dict[str, Any]:

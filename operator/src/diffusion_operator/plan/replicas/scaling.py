@@ -33,14 +33,15 @@ def plan_replicas(
     revision: str,
     progress: RolloutProgress,
     held: bool,
+    kept_back: bool,
     raced: Collection[str],
     avoided_nodes: tuple[str, ...] = (),
     now: datetime,
 ) -> ReplicaPlan:
     """Plan which pods to create and which to retire: for scale, failures and rollouts, and for wrong models and duplicate pods.
 
-    `held` means that no pod can be created now, so none is retired to be replaced. `raced` has the UIDs of pods that serve another model
-    than the pinned one. New pods are scheduled away from `avoided_nodes` if possible.
+    `held` means that no pod can be created now, so none is retired to be replaced. With `kept_back` none is for its template's sake.
+    `raced` has the UIDs of pods that serve another model than the pinned one. New pods are scheduled away from `avoided_nodes` if possible.
     """
     spec = observed.deployment.spec
     rollout, replicas = spec.rollout, spec.wanted_replicas
@@ -51,7 +52,8 @@ def plan_replicas(
     why_pod_is_deleted = "spec.suspend of the deployment is true" if spec.suspend else "there are more replicas than the spec asks for"
     retire = [_retire(group, why_pod_is_deleted) for group in surplus]
     if not held:
-        retire += _replaced(kept, spec, revision=revision, stalled=progress.stalled, raced=raced, now=now, quiet=bool(retire))
+        stays = progress.stalled or kept_back
+        retire += _replaced(kept, spec, revision=revision, stalled=stays, raced=raced, now=now, quiet=bool(retire))
     retire += _twins(observed, groups)
     count = missing(rollout, present, observed.pods, replicas=replicas, revision=revision, stalled=progress.stalled or held)
     create = pods_to_make({group.index for group in present}, count, observed)

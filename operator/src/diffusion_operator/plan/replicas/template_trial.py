@@ -13,10 +13,10 @@ import msgspec
 
 from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import condition_of
-from diffusion_operator.plan.observed.observed import Answer, Observed, TemplateTrial
+from diffusion_operator.plan.observed.observed import Answer, Observed, TemplateCheck, TemplateTrial
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.replicas.scaling import pods_to_make
-from diffusion_operator.plan.results.actions import CreatePod
+from diffusion_operator.plan.results.actions import CreateCheckPod, CreatePod, DeletePod
 
 TEMPLATE_INVALID = "TemplateInvalid"
 WORDS = 1200
@@ -39,7 +39,12 @@ class Trial(msgspec.Struct, frozen=True):
     refusal: str = ""
     """The message of the condition, empty where the template is not refused."""
     again_at: datetime | None = None
-    """When it is to be tried once more."""
+    """When it is to be tried once more, or time alone changes the outcome."""
+    stays: bool = False
+    """No replica goes for the template's sake, as its check pod has not passed; see check_pod.py."""
+    check: TemplateCheck | None = None
+    """To be remembered."""
+    check_pods: tuple[CreateCheckPod | DeletePod, ...] = ()
 
 
 def plan_trial(observed: Observed, present: Sequence[Group], *, revision: str, now: datetime) -> Trial:
@@ -53,7 +58,7 @@ def plan_trial(observed: Observed, present: Sequence[Group], *, revision: str, n
         return Trial()
     known = observed.trial if observed.trial is not None and observed.trial.revision == revision else None
     if known is None:
-        refusal = _told_before(observed.deployment.status, revision)
+        refusal = told_before(observed.deployment.status, revision)
         return Trial(pod=_next_pod(observed), holds=True, refusal=refusal)
     if known.answer is Answer.REFUSED:
         changed = known.generation != observed.deployment.metadata.generation
@@ -99,7 +104,7 @@ def _message(words: str) -> str:
     return f"{text}; correct the spec, or the policy that refuses the pod; the operator tries again every minute"
 
 
-def _told_before(status: DeploymentStatus, revision: str) -> str:
+def told_before(status: DeploymentStatus, revision: str) -> str:
     """Return the message of the condition Progressing if it already reports this template as invalid; else an empty string.
 
     So the message stays while a restarted operator tries the template again.

@@ -15,6 +15,11 @@ class CreatePod(msgspec.Struct, frozen=True):
     """Name those where the pod goes only if no other node can take it."""
 
 
+class CreateCheckPod(msgspec.Struct, frozen=True):
+    nodes: tuple[str, ...]
+    """Nodes of the replicas that would go: it goes there if it can, and leaves them the container image."""
+
+
 class AdoptPod(msgspec.Struct, frozen=True):
     """Become the controller of a pod that an earlier object of the deployment's name left behind."""
 
@@ -95,5 +100,5 @@ class RemoveAdapter(msgspec.Struct, frozen=True):
     drain_s: int
 
 
-PodAction = CreatePod | AdoptPod | DeletePod | SetRoutable
+PodAction = CreatePod | CreateCheckPod | AdoptPod | DeletePod | SetRoutable
 WorkerAction = SleepWorker | WakeWorker | DrainWorker | PutAdapter | RemoveAdapter

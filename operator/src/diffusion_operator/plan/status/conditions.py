@@ -59,6 +59,7 @@ def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
         degraded(now),
         control_secured(now.spec, now.policy),
         children_ready(now.children),
+        *now.default_image,
     )
 
 
@@ -271,7 +272,8 @@ def _suspended(now: Situation) -> str:
 
 def _rolled_out(now: Situation) -> str:
     renewed = len(now.groups) - now.outdated
-    return f"{renewed} of {now.wanted} replicas have the new template"
+    checks = "; before the last one that serves goes, a check pod tries the new template" if now.checks else ""
+    return f"{renewed} of {now.wanted} replicas have the new template{checks}"
 
 
 def _idle(now: Situation) -> str:

@@ -10,7 +10,7 @@ from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import LABEL_DEPLOYMENT
 from diffusion_operator.plan.observed.replica_state import Group, failure_of
 from diffusion_operator.plan.observed.states import READY_STATES
-from diffusion_operator.plan.replicas.revision import Template
+from diffusion_operator.plan.replicas.revision import Template, restart_of
 from diffusion_operator.plan.results.actions import CreatePod
 from diffusion_operator.plan.sleep.traffic import held_requests, last_request_time, sleep_eligible_time
 from diffusion_operator.plan.status.conditions import deployment_verdicts
@@ -37,6 +37,8 @@ def deployment_status(
         observed_generation=deployment.metadata.generation,
         served_name=deployment.served_name,
         engine_image=template.image,
+        default_engine_image=template.default,
+        default_engine_image_for=restart_of(deployment),
         replicas=len(situation.groups),
         updated_replicas=updated,
         ready_replicas=sum(group.state in READY_STATES and group.pod.ready for group in situation.groups),

@@ -5,6 +5,7 @@ import msgspec
 
 from diffusion_operator.api.deployment_spec import DeploymentSpec, SleepPolicy
 from diffusion_operator.api.deployment_status import AvoidedNode, ReplicaState
+from diffusion_operator.api.meta import Verdict
 from diffusion_operator.plan.adapters.plan import AdapterPlan
 from diffusion_operator.plan.observed.children import ChildState, no_service, pods_wait_for, policy_refusal
 from diffusion_operator.plan.observed.control_security import PolicyOutcome
@@ -24,7 +25,11 @@ class Situation(msgspec.Struct, frozen=True):
     resolution: Resolution
     refusal: str
     template_refusal: str = ""
-    """The message where no pod can be made of the changed template, else empty; see template_trial.py."""
+    """The message where no pod can be made of the changed template, or its check pod failed, else empty."""
+    checks: bool = False
+    """A check pod tries it."""
+    default_image: tuple[Verdict, ...] = ()
+    """The condition DefaultImage, if there is one."""
     policy_possible: bool = False
     """The operator knows the labels of its own pods."""
     children: tuple[ChildState, ...] = ()
