@@ -97,7 +97,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         avoided_nodes=tuple(node.name for node in nodes),
         now=now,
     )
-    retiring = frozenset(action.uid for action in replicas.retire)
+    retiring = {action.uid: action.why for action in replicas.retire}
     routing = plan_routing(groups, retiring=retiring)
     departure = plan_departure(observed, replicas.retire, unrouted_now={action.uid for action in routing}, now=now)
     staying = [group for group in groups if group.pod.uid not in retiring]

@@ -11,7 +11,7 @@ from diffusion_operator.plan.observed.children import pods_wait_for
 from diffusion_operator.plan.observed.ownership import Ownership, adopt, has_our_labels, is_controlled_by, ownership
 from diffusion_operator.plan.replicas.revision import Template
 from diffusion_operator.plan.results.actions import AdoptPod, CreatePod, DeletePod, PodAction, SetRoutable
-from diffusion_operator.plan.results.child_events import orphan_replaced, pod_adopted, pod_name_taken
+from diffusion_operator.plan.results.child_events import orphan_replaced, pod_adopted, pod_deleted, pod_name_taken
 from diffusion_operator.reconcile.children.repairs import set_our_labels, tell, tell_repaired
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.pod_guard import guard
@@ -77,7 +77,7 @@ async def _act_on_pod(
     match action:
         case CreatePod():
             return await _create(runtime, deployment, memory, action, template=template)
-        case SetRoutable(name=name, uid=uid, routable=routable):
+        case SetRoutable(name=name, uid=uid, routable=routable, why=why):
             labels = {LABEL_ROUTABLE: "true" if routable else None}
             if memory.routed.get(uid) is routable:
                 change = f"label {LABEL_ROUTABLE} of pod {name} was changed"
@@ -86,14 +86,16 @@ async def _act_on_pod(
             memory.routed[uid] = routable
             if not routable:
                 memory.unrouted_at[uid] = runtime.now()
+            if why:
+                await tell(runtime, deployment, pod_deleted(name, why=why, uid=uid))
         case AdoptPod():
             await _adopt(runtime, deployment, action)
         case DeletePod(name=name, uid=uid, why=why):
             log.info("deleting pod namespace=%s pod=%s why=%s", namespace, name, why)
             memory.deleted_pods |= {uid}
             await runtime.cluster.delete(POD, namespace, name, uid=uid)
-            if action.orphan:
-                await tell(runtime, deployment, orphan_replaced(name, why=why, uid=uid))
+            event = orphan_replaced if action.orphan else pod_deleted
+            await tell(runtime, deployment, event(name, why=why, uid=uid))
     return False
 
 

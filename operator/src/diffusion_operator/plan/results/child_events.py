@@ -29,6 +29,11 @@ def orphan_replaced(name: str, *, why: str, uid: str) -> PlannedEvent:
     return PlannedEvent(type=EventType.NORMAL, reason="OrphanReplaced", message=f"pod {name} is deleted: {why}"[:1000], key=uid)
 
 
+def pod_deleted(name: str, *, why: str, uid: str) -> PlannedEvent:
+    """Return the Event about a pod that goes. The first one counts, which has the reason; a later one says how its drain ended."""
+    return PlannedEvent(type=EventType.NORMAL, reason="PodDeleted", message=f"pod {name} is deleted: {why}"[:1000], key=uid)
+
+
 def pod_name_taken(name: str, *, index: int, uid: str) -> PlannedEvent:
     """Return the Event about somebody else's pod under a name of replica `index`."""
     found = f"pod {name} is not managed by this DiffusionDeployment and is left alone"
