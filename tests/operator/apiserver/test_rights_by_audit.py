@@ -9,6 +9,7 @@ worker, started by hand because there is no kubelet.
 import copy
 import json
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from tools.devcluster import programs
 pytestmark = pytest.mark.apiserver
 
 TEAM, SECOND = "team", "second"
+NOW = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 OLD, NEW = "o" * 32, "n" * 32
 WORKER_IP = "127.31.0.1"  # an address of the pod's own, so that the control port can be the usual one
 API = "diffusion-operator.dev/v1alpha1"
@@ -90,6 +92,16 @@ class Team:
         conditions = (self.get(kind, name) or {}).get("status", {}).get("conditions", [])
         return next((one["reason"] for one in conditions if one["type"] == condition), "")
 
+    def message(self, kind: str, name: str, condition: str = "Ready") -> str:
+        conditions = (self.get(kind, name) or {}).get("status", {}).get("conditions", [])
+        return next((one["message"] for one in conditions if one["type"] == condition), "")
+
+    def warn(self, pod: str, reason: str, message: str) -> None:
+        """Write a Warning about a pod, as a kubelet does."""
+        about = {"kind": "Pod", "namespace": self._namespace, "name": pod, "uid": self.get("pod", pod)["metadata"]["uid"]}
+        event = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": f"{pod}.1", "namespace": self._namespace}, "type": "Warning"}
+        self._cluster.apply(event | {"reason": reason, "message": message, "lastTimestamp": NOW, "involvedObject": about})
+
     def run_pod(self, name: str) -> None:
         """Write the status of a running pod, as a scheduler and a kubelet do."""
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": "node"}}
@@ -118,6 +130,8 @@ def live(cluster: AuditedApiserver, team: Team, documents: list[Document]) -> No
     with cluster.operator(documents, [OLD]) as operator:
         cluster.apply(DEPLOYMENT, ADAPTER)
         operator.eventually(lambda: "d-0-0" in team.names("pods"))
+        team.warn("d-0-0", "FailedMount", "configmap authority not found")
+        operator.eventually(lambda: "replica 0: FailedMount: configmap authority not found" in team.message("dd", "d"))
         with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=team.token(OLD), options=options) as worker:
             worker.control_url = f"http://{WORKER_IP}:8001"
             team.run_pod("d-0-0")

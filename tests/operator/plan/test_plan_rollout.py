@@ -217,11 +217,11 @@ def test_what_fails_after_a_rollout_is_done_has_no_deadline() -> None:
     assert plan.status.rollout is None
 
 
-def test_the_progress_names_how_many_are_new() -> None:
+def test_the_progress_counts_replicas_that_serve_and_not_templates() -> None:
     plan = planned(old(0), new(1), coming(2), states={2: STARTING}, replicas=3)
     progressing = condition_of(plan.status.conditions, "Progressing")
     assert progressing is not None
-    assert progressing.message.startswith("2 of 3 replicas have the new template")
+    assert progressing.message.startswith("1 of 3 replicas serve with the new template, 1 have an older one")
 
 
 SLEEPS = [

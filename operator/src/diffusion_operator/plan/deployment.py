@@ -14,6 +14,7 @@ from diffusion_operator.plan.adapters.slices import Slices, finish
 from diffusion_operator.plan.observed.children import ChildState, pods_wait_for
 from diffusion_operator.plan.observed.observed import Departures, Observed
 from diffusion_operator.plan.observed.replica_state import Group, observe_groups
+from diffusion_operator.plan.observed.waiting import late, with_words
 from diffusion_operator.plan.replicas.departure import plan_departure
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
 from diffusion_operator.plan.replicas.node_faults import avoided_nodes, faults_of
@@ -69,7 +70,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     deployment = observed.deployment
     template = template_of(deployment, default_image=observed.default_image, pods=observed.pods)
     observed, adopted = judge_orphans(observed, revision=template.revision)
-    found = observe_groups(observed)
+    found = with_words(observed, observe_groups(observed))
     nodes = avoided_nodes(deployment.status.avoided_nodes, found, now)
     seen = with_failures(found, deployment.spec, now, faults=faults_of(nodes))
     adapters = yield from plan_adapters(observed, seen, now, revision=template.revision, before=before)
@@ -77,12 +78,13 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     departures, told = plan_removals(observed.departures, adapters)
     present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
     trial = plan_trial(observed, present, revision=template.revision, now=now)
+    paused = count_paused(observed)
     progress = progress_of(
         deployment.spec,
         deployment.status,
         present,
         revision=template.revision,
-        paused=count_paused(observed),
+        paused=paused,
         refused=bool(trial.refusal),
         now=now,
     )
@@ -113,12 +115,13 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         template_refusal=trial.refusal,
         policy_possible=observed.policy_possible,
         children=observed.children,
+        late=late(present, now, deployment.spec.rollout) if progress.done and not paused else None,
         avoided_nodes=nodes,
     )
     orphans = {pod.uid for pod in observed.pods if pod.orphan}
     chosen = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
     sleep = tuple(call for call in chosen if call.worker.pod_uid not in orphans)
-    left_alone = retiring | {call.worker.pod_uid for call in sleep}
+    left_alone = retiring.keys() | {call.worker.pod_uid for call in sleep}
     others = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
     wanted = (*departure.drain, *(call for call in others if call.worker.pod_uid not in orphans))
     calls: tuple[WorkerAction, ...] = tuple(call for call in wanted if call.worker.pod_uid not in observed.calling)

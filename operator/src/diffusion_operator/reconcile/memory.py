@@ -217,6 +217,8 @@ class DeploymentMemory:
     unrouted_at: dict[str, datetime] = field(default_factory=dict)
     trial: TemplateTrial | None = None
     """The last dry run of a template."""
+    warnings: dict[str, tuple[datetime, str]] = field(default_factory=dict)
+    """When the Events of a pod that waits were read, and the last Warning among them, by UID."""
     refusal: str = ""
     backoffs: Backoffs = field(default_factory=Backoffs)
     status_written_at: datetime | None = None

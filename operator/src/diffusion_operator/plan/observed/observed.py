@@ -125,6 +125,15 @@ class TemplateTrial(msgspec.Struct, frozen=True):
     message: str = ""
 
 
+class Asleep(msgspec.Struct, frozen=True):
+    """A deployment's replicas that sleep, and keep their devices."""
+
+    namespace: str
+    name: str
+    devices: frozenset[str]
+    replicas: int
+
+
 class Observed(msgspec.Struct, frozen=True):
     deployment: DiffusionDeployment
     default_image: str
@@ -153,6 +162,10 @@ class Observed(msgspec.Struct, frozen=True):
     """After the pass before."""
     images_that_read_shards: frozenset[str] = frozenset()
     """Container images whose workers said so."""
+    warnings: Mapping[str, str] = {}
+    """The last Warning among the Events of each pod that waits and does not say for what, by UID."""
+    asleep: tuple[Asleep, ...] = ()
+    """All deployments that have sleepers, where a pod of this one has no node."""
     refusal: str = ""
     """The API server's last refusal to create a pod (quota, Pod Security); empty if it accepted."""
 

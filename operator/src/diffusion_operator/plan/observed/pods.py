@@ -67,6 +67,7 @@ class Pod(msgspec.Struct, frozen=True):
     disruption: str = ""
     """The cluster's reason for telling it to go: an eviction, a preemption, a tainted node. Not the kubelet's, which ends what failed."""
     scheduled: bool = False
+    scheduled_at: datetime | None = None
     unschedulable: str = ""
     """The scheduler's message, empty while it has none."""
     gated: bool = False
@@ -120,6 +121,7 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int, orpha
         node_fault=finished and _is_fault_of_node(status, conditions),
         disruption=_disruption(conditions.get("DisruptionTarget", {})),
         scheduled=bool(spec.get("nodeName")),
+        scheduled_at=_when(scheduling),
         unschedulable=scheduling.get("message", "") if scheduling.get("reason") == "Unschedulable" else "",
         gated=bool(spec.get("schedulingGates")),
         node=spec.get("nodeName", ""),

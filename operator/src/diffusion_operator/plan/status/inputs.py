@@ -28,6 +28,8 @@ class Situation(msgspec.Struct, frozen=True):
     policy_possible: bool = False
     """The operator knows the labels of its own pods."""
     children: tuple[ChildState, ...] = ()
+    late: Group | None = None
+    """The first replica that is over `spec.rollout.progressDeadlineSeconds` after the rollout was done."""
     avoided_nodes: tuple[AvoidedNode, ...] = ()
 
     @property
@@ -75,7 +77,13 @@ class Situation(msgspec.Struct, frozen=True):
         """Number of replicas that rest without a problem because nobody needs them; a request wakes them. 0 without OnIdle."""
         if not self.on_idle:
             return 0
-        return sum(group.state in RESTING_STATES and group.pod.ready and group.problem is None for group in self.groups)
+        return sum(rests(group) for group in self.groups)
+
+    @property
+    def arrived(self) -> int:
+        """Number of replicas that requests reach: awake and routed to, or woken by one. With the policy Asleep those that sleep count."""
+        asleep = 0 if self.spec.sleep.policy is SleepPolicy.ALWAYS_AWAKE else sum(rests(group) for group in self.groups)
+        return asleep + sum(group.state is ReplicaState.AWAKE and group.pod.ready and group.pod.routable for group in self.groups)
 
     def count(self, *states: ReplicaState) -> int:
         return sum(group.state in states for group in self.groups)
@@ -84,3 +92,8 @@ class Situation(msgspec.Struct, frozen=True):
     def serving(self) -> int:
         """Number of replicas that are awake and, as the kubelet's probe says, answer."""
         return sum(group.state is ReplicaState.AWAKE and group.pod.ready for group in self.groups)
+
+
+def rests(group: Group) -> bool:
+    """Return whether a replica is asleep, or on its way there or back, and well."""
+    return group.state in RESTING_STATES and group.pod.ready and group.problem is None
