@@ -224,9 +224,8 @@ class KubernetesCluster:
         return {"apiVersion": kind.api_version, "kind": kind.kind, **found} if found is not None else None
 
     async def warnings(self, namespace: str, uid: str) -> Sequence[Manifest]:
-        page = await self._send("get", KINDS["Event"], namespace, None, field_selector=f"involvedObject.uid={uid},type=Warning", limit=PAGE)
-        found: Sequence[Manifest] = page["items"]
-        return found
+        selector = f"involvedObject.uid={uid},type=Warning"
+        return tuple((await self._send("get", KINDS["Event"], namespace, None, field_selector=selector, limit=PAGE))["items"])
 
     async def create(self, manifest: Manifest) -> bool:
         kind, namespace, _ = _identity(manifest)

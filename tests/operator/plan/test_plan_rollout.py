@@ -14,7 +14,7 @@ from diffusion_operator.plan.deployment import DeploymentPlan
 from diffusion_operator.plan.observed.pods import Container, Exit, Pod
 from diffusion_operator.plan.replicas.rollout import max_surge, max_unavailable
 from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SetRoutable, SleepWorker, WakeWorker
-from diffusion_operator.plan.results.events import deployment_events
+from diffusion_operator.plan.results.events import condition_events
 from support.operator.fake_cluster import EPOCH
 from support.operator.plan_builders import NOW, READY, REVISION, made, planned, pod, says
 
@@ -144,7 +144,7 @@ def test_a_rollout_that_gets_no_further_stops(pods: list[Pod], status: dict[str,
     assert progressing is not None
     assert (progressing.reason == "DeadlineExceeded") is stuck
     assert gone(plan) == go
-    events = [one.reason for one in deployment_events(made(status).status, plan.status)]
+    events = [one.reason for one in condition_events(made(status).status, plan.status)]
     assert ("DeadlineExceeded" in events) is stuck
 
 

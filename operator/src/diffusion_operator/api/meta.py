@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields that both kinds share: the part of metadata we read, and conditions as Kubernetes defines them."""
 
-from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
 
@@ -73,11 +72,11 @@ def settle_conditions(
     )
 
 
-def condition_of(conditions: Sequence[Condition], type_: str) -> Condition | None:
+def condition_of(conditions: tuple[Condition, ...], type_: str) -> Condition | None:
     return next((condition for condition in conditions if condition.type == type_), None)
 
 
-def reason_of(conditions: Sequence[Condition], type_: str) -> str:
+def reason_of(conditions: tuple[Condition, ...], type_: str) -> str:
     """Look up a condition by its type and return its reason; an empty string if it is missing."""
     condition = condition_of(conditions, type_)
     return condition.reason if condition is not None else ""

@@ -11,7 +11,7 @@ from diffusion_operator.plan.observed.children import pods_wait_for
 from diffusion_operator.plan.observed.ownership import Ownership, adopt, has_our_labels, is_controlled_by, ownership
 from diffusion_operator.plan.replicas.revision import Template
 from diffusion_operator.plan.results.actions import AdoptPod, CreatePod, DeletePod, PodAction, SetRoutable
-from diffusion_operator.plan.results.child_events import orphan_replaced, pod_adopted, pod_deleted, pod_name_taken
+from diffusion_operator.plan.results.events import pod_adopted, pod_deleted, pod_name_taken
 from diffusion_operator.reconcile.children.repairs import set_our_labels, tell, tell_repaired
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.pod_guard import guard
@@ -94,8 +94,8 @@ async def _act_on_pod(
             log.info("deleting pod namespace=%s pod=%s why=%s", namespace, name, why)
             memory.deleted_pods |= {uid}
             await runtime.cluster.delete(POD, namespace, name, uid=uid)
-            event = orphan_replaced if action.orphan else pod_deleted
-            await tell(runtime, deployment, event(name, why=why, uid=uid))
+            reason = "OrphanReplaced" if action.orphan else "PodDeleted"
+            await tell(runtime, deployment, pod_deleted(name, why=why, uid=uid, reason=reason))
     return False
 
 

@@ -19,9 +19,7 @@ from diffusion_operator.plan.deployment import DeploymentPlan, plan_in_slices, s
 from diffusion_operator.plan.observed.children import hurried
 from diffusion_operator.plan.observed.observed import Asleep, Observed
 from diffusion_operator.plan.results.actions import CreatePod, PutAdapter, WorkerAction
-from diffusion_operator.plan.results.child_events import child_events
-from diffusion_operator.plan.results.condition_events import condition_events
-from diffusion_operator.plan.results.events import deployment_events, wakes_between
+from diffusion_operator.plan.results.events import child_events, condition_events, deployment_events, wakes_between
 from diffusion_operator.plan.status.conditions import pass_failed
 from diffusion_operator.reconcile.act import act_on_pods
 from diffusion_operator.reconcile.children.keeping import DesiredFiles, keep_children, next_try_s, recheck_secret
@@ -186,11 +184,7 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
     status = msgspec.structs.replace(status, operator=runtime.release)
     runtime.show(key, status.conditions)
     runtime.statuses[key] = DeploymentStatus(replica_states=status.replica_states, held=status.held)
-    if status.asleep_replicas:
-        devices = deployment.spec.resources.devices
-        runtime.asleep[key] = Asleep(key.namespace, key.name, devices, status.asleep_replicas)
-    else:
-        runtime.asleep.pop(key, None)
+    runtime.asleep[key] = Asleep(key.namespace, key.name, deployment.spec.resources.devices, status.asleep_replicas or 0)
     if not worth_writing(deployment.status, status, last=memory.status_written_at, now=now):
         if deployment.status != status:
             memory.withhold(write_due_s(deployment.status, status, last=memory.status_written_at, now=now))

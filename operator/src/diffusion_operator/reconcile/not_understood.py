@@ -22,10 +22,7 @@ log = logging.getLogger(__name__)
 
 
 async def tell_not_understood(runtime: Runtime, key: Key, manifest: dict[str, Any], verdicts: tuple[Verdict, ...]) -> Result:
-    """Write `verdicts` into the object's status and leave all else of that as it is, unless another release manages the object.
-
-    The first of them is Ready.
-    """
+    """Write `verdicts`, Ready first, into the object's status and leave all else of that, unless another release manages the object."""
     ready = verdicts[0]
     status = manifest.get("status") or {}
     if await is_anothers(runtime, status.get("operator")):

@@ -78,19 +78,17 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
 async def _warnings(runtime: Runtime, memory: DeploymentMemory, namespace: str, pods: Sequence[Pod]) -> dict[str, str]:
     """Return the last Warning about each pod that waits and does not say for what, by UID. They are read once in 30 s."""
     now = runtime.now()
-    waiting = {pod.uid: pod for pod in pods if waits_silently(pod, now)}
-    memory.warnings = {uid: known for uid, known in memory.warnings.items() if uid in waiting}
-    due = [uid for uid in waiting if uid not in memory.warnings or now - memory.warnings[uid][0] >= EVENTS_EVERY]
-    found = await asyncio.gather(*(runtime.cluster.warnings(namespace, uid) for uid in due), return_exceptions=True)
-    for uid, events in zip(due, found, strict=True):
-        text = memory.warnings[uid][1] if uid in memory.warnings else ""
-        if isinstance(events, ClusterError):
-            log.warning("Events not read namespace=%s pod=%s error=%s", namespace, waiting[uid].name, events)
-        elif isinstance(events, BaseException):
-            raise events
-        else:
-            text = last_warning(events, after=waiting[uid].set_up_at)
-        memory.warnings[uid] = (now, text)
+    waiting = [pod for pod in pods if waits_silently(pod, now)]
+    memory.warnings = {pod.uid: memory.warnings.get(pod.uid, (pod.created_at, "")) for pod in waiting}
+    for pod in waiting:
+        asked_at, text = memory.warnings[pod.uid]
+        if now - asked_at < EVENTS_EVERY:
+            continue
+        try:
+            text = last_warning(await runtime.cluster.warnings(namespace, pod.uid), after=pod.set_up_at)
+        except ClusterError as error:
+            log.warning("Events not read namespace=%s pod=%s error=%s", namespace, pod.name, error)
+        memory.warnings[pod.uid] = (now, text)
     return {uid: text for uid, (_, text) in memory.warnings.items()}
 
 

@@ -80,7 +80,7 @@ class Runtime:
     statuses: dict[Key, DeploymentStatus] = field(default_factory=dict)
     """The status of every deployment as last computed, written or not, for metrics."""
     asleep: dict[Key, Asleep] = field(default_factory=dict)
-    """Deployments that have sleepers, for those that wait for their devices."""
+    """The sleepers of every deployment, for those that wait for their devices."""
 
     def now(self) -> datetime:
         """Return the time in whole seconds, as Kubernetes keeps it, so that a status read back equals the one written."""
@@ -98,7 +98,7 @@ class Runtime:
         for ip, uid in known.addresses.items() if known is not None else ():
             self.workers.forget_pod(ip, uid)
 
-    def show(self, key: Key, conditions: Sequence[Condition]) -> None:
+    def show(self, key: Key, conditions: tuple[Condition, ...]) -> None:
         """Take an object's reasons for the metrics from its conditions."""
         self.ready_reasons[key], self.degraded_reasons[key] = (reason_of(conditions, type_) for type_ in ("Ready", "Degraded"))
 

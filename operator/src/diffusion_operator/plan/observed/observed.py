@@ -165,7 +165,7 @@ class Observed(msgspec.Struct, frozen=True):
     warnings: Mapping[str, str] = {}
     """The last Warning among the Events of each pod that waits and does not say for what, by UID."""
     asleep: tuple[Asleep, ...] = ()
-    """All deployments that have sleepers, where a pod of this one has no node."""
+    """All deployments, where a pod of this one has no node."""
     refusal: str = ""
     """The API server's last refusal to create a pod (quota, Pod Security); empty if it accepted."""
 

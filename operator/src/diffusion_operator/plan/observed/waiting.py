@@ -52,29 +52,25 @@ def last_warning(events: Sequence[Mapping[str, Any]], *, after: datetime | None)
     Those before `after`, when its node had set the pod up, are settled.
     """
     times = [(msgspec.convert(one.get("lastTimestamp") or one["metadata"]["creationTimestamp"], datetime), one) for one in events]
-    unsettled = [(when, one) for when, one in times if after is None or when >= after]
-    if not unsettled:
-        return ""
-    _, last = max(unsettled, key=lambda one: one[0])
-    return plain_text(f"{last.get('reason')}: {last.get('message')}", _WORDS)
+    unsettled = [one for one in times if after is None or one[0] >= after]
+    last = max(unsettled, key=lambda one: one[0])[1] if unsettled else {}
+    return plain_text(f"{last.get('reason')}: {last.get('message')}", _WORDS) if last else ""
 
 
 def with_words(observed: Observed, groups: Sequence[Group]) -> tuple[Group, ...]:
     """Return the groups with what is known of the waits of their pods in their messages."""
-    return tuple(_with_words(observed, group) for group in groups)
+    return tuple(msgspec.structs.replace(group, message=_words(observed, group)) for group in groups)
 
 
-def _with_words(observed: Observed, group: Group) -> Group:
-    words = group.message or observed.warnings.get(group.pod.uid, "")
-    if group.problem is Problem.WAITING_FOR_GPU and (sleepers := _sleepers(observed)):
-        words = f"{words}; {sleepers}"
-    return msgspec.structs.replace(group, message=words) if words != group.message else group
+def _words(observed: Observed, group: Group) -> str:
+    sleepers = _sleepers(observed) if group.problem is Problem.WAITING_FOR_GPU else ""
+    return "; ".join(words for words in (group.message or observed.warnings.get(group.pod.uid, ""), sleepers) if words)
 
 
 def _sleepers(observed: Observed) -> str:
     """Name the sleepers of the namespace that keep devices of the awaited kind, and count those elsewhere; empty without any."""
     metadata, devices = observed.deployment.metadata, observed.deployment.spec.resources.devices
-    found = [one for one in observed.asleep if one.devices & devices]
+    found = [one for one in observed.asleep if one.replicas and one.devices & devices]
     near = [f"{one.name} ({one.replicas})" for one in found if one.namespace == metadata.namespace and one.name != metadata.name]
     far = sum(one.namespace != metadata.namespace for one in found)
     places = ([f"in this namespace {', '.join(near)}"] if near else []) + ([f"in others {far}"] if far else [])

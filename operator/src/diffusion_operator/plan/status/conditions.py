@@ -141,7 +141,9 @@ def progressing(now: Situation) -> Verdict:
         return verdict("Progressing", False, "DeadlineExceeded", _overdue(now))
     if now.outdated:
         held = f"; no pod is made: {now.pods_wait_for}" if now.pods_wait_for else ""
-        return verdict("Progressing", True, "RolloutProgressing", f"{_rolled_out(now)}{held}{_others(now)}")
+        # A new one that loads beside an old one has replaced nothing yet.
+        served = f"{now.progress.served} of {now.wanted} replicas serve with the new template, {now.outdated} have an older one"
+        return verdict("Progressing", True, "RolloutProgressing", f"{served}{held}{_others(now)}")
     if missing:
         cause = now.pods_wait_for or now.refusal
         exist = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {cause}" if cause else "")
@@ -237,8 +239,6 @@ def degraded(now: Situation) -> Verdict:
         found = next((group for group in now.groups if _has(group, problem)), None)
         if found is not None:
             return verdict("Degraded", True, reason, _replica_message(found))
-    if now.pods_wait_for:
-        return verdict("Degraded", True, "ChildrenNotReady", f"no pod is made: {now.pods_wait_for}")
     if now.refusal:
         return verdict("Degraded", True, "QuotaExceeded" if now.over_quota else "PodsRefused", now.refusal)
     if now.template_refusal:
@@ -286,11 +286,6 @@ def _tally(now: Situation) -> str:
 def _suspended(now: Situation) -> str:
     ending = f"; {len(now.groups)} replicas have not ended yet" if now.groups else ""
     return f"spec.suspend is true, so there are no replicas; when it is false, spec.replicas ({now.spec.replicas}) are made{ending}"
-
-
-def _rolled_out(now: Situation) -> str:
-    """Count replicas that serve, because a new one that loads beside an old one has replaced nothing yet."""
-    return f"{now.progress.served} of {now.wanted} replicas serve with the new template, {now.outdated} have an older one"
 
 
 def _idle(now: Situation) -> str:

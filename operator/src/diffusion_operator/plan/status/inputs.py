@@ -73,16 +73,18 @@ class Situation(msgspec.Struct, frozen=True):
         return self.spec.sleep.policy is SleepPolicy.ON_IDLE
 
     @property
+    def _resting(self) -> int:
+        return sum(group.state in RESTING_STATES and group.pod.ready and group.problem is None for group in self.groups)
+
+    @property
     def wakeable(self) -> int:
         """Number of replicas that rest without a problem because nobody needs them; a request wakes them. 0 without OnIdle."""
-        if not self.on_idle:
-            return 0
-        return sum(rests(group) for group in self.groups)
+        return self._resting if self.on_idle else 0
 
     @property
     def arrived(self) -> int:
         """Number of replicas that requests reach: awake and routed to, or woken by one. With the policy Asleep those that sleep count."""
-        asleep = 0 if self.spec.sleep.policy is SleepPolicy.ALWAYS_AWAKE else sum(rests(group) for group in self.groups)
+        asleep = self._resting if self.on_idle or self.asleep_wanted else 0
         return asleep + sum(group.state is ReplicaState.AWAKE and group.pod.ready and group.pod.routable for group in self.groups)
 
     def count(self, *states: ReplicaState) -> int:
@@ -92,8 +94,3 @@ class Situation(msgspec.Struct, frozen=True):
     def serving(self) -> int:
         """Number of replicas that are awake and, as the kubelet's probe says, answer."""
         return sum(group.state is ReplicaState.AWAKE and group.pod.ready for group in self.groups)
-
-
-def rests(group: Group) -> bool:
-    """Return whether a replica is asleep, or on its way there or back, and well."""
-    return group.state in RESTING_STATES and group.pod.ready and group.problem is None
