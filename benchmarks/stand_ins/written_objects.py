@@ -30,6 +30,9 @@ class WrittenObjects:
     async def get(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         return self._objects.get((kind.kind, namespace, name))
 
+    async def warnings(self, namespace: str, uid: str) -> Sequence[Manifest]:
+        return ()
+
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         return await self.get(kind, namespace, name)
 

@@ -15,7 +15,8 @@ import yaml
 
 from diffusion_operator.api.names import FIELD_MANAGER, LABEL_DEPLOYMENT, LABEL_MANAGED_BY
 from support.operator.chart_rendering import CHART, NAMESPACE, ROOT, Chart, RenderError, of_kind, the_only
-from support.operator.metric_names import grouped, selectors, wrong_names
+from support.operator.metric_names import Selector, grouped, selectors, wrong_names
+from support.operator.reason_table import TABLE, Asks, Row, condition
 from tools.devcluster import programs
 
 GROUPS: list[dict[str, Any]] = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
@@ -75,6 +76,23 @@ def test_the_reasons_of_a_rule_are_reasons_of_ready(rule: Rule) -> None:
     for selector in selectors(rule["expr"]):
         if reasons := selector.labels.get("reason"):
             assert set(reasons.split("|")) - ready_reasons()[selector.labels["kind"]] == set()
+
+
+@pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind, rows in TABLE.items() for row in rows if row.asks is Asks.A_PERSON])
+def test_an_alert_covers_every_status_that_asks_for_a_person(kind: str, row: Row) -> None:
+    shown = {name: getattr(condition(row, type_), "reason", "") for name, type_ in SHOWN.items()}
+    assert any(_takes(selector, shown, kind) for rule in BY_NAME.values() for selector in selectors(rule["expr"])), shown
+
+
+SHOWN = {"diffusion_operator_objects": "Ready", "diffusion_operator_objects_degraded": "Degraded"}
+
+
+def _takes(selector: Selector, shown: dict[str, str], kind: str) -> bool:
+    """Return whether a selector of a rule takes the sample of an object with these reasons by metric."""
+    if selector.metric not in shown or selector.labels.get("kind") != kind:
+        return False
+    reason = shown[selector.metric]
+    return re.fullmatch(selector.labels.get("reason", ".*"), reason) is not None and reason != selector.without.get("reason")
 
 
 def ready_reasons() -> dict[str, set[str]]:

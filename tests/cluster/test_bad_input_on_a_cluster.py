@@ -60,3 +60,35 @@ def test_scaling_to_two_to_none_and_back_keeps_the_numbers_true(rig: ClusterRig)
     rig.wait("dd/scaled", Wanted("Ready", "True", ["Serving"]))
     rig.image("scaled", "scaled")
     rig.kubectl.text("delete", "dd/scaled", deadline_s=60)
+
+
+MISSING = {
+    "no-config": (
+        {"configMap": {"name": "nothing"}},
+        'FailedMount: MountVolume.SetUp failed for volume "v": configmap "nothing" not found',
+    ),
+    "no-secret": (
+        {"secret": {"secretName": "nothing"}},
+        'FailedMount: MountVolume.SetUp failed for volume "v": secret "nothing" not found',
+    ),
+    "no-claim": ({"persistentVolumeClaim": {"claimName": "nothing"}}, 'persistentvolumeclaim "nothing" not found'),
+}
+
+
+def test_a_pod_that_waits_says_what_for_and_is_degraded_past_the_deadline(rig: ClusterRig) -> None:
+    rollout = {"progressDeadlineSeconds": 60}
+    words = {name: text for name, (_, text) in MISSING.items()} | {"no-memory": "FailedCreatePodSandBox"}
+    for name, (source, _) in MISSING.items():
+        mounts = {"volumeMounts": [{"name": "v", "mountPath": "/v"}]}
+        rig.deploy(name, rollout=rollout, volumes=[{"name": "v", **source}], engine=mounts)
+    tiny = {"gpuResourceName": "none", "requests": {"cpu": "100m", "memory": "1Mi"}, "limits": {"memory": "1Mi"}, "sharedMemory": "128Mi"}
+    rig.deploy("no-memory", rollout=rollout, resources=tiny)
+    for name, text in words.items():
+        rig.eventually(
+            f"{name} says what it waits for", lambda name=name, text=text: text in rig.condition(f"dd/{name}", "Ready")["message"]
+        )
+    for name, text in words.items():
+        rig.wait(f"dd/{name}", Wanted("Degraded", "True", ["DeadlineExceeded"]), deadline_s=120)
+        assert text in rig.condition(f"dd/{name}", "Degraded")["message"]
+        print(rig.kubectl.text("describe", f"dd/{name}"))
+        rig.kubectl.text("delete", f"dd/{name}", deadline_s=60)

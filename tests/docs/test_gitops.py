@@ -11,10 +11,12 @@ from typing import Any
 
 import celpy
 import lupa
+import msgspec
 import pytest
 import yaml
 
-from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, Kind
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, KINDS, Kind
+from support.operator.reason_table import TABLE, Row
 from support.operator.rig import Rig, adapter, deployment, serving, with_adapter
 
 PAGE = Path(__file__).parents[2] / "docs" / "gitops.md"
@@ -96,9 +98,11 @@ async def test_an_adapter_is_healthy_once_it_is_ready_and_failed_where_it_cannot
     assert (argo(ADAPTER, found), flux(ADAPTER, found)) == ("Healthy", "current")
 
 
-@pytest.mark.parametrize("first", ["Ready", "Degraded"])
-def test_an_adapter_that_failed_is_degraded_in_any_order_of_its_conditions(first: str) -> None:
-    conditions = [{"type": "Ready", "status": "False", "reason": "Failed"}, {"type": "Degraded", "status": "True", "reason": "Failed"}]
-    conditions.sort(key=lambda one: one["type"] != first)
+@pytest.mark.parametrize("turned", [False, True], ids=["", "backwards"])
+@pytest.mark.parametrize(
+    ("kind", "row"), [pytest.param(KINDS[kind], row, id=f"{kind} {row.subject}") for kind in TABLE for row in TABLE[kind]]
+)
+def test_both_tools_conclude_what_the_table_of_reasons_says_in_any_order_of_the_conditions(kind: Kind, row: Row, turned: bool) -> None:
+    conditions = [msgspec.to_builtins(one) for one in row.verdicts][:: -1 if turned else 1]
     manifest = {"metadata": {"generation": 1}, "status": {"observedGeneration": 1, "conditions": conditions}}
-    assert (argo(ADAPTER, manifest), flux(ADAPTER, manifest)) == ("Degraded", "failed")
+    assert (argo(kind, manifest), flux(kind, manifest)) == row.asks.value, conditions

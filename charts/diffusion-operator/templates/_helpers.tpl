@@ -123,7 +123,8 @@ podAntiAffinity:
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create, patch]
+# The Warnings about a pod that waits are read, by its UID.
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [list, create]
 {{- end -}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Kubernetes API as we use it: eleven verbs over plain dicts. Nothing else knows the client library.
+"""The Kubernetes API as we use it: twelve verbs over plain dicts. Nothing else knows the client library.
 
 Paths are built from our own table of kinds, so there is no discovery, no cache file of it, and no right needed for it.
 """
@@ -80,6 +80,9 @@ class Cluster(Protocol):
 
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         """Read an object from the API server itself, whole with its managedFields; None if it is missing."""
+
+    async def warnings(self, namespace: str, uid: str) -> Sequence[Manifest]:
+        """Read the Events of the type Warning about an object."""
 
     async def create(self, manifest: Manifest) -> bool:
         """Create an object; return False if the name is taken."""
@@ -219,6 +222,10 @@ class KubernetesCluster:
         page = await self._send("get", kind, namespace, None, field_selector=f"metadata.name={name}")
         found = next(iter(page["items"]), None)
         return {"apiVersion": kind.api_version, "kind": kind.kind, **found} if found is not None else None
+
+    async def warnings(self, namespace: str, uid: str) -> Sequence[Manifest]:
+        selector = f"involvedObject.uid={uid},type=Warning"
+        return tuple((await self._send("get", KINDS["Event"], namespace, None, field_selector=selector, limit=PAGE))["items"])
 
     async def create(self, manifest: Manifest) -> bool:
         kind, namespace, _ = _identity(manifest)

@@ -94,22 +94,24 @@ METER = PrometheusMeter(REGISTRY)
 
 
 class ObjectsByReason(Collector):
-    """Objects of each kind in each namespace by the reason of their Ready condition, counted when somebody asks."""
+    """Objects of each kind in each namespace by the reasons of Ready and of Degraded, counted when somebody asks."""
 
-    def __init__(self, reasons: Mapping[Key, str]) -> None:
-        self._reasons = reasons
+    def __init__(self, ready: Mapping[Key, str], degraded: Mapping[Key, str]) -> None:
+        self._ready = ready
+        self._degraded = degraded
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Count at a scrape, in the thread of the metrics server; `list` copies in one step, so the loop may write meanwhile."""
-        family = GaugeMetricFamily(
-            "diffusion_operator_objects",
-            "DiffusionDeployments and LoRAAdapters by the reason of their Ready condition.",
-            labels=["kind", "object_namespace", "reason"],
-        )
-        counts = collections.Counter((key.kind, key.namespace, reason) for key, reason in list(self._reasons.items()))
+        yield self._counted("diffusion_operator_objects", "Ready", self._ready)
+        yield self._counted("diffusion_operator_objects_degraded", "Degraded", self._degraded)
+
+    def _counted(self, name: str, condition: str, reasons: Mapping[Key, str]) -> GaugeMetricFamily:
+        text = f"DiffusionDeployments and LoRAAdapters by the reason of their {condition} condition."
+        family = GaugeMetricFamily(name, text, labels=["kind", "object_namespace", "reason"])
+        counts = collections.Counter((key.kind, key.namespace, reason) for key, reason in list(reasons.items()))
         for labels, count in sorted(counts.items()):
             family.add_metric(labels, count)
-        yield family
+        return family
 
 
 class Replicas(Collector):
@@ -251,7 +253,7 @@ def register(
 ) -> tuple[Collector, ...]:
     """Register collectors that read their values at scrape time, and return them; the caller unregisters them when the process ends."""
     collectors = (
-        ObjectsByReason(runtime.ready_reasons),
+        ObjectsByReason(runtime.ready_reasons, runtime.degraded_reasons),
         Replicas(runtime.statuses),
         Watches(listings),
         Waiting(queue),

@@ -3,6 +3,8 @@
 
 import asyncio
 import json
+import re
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -31,6 +33,7 @@ from diffusion_operator.reconcile.store.parsing import parse
 from diffusion_operator.settings import Settings
 from support.apiserver.real_apiserver import kubectl
 from support.operator.mounted import mounted_desired
+from tools.devcluster import programs
 
 pytestmark = pytest.mark.apiserver
 DEADLINE_S = 20.0
@@ -480,3 +483,36 @@ async def test_lists_of_a_spec_merge_by_name(kubeconfig_of_apiserver: Path, name
     spec = (await namespace.get("dd", "d"))["spec"]
     assert [one["name"] for one in spec["volumes"]] == ["one", "two"]
     assert [one["name"] for one in spec["engine"]["env"]] == ["ONE", "TWO"]
+
+
+OPERATIONS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+
+
+async def test_the_commands_of_the_page_wait_for_a_rollout_and_go_back(
+    kubeconfig_of_apiserver: Path, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    section = OPERATIONS.read_text().partition("\n### Wait for a rollout, go back, see its history\n")[2].partition("\n### ")[0]
+    wait, degraded, back, history = re.findall(r"```bash\n(.*?)```", section, re.S)
+    program = f"{programs.kube() / 'kubectl'} --kubeconfig {kubeconfig_of_apiserver} -n {namespace.name}"
+
+    async def run(script: str) -> str:
+        (tmp_path / "digits.yaml").write_text(json.dumps(deployment(replicas=replicas) | {"metadata": {"name": "digits"}}))
+        quick = script.replace("--timeout=45m", "--timeout=3s")
+        shell = ["bash", "-euc", f'kubectl() {{ {program} "$@"; }}\n{quick}']
+        done = await asyncio.to_thread(subprocess.run, shell, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout + done.stderr
+
+    async with running_operator(kubeconfig_of_apiserver, monkeypatch, namespace.name):
+        replicas = 0  # without a kubelet only what has no replicas is ever complete
+        assert (await run(wait)).count("condition met") == 2
+        assert "False AsExpected" in await run(degraded)
+        saved, put_back = back.splitlines()
+        assert await run(saved) == ""
+        replicas = 1
+        waited = await run(wait)
+        assert waited.count("condition met") == 1, waited  # the change was seen, and the rollout before it counts no more
+        assert "timed out" in waited
+        assert "patched" in await run(put_back)
+        assert (await run(wait.partition("\n")[2])).count("condition met") == 2
+        seen = await run(history)
+        assert "PodDeleted" in seen, seen

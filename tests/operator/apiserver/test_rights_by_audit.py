@@ -9,6 +9,7 @@ worker, started by hand because there is no kubelet.
 import copy
 import json
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -25,7 +26,8 @@ from tools.devcluster import programs
 
 pytestmark = pytest.mark.apiserver
 
-TEAM, SECOND = "team", "second"
+TEAM, SECOND, GPUS = "team", "second", "gpus"
+NOW = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 OLD, NEW = "o" * 32, "n" * 32
 WORKER_IP = "127.31.0.1"  # an address of the pod's own, so that the control port can be the usual one
 API = "diffusion-operator.dev/v1alpha1"
@@ -90,6 +92,16 @@ class Team:
         conditions = (self.get(kind, name) or {}).get("status", {}).get("conditions", [])
         return next((one["reason"] for one in conditions if one["type"] == condition), "")
 
+    def message(self, kind: str, name: str, condition: str = "Ready") -> str:
+        conditions = (self.get(kind, name) or {}).get("status", {}).get("conditions", [])
+        return next((one["message"] for one in conditions if one["type"] == condition), "")
+
+    def warn(self, pod: str, reason: str, message: str) -> None:
+        """Write a Warning about a pod, as a kubelet does."""
+        about = {"kind": "Pod", "namespace": self._namespace, "name": pod, "uid": self.get("pod", pod)["metadata"]["uid"]}
+        event = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": f"{pod}.1", "namespace": self._namespace}, "type": "Warning"}
+        self._cluster.apply(event | {"reason": reason, "message": message, "lastTimestamp": NOW, "involvedObject": about})
+
     def run_pod(self, name: str) -> None:
         """Write the status of a running pod, as a scheduler and a kubelet do."""
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": {"kind": "Node", "name": "node"}}
@@ -118,6 +130,8 @@ def live(cluster: AuditedApiserver, team: Team, documents: list[Document]) -> No
     with cluster.operator(documents, [OLD]) as operator:
         cluster.apply(DEPLOYMENT, ADAPTER)
         operator.eventually(lambda: "d-0-0" in team.names("pods"))
+        team.warn("d-0-0", "FailedMount", "configmap authority not found")
+        operator.eventually(lambda: "replica 0: FailedMount: configmap authority not found" in team.message("dd", "d"))
         with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=team.token(OLD), options=options) as worker:
             worker.control_url = f"http://{WORKER_IP}:8001"
             team.run_pod("d-0-0")
@@ -228,6 +242,40 @@ def test_a_namespace_that_took_the_rights_with_it_is_set_aside_and_taken_up_when
         operator.eventually(lambda: "f-0-0" in second.names("pods"))
         for place in (team, second):
             place.kubectl("delete", "dd", "f", "--wait=false")
+
+
+def test_a_replica_without_a_gpu_names_the_deployment_that_sleeps_with_one(cluster: AuditedApiserver) -> None:
+    """Let a deployment sleep with the only GPU, by a worker that is real but for its model, and another one wait for it."""
+    documents = cluster.rendered(fullnameOverride="gpus", watchNamespaces=[GPUS])
+    cluster.namespace(GPUS)
+    cluster.give_rights(documents)
+    team = Team(cluster, GPUS)
+    with cluster.operator(documents, [OLD]) as operator:
+        sleeper = DEPLOYMENT | {"metadata": {"name": "d", "namespace": GPUS}, "spec": {"model": DEPLOYMENT["spec"]["model"]}}
+        cluster.apply(sleeper)
+        operator.eventually(lambda: "d-0-0" in team.names("pods"))
+        options = (f"--host={WORKER_IP}", "--control-port=8001")
+        with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=team.token(OLD), options=options) as worker:
+            worker.control_url = f"http://{WORKER_IP}:8001"
+            team.run_pod("d-0-0")
+            operator.eventually(lambda: team.reason("dd", "d") == "Serving")
+            team.patch(sleep={"policy": "Asleep"})
+            operator.eventually(lambda: team.reason("dd", "d", "Awake") == "AllAsleep")
+            cluster.apply(sleeper | {"metadata": {"name": "second", "namespace": GPUS}})
+            operator.eventually(lambda: "second-0-0" in team.names("pods"))
+            waits = {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": "0/1 nodes: 1 Insufficient nvidia.com/gpu.",
+            }
+            change = json.dumps({"status": {"conditions": [waits]}})
+            team.kubectl("patch", "pod", "second-0-0", "--subresource=status", "--type=merge", "--patch", change)
+            operator.eventually(lambda: "in this namespace d (1)" in team.message("dd", "second"))
+            assert "no pod is behind the Service" in team.message("dd", "second")
+            assert "in this namespace d (1)" in team.message("dd", "second", "Scheduled")
+            print(team.kubectl("describe", "dd", "second"))
+            team.kubectl("delete", "dd", "d", "second", "--wait=false")
 
 
 def notes_of(cluster: AuditedApiserver, reason: str) -> str:

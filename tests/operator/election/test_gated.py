@@ -13,7 +13,7 @@ from diffusion_operator.election.leadership import Leadership
 from diffusion_operator.errors import NotLeading
 from diffusion_operator.worker_client import WorkerClient
 
-READS = {"get", "list", "adapter_versions", "look_up"}
+READS = {"get", "list", "adapter_versions", "look_up", "warnings"}
 
 
 class Port:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The troubleshooting page explains every reason that a condition can have, under its condition, and no other reason."""
+"""Every reason that a condition can have: the troubleshooting page explains it, and a table says whether a person must act."""
 
 import re
 from collections import defaultdict
@@ -11,6 +11,7 @@ from diffusion_operator.plan.adapters import acceptance
 from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, SOURCE_REASONS
 from diffusion_operator.plan.observed.children import ANOTHER_OPERATOR, CONTESTED, LEAVING, NAME_CONFLICT, PASS_FAILED, REFUSALS, REFUSED
 from support.operator.condition_reasons import PROBLEM, problems, reasons_of, returned
+from support.operator.reason_table import TABLE, Asks, Row, condition
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
 REASONS = reasons_of(
@@ -23,6 +24,7 @@ REASONS = reasons_of(
     }
 )
 KINDS = {"DiffusionDeployment": REASONS.deployment, "LoRAAdapter": REASONS.adapter}
+ROWS = [pytest.param(kind, row, id=f"{kind} {row.subject}") for kind, rows in TABLE.items() for row in rows]
 CASES = [pytest.param(kind, type_, id=f"{kind}-{type_}") for kind, types in KINDS.items() for type_ in sorted(types)]
 
 
@@ -58,6 +60,21 @@ def test_nothing_is_explained_that_is_no_reason_of_its_condition(kind: str, type
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_speaks_of_no_other_condition(kind: str) -> None:
     assert explained(kind).keys() - KINDS[kind].keys() == set()
+
+
+@pytest.mark.parametrize(("kind", "type_"), CASES)
+def test_the_table_of_reasons_has_a_status_with_every_reason(kind: str, type_: str) -> None:
+    wanted = KINDS[kind][type_] - {PROBLEM} | (problems() if (type_, PROBLEM) == ("Ready", *(KINDS[kind][type_] & {PROBLEM})) else set())
+    assert wanted - {found.reason for row in TABLE[kind] if (found := condition(row, type_)) is not None} == set()
+
+
+@pytest.mark.parametrize(("kind", "row"), ROWS)
+def test_a_status_is_degraded_where_a_person_must_act_and_nowhere_else(kind: str, row: Row) -> None:
+    degraded, ready = condition(row, "Degraded"), condition(row, "Ready")
+    assert degraded is not None
+    assert ready is not None
+    suspended = row.asks is Asks.NOTHING_SUSPENDED
+    assert (degraded.status == "True") is (row.asks is Asks.A_PERSON) or suspended, f"{ready}\n{degraded}"
 
 
 def test_the_reasons_are_found_at_all() -> None:

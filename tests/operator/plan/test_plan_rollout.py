@@ -14,9 +14,9 @@ from diffusion_operator.plan.deployment import DeploymentPlan
 from diffusion_operator.plan.observed.pods import Container, Exit, Pod
 from diffusion_operator.plan.replicas.rollout import max_surge, max_unavailable
 from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SetRoutable, SleepWorker, WakeWorker
-from diffusion_operator.plan.results.events import deployment_events
+from diffusion_operator.plan.results.events import condition_events
 from support.operator.fake_cluster import EPOCH
-from support.operator.plan_builders import NOW, REVISION, made, planned, pod, says
+from support.operator.plan_builders import NOW, READY, REVISION, made, planned, pod, says
 
 ASLEEP, STARTING, WAKING = says(WorkerPhase.ASLEEP), says(WorkerPhase.STARTING), says(WorkerPhase.WAKING)
 HOLDS = says(WorkerPhase.ASLEEP, held=HeldReport(current=1))
@@ -144,7 +144,7 @@ def test_a_rollout_that_gets_no_further_stops(pods: list[Pod], status: dict[str,
     assert progressing is not None
     assert (progressing.reason == "DeadlineExceeded") is stuck
     assert gone(plan) == go
-    events = [one.reason for one in deployment_events(made(status).status, plan.status)]
+    events = [one.reason for one in condition_events(made(status).status, plan.status)]
     assert ("DeadlineExceeded" in events) is stuck
 
 
@@ -217,11 +217,11 @@ def test_what_fails_after_a_rollout_is_done_has_no_deadline() -> None:
     assert plan.status.rollout is None
 
 
-def test_the_progress_names_how_many_are_new() -> None:
+def test_the_progress_counts_replicas_that_serve_and_not_templates() -> None:
     plan = planned(old(0), new(1), coming(2), states={2: STARTING}, replicas=3)
     progressing = condition_of(plan.status.conditions, "Progressing")
     assert progressing is not None
-    assert progressing.message.startswith("2 of 3 replicas have the new template")
+    assert progressing.message.startswith("1 of 3 replicas serve with the new template, 1 have an older one")
 
 
 SLEEPS = [
@@ -310,3 +310,25 @@ def test_a_pod_that_ended_and_that_a_finalizer_holds_counts_as_gone(rollout: dic
     """Check that an ended pod is replaced though a finalizer holds it, as Kueue's does until Kueue has counted the end."""
     held = old(0, terminating=True, finished=True, ready=False, container=Container())
     assert planned(held, replicas=1, rollout=rollout).pods == (CreatePod(index=0, incarnation=1),)
+
+
+ON_IDLE, ASLEEP_SPEC, AWAKE_SPEC = {"policy": "OnIdle"}, {"policy": "Asleep"}, {"policy": "AlwaysAwake"}
+COMPLETE = [
+    ("awake and routed to", {"routable": True}, READY, AWAKE_SPEC, True),
+    ("awake, and not routed to yet", {}, READY, AWAKE_SPEC, False),
+    ("awake, and its probe does not pass", {"routable": True, "ready": False}, READY, AWAKE_SPEC, False),
+    ("asleep, and a request wakes it", {}, ASLEEP, ON_IDLE, True),
+    ("asleep as the spec asks", {}, ASLEEP, ASLEEP_SPEC, True),
+    ("asleep, though the spec asks for awake ones", {"routable": True}, ASLEEP, AWAKE_SPEC, False),
+    ("it loads", {}, STARTING, AWAKE_SPEC, False),
+]
+
+
+@pytest.mark.parametrize(("facts", "state", "sleep", "complete"), [row[1:] for row in COMPLETE], ids=[row[0] for row in COMPLETE])
+def test_a_rollout_is_complete_only_where_requests_reach_every_new_replica(
+    facts: dict[str, Any], state: WorkerState, sleep: dict[str, Any], complete: bool
+) -> None:
+    plan = planned(pod(**facts), states={0: state}, sleep=sleep)
+    progressing = condition_of(plan.status.conditions, "Progressing")
+    assert progressing is not None
+    assert (progressing.reason == "RolloutComplete") is complete, progressing

@@ -21,7 +21,7 @@ STATES = [
 @pytest.mark.parametrize("state", [row[1] for row in STATES], ids=[row[0] for row in STATES])
 def test_a_suspended_replica_is_unrouted_and_deleted_and_told_nothing(state: WorkerState) -> None:
     routed = planned(pod(routable=True), states={0: state}, suspend=True)
-    assert routed.pods == (SetRoutable("d-0-0", "uid-0-0", routable=False),)
+    assert routed.pods == (SetRoutable("d-0-0", "uid-0-0", routable=False, why="spec.suspend of the deployment is true"),)
     unrouted = planned(pod(), states={0: state}, suspend=True)
     assert unrouted.pods == (DeletePod("d-0-0", "uid-0-0", why="spec.suspend of the deployment is true"),)
     assert routed.calls == unrouted.calls == ()

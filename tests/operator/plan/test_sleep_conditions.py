@@ -27,7 +27,7 @@ def given_up(kind: str, code: str) -> WorkerState:
 
 def told(*states: WorkerState, ready: bool = True, **spec: Any) -> dict[str, str]:
     """Return each condition's status and reason, by its type, after a plan for replicas in these states."""
-    plan = planned(*(pod(index, ready=ready) for index in range(len(states))), states=dict(enumerate(states)), **spec)
+    plan = planned(*(pod(index, ready=ready, routable=True) for index in range(len(states))), states=dict(enumerate(states)), **spec)
     return {one.type: f"{one.status.value} {one.reason}" for one in plan.status.conditions}
 
 
@@ -121,7 +121,7 @@ TOLD = [
 def test_the_conditions_of(states: list[WorkerState], sleep: dict[str, Any], ready: str, awake: str, available: str, degraded: str) -> None:
     found = told(*states, replicas=len(states), sleep=sleep)
     assert [found[name] for name in ("Ready", "Awake", "Available", "Degraded")] == [ready, awake, available, degraded]
-    assert found["Progressing"] in ("True RolloutComplete", "True LoadingModel")
+    assert found["Progressing"] in ("True RolloutComplete", "True LoadingModel", "True RolloutProgressing")
 
 
 def test_a_sleeper_whose_server_does_not_answer_requests_is_not_wakeable() -> None:

@@ -21,7 +21,7 @@ from support.operator.rig import Rig, adapter, serving
 
 def scraped(rig: Rig) -> list[str]:
     registry = CollectorRegistry()
-    registry.register(ObjectsByReason(rig.runtime.ready_reasons))
+    registry.register(ObjectsByReason(rig.runtime.ready_reasons, rig.runtime.degraded_reasons))
     return [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
 
 
@@ -35,11 +35,16 @@ async def test_objects_are_counted_by_kind_and_reason_and_forgotten_when_they_go
         'diffusion_operator_objects{kind="DiffusionDeployment",object_namespace="default",reason="Serving"} 1.0',
         'diffusion_operator_objects{kind="LoRAAdapter",object_namespace="default",reason="LoadedEverywhere"} 2.0',
         'diffusion_operator_objects{kind="LoRAAdapter",object_namespace="default",reason="Suspended"} 1.0',
+        'diffusion_operator_objects_degraded{kind="DiffusionDeployment",object_namespace="default",reason="AsExpected"} 1.0',
+        'diffusion_operator_objects_degraded{kind="LoRAAdapter",object_namespace="default",reason="AsExpected"} 3.0',
     ]
     for name in ("a", "b", "c"):
         rig.cluster.remove(ADAPTER, name)
     await rig.run()
-    assert scraped(rig) == ['diffusion_operator_objects{kind="DiffusionDeployment",object_namespace="default",reason="Serving"} 1.0']
+    assert scraped(rig) == [
+        'diffusion_operator_objects{kind="DiffusionDeployment",object_namespace="default",reason="Serving"} 1.0',
+        'diffusion_operator_objects_degraded{kind="DiffusionDeployment",object_namespace="default",reason="AsExpected"} 1.0',
+    ]
 
 
 async def nothing(key: Key) -> Result:

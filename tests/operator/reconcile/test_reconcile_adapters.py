@@ -338,7 +338,10 @@ async def test_an_adapter_whose_deployment_is_deleted_says_so_and_one_made_again
     assert "replicaInstances" not in status
     assert "resolved" not in status
     assert status["loadedReplicas"] == 0
-    assert (rig.adapter_condition("UpToDate"), rig.adapter_condition("Degraded")) == (("Unknown", "NotLoaded"), ("False", "AsExpected"))
+    assert (rig.adapter_condition("UpToDate"), rig.adapter_condition("Degraded")) == (
+        ("Unknown", "NotLoaded"),
+        ("True", "DeploymentMissing"),
+    )
     rig.cluster.put(deployment())
     await rig.run()
     rig.start_all(digests={"/loras/x": "sha256:new"})

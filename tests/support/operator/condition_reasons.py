@@ -23,6 +23,7 @@ Found = dict[str, set[str]]
 # The value of a group's problem.
 PROBLEM = "<problem>"
 ADAPTER_MODULE = "adapters.conditions"
+OF_BOTH_KINDS = "not_understood"
 
 
 class Reasons(NamedTuple):
@@ -103,7 +104,8 @@ def reasons_of(known: Mapping[str, Collection[str]]) -> Reasons:
         for function, call in source.verdicts():
             type_, _, reason, _ = call.args
             for each in source.texts(type_, function):
-                found[each] |= source.texts(reason, function)
+                for kind in reasons if function.name == OF_BOTH_KINDS else (found,):
+                    kind[each] |= source.texts(reason, function)
     return reasons
 
 

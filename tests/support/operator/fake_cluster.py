@@ -34,6 +34,8 @@ class FakeCluster:
         """An error that every call raises, as if the API server were down."""
         self.dry_runs: list[str] = []
         """Names of the pods that were tried by a dry run."""
+        self.asked_for_warnings: list[str] = []
+        """UIDs of the objects whose Events were read."""
         self.graceful = False
         """True: a deleted pod stays, terminating, until `ended` is called for it."""
         self.status_writes = 0
@@ -62,6 +64,12 @@ class FakeCluster:
 
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         return await self.get(kind, namespace, name)
+
+    async def warnings(self, namespace: str, uid: str) -> Sequence[Manifest]:
+        self._check()
+        self.asked_for_warnings.append(uid)
+        found = [one for key, one in self._objects.items() if key[:2] == ("Event", namespace)]
+        return [copy.deepcopy(one) for one in found if (one["involvedObject"]["uid"], one["type"]) == (uid, "Warning")]
 
     async def create(self, manifest: Manifest) -> bool:
         self._check()

@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 Action = Callable[..., Awaitable[Any]]
-LOOKS = frozenset({"get", "look_up", "list", "pages", "watch", "adapter_versions", "published_kinds", "state", "try_create", "close"})
+LOOKS = frozenset(
+    {"get", "look_up", "list", "pages", "watch", "adapter_versions", "published_kinds", "warnings", "state", "try_create", "close"}
+)
 
 
 class OperatorDied(BaseException):

@@ -21,12 +21,15 @@ class Selector(NamedTuple):
 
     metric: str
     labels: dict[str, str]
+    without: dict[str, str]
+    """Values that it leaves out."""
 
 
 def selectors(expression: str) -> list[Selector]:
     """Return the metrics and labels that a PromQL expression selects. Promtool checks its syntax."""
     found = re.findall(r"\b(diffusion_\w+_\w+)\b(?:\{([^}]*)\})?", re.sub(r"by \([^)]*\)", "", expression))
-    return [Selector(metric, dict(re.findall(r'(\w+)\s*=~?\s*"([^"]*)"', labels))) for metric, labels in found]
+    wanted, left_out = (r'(\w+)\s*=~?\s*"([^"]*)"', r'(\w+)\s*!=\s*"([^"]*)"')
+    return [Selector(metric, dict(re.findall(wanted, labels)), dict(re.findall(left_out, labels))) for metric, labels in found]
 
 
 def grouped(expression: str) -> set[str]:
@@ -52,7 +55,7 @@ def of_workers() -> dict[str, set[str]]:
 def of_the_operator() -> dict[str, set[str]]:
     """Return the labels of each series of the operator, from its registry and from what its process registers at the start."""
     found: dict[str, set[str]] = {}
-    runtime: Any = SimpleNamespace(ready_reasons={}, statuses={}, memories={})
+    runtime: Any = SimpleNamespace(ready_reasons={}, degraded_reasons={}, statuses={}, memories={})
     queue: Any = SimpleNamespace(waiting=0, oldest_s=0.0)
     registered = metrics.register(runtime, lambda: queue, [], Leadership.for_ever())
     collectors = list(metrics.REGISTRY._collector_to_names)

@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from diffusion_operator.api.foreign_text import OpenWord
+from diffusion_operator.api.names import DEFAULT_GPU_RESOURCE, NO_GPU_RESOURCE
 from diffusion_operator.api.pod_parts import ContainerSecurity, EnvFrom, EnvVar, ExtraVolume, VolumeMount
 from diffusion_operator.api.scheduling import Scheduling
 from diffusion_operator.api.source import ModelSource
@@ -216,6 +217,20 @@ class Resources(_Spec, frozen=True):
     limits: dict[str, Quantity] = {}
     claims: tuple[DeviceClaim, ...] = ()
     shared_memory: Quantity = "8Gi"
+
+    @property
+    def gpu_resource(self) -> str:
+        """The extended resource that stands for a GPU, by default `nvidia.com/gpu`.
+
+        It is `none` if the spec says so, because no GPU is needed. Without a name in the spec, resource claims make it `none` too.
+        """
+        return self.gpu_resource_name or (NO_GPU_RESOURCE if self.claims else DEFAULT_GPU_RESOURCE)
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """Names of what brings a replica its devices: the extended resource, claims and templates of claims."""
+        names = {self.gpu_resource} - {NO_GPU_RESOURCE}
+        return frozenset(names | {name for one in self.claims if (name := one.resource_claim_name or one.resource_claim_template_name)})
 
 
 class OnMissing(StrEnum):

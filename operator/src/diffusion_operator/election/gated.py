@@ -44,6 +44,9 @@ class GatedCluster:
     async def look_up(self, kind: Kind, namespace: str, name: str) -> Manifest | None:
         return await self._cluster.look_up(kind, namespace, name)
 
+    async def warnings(self, namespace: str, uid: str) -> Sequence[Manifest]:
+        return await self._cluster.warnings(namespace, uid)
+
     async def create(self, manifest: Manifest) -> bool:
         async with self._write():
             return await self._cluster.create(manifest)

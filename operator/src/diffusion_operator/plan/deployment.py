@@ -14,6 +14,7 @@ from diffusion_operator.plan.adapters.slices import Slices, finish
 from diffusion_operator.plan.observed.children import ChildState, pods_wait_for
 from diffusion_operator.plan.observed.observed import Departures, Observed
 from diffusion_operator.plan.observed.replica_state import Group, observe_groups
+from diffusion_operator.plan.observed.waiting import late, with_words
 from diffusion_operator.plan.replicas.check_pod import with_check
 from diffusion_operator.plan.replicas.departure import plan_departure
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
@@ -69,7 +70,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     deployment = observed.deployment
     template = template_of(deployment, default_image=observed.default_image, pods=observed.pods)
     observed, adopted = judge_orphans(observed, revision=template.revision)
-    found = observe_groups(observed)
+    found = with_words(observed, observe_groups(observed))
     nodes = avoided_nodes(deployment.status.avoided_nodes, found, now)
     seen = with_failures(found, deployment.spec, now, faults=faults_of(nodes))
     adapters = yield from plan_adapters(observed, seen, now, revision=template.revision, before=before)
@@ -77,6 +78,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     departures, told = plan_removals(observed.departures, adapters)
     present = tuple(group for group in groups if group.state is not ReplicaState.TERMINATING)
     trial = plan_trial(observed, present, revision=template.revision, now=now)
+    paused = count_paused(observed)
     trial = with_check(trial, observed, present, revision=template.revision, now=now)
     checks = trial.stays and not trial.refusal
     progress = progress_of(
@@ -84,7 +86,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         deployment.status,
         present,
         revision=template.revision,
-        paused=count_paused(observed) + checks,
+        paused=paused + checks,
         refused=bool(trial.refusal),
         now=now,
     )
@@ -100,7 +102,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         avoided_nodes=tuple(node.name for node in nodes),
         now=now,
     )
-    retiring = frozenset(action.uid for action in replicas.retire)
+    retiring = {action.uid: action.why for action in replicas.retire}
     routing = plan_routing(groups, retiring=retiring)
     departure = plan_departure(observed, replicas.retire, unrouted_now={action.uid for action in routing}, now=now)
     staying = [group for group in groups if group.pod.uid not in retiring]
@@ -118,12 +120,13 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         default_image=default_image(deployment, template, observed.default_image),
         policy_possible=observed.policy_possible,
         children=observed.children,
+        late=late(present, now, deployment.spec.rollout) if progress.done and not paused else None,
         avoided_nodes=nodes,
     )
     orphans = {pod.uid for pod in observed.pods if pod.orphan}
     chosen = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
     sleep = tuple(call for call in chosen if call.worker.pod_uid not in orphans)
-    left_alone = retiring | {call.worker.pod_uid for call in sleep}
+    left_alone = retiring.keys() | {call.worker.pod_uid for call in sleep}
     others = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
     wanted = (*departure.drain, *(call for call in others if call.worker.pod_uid not in orphans))
     calls: tuple[WorkerAction, ...] = tuple(call for call in wanted if call.worker.pod_uid not in observed.calling)

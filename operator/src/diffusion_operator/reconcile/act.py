@@ -11,7 +11,7 @@ from diffusion_operator.plan.observed.children import pods_wait_for
 from diffusion_operator.plan.observed.ownership import Ownership, adopt, has_our_labels, is_controlled_by, ownership
 from diffusion_operator.plan.replicas.revision import Template
 from diffusion_operator.plan.results.actions import AdoptPod, CreateCheckPod, CreatePod, DeletePod, PodAction, SetRoutable
-from diffusion_operator.plan.results.child_events import orphan_replaced, pod_adopted, pod_name_taken
+from diffusion_operator.plan.results.events import pod_adopted, pod_deleted, pod_name_taken
 from diffusion_operator.reconcile.children.repairs import set_our_labels, tell, tell_repaired
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.pod_guard import guard
@@ -88,7 +88,7 @@ async def _act_on_pod(
             guard(runtime.settings, manifest)
             created = await runtime.cluster.create(manifest)
             log.info("check pod made namespace=%s pod=%s new=%s", namespace, manifest["metadata"]["name"], created)
-        case SetRoutable(name=name, uid=uid, routable=routable):
+        case SetRoutable(name=name, uid=uid, routable=routable, why=why):
             labels = {LABEL_ROUTABLE: "true" if routable else None}
             if memory.routed.get(uid) is routable:
                 change = f"label {LABEL_ROUTABLE} of pod {name} was changed"
@@ -97,14 +97,16 @@ async def _act_on_pod(
             memory.routed[uid] = routable
             if not routable:
                 memory.unrouted_at[uid] = runtime.now()
+            if why:
+                await tell(runtime, deployment, pod_deleted(name, why=why, uid=uid))
         case AdoptPod():
             await _adopt(runtime, deployment, action)
         case DeletePod(name=name, uid=uid, why=why):
             log.info("deleting pod namespace=%s pod=%s why=%s", namespace, name, why)
             memory.deleted_pods |= {uid}
             await runtime.cluster.delete(POD, namespace, name, uid=uid)
-            if action.orphan:
-                await tell(runtime, deployment, orphan_replaced(name, why=why, uid=uid))
+            reason = "OrphanReplaced" if action.orphan else "PodDeleted"
+            await tell(runtime, deployment, pod_deleted(name, why=why, uid=uid, reason=reason))
     return False
 
 

@@ -5,7 +5,6 @@ import msgspec
 
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.meta import reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Manifest
 from diffusion_operator.errors import NotUnderstood
@@ -27,7 +26,7 @@ VIEW_WAIT_S = 5.0
 async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
     manifest = await runtime.cluster.get(ADAPTER, key.namespace, key.name)
     if manifest is None or manifest["metadata"].get("deletionTimestamp"):
-        runtime.ready_reasons.pop(key, None)
+        runtime.hide(key)
         runtime.adapter_backoffs.pop(key, None)
         return Result(gone=True)
     try:
@@ -72,7 +71,7 @@ def _current_view(runtime: Runtime, adapter: LoRAAdapter, *, deployment_uid: str
 async def _write_status(runtime: Runtime, backoffs: Backoffs, adapter: LoRAAdapter, view: AdapterView | None, *, version: str) -> None:
     status, metadata = adapter_status(adapter, view, now=runtime.now()), adapter.metadata
     status = msgspec.structs.replace(status, operator=runtime.release)
-    runtime.ready_reasons[adapter_key(metadata.namespace, metadata.name)] = reason_of(status.conditions, "Ready")
+    runtime.show(adapter_key(metadata.namespace, metadata.name), status.conditions)
     if status != adapter.status:
         events = adapter_events(adapter, status)
         await write_status(runtime, backoffs, ADAPTER, metadata, version=version, events=events, status=status)

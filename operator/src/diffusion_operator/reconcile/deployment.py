@@ -9,20 +9,19 @@ import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import DeploymentStatus
-from diffusion_operator.api.meta import reason_of, settle_conditions
+from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.errors import ClusterError, NamespaceEnds, NotUnderstood
 from diffusion_operator.pace import Pace, unhurried
+from diffusion_operator.plan.adapters.conditions import NOT_UNDERSTOOD, not_understood
 from diffusion_operator.plan.adapters.shards import foreign_shards, shard_of
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_in_slices, status_after
 from diffusion_operator.plan.observed.children import hurried
-from diffusion_operator.plan.observed.observed import Observed
+from diffusion_operator.plan.observed.observed import Asleep, Observed
 from diffusion_operator.plan.replicas.check_pod import checked
 from diffusion_operator.plan.results.actions import CreatePod, PutAdapter, WorkerAction
-from diffusion_operator.plan.results.child_events import child_events
-from diffusion_operator.plan.results.condition_events import condition_events
-from diffusion_operator.plan.results.events import deployment_events, wakes_between
-from diffusion_operator.plan.status.conditions import NOT_UNDERSTOOD, not_understood, pass_failed
+from diffusion_operator.plan.results.events import child_events, condition_events, deployment_events, wakes_between
+from diffusion_operator.plan.status.conditions import pass_failed
 from diffusion_operator.reconcile.act import act_on_pods
 from diffusion_operator.reconcile.children.keeping import DesiredFiles, keep_children, next_try_s, recheck_secret
 from diffusion_operator.reconcile.children.repairs import tell_missed_pods
@@ -54,7 +53,7 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
     except NotUnderstood as error:
         return await tell_not_understood(runtime, key, manifest, not_understood(error.why))
     if runtime.ready_reasons.get(key) == NOT_UNDERSTOOD:  # adapters of it say so, too
-        del runtime.ready_reasons[key]
+        runtime.hide(key)
         await _wake_adapters(runtime, key)
     memory = runtime.memory(deployment.metadata)
 
@@ -135,8 +134,7 @@ async def _gone(runtime: Runtime, key: Key) -> Result:
     """
     runtime.forget(key.namespace, key.name)
     runtime.watches.forget(key.namespace, key.name)
-    runtime.ready_reasons.pop(key, None)
-    runtime.statuses.pop(key, None)
+    runtime.hide(key)
     await _wake_adapters(runtime, key)
     return Result(gone=True)
 
@@ -166,7 +164,7 @@ def _calls(plan: DeploymentPlan, memory: DeploymentMemory) -> list[WorkerAction]
 
 
 async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, error: Exception) -> None:
-    """Write Ready=Unknown with the error into the status, and leave the rest of it as it was.
+    """Write Ready=Unknown and Degraded with the error into the status, and leave the rest of it as it was.
 
     The last observations may no longer hold, so the message says that the rest may be out of date.
     """
@@ -175,9 +173,9 @@ async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, me
         f"the operator could not reconcile this object: {failure}; the rest of this status may be out of date, and the operator tries again"
     )
     now, generation, before = runtime.now(), deployment.metadata.generation, deployment.status.conditions
-    (ready,) = settle_conditions((pass_failed(text),), previous=before, generation=generation, now=now)
-    others = tuple(one for one in before if one.type != ready.type)
-    await _write_status(runtime, deployment, memory, msgspec.structs.replace(deployment.status, conditions=(ready, *others)))
+    told = settle_conditions(pass_failed(text), previous=before, generation=generation, now=now)
+    others = tuple(one for one in before if one.type not in ("Ready", "Degraded"))
+    await _write_status(runtime, deployment, memory, msgspec.structs.replace(deployment.status, conditions=(*told, *others)))
 
 
 async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, status: DeploymentStatus) -> None:
@@ -187,8 +185,9 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
     """
     metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
     status = msgspec.structs.replace(status, operator=runtime.release)
-    runtime.ready_reasons[key] = reason_of(status.conditions, "Ready")
+    runtime.show(key, status.conditions)
     runtime.statuses[key] = DeploymentStatus(replica_states=status.replica_states, held=status.held)
+    runtime.asleep[key] = Asleep(key.namespace, key.name, deployment.spec.resources.devices, status.asleep_replicas or 0)
     if not worth_writing(deployment.status, status, last=memory.status_written_at, now=now):
         if deployment.status != status:
             memory.withhold(write_due_s(deployment.status, status, last=memory.status_written_at, now=now))

@@ -219,6 +219,8 @@ class DeploymentMemory:
     """The last dry run of a template."""
     check: TemplateCheck | None = None
     """The last check pod of a template."""
+    warnings: dict[str, tuple[datetime, str]] = field(default_factory=dict)
+    """When the Events of a pod that waits were read, and the last Warning among them, by UID."""
     refusal: str = ""
     backoffs: Backoffs = field(default_factory=Backoffs)
     status_written_at: datetime | None = None

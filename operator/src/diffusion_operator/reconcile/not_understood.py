@@ -21,8 +21,9 @@ from diffusion_operator.reconcile.status_write import write_status
 log = logging.getLogger(__name__)
 
 
-async def tell_not_understood(runtime: Runtime, key: Key, manifest: dict[str, Any], ready: Verdict) -> Result:
-    """Write `ready` into the object's status and leave all else of that as it is, unless another release manages the object."""
+async def tell_not_understood(runtime: Runtime, key: Key, manifest: dict[str, Any], verdicts: tuple[Verdict, ...]) -> Result:
+    """Write `verdicts`, Ready first, into the object's status and leave all else of that, unless another release manages the object."""
+    ready = verdicts[0]
     status = manifest.get("status") or {}
     if await is_anothers(runtime, status.get("operator")):
         return step_back(runtime, key, status.get("operator"))
@@ -31,18 +32,18 @@ async def tell_not_understood(runtime: Runtime, key: Key, manifest: dict[str, An
     backoffs.see(metadata.generation)
     if runtime.ready_reasons.get(key) != ready.reason:
         log.warning("an object is not understood and left alone object=%s error=%s", key, ready.message)
-    runtime.ready_reasons[key] = ready.reason
     before = _known(status.get("conditions"))
-    (after,) = settle_conditions((ready,), previous=before, generation=metadata.generation, now=runtime.now())
-    if after in before:
+    after = settle_conditions(verdicts, previous=before, generation=metadata.generation, now=runtime.now())
+    runtime.show(key, after)
+    if all(one in before for one in after):
         return Result()
-    others = [one for one in status.get("conditions", ()) if one.get("type") != ready.type]
+    others = [one for one in status.get("conditions", ()) if one.get("type") not in [each.type for each in verdicts]]
     release = {"operator": runtime.release} if runtime.release is not None else {}
     event = PlannedEvent(
         type=EventType.WARNING, reason=ready.reason, message=ready.message[:1000], key=f"{metadata.generation}-{ready.message}"
     )
     kind, version = KINDS[key.kind], manifest["metadata"]["resourceVersion"]
-    told = status | release | {"conditions": [msgspec.to_builtins(after), *others]}
+    told = status | release | {"conditions": [*msgspec.to_builtins(after), *others]}
     await write_status(runtime, backoffs, kind, metadata, version=version, events=(event,), status=told)
     return Result(requeue_after_s=backoffs.next_s(runtime.now()))
 

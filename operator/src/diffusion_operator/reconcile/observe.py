@@ -5,18 +5,23 @@ Nobody is waited for, except once: a process that has just begun waits a moment 
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import LABEL_DEPLOYMENT, POD, check_pod_name
+from diffusion_operator.errors import ClusterError
 from diffusion_operator.plan.observed.observed import Observed
 from diffusion_operator.plan.observed.ownership import Ownership, ownership
 from diffusion_operator.plan.observed.pods import Pod, pod_numbers, read_pod
+from diffusion_operator.plan.observed.waiting import EVENTS_EVERY, last_warning, waits_silently
 from diffusion_operator.reconcile.children.repairs import repair_pods
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.runtime import Runtime
+
+log = logging.getLogger(__name__)
 
 FIRST_ANSWER = timedelta(seconds=2)
 """For the first answer of a worker that is ready and that this process has not heard of yet. Without it a status would say for a
@@ -66,8 +71,27 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         policy_possible=runtime.settings.operator_pods is not None,
         children=memory.children,
         images_that_read_shards=memory.images_that_read_shards,
+        warnings=await _warnings(runtime, memory, namespace, pods),
+        asleep=tuple(runtime.asleep.values()) if any(pod.unschedulable for pod in pods) else (),
         refusal=memory.refusal,
     )
+
+
+async def _warnings(runtime: Runtime, memory: DeploymentMemory, namespace: str, pods: Sequence[Pod]) -> dict[str, str]:
+    """Return the last Warning about each pod that waits and does not say for what, by UID. They are read once in 30 s."""
+    now = runtime.now()
+    waiting = [pod for pod in pods if waits_silently(pod, now)]
+    memory.warnings = {pod.uid: memory.warnings.get(pod.uid, (pod.created_at, "")) for pod in waiting}
+    for pod in waiting:
+        asked_at, text = memory.warnings[pod.uid]
+        if now - asked_at < EVENTS_EVERY:
+            continue
+        try:
+            text = last_warning(await runtime.cluster.warnings(namespace, pod.uid), after=pod.set_up_at)
+        except ClusterError as error:
+            log.warning("Events not read namespace=%s pod=%s error=%s", namespace, pod.name, error)
+        memory.warnings[pod.uid] = (now, text)
+    return {uid: text for uid, (_, text) in memory.warnings.items()}
 
 
 def _sort_pods(

@@ -43,6 +43,7 @@ def step_back(runtime: Runtime, key: Key, release: str | None, *, pause_s: float
     """Leave an object to another release, with a line in the log at first, and return to look again after `pause_s`."""
     if runtime.ready_reasons.get(key) != ANOTHERS:
         log.warning("object left to another release object=%s release=%s", key, release or "unnamed")
+    runtime.hide(key)
     runtime.ready_reasons[key] = ANOTHERS
     return Result(requeue_after_s=pause_s)
 
@@ -54,12 +55,10 @@ async def claim(runtime: Runtime, deployment: DiffusionDeployment, memory: Deplo
     if await is_anothers(runtime, named):
         runtime.forget(key.namespace, key.name)
         runtime.watches.forget(key.namespace, key.name)
-        runtime.statuses.pop(key, None)
         return step_back(runtime, key, named)
     if named == runtime.release or runtime.release is None:
         return None
     if named is None and memory.claimed_at is not None and runtime.now() - memory.claimed_at < OVERWRITTEN:
-        runtime.statuses.pop(key, None)
         return step_back(runtime, key, None, pause_s=OVERWRITTEN.total_seconds())
     return await _claim(runtime, deployment, memory)
 

@@ -7,10 +7,11 @@ from datetime import datetime
 from typing import Protocol
 
 from diffusion_operator.api.deployment_status import DeploymentStatus
-from diffusion_operator.api.meta import ObjectMeta
+from diffusion_operator.api.meta import Condition, ObjectMeta, reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster
 from diffusion_operator.election.other_releases import OtherReleases
+from diffusion_operator.plan.observed.observed import Asleep
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.plan.results.actions import WorkerAction
 from diffusion_operator.plan.results.worker_changes import WorkerChanges
@@ -74,8 +75,12 @@ class Runtime:
     adapter_backoffs: dict[Key, Backoffs] = field(default_factory=dict)
     ready_reasons: dict[Key, str] = field(default_factory=dict)
     """The reason of Ready of every object that was looked at, for metrics."""
+    degraded_reasons: dict[Key, str] = field(default_factory=dict)
+    """The reason of Degraded, likewise."""
     statuses: dict[Key, DeploymentStatus] = field(default_factory=dict)
     """The status of every deployment as last computed, written or not, for metrics."""
+    asleep: dict[Key, Asleep] = field(default_factory=dict)
+    """The sleepers of every deployment, for those that wait for their devices."""
 
     def now(self) -> datetime:
         """Return the time in whole seconds, as Kubernetes keeps it, so that a status read back equals the one written."""
@@ -93,10 +98,19 @@ class Runtime:
         for ip, uid in known.addresses.items() if known is not None else ():
             self.workers.forget_pod(ip, uid)
 
+    def show(self, key: Key, conditions: tuple[Condition, ...]) -> None:
+        """Take an object's reasons for the metrics from its conditions."""
+        self.ready_reasons[key], self.degraded_reasons[key] = (reason_of(conditions, type_) for type_ in ("Ready", "Degraded"))
+
+    def hide(self, key: Key) -> None:
+        """Take an object out of the metrics, and out of the sleepers that others name."""
+        for shown in (self.ready_reasons, self.degraded_reasons, self.statuses, self.asleep):
+            shown.pop(key, None)
+
     def show_nothing(self) -> None:
         """Clear the metrics of objects, which are left to the process that leads."""
-        self.ready_reasons.clear()
-        self.statuses.clear()
+        for shown in (self.ready_reasons, self.degraded_reasons, self.statuses, self.asleep):
+            shown.clear()
 
     def memory(self, deployment: ObjectMeta) -> DeploymentMemory:
         namespace, name = deployment.namespace, deployment.name

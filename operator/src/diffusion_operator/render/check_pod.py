@@ -8,7 +8,7 @@ from diffusion_operator.api.names import LABEL_INCARNATION, LABEL_REPLICA_INDEX,
 from diffusion_operator.api.pod_parts import ContainerSecurity
 from diffusion_operator.plan.replicas.revision import Template
 from diffusion_operator.render import Manifest
-from diffusion_operator.render.pod import container_security, gpu_resource, pod
+from diffusion_operator.render.pod import container_security, pod
 
 _WITHOUT = (
     "affinity", "topologySpreadConstraints", "hostNetwork", "hostIPC", "hostPID", "resourceClaims", "ports", "startupProbe",
@@ -35,7 +35,7 @@ def check_pod(deployment: DiffusionDeployment, template: Template, *, nodes: Seq
         {"weight": 100, "preference": {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}} for node in nodes
     ]
     # The cluster adds this toleration to pods that ask for the device, and nodes may keep all others off it.
-    gpu = gpu_resource(deployment.spec)
+    gpu = deployment.spec.resources.gpu_resource
     device = [{"key": gpu, "operator": "Exists"}] if gpu != NO_GPU_RESOURCE else []
     spec = {
         **_rest(made["spec"]),

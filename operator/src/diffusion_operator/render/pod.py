@@ -13,7 +13,6 @@ from diffusion_operator.api.names import (
     CONTAINER,
     CONTROL_PORT,
     DATA_PORT,
-    DEFAULT_GPU_RESOURCE,
     DESIRED_SHARDS,
     LABEL_INCARNATION,
     LABEL_REPLICA_INDEX,
@@ -174,7 +173,7 @@ _OWN_NAMES = frozenset(one["name"] for one in (*_OWN_ENV, _POD_UID, _ON_A_GPU)) 
 
 def _environment(spec: DeploymentSpec) -> list[Manifest]:
     """List the operator's variables and those of the spec, which cannot replace them."""
-    has_gpu = bool(spec.resources.claims) or gpu_resource(spec) != NO_GPU_RESOURCE
+    has_gpu = bool(spec.resources.claims) or spec.resources.gpu_resource != NO_GPU_RESOURCE
     given = ({"name": one.name, "value": one.value} if one.value_from is None else _plain(one) for one in spec.engine.env)
     given = (one for one in given if one["name"] not in _OWN_NAMES)
     return [*_OWN_ENV, _POD_UID, *([_ON_A_GPU] if has_gpu else []), *_queue_bounds(spec.requests.limits), *given]
@@ -187,17 +186,9 @@ def _queue_bounds(limits: RequestLimits) -> list[Manifest]:
     return [{"name": name, "value": str(value)} for name, value in said.items() if value != getattr(usual, _QUEUE_BOUNDS[name])]
 
 
-def gpu_resource(spec: DeploymentSpec) -> str:
-    """Return the extended resource that stands for a GPU, by default `nvidia.com/gpu`.
-
-    It is `none` if the spec says so, because no GPU is needed. Without a name in the spec, resource claims make it `none` too.
-    """
-    return spec.resources.gpu_resource_name or (NO_GPU_RESOURCE if spec.resources.claims else DEFAULT_GPU_RESOURCE)
-
-
 def _resources(spec: DeploymentSpec) -> Manifest:
     """Render resources: one GPU a rank, with equal request and limit as extended resources demand. Claims bring devices instead."""
-    gpu = gpu_resource(spec)
+    gpu = spec.resources.gpu_resource
     count = {} if gpu == NO_GPU_RESOURCE else {gpu: str(spec.parallelism.ranks_per_replica)}
     claims = [{"name": one.name} | ({"request": one.request} if one.request is not None else {}) for one in spec.resources.claims]
     parts = {

@@ -128,6 +128,26 @@ async def test_a_pod_that_was_deleted_is_told_and_its_place_taken() -> None:
     assert rig.cluster.notes("Repaired") == ["pod d-0-0 was deleted by another client; the operator repairs it"]
 
 
+async def test_a_pod_that_the_cluster_preempted_is_not_said_to_be_deleted_by_a_client() -> None:
+    rig = await serving(1)
+    rig.cluster.graceful = True
+    live = rig.cluster.find(POD, "d-0-0")
+    assert live is not None
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "default-scheduler: preempting"}
+    rig.cluster.pod_status("d-0-0", conditions=[*live["status"]["conditions"], target])
+    rig.cluster.tell_to_go("d-0-0")
+    await rig.run()
+    (note,) = rig.cluster.notes("Repaired")
+    assert note == "pod d-0-0 was deleted by PreemptionByScheduler: default-scheduler: preempting; the operator repairs it"
+
+
+async def test_a_scale_down_is_an_event_that_says_which_pod_goes_and_why() -> None:
+    rig = await serving(2)
+    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=1))
+    await rig.run(30)
+    assert rig.cluster.notes("PodDeleted") == ["pod d-1-0 is deleted: there are more replicas than the spec asks for"]
+
+
 async def test_a_pod_that_lost_its_label_while_no_operator_ran_gets_it_back_and_goes_on() -> None:
     """Take the label from a pod while no operator runs. The next one restores it; otherwise the pod would hold its GPU beside its
     successor."""

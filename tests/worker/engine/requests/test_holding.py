@@ -78,9 +78,10 @@ def test_past_the_limit_a_request_is_one_too_many_but_never_where_the_model_serv
     assert decide(situation(READY, maxHeld=0), 5) is None
 
 
-def test_a_sleep_that_somebody_asked_for_has_no_time_to_come_back() -> None:
-    error = decide(situation(ASLEEP, SLEEP), 0)
-    assert error is not None and (error.retryable, error.retry_after_s) == (True, None)
+@pytest.mark.parametrize(("policy", "retryable"), [(SLEEP, False), (AWAKE, True)])
+def test_a_sleep_that_somebody_asked_for_has_no_time_to_come_back_and_by_policy_no_use(policy: SleepPolicy, retryable: bool) -> None:
+    error = decide(situation(ASLEEP, policy), 0)
+    assert error is not None and (error.retryable, error.retry_after_s) == (retryable, None)
 
 
 # The wait

@@ -190,7 +190,8 @@ async def test_with_the_mode_reject_a_sleeping_model_is_woken_for_those_that_com
 async def test_a_sleep_that_somebody_asked_for_is_not_ended_by_a_request(tmp_path: Path, policy: str) -> None:
     async with sleeping_edge(tmp_path, policy) as edge:
         answer = await edge.request_images(prompt="p kumquatfen")
-        assert code(answer) == (503, "Asleep") and "retry-after" not in answer.headers
+        assert code(answer) == (422 if policy == "Asleep" else 503, "Asleep") and "retry-after" not in answer.headers
+        assert answer.headers["x-should-retry"] == ("false" if policy == "Asleep" else "true")
         assert (await edge.state())["state"] == "asleep"
 
 

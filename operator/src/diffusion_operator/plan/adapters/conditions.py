@@ -12,6 +12,8 @@ from diffusion_operator.plan.observed.states import RESTING_STATES
 
 MIB = 1024 * 1024
 _COMING = (InstanceState.FETCHING, InstanceState.LOADING)
+NOT_UNDERSTOOD = "NotUnderstood"
+"""The reason of Ready where the object cannot be read."""
 _NO_NEWS = "; no replica has a newer answer from the source yet: see the condition Loaded"
 
 
@@ -22,25 +24,20 @@ def without_deployment(adapter: LoRAAdapter) -> tuple[Verdict, ...]:
         verdict("Accepted", False, "DeploymentNotFound", message),
         verdict("SourceResolved", None, "NotTried", message),
         verdict("Loaded", False, "NoReplicas", message),
-        verdict("Degraded", False, "AsExpected", ""),
+        verdict("Degraded", True, "DeploymentMissing", message),
         verdict("UpToDate", None, "NotLoaded", message),
     )
 
 
-def not_understood(wrong_field: str) -> Verdict:
-    """Return Ready=Unknown for an adapter that cannot be read, or whose deployment cannot. `wrong_field` names the field and its fault."""
-    advice = remedy(wrong_field)
-    return verdict("Ready", None, "NotUnderstood", f"{wrong_field}; {advice}")
+def not_understood(wrong_field: str) -> tuple[Verdict, ...]:
+    """Return Ready=Unknown and Degraded=True for an object of either kind that cannot be read, or for an adapter of such a deployment.
 
-
-def remedy(wrong_field: str) -> str:
-    """Return the rest of a message about a field that is not understood: nothing changes until it is corrected.
-
-    `wrong_field` begins with the field. For one of the status it names the option by which `kubectl edit` reaches it.
+    `wrong_field` begins with the field, and says what was expected there and what was found. The message adds the remedy.
     """
     by_kubectl = " by `kubectl edit --subresource=status`" if wrong_field.startswith("status.") else ""
     idle = f"the operator leaves everything as it is until the field is corrected{by_kubectl}"
-    return f"{idle}, and the rest of this status may be out of date"
+    text = f"{wrong_field}; {idle}, and the rest of this status may be out of date"
+    return verdict("Ready", None, NOT_UNDERSTOOD, text), verdict("Degraded", True, NOT_UNDERSTOOD, text)
 
 
 def adapter_verdicts(adapter: LoRAAdapter, view: AdapterView, resolved: ResolvedStatus | None) -> tuple[Verdict, ...]:
@@ -56,6 +53,8 @@ def ready(adapter: LoRAAdapter, view: AdapterView) -> Verdict:
         return verdict("Ready", False, "Suspended", f"spec.suspend is true{leaving}")
     if view.suspended:
         return verdict("Ready", False, "Deferred", "the deployment's spec.suspend is true, so no replica can load the adapter")
+    if not view.instances:
+        return verdict("Ready", False, "Deferred", "the deployment has no replica to load the adapter on")
     tally = _tally(view)
     if view.wakeable:
         text = f"{tally}; the next request wakes a replica, which loads the adapter before it serves"
@@ -144,6 +143,12 @@ def degraded(view: AdapterView) -> Verdict:
             evictions = f"replica {one.status.replica} evicted the adapter {one.evictions} times in the last ten minutes"
             message = f"{evictions}, though nobody asked for that; the operator has it loaded again"
             return verdict("Degraded", True, "EvictedUnexpectedly", message)
+    if not view.decision.accepted:
+        return verdict("Degraded", True, "NotAccepted", view.decision.message)
+    if view.decision.desired is not None and view.count(InstanceState.FAILED):
+        return verdict("Degraded", True, "LoadFailed", _first_error(view))
+    if view.decision.desired is not None and view.evicted:
+        return verdict("Degraded", True, "Evicted", _evicted(view))
     return verdict("Degraded", False, "AsExpected", "")
 
 

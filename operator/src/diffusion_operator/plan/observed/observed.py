@@ -138,6 +138,15 @@ class TemplateCheck(msgspec.Struct, frozen=True):
     """When the verdict is due, or the next try."""
 
 
+class Asleep(msgspec.Struct, frozen=True):
+    """A deployment's replicas that sleep, and keep their devices."""
+
+    namespace: str
+    name: str
+    devices: frozenset[str]
+    replicas: int
+
+
 class Observed(msgspec.Struct, frozen=True):
     deployment: DiffusionDeployment
     default_image: str
@@ -170,6 +179,10 @@ class Observed(msgspec.Struct, frozen=True):
     """After the pass before."""
     images_that_read_shards: frozenset[str] = frozenset()
     """Container images whose workers said so."""
+    warnings: Mapping[str, str] = {}
+    """The last Warning among the Events of each pod that waits and does not say for what, by UID."""
+    asleep: tuple[Asleep, ...] = ()
+    """All deployments, where a pod of this one has no node."""
     refusal: str = ""
     """The API server's last refusal to create a pod (quota, Pod Security); empty if it accepted."""
 

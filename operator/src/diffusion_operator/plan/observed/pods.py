@@ -69,6 +69,7 @@ class Pod(msgspec.Struct, frozen=True):
     disrupted: bool = False
     """The cluster ends it for a cause of its own: it has the condition DisruptionTarget, also the kubelet's."""
     scheduled: bool = False
+    scheduled_at: datetime | None = None
     unschedulable: str = ""
     """The scheduler's message, empty while it has none."""
     gated: bool = False
@@ -123,6 +124,7 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int, orpha
         disruption=_disruption(conditions.get("DisruptionTarget", {})),
         disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
         scheduled=bool(spec.get("nodeName")),
+        scheduled_at=_when(scheduling),
         unschedulable=scheduling.get("message", "") if scheduling.get("reason") == "Unschedulable" else "",
         gated=bool(spec.get("schedulingGates")),
         node=spec.get("nodeName", ""),

@@ -196,8 +196,9 @@ def _problem(pod: Pod, poll: Poll, state: ReplicaState, deployment: DiffusionDep
         )
         return Problem.NODE_LOST, node_lost
     if pod.unschedulable:
-        gpu = "Insufficient " + (deployment.spec.resources.gpu_resource_name or "nvidia.com/gpu")
-        return (Problem.WAITING_FOR_GPU if gpu in pod.unschedulable else Problem.UNSCHEDULABLE), pod.unschedulable
+        devices = (f"Insufficient {deployment.spec.resources.gpu_resource}", "cannot allocate all claims")
+        waits = any(words in pod.unschedulable for words in devices)
+        return (Problem.WAITING_FOR_GPU if waits else Problem.UNSCHEDULABLE), pod.unschedulable
     container = pod.container
     if container.waiting_reason in IMAGE_REASONS:
         return Problem.IMAGE_PULL, _sentence(container.waiting_reason, container.waiting_message)

@@ -40,6 +40,8 @@ class SetRoutable(msgspec.Struct, frozen=True):
     name: str
     uid: str
     routable: bool
+    why: str = ""
+    """The reason for which the pod is to go. Empty for one that stays."""
 
 
 class WorkerAddress(msgspec.Struct, frozen=True, gc=False):

@@ -10,6 +10,7 @@ from diffusion_operator.api.adapter import AdapterStatus, InstanceState, Instanc
 from diffusion_operator.api.deployment_status import DeploymentStatus, OperationStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.meta import ConditionStatus, condition_of, reason_of
 from diffusion_operator.api.worker_state import NO_FAILURES
+from diffusion_operator.plan.observed.children import NAME_CONFLICT
 
 _FAILURES = {
     ("wake", "InsufficientMemory"): "WakeRefusedMemory",
@@ -51,15 +52,6 @@ def deployment_events(before: DeploymentStatus, after: DeploymentStatus) -> tupl
     if looping is not None and looping.reason == "CrashLooping" != reason_of(before.conditions, "Degraded"):
         pods = ",".join(group.leader_pod or "" for group in after.replica_states if group.failures)
         events.append(_warning(looping.reason, looping.message, key=f"{after.update_revision}-{pods}"))
-    stuck = condition_of(after.conditions, "Progressing")
-    if stuck is not None and stuck.reason == "TemplateInvalid" != reason_of(before.conditions, "Progressing"):
-        events.append(_warning(stuck.reason, stuck.message, key=f"{after.observed_generation}-{after.update_revision}"))
-    if (
-        stuck is not None
-        and stuck.reason == "DeadlineExceeded" != reason_of(before.conditions, "Progressing")
-        and after.rollout is not None
-    ):
-        events.append(_warning(stuck.reason, stuck.message, key=f"{after.rollout.revision}-{after.rollout.progress_time}"))
     return tuple(events)
 
 
@@ -171,6 +163,69 @@ def repaired(what: str, *, key: str) -> PlannedEvent:
     `key` holds the object and the minute of its change, so a client that keeps changing it causes one Event a minute.
     """
     return _normal("Repaired", what, key=key)
+
+
+_WARNINGS = {
+    "Scheduled": ("QuotaExceeded", "PodsRefused"),
+    "Progressing": ("ImagePullError", "ContainerError", "TemplateInvalid", "DeadlineExceeded"),
+}
+"""Reasons of a condition that is False, which an Event repeats with the condition's message."""
+PAUSED = "Paused"
+"""The reason of Progressing while `spec.suspend` is true."""
+
+
+def condition_events(before: DeploymentStatus, after: DeploymentStatus) -> Iterator[PlannedEvent]:
+    """Yield an Event for a condition that turns to a reason that somebody should hear of, and for a suspend or its end."""
+    for type_, reasons in _WARNINGS.items():
+        found = condition_of(after.conditions, type_)
+        if found is None or found.status is not ConditionStatus.FALSE or found.reason not in reasons:
+            continue
+        if reason_of(before.conditions, type_) != found.reason:
+            key = f"{after.observed_generation}-{found.last_transition_time:%Y-%m-%dT%H:%M:%S}"
+            yield _warning(found.reason, found.message, key=key)
+    yield from _suspended(before, after)
+
+
+def _suspended(before: DeploymentStatus, after: DeploymentStatus) -> Iterator[PlannedEvent]:
+    was, found = reason_of(before.conditions, "Progressing"), condition_of(after.conditions, "Progressing")
+    if found is None or (was == PAUSED) is (found.reason == PAUSED):
+        return
+    key = str(after.observed_generation)
+    if found.reason == PAUSED:
+        yield _normal("Suspended", "spec.suspend is true: the pods are deleted, and everything else is kept", key=key)
+    elif was:
+        yield _normal("Resumed", "spec.suspend is no longer true: the pods are made again", key=key)
+
+
+CHILD_REFUSED = "ChildRefused"
+
+
+def child_events(before: DeploymentStatus, after: DeploymentStatus) -> tuple[PlannedEvent, ...]:
+    """Return one Event if ChildrenReady is False with a new message, else none."""
+    then, now = condition_of(before.conditions, "ChildrenReady"), condition_of(after.conditions, "ChildrenReady")
+    if now is None or now.status is not ConditionStatus.FALSE or (then is not None and then.message == now.message):
+        return ()
+    reason = NAME_CONFLICT if now.reason == NAME_CONFLICT else CHILD_REFUSED
+    key = f"{after.observed_generation}-{now.last_transition_time:%Y-%m-%dT%H:%M}-{now.message}"
+    return (_warning(reason, now.message, key=key),)
+
+
+def pod_adopted(name: str, *, index: int, uid: str) -> PlannedEvent:
+    earlier = "which an earlier DiffusionDeployment of this name left"
+    text = f"pod {name}, {earlier}, has the same template and model: it serves on as replica {index}"
+    return _normal("PodAdopted", text, key=uid)
+
+
+def pod_deleted(name: str, *, why: str, uid: str, reason: str = "PodDeleted") -> PlannedEvent:
+    """Return the Event about a pod that goes. The first one counts, which has the reason; a later one says how its drain ended."""
+    return _normal(reason, f"pod {name} is deleted: {why}", key=uid)
+
+
+def pod_name_taken(name: str, *, index: int, uid: str) -> PlannedEvent:
+    """Return the Event about somebody else's pod under a name of replica `index`."""
+    found = f"pod {name} is not managed by this DiffusionDeployment and is left alone"
+    text = f"{found}; replica {index} gets a pod with another name (status.replicaStates)"
+    return _warning(NAME_CONFLICT, text, key=uid)
 
 
 def adapter_events(adapter: LoRAAdapter, after: AdapterStatus) -> tuple[PlannedEvent, ...]:

@@ -17,6 +17,7 @@ from diffusion_operator.plan.observed.children import pods_wait_for
 from diffusion_operator.plan.observed.observed import UNREACHABLE_AFTER, Observed
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.observed.states import MOVING_STATES
+from diffusion_operator.plan.observed.waiting import EVENTS_EVERY
 from diffusion_operator.plan.replicas.recovery import UNREACHABLE_FOR
 from diffusion_operator.plan.replicas.rollout import RolloutProgress
 from diffusion_operator.plan.sleep.idleness import next_sleep_in_s
@@ -31,7 +32,7 @@ LOADING_POLL_S = 1.0
 WAKEABLE_POLL_S = 2.0  # a request wakes a replica without us, and the others are to be routed around
 
 _CALM = (ReplicaState.PENDING, ReplicaState.AWAKE, ReplicaState.ASLEEP)
-"""Only an event ends them."""
+"""Only an event ends them. A look at Pending may tell what it waits for."""
 
 
 def next_look_s(observed: Observed, adapters: AdapterPlan, progress: RolloutProgress, *, acting: bool, now: datetime) -> float | None:
@@ -71,6 +72,8 @@ def _times(observed: Observed, adapters: AdapterPlan, progress: RolloutProgress,
         yield progress.record.progress_time + timedelta(seconds=observed.deployment.spec.rollout.progress_deadline_seconds)
     yield from (node.until for node in observed.deployment.status.avoided_nodes)
     for group in adapters.groups:
+        if group.state is ReplicaState.PENDING:
+            yield now + EVENTS_EVERY
         if group.failures.next_restart is not None:
             yield group.failures.next_restart
         if group.poll.failures:

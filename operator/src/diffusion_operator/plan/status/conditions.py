@@ -3,10 +3,11 @@
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from diffusion_operator.api.deployment_spec import ColdMode, DeploymentSpec, SleepLevel, SleepPolicy
 from diffusion_operator.api.deployment_status import ReplicaState
-from diffusion_operator.api.meta import Verdict, verdict
-from diffusion_operator.plan.adapters.conditions import remedy
+from diffusion_operator.api.meta import ConditionStatus, Verdict, verdict
 from diffusion_operator.plan.adapters.view import BROKEN, CROWDED, EVICTED, READY, REFUSED, WAKEABLE, WANTED
 from diffusion_operator.plan.observed.children import children_ready
 from diffusion_operator.plan.observed.control_security import control_secured
@@ -43,8 +44,6 @@ _DEGRADED_REASONS = {
     Problem.IMAGE_PULL: "ReplicaFailed",
 }
 _MESSAGE_LIMIT = 1500
-NOT_UNDERSTOOD = "NotUnderstood"
-"""The reason of Ready where the object cannot be read."""
 
 
 def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
@@ -63,21 +62,20 @@ def deployment_verdicts(now: Situation) -> tuple[Verdict, ...]:
     )
 
 
-def pass_failed(failure: str) -> Verdict:
-    """Build the condition Ready=Unknown with reason PassFailed, for a pass that failed before the state was known."""
-    return verdict("Ready", None, "PassFailed", failure)
-
-
-def not_understood(wrong_field: str) -> Verdict:
-    """Return Ready=Unknown for an object whose spec cannot be read.
-
-    `wrong_field` has the field, what was expected there and what was found; a remedy is added to it.
-    """
-    advice = remedy(wrong_field)
-    return verdict("Ready", None, NOT_UNDERSTOOD, f"{wrong_field}; {advice}")
+def pass_failed(failure: str) -> tuple[Verdict, ...]:
+    """Return Ready=Unknown and Degraded=True with reason PassFailed, for a pass that failed before the state was known."""
+    return verdict("Ready", None, "PassFailed", failure), verdict("Degraded", True, "PassFailed", failure)
 
 
 def ready(now: Situation) -> Verdict:
+    found = _ready(now)
+    if found.status is ConditionStatus.TRUE or any(group.pod.ready and group.pod.routable for group in now.groups):
+        return found
+    text = f"{found.message[:_MESSAGE_LIMIT]}; no pod is behind the Service, so clients get no answer from it"
+    return msgspec.structs.replace(found, message=text)
+
+
+def _ready(now: Situation) -> Verdict:
     if now.spec.suspend:
         return verdict("Ready", False, "Suspended", _suspended(now))
     if now.wanted == 0:
@@ -121,8 +119,8 @@ def available(now: Situation) -> Verdict:
     if now.spec.suspend:
         return verdict("Available", False, "Suspended", _suspended(now))
     enough = max(1, now.wanted - max_unavailable(now.spec.rollout, now.wanted))  # so many may be missing, as while they are replaced
-    needed = f"at least {enough} must serve or be able to wake (spec.rollout.maxUnavailable), and at least 1 must serve"
-    text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}; {needed}"
+    needed = f"Available needs {enough} that serve or can wake (spec.rollout.maxUnavailable), and 1 of them serving"
+    text = f"{now.serving} of {now.wanted} replicas serve{_idle(now)}. {needed}"
     if now.serving and now.serving + now.wakeable >= enough:
         return verdict("Available", True, "MinimumAvailable", text)
     return verdict("Available", False, "Sleeping" if now.count(*RESTING_STATES) else "MinimumUnavailable", text)
@@ -135,24 +133,28 @@ def progressing(now: Situation) -> Verdict:
         return verdict("Progressing", False, TEMPLATE_INVALID, now.template_refusal)
     missing = now.wanted - len(now.groups)
     if now.progress.stalled:
-        limit = f"for {now.spec.rollout.progress_deadline_seconds} s (spec.rollout.progressDeadlineSeconds)"
-        served = f"{now.progress.served} of {now.wanted} replicas serve with the new template, and no further one came up {limit}"
-        text = f"{served}; replicas that serve are left alone until the spec changes{_others(now)}"
-        return verdict("Progressing", False, "DeadlineExceeded", text)
+        return verdict("Progressing", False, "DeadlineExceeded", _overdue(now))
     # A group that starts its ranks again gets on by itself.
     stuck = next((group for kind in _READY_PROBLEMS for group in now.groups if _has(group, kind) and not group.restarting), None)
     if stuck is not None and stuck.problem is not None:
         return verdict("Progressing", False, stuck.problem.value, _replica_message(stuck))
+    if now.late is not None:
+        return verdict("Progressing", False, "DeadlineExceeded", _overdue(now))
     if now.outdated:
         held = f"; no pod is made: {now.pods_wait_for}" if now.pods_wait_for else ""
-        return verdict("Progressing", True, "RolloutProgressing", f"{_rolled_out(now)}{held}{_others(now)}")
+        # A new one that loads beside an old one has replaced nothing yet.
+        served = f"{now.progress.served} of {now.wanted} replicas serve with the new template, {now.outdated} have an older one"
+        checks = "; before the last one that serves goes, a check pod tries the new template" if now.checks else ""
+        return verdict("Progressing", True, "RolloutProgressing", f"{served}{checks}{held}{_others(now)}")
     if missing:
         cause = now.pods_wait_for or now.refusal
         exist = f"{len(now.groups)} of {now.wanted} replicas exist" + (f"; {cause}" if cause else "")
         return verdict("Progressing", True, "RolloutProgressing", exist)
-    loading = [group for group in now.groups if group.state in (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.VERIFYING)]
-    if loading or now.count(ReplicaState.FAILED):
+    if now.count(ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.VERIFYING, ReplicaState.FAILED):
         return verdict("Progressing", True, "LoadingModel", _tally(now) + _others(now))
+    if now.arrived < now.wanted:
+        arrived = f"{now.arrived} of {now.wanted} replicas can take requests"
+        return verdict("Progressing", True, "RolloutProgressing", f"{arrived}: {_tally(now)}{_unprobed(now)}{_others(now)}")
     return verdict("Progressing", True, "RolloutComplete", f"all {now.wanted} replicas have the template of the spec")
 
 
@@ -239,11 +241,29 @@ def degraded(now: Situation) -> Verdict:
         found = next((group for group in now.groups if _has(group, problem)), None)
         if found is not None:
             return verdict("Degraded", True, reason, _replica_message(found))
-    if now.pods_wait_for:
-        return verdict("Degraded", True, "ChildrenNotReady", f"no pod is made: {now.pods_wait_for}")
-    if now.refusal and len(now.groups) < now.wanted:
+    if now.refusal:
         return verdict("Degraded", True, "QuotaExceeded" if now.over_quota else "PodsRefused", now.refusal)
+    if now.template_refusal:
+        return verdict("Degraded", True, TEMPLATE_INVALID, now.template_refusal)
+    if overdue := _overdue(now):
+        return verdict("Degraded", True, "DeadlineExceeded", overdue)
+    model, children = model_resolved(now.resolution), children_ready(now.children)
+    if model.status is ConditionStatus.FALSE:
+        return verdict("Degraded", True, "ModelNotResolved", model.message)
+    if children.status is ConditionStatus.FALSE:
+        return verdict("Degraded", True, "ChildrenNotReady", children.message)
     return verdict("Degraded", False, "AsExpected", "")
+
+
+def _overdue(now: Situation) -> str:
+    """Return the message about a rollout that stopped, or a replica that does not come up, for longer than the deadline; else empty."""
+    limit = f"for {now.spec.rollout.progress_deadline_seconds} s (spec.rollout.progressDeadlineSeconds)"
+    if now.progress.stalled:
+        served = f"{now.progress.served} of {now.wanted} replicas serve with the new template, and no further one came up {limit}"
+        return f"{served}; replicas that serve are left alone until the spec changes{_others(now)}"
+    if now.late is not None:
+        return _named(f"replica {now.late.index}", f"it did not come up {limit}: {now.late.message or now.late.state.value}")
+    return ""
 
 
 def _has(group: Group, problem: Problem) -> bool:
@@ -268,12 +288,6 @@ def _tally(now: Situation) -> str:
 def _suspended(now: Situation) -> str:
     ending = f"; {len(now.groups)} replicas have not ended yet" if now.groups else ""
     return f"spec.suspend is true, so there are no replicas; when it is false, spec.replicas ({now.spec.replicas}) are made{ending}"
-
-
-def _rolled_out(now: Situation) -> str:
-    renewed = len(now.groups) - now.outdated
-    checks = "; before the last one that serves goes, a check pod tries the new template" if now.checks else ""
-    return f"{renewed} of {now.wanted} replicas have the new template{checks}"
 
 
 def _idle(now: Situation) -> str:

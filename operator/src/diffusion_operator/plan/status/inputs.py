@@ -33,6 +33,8 @@ class Situation(msgspec.Struct, frozen=True):
     policy_possible: bool = False
     """The operator knows the labels of its own pods."""
     children: tuple[ChildState, ...] = ()
+    late: Group | None = None
+    """The first replica that is over `spec.rollout.progressDeadlineSeconds` after the rollout was done."""
     avoided_nodes: tuple[AvoidedNode, ...] = ()
 
     @property
@@ -76,11 +78,19 @@ class Situation(msgspec.Struct, frozen=True):
         return self.spec.sleep.policy is SleepPolicy.ON_IDLE
 
     @property
+    def _resting(self) -> int:
+        return sum(group.state in RESTING_STATES and group.pod.ready and group.problem is None for group in self.groups)
+
+    @property
     def wakeable(self) -> int:
         """Number of replicas that rest without a problem because nobody needs them; a request wakes them. 0 without OnIdle."""
-        if not self.on_idle:
-            return 0
-        return sum(group.state in RESTING_STATES and group.pod.ready and group.problem is None for group in self.groups)
+        return self._resting if self.on_idle else 0
+
+    @property
+    def arrived(self) -> int:
+        """Number of replicas that requests reach: awake and routed to, or woken by one. With the policy Asleep those that sleep count."""
+        asleep = self._resting if self.on_idle or self.asleep_wanted else 0
+        return asleep + sum(group.state is ReplicaState.AWAKE and group.pod.ready and group.pod.routable for group in self.groups)
 
     def count(self, *states: ReplicaState) -> int:
         return sum(group.state in states for group in self.groups)

@@ -20,8 +20,8 @@ from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime
 
 
-async def tell_repaired(runtime: Runtime, deployment: DiffusionDeployment, change: str, *, about: str) -> None:
-    text = f"{change} by another client; the operator repairs it"
+async def tell_repaired(runtime: Runtime, deployment: DiffusionDeployment, change: str, *, about: str, by: str = "another client") -> None:
+    text = f"{change} by {by}; the operator repairs it"
     await tell(runtime, deployment, repaired(text, key=f"{about}-{runtime.now():%Y-%m-%dT%H:%M}"))
 
 
@@ -81,16 +81,17 @@ async def set_our_labels(runtime: Runtime, deployment: DiffusionDeployment, pod:
 
 
 async def tell_missed_pods(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
-    """Report pods that another client deleted, and forget all missed pods.
+    """Report pods that another client deleted, or that the cluster evicted or preempted, and forget all missed pods.
 
     Only sound pods of the current template are reported, and only as many as are made now: another operator may have ended others.
     """
     made = sum(isinstance(action, CreatePod) for action in plan.pods)
     failed = {group.leader_pod for group in deployment.status.replica_states if group.state is ReplicaState.FAILED}
     sound = {uid: pod.name for uid, pod in memory.missed_pods.items() if pod.revision == plan.template.revision and pod.name not in failed}
+    disrupted = {group.pod.uid: group.pod.disruption for group in plan.groups}
     for uid, name in list(sound.items())[:made]:
         change = f"pod {name} was deleted"
-        await tell_repaired(runtime, deployment, change, about=uid)
+        await tell_repaired(runtime, deployment, change, about=uid, by=disrupted.get(uid) or "another client")
     memory.missed_pods = {}
 
 

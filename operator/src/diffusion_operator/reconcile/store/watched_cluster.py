@@ -32,7 +32,7 @@ WATCHED = (*DECLARED_KINDS, *CHILD_KINDS)
 class WatchedCluster:
     """A Cluster that reads from the store; its writes and `look_up` go to the API server.
 
-    Kinds that are not watched (Secrets and Events) cannot be read and seem absent: we have no right to.
+    Kinds that are not watched (Secrets and Events) seem absent; Warnings about an object can be read.
     """
 
     def __init__(self, cluster: Cluster, store: ObjectStore) -> None:
@@ -60,6 +60,9 @@ class WatchedCluster:
         if found is not None and found["metadata"].get("labels", {}).get(LABEL_MANAGED_BY) == FIELD_MANAGER:
             self._store.learn(kind, found)
         return found
+
+    async def warnings(self, namespace: str, uid: str) -> Sequence[Manifest]:
+        return await self._cluster.warnings(namespace, uid)
 
     async def create(self, manifest: Manifest) -> bool:
         return await self._cluster.create(manifest)

@@ -95,7 +95,8 @@ def why_gone(now: ColdSituation) -> RequestError | None:
     """Return the error of requests that would wait in vain, as the worker ends or the model is to stay asleep; else None."""
     if now.cold_state in ENDING or (now.cold_state in TO_SLEEP and not now.wakes):
         code, why, retry_after_s = REFUSALS[now.cold_state]
-        return RequestError(code, f"this request is refused: {why}", retry_after_s=retry_after_s)
+        lasting = code is ErrorCode.ASLEEP and now.policy is SleepPolicy.ASLEEP  # no repetition wakes it
+        return RequestError(code, f"this request is refused: {why}", retry_after_s=retry_after_s, lasting=lasting)
     return None
 
 
