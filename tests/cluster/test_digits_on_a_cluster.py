@@ -108,7 +108,7 @@ def test_sleep_gives_the_memory_back_refuses_clearly_and_waking_brings_the_same_
     assert rig.condition(DD, "Ready")["reason"] == "SleepRequested"
     for model in (NAME, STYLE):
         refused = rig.refusal(NAME, model)
-        assert (refused.status, refused.code) == (503, "Asleep")
+        assert (refused.status, refused.code) == (422, "Asleep")
     rig.sleep_policy(NAME, "AlwaysAwake")
     rig.wait(DD, SERVING, deadline_s=60)
     rig.wait(LORA, ADAPTER_READY, deadline_s=60)

@@ -185,7 +185,7 @@ def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_
     rig.wait(DD, Wanted("Ready", "False", ["SleepRequested"]), deadline_s=60)
     rig.wait(DD, ALL_ASLEEP, deadline_s=60)
     refused = rig.refusal(NAME)
-    assert (refused.status, refused.code) == (503, "Asleep")
+    assert (refused.status, refused.code) == (422, "Asleep")
     assert rig.state(NAME)["lastOperation"]["level"] == "Discard"
     set_sleep(rig, policy="OnIdle", level="HostMemory")
     rig.wait(DD, WAKEABLE, deadline_s=30)

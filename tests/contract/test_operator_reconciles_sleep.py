@@ -126,7 +126,7 @@ async def test_every_change_of_the_policy_reaches_a_sleeping_worker() -> None:
         await told.until_deployment("Ready", "False", "SleepRequested")
         await told.wait(lambda: told.worker.state()["policy"] == "Asleep", told.worker.state)
         refused = await answer(told)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "Asleep")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "Asleep")
         assert state(told) == "asleep"
 
         told.change(sleep={"policy": "OnIdle"})

@@ -114,7 +114,7 @@ async def test_under_another_policy_a_request_is_refused_and_nothing_wakes(
     await driver.sleep(policy=policy)
     await driver.wait_for(WorkerPhase.ASLEEP)
     answer = await ask(web)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "Asleep")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422 if policy is SleepPolicy.ASLEEP else 503, "Asleep")
     assert (await driver.state()).state is WorkerPhase.ASLEEP
 
 
@@ -123,7 +123,7 @@ async def test_a_policy_changes_while_the_worker_sleeps(driver: Driver, web: htt
     await driver.sleep(policy=SleepPolicy.ON_IDLE)
     before = last(await driver.wait_for(WorkerPhase.ASLEEP))
     await driver.sleep(policy=SleepPolicy.ASLEEP)
-    assert (await ask(web)).status_code == 503
+    assert (await ask(web)).status_code == 422
     await driver.sleep(policy=SleepPolicy.ON_IDLE)
     state = await driver.state()
     assert (state.policy, state.state, last(state).freed_bytes) == (SleepPolicy.ON_IDLE, WorkerPhase.ASLEEP, before.freed_bytes)

@@ -115,8 +115,8 @@ def ask_a_sleeping_model(demo: Demo, step: Step) -> None:
     with demo.connect(MODEL) as url:
         refusal = ask_and_be_refused(client_for(url), Request(PROMPTS[0], SEED, MODEL))
     demo.story.say(f"{refusal.status} {refusal.code}: {refusal.message}")
-    if (refusal.status, refusal.code) != (503, "Asleep"):
-        raise DemoFailed(f"expected the refusal 503 Asleep, found {refusal.status} {refusal.code!r}: {refusal.message}")
+    if (refusal.status, refusal.code) != (422, "Asleep"):
+        raise DemoFailed(f"expected the refusal 422 Asleep, found {refusal.status} {refusal.code!r}: {refusal.message}")
     step.result = f"refused at once: {refusal.status} {refusal.code}"
 
 
