@@ -128,6 +128,14 @@ def test_the_rules_are_rendered_when_asked_and_about_the_releases_operator(chart
         chart.text("bare-values.yaml", overrides={"metrics.alerts": True})
 
 
+def test_each_alert_has_a_link_to_its_runbook_where_the_pages_address_is_known(chart: Chart) -> None:
+    page = "https://wiki.example/operations.html"
+    rule = the_only(chart.documents(overrides={"metrics.alerts": True, "metrics.runbookUrl": page}), "PrometheusRule")
+    for alert in [one for group in rule["spec"]["groups"] for one in group["rules"]]:
+        assert alert["annotations"].keys() == {"summary", "runbook_url"}
+        assert alert["annotations"]["runbook_url"] == f"{page}#{alert['alert'].lower()}"
+
+
 def test_workers_have_a_monitor_in_every_namespace_that_is_watched(chart: Chart) -> None:
     def workers(values: str) -> dict[str, Any]:
         [found] = [one for one in of_kind(chart.documents(values), "PodMonitor") if one["metadata"]["name"].endswith("-workers")]

@@ -352,10 +352,8 @@ def test_it_renders_for_the_oldest_and_the_newest_supported_kubernetes_and_refus
         chart.text(kubernetes=f"{major}.{int(minor) - 1}.99")
 
 
-@pytest.mark.parametrize("nothing", [False, None], ids=["false", "null"])
-def test_without_roles_of_its_own_the_chart_has_no_right_at_all(chart: Chart, nothing: bool | None) -> None:
-    """Render with `rbac.create` false or null, and look for roles and bindings. With null a template finds no value at all."""
-    documents = chart.documents(overrides={"rbac.create": nothing, "rbac.aggregateRoles": False})
+def test_without_roles_of_its_own_the_chart_has_no_right_at_all(chart: Chart) -> None:
+    documents = chart.documents(overrides={"rbac.create": False, "rbac.aggregateRoles": False})
     assert not {one["kind"] for one in documents} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
 
 
@@ -372,7 +370,16 @@ def test_a_test_pod_that_was_left_is_replaced_by_the_next_test(chart: Chart) -> 
     assert not selector.items() <= pod["metadata"]["labels"].items(), "one that is left is no pod of the operator"
 
 
-def test_values_of_an_earlier_chart_that_are_reused_are_refused_with_the_remedy(chart: Chart) -> None:
-    """Render with values that lack a new one, as `helm upgrade --reuse-values` gives them to the chart."""
-    with pytest.raises(RenderError, match="run helm upgrade with --reset-then-reuse-values instead"):
-        chart.documents(overrides={"dashboards": None})
+def test_every_value_of_the_chart_is_required_so_that_reused_values_of_an_earlier_chart_are_refused(chart: Chart) -> None:
+    """Leave one value out, as `helm upgrade --reuse-values` does with a new one; what a pod's spec has by the same name may be left out."""
+    of_a_pod = {"imagePullSecrets", "resources", "podAnnotations", "podLabels", "env", "podSecurityContext", "nodeSelector", "tolerations"}
+    of_a_pod |= {"affinity", "priorityClassName"}
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert set(schema["required"]) == values.keys() - of_a_pod
+    for name in schema["required"]:
+        if isinstance(values[name], dict):
+            assert set(schema["properties"][name]["required"]) == values[name].keys(), name
+    for lacking in ("dashboards", "metrics.enabled"):
+        with pytest.raises(RenderError, match=f"missing property '{lacking.rpartition('.')[2]}'"):
+            chart.documents(overrides={lacking: None})

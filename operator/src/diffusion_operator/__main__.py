@@ -15,6 +15,8 @@ from diffusion_operator.metrics import serve_metrics
 from diffusion_operator.open_files import raise_limit
 from diffusion_operator.settings import Settings, election_settings, operator_pods, read_operator_keys
 
+PLAIN = "[%(asctime)s] %(name)s [%(levelname)s] %(message)s"  # kopf's own format cuts a logger's name after 20 characters
+
 
 @click.group(context_settings={"auto_envvar_prefix": "DIFFUSION_OPERATOR"})
 def main() -> None:
@@ -145,10 +147,10 @@ def run(
 def configure_logs(log_format: str) -> None:
     """Set up the logs of the whole process: JSON lines for `json`, plain text for any other word.
 
-    Access logs and kopf's line for each watch event are left out below a warning. Each line of a pass gets its object.
+    Access logs and kopf's lines for each watch event and each probe are left out below a warning. Each line of a pass gets its object.
     """
-    kopf.configure(log_format=kopf.LogFormat.JSON if log_format == "json" else kopf.LogFormat.FULL)
-    for chatty in ("aiohttp.access", "kopf.objects"):  # a line for each probe, and one for each watch event
+    kopf.configure(log_format=kopf.LogFormat.JSON if log_format == "json" else PLAIN)
+    for chatty in ("aiohttp.access", "kopf.activities.probe", "kopf.objects"):  # two lines for each probe, one for each watch event
         logging.getLogger(chatty).setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.addFilter(ObjectFields())

@@ -15,7 +15,7 @@ import msgspec
 from diffusion_operator.api.adapter import InstanceState, InstanceStatus, LoRAAdapter, ResolvedStatus
 from diffusion_operator.api.deployment_spec import DeploymentSpec
 from diffusion_operator.api.deployment_status import ReplicaState
-from diffusion_operator.api.meta import Verdict
+from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.api.worker_state import AdapterRecord, ModelReport, RecordState, WireError
 from diffusion_operator.plan.adapters import acceptance
 from diffusion_operator.plan.adapters.acceptance import Claim, Decision, decide
@@ -98,6 +98,8 @@ def deployments() -> Iterator[Row]:
     yield row("nobody wants replicas", NOTHING, spec=NO_REPLICAS, groups=())
     yield row("it is suspended", SUSPENDED, spec=spec(suspend=True), groups=())
     yield row("it is suspended, and a name is taken", SUSPENDED, spec=spec(suspend=True), groups=(), children=child("NameConflict"))
+    newer = (verdict("DefaultImage", False, "NewerExists", "words"),)
+    yield row("the operator has a newer default container image", NOTHING, default_image=newer)
     yield row("it starts", PATIENCE, STARTING)
     yield row("it has no node yet", PATIENCE, PENDING)
     yield row("it waits for quota", PATIENCE, group(ReplicaState.PENDING, **(NO_NODE | {"unschedulable": "", "gated": True})))
