@@ -29,8 +29,9 @@ RULE = "A field is stable unless its description, or that of a field above it, e
 KUBERNETES_OWN = ("The tolerations of the pods", "The affinity of the pods", "Conditions in Kubernetes' form")
 INTRODUCTION = """# Reference
 
-Every field of both kinds, written by `python -m tools.reference` from the CRDs; `kubectl explain dd.spec --recursive` says the same. There are
-no others, and none is without effect. Some were [not run where they are meant for](support.md#stable-and-experimental-fields), as on GPUs.
+Every field of both kinds, written by `python -m tools.reference` from the CRDs; `kubectl explain dd.spec --recursive` says the same.
+There are no others, and none is without effect. Some were [not run where they are meant for](support.md#stable-and-experimental-fields),
+as on GPUs.
 Defaults are in the schema, so `kubectl get -o yaml` shows what will happen; a dash is no default.
 A required field must be set if the object around it is. `≤` is the most characters of a string, items of a list or entries of a map.
 The API server refuses a value that is out of bounds or breaks a rule, with a message that names the field. *Replaces*: a change makes new
