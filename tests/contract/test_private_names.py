@@ -2,9 +2,9 @@
 """The private names of libraries: each is listed with its reason, exists in the installed library, and limits the releases that are
 allowed."""
 
-import importlib
 import importlib.metadata
 import importlib.util
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -44,11 +44,11 @@ def test_a_private_name_exists_in_the_installed_version(name: str, entry: dict[s
 
 
 def _exists(name: str) -> bool:
-    module, _, attribute = name.rpartition(".")
     try:
-        return hasattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
         return False
+    return True
 
 
 def requirements() -> list[Requirement]:

@@ -75,7 +75,7 @@ def test_the_torch_layer_depends_on_torchs_own_pins_alone() -> None:
 @pytest.mark.parametrize("image", sorted(images.INPUTS))
 def test_the_images_run_as_a_user_without_rights(image: str) -> None:
     lines = (REPOSITORY / f"Dockerfile.{image}").read_text().splitlines()
-    assert lines[-1] == f'ENTRYPOINT ["diffusion-{image}"]'
+    assert lines[-1].endswith(f'"diffusion-{image}"]')
     assert "USER 65532:65532" in lines[-3:]
 
 

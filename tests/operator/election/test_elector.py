@@ -202,7 +202,7 @@ async def test_what_is_under_way_ends_when_the_lead_does_and_goes_on_while_it_is
 async def test_a_timeout_inside_is_not_taken_for_the_end_of_the_lead() -> None:
     leadership = Leadership.for_ever()
     with pytest.raises(TimeoutError):
-        async with leadership.passage(), asyncio.timeout(30):
+        async with leadership.passage(), asyncio.timeout(1):
             await asyncio.sleep(2)
     async with leadership.passage():
         await asyncio.sleep(1e6)

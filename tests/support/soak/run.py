@@ -30,10 +30,10 @@ from support.soak.operator_lives import TwoOperators
 from support.soak.operator_manifests import run_manifests
 from support.soak.operator_sequences import run_sequences
 from support.soak.operators import run_operators
-from support.soak.signals import run_signals
 from support.soak.sleep import run_sleep
 from support.soak.sources import run_sources
 from support.soak.traffic import run_both
+from support.worker.start_signals import run_signals
 
 
 def _alone(run: Callable[..., Coroutine[Any, Any, Outcome]], *, audited: bool = False, **more: Any) -> Callable[..., Outcome]:

@@ -17,12 +17,12 @@ from PIL import Image
 from support.soak.adapters import AdapterSoak, References, Spell, run_adapters
 from support.soak.edge import NO_HUB, EdgeSoak
 from support.soak.frame import Asked, Outcome
-from support.soak.signals import run_signals
 from support.soak.sleep import run_sleep
 from support.soak.sleep_judge import Excuse, Times, why_wrong
 from support.soak.traffic import BAD, pool, run_both, traffic
 from support.worker.leftovers import footprint, left_over
 from support.worker.process import FAKE_PROGRAM, WorkerProcess
+from support.worker.start_signals import run_signals
 
 
 def test_traffic_is_the_same_from_the_same_seed_and_has_all_kinds() -> None:

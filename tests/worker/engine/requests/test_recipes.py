@@ -75,12 +75,12 @@ def choices(model: str | None = None, *loras: tuple[str, float | None], scale: f
 
 def test_model_and_loras_name_adapters_together() -> None:
     assert choices() == choices("base") == []
-    assert choices("a", ("b", 0.5), ("c", None)) == [AdapterChoice("a"), AdapterChoice("b", 0.5), AdapterChoice("c")]
+    assert choices("a", ("b", 0.5), ("c", None)) == [AdapterChoice("a", field="model"), AdapterChoice("b", 0.5), AdapterChoice("c")]
 
 
 def test_lora_scale_is_for_the_only_adapter_that_has_none() -> None:
-    assert choices("a", scale=0.25) == [AdapterChoice("a", 0.25)]
-    assert choices("a", ("b", 0.5), scale=0.25) == [AdapterChoice("a", 0.25), AdapterChoice("b", 0.5)]
+    assert choices("a", scale=0.25) == [AdapterChoice("a", 0.25, "model")]
+    assert choices("a", ("b", 0.5), scale=0.25) == [AdapterChoice("a", 0.25, "model"), AdapterChoice("b", 0.5)]
 
 
 @pytest.mark.parametrize(

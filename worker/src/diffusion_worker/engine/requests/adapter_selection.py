@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from diffusion_worker.config import OnMissing, WorkerConfig
 from diffusion_worker.engine.adapters import machine
 from diffusion_worker.engine.adapters.machine import passes
@@ -50,7 +52,7 @@ def chosen(params: GenerationParams, *, served_names: Sequence[str], most: int) 
     if len(bare) != 1:
         found = f"{len(bare)} of {len(choices)} adapters without one" if choices else "no adapter, only the base model"
         raise refused("lora_scale", "exactly one adapter without a scale of its own", found)
-    return [choice if choice.scale is not None else AdapterChoice(choice.name, params.lora_scale) for choice in choices]
+    return [choice if choice.scale is not None else msgspec.structs.replace(choice, scale=params.lora_scale) for choice in choices]
 
 
 class TakenAdapter(NamedTuple):
