@@ -33,7 +33,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.usefixtures("threads")
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
 def test_a_benchmark_runs_tiny_and_gives_a_figure_for_each_target(name: str) -> None:
     assert_whole(GOALS[name].measure(tiny=True))

@@ -30,7 +30,7 @@ from support.runner import digit_judge
 from support.sources import servers
 from tools.demo.kubectl import Wanted
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NAME, KEYS, CLAIM = "styled", "store-keys", "styles"
 DD = f"dd/{NAME}"

@@ -10,7 +10,7 @@ from benchmarks.registry import GOALS, Needs
 from support.cluster.rig import ClusterRig
 from support.real_benchmarks import assert_whole
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

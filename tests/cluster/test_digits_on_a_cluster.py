@@ -22,7 +22,7 @@ from tools.demo.installation import CHART
 from tools.demo.kubectl import Wanted
 from tools.demo.weights_memory import check_given_back, read_weights_memory
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ALERTS = CHART / "files" / "alerts.yaml"
 NAME, STYLE = "digits", "stripes"

@@ -12,7 +12,7 @@ from support.cluster.rig import PROMPT, SERVING, ClusterRig
 from tools.demo.images import DemoImage, Request, ask_once, client_for
 from tools.demo.kubectl import Document
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 NAME = "drained"
 DD = f"dd/{NAME}"
 LONG = Request(PROMPT, 1, NAME, size="256x256", steps=150)

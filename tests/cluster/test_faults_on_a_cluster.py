@@ -23,7 +23,7 @@ from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, START_S, Clients
 from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NAME = "steady"
 DD = f"dd/{NAME}"

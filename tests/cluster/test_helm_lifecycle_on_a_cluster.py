@@ -18,7 +18,7 @@ from tools.demo.kubectl import Document
 from tools.demo.stage import stage
 from tools.release.chart import publish
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NAMESPACE = "diffusion-lifecycle"
 NAME, STYLE = "digits", "stripes"

@@ -14,7 +14,7 @@ from support.cluster.store import ACCESS_KEY, STORE, TRUST, apply, claim_on_the_
 from support.sources import servers
 from tools.demo.kubectl import Document, Wanted
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NAME, TOKEN, SCRATCH, CACHE = "fetched", "hub-token", "scratch", "model-cache"
 DD = f"dd/{NAME}"

@@ -17,7 +17,7 @@ from tools.demo.kubectl import Document
 from tools.devcluster import cluster, programs
 from tools.devcluster.processes import start
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 DRIVER = "device.test.diffusion-operator.dev"
 DEVICE = "test-device"

@@ -13,7 +13,7 @@ import pytest
 from support.cluster.rig import SERVING, ClusterRig
 from tools.demo.kubectl import Document
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NAME, PLACE = "refused", "example.com/place"
 

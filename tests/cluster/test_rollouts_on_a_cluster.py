@@ -14,7 +14,7 @@ from support.cluster.rig import PROMPT, ROLLED_OUT, SERVING, START_S, Clients, C
 from tools.demo.images import DemoImage, Request
 from tools.demo.kubectl import Document, Wanted, condition
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NAME, TIGHT, ALONE = "rolled", "tight", "alone"
 DD = f"dd/{NAME}"

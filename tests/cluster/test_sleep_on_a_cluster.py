@@ -19,7 +19,7 @@ from tools.demo.images import DemoImage
 from tools.demo.kubectl import Document, Wanted, condition
 from tools.demo.weights_memory import RankMemory, check_given_back, read_weights_memory, total_resident
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 MANIFEST = Path(__file__).resolve().parents[2] / "examples" / "sleep" / "on-idle.yaml"
 NAME, STYLE = "digits", "stripes"

@@ -14,7 +14,7 @@ from tools.demo.images import Request
 from tools.demo.kubectl import Document, condition
 from tools.devcluster import cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NAME = "spread"
 DD = f"dd/{NAME}"

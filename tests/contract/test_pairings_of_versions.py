@@ -29,7 +29,7 @@ from support.worker.process import DIGITS, DIGITS_MODEL
 from tools.devcluster.apiserver import apiserver
 from tools.release.upgrades import UPGRADES_FROM
 
-pytestmark = [pytest.mark.apiserver, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.apiserver, pytest.mark.slow, pytest.mark.timeout(900)]
 
 THIS, EARLIER = "this", "earlier"
 STEP_S = 0.1

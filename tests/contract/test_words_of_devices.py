@@ -20,7 +20,7 @@ from support.worker.process import WorkerProcess
 )
 def test_the_last_words_of_a_worker_about_its_device_are_the_operators_reason(extension: str, reason: str, says: str) -> None:
     with WorkerProcess(options=(f"--worker-extension=support.worker.extensions:{extension}",)) as worker:
-        assert worker.wait_exit(120) == 70
+        assert worker.wait_exit(600) == 70
         words = worker.termination_log.read_text()
     assert says in words
     ended = Container(restarts=1, waiting_reason="CrashLoopBackOff", last_exit=Exit(code=70, message=words))

@@ -25,7 +25,7 @@ from support.soak.operator_truth import condition, owners
 from tools.devcluster.apiserver import apiserver
 from tools.release.upgrades import UPGRADES_FROM
 
-pytestmark = [pytest.mark.apiserver, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.apiserver, pytest.mark.slow, pytest.mark.timeout(900)]
 NAMESPACE = "upgraded"
 PLAIN: dict[str, Any] = {"model": {"source": {"path": "/models/digits"}}, "resources": {"gpuResourceName": "none"}}
 CLAIM = {"name": "gpus", "resourceClaimTemplateName": "two"}

@@ -34,7 +34,7 @@ T = TypeVar("T")
 SERVING = Wanted("Ready", "True", ["Serving"])
 ROLLED_OUT = Wanted("Progressing", "True", ["RolloutComplete"])
 ADAPTER_READY = Wanted("Ready", "True", ["LoadedEverywhere"])
-START_S = 240.0
+START_S = 480.0
 PROMPT = "a red digit seven"
 # Levels of 255, since a batch of another size rounds its sums in another order.
 TOLERANCE = 1.0

@@ -231,7 +231,7 @@ class SleepRig(References):
 
     def _kill(self) -> None:
         self.worker.send_signal(signal.SIGKILL)
-        self.worker.wait_exit(10)
+        self.worker.wait_exit()
 
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -36,8 +36,8 @@ DIGITS_MODEL = DIGITS / "model"
 FAKE_PROGRAM = ("-m", "support.worker.fake_worker")
 LISTENING = re.compile(r"listening data=\S+:(\d+) control=\S+:(\d+) boot_id=(\S+)")
 # A start takes ten seconds on an idle machine, since torch is imported.
-START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 40.0
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 60.0
 
 
 # Paths of the data port whose answers must contain no text of a request.
@@ -97,10 +97,10 @@ class WorkerProcess(contextlib.ExitStack):
         replacement.rename(self._token_path)
 
     def start(self) -> None:
-        """Launch the process, wait up to 30 seconds for its ports, and set `url`, `control_url` and `boot_id`. Raises AssertionError
+        """Launch the process, wait up to two minutes for its ports, and set `url`, `control_url` and `boot_id`. Raises AssertionError
         with its output if it ends or is late."""
         self.launch()
-        found = self.wait_for(lambda: LISTENING.search(self.output), what="listening", timeout_s=30)
+        found = self.wait_for(lambda: LISTENING.search(self.output), what="listening", timeout_s=120)
         self.url, self.control_url = (f"http://127.0.0.1:{port}" for port in found.group(1, 2))
         self.boot_id = found[3]
 

@@ -10,7 +10,7 @@ from support.lora.hostile_configurations import BASE, ORDINARY, draw, fits
 from support.soak.configurations import run_configurations
 
 # A busy machine may take minutes to start a worker, besides the time of the sample.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_peft_finds_that_ordinary_patterns_fit_and_that_hostile_ones_take_for_ever() -> None:

@@ -27,7 +27,7 @@ def test_sources_are_the_same_from_the_same_seed_and_have_all_kinds(tmp_path: Pa
 
 
 # A busy machine may take minutes to start a worker, besides the time of the sample.
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_hostile_sources_are_refused_in_time_and_cost_others_nothing(short_path: Path) -> None:
     outcome = run_sources(short_path, 40, seed=1, limit_s=200.0)

@@ -81,5 +81,5 @@ def test_sleep_with_sharded_weights_is_refused_at_once(sharded_worker: WorkerPro
 
 def test_a_kind_that_the_model_does_not_support_ends_the_start_with_its_name() -> None:
     with WorkerProcess(ranks=2, options=("--tensor=2",)) as refused:
-        assert refused.wait_exit(120) == 1
+        assert refused.wait_exit(600) == 1
         assert "--tensor: SD3Transformer2DModel (transformer) is not supported, expected one of Flux2" in refused.output

@@ -127,7 +127,7 @@ def test_a_second_signal_ends_the_worker_at_once() -> None:
         worker.send_signal(signal.SIGINT)
         worker.wait_for(lambda: "SIGINT: draining" in worker.output, what="draining")
         worker.send_signal(signal.SIGINT)
-        assert worker.wait_exit(10) == 128 + signal.SIGINT
+        assert worker.wait_exit() == 128 + signal.SIGINT
         assert running.result(60) is None
 
 

@@ -204,7 +204,7 @@ def test_a_server_killed_while_asleep_comes_back_asleep_and_holds_nothing(faulty
     faulty.sleep()
     pids = [faulty.pid, *descendants(faulty.pid)]
     faulty.send_signal(signal.SIGKILL)
-    faulty.wait_exit(10)
+    faulty.wait_exit()
     faulty.wait_until(lambda: not any(process_exists(pid) for pid in pids), what="gone", timeout_s=60)
     faulty.start()
     seen = set[str]()

@@ -139,7 +139,7 @@ def of_diffusers(spec: RequestSpec, **config: Any) -> Any:
     return image_of_diffusers(loaded, spec)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_a_change_by_a_pipeline_on_any_rank_ends_the_attempt_on_both_and_is_seen_in_no_other_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +160,7 @@ async def test_a_change_by_a_pipeline_on_any_rank_ends_the_attempt_on_both_and_i
             assert (levels_apart(outcome.images["changing"], of_diffusers(spec)) > 1) is (words != "hook rank1"), words
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_changes_of_two_requests_on_different_ranks_and_an_error_of_one_rank_get_one_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +177,7 @@ async def test_changes_of_two_requests_on_different_ranks_and_an_error_of_one_ra
         assert outcome.failed == {"changing": "RuntimeError: gave up"}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_ranks_that_share_tokens_reach_one_verdict_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with changing_ranks(tmp_path, monkeypatch, sequence=2) as executor:
         alone = await run(executor, *innocents())
@@ -186,7 +186,7 @@ async def test_ranks_that_share_tokens_reach_one_verdict_too(tmp_path: Path, mon
             assert (outcome.replays, outcome.failed) == ({"changing": "changes transformer.proj_out._forward_hooks"}, {}), words
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_the_check_finds_a_change_on_either_rank_and_ranks_with_unequal_tiles_fail_instead_of_waiting_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

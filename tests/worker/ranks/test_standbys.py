@@ -58,7 +58,7 @@ async def one_ready(executor: RankExecutor) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_a_standby_that_is_killed_is_made_again_and_becomes_the_rank_that_is_killed_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standbys, "PAUSE_S", 0.01)
     settings = {"start_method": StartMethod.SPAWN, "standby_ranks": 1, "ranks": 1}
@@ -88,7 +88,7 @@ async def test_a_standby_that_is_killed_is_made_again_and_becomes_the_rank_that_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 async def test_a_standby_lives_although_an_import_leaves_a_thread_and_ends_with_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +133,7 @@ async def test_standbys_that_do_not_all_fit_below_the_limit_of_memory_are_not_ma
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_worker_that_ends_takes_its_standby_along_even_one_that_still_imports() -> None:
     with WorkerProcess(options=("--start-method=spawn", "--standby-ranks=1")) as worker:
         worker.wait_ready()

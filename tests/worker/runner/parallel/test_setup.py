@@ -12,7 +12,7 @@ from support.runner import rank_processes
 from support.runner.parallel_scenarios import MORE_SEQUENCE_FAMILIES, SEQUENCE_FAMILIES, SHARDED_FAMILIES, TENSOR_FAMILIES
 
 # A start of rank processes imports torch and diffusers for ten seconds.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-9
 
