@@ -41,7 +41,7 @@ def test_a_worker_and_the_operator_run_under_any_user(rig: ClusterRig, helm: Hel
 
 
 def test_the_container_image_compiles_under_any_user(rig: ClusterRig) -> None:
-    # As few versions of the code as there can be: for one row, with guidance and without, and no adapter.
+    # The fewest versions of the code: for one row, with guidance and without, and no adapter.
     rig.deploy(NAME, securityContext=IDENTITY, engine={"compile": "Default", "maxBatchSize": 1}, lora={"enabled": False})
     rig.wait(f"dd/{NAME}", SERVING, deadline_s=540)
     assert rig.state(NAME)["features"]["compile"].startswith("default (regional")
