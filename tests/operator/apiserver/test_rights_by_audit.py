@@ -131,7 +131,7 @@ def live(cluster: AuditedApiserver, team: Team, documents: list[Document]) -> No
         cluster.apply(DEPLOYMENT, ADAPTER)
         operator.eventually(lambda: "d-0-0" in team.names("pods"))
         team.warn("d-0-0", "FailedMount", "configmap authority not found")
-        operator.eventually(lambda: "replica 0: FailedMount: configmap authority not found" in team.message("dd", "d"))
+        operator.eventually(lambda: "replica 0: FailedMount: configmap authority not found" in team.message("dd", "d"), within_s=120.0)
         print(team.kubectl("describe", "dd", "d"))
         with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=team.token(OLD), options=options) as worker:
             worker.control_url = f"http://{WORKER_IP}:8001"
