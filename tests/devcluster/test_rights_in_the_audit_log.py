@@ -63,9 +63,3 @@ def test_a_namespace_that_ends_may_refuse_and_a_binding_of_somebody_else_means_n
     others = entry("delete", "rolebindings", by=HELM, name="another")
     assert usage([entry("create", "pods", answer=ends)]).refused == []
     assert len(usage([others, entry("create", "pods", answer=REFUSED)]).refused) == 1
-
-
-def test_a_right_that_only_the_version_before_asks_for_is_none_of_this_one() -> None:
-    asked = [entry("create", "events", apiGroup="events.k8s.io"), entry("create", "events", answer=REFUSED, apiGroup="events.k8s.io")]
-    found = usage([*asked, entry("create", "events")])
-    assert (found.used, found.refused) == ({Right("", "events", "create"): 1}, [])
