@@ -164,7 +164,7 @@ def test_whether_the_model_is_resolved(reports: list[Any], pinned: str | None, f
     ("words", "code"),
     [
         (NOT_FOUND, "SourceNotFound"),
-        ("Error: --model: SourceNotFound: claim 'weights': expected it to be mounted", "SourceNotFound"),
+        ("Error: --model: SourceNotFound: model path '/c/sd': expected a diffusers folder, found nothing there", "SourceNotFound"),
         ("--model hf://org/x: UnsupportedFormat: model path '/t': expected a diffusers folder", "UnsupportedFormat"),
         ("--vae-tiling: AutoencoderX is not supported", None),
         ("rank 0: the model has no component NetworkErrors", None),

@@ -174,7 +174,7 @@ def test_adapters_are_parsed_with_equals_signs_in_their_path() -> None:
             f"https://host/x#sha256={'0' * 64}",
             "--model: an http address is not supported for a model, because it gives one file and a model is a folder",
         ),
-        ("pvc://weights/sd", "--model: SourceNotFound: claim 'weights': expected it to be mounted at"),
+        ("pvc://weights/sd", "/weights/sd': expected a diffusers folder, found nothing there"),
         ('{"s3": {"uri": "s3://b/m/", "endpoint": "http://minio"}}', "--model: expected a source over https, found 'http'"),
         ('{"hub": "x"}', "--model: expected a source as a JSON object"),
         ("hf://sd", "--model: expected hf://org/name@revision"),

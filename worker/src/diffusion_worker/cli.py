@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import msgspec
 
 from diffusion_worker import withheld
 from diffusion_worker.compatibility import check_together, sleep_blocker
@@ -41,7 +40,7 @@ from diffusion_worker.config import (
 from diffusion_worker.engine.sleep.policy import read_desired
 from diffusion_worker.engine.state.state_document import SleepPolicy
 from diffusion_worker.errors import ConfigError
-from diffusion_worker.sources.options import check_lora_bounds, check_sources, locate_model, lora_defaults, shown
+from diffusion_worker.sources.options import check_lora_bounds, check_source_paths, check_sources, locate_model, lora_defaults, shown
 
 MAX_RANKS = 64
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -477,10 +476,10 @@ def cli() -> None:
 def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
     """Serve the model at SOURCE: images on the data port, state and control on the control port."""
     config = config_of(options)
+    check_options(config)
     if options["check_only"]:
-        check(msgspec.structs.replace(config, cache_dir=None, state_dir=None, profile_dir=None, desired_path=None), looks=False)
         return
-    check(config)
+    check_places(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     withheld.install()
@@ -518,7 +517,8 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
     plain = dict(options)
     rendezvous_host, rendezvous_port = parse_address(plain.pop("rendezvous_address"))
     model = the_model(plain.pop("model"), plain.pop("model_option"))
-    place = locate_model(model, plain["claims_dir"], looks=not plain.pop("check_only"))
+    place = locate_model(model, plain["claims_dir"])
+    del plain["check_only"]
     slots, names = lora_defaults(plain["max_loras"]), plain.pop("served_names")
     converted: dict[str, Any] = {
         "model": place.folder,
@@ -621,21 +621,19 @@ def request_defaults(steps: int | None, guidance_scale: float | None, size: str 
     return RequestDefaults(steps=steps, guidance_scale=guidance_scale, width=width, height=height)
 
 
-def check(config: WorkerConfig, *, looks: bool = True) -> None:
-    """Check the options and the local files that they name, without torch and without a fetch; make the state folder if it is missing.
+def check(config: WorkerConfig) -> None:
+    """Check the options, and then the places that they name; raise ConfigError as `check_options` and `check_places` do."""
+    check_options(config)
+    check_places(config)
 
-    The files are a local model's index, adapters' paths, the cache and profile folders, and the file of `--desired`. Without `looks` the
-    model, adapters and packages are not looked for.
+
+def check_options(config: WorkerConfig) -> None:
+    """Check the options, each alone and against the others, without a look at what they name.
 
     Raises:
         ConfigError: the first option that is wrong, by name, or that excludes another.
     """
-    if looks and config.model_source is None:
-        try:
-            read_model_index(config.model)
-        except ConfigError as error:
-            raise ConfigError(f"--model: {error}") from None
-    _check_pipeline(config, looks=looks)
+    _check_pipeline(config)
     if not NAME.fullmatch(config.served_name):
         expected = "letters, digits, '.', '_' and '-', first and last a letter or digit, at most 63"
         raise ConfigError(f"--served-name: expected {expected}, found {config.served_name!r}")
@@ -648,11 +646,32 @@ def check(config: WorkerConfig, *, looks: bool = True) -> None:
         raise ConfigError(f"--lora {name}={text}: the name is a served name of the model: choose another name, or another --served-name")
     for component in (name for name, dtype in config.component_dtypes.items() if dtype is Dtype.AUTO):
         raise ConfigError(f"component_dtypes: {component}: expected one of float32, float16, bfloat16, found auto")
-    check_sources(config, looks=looks)
+    check_sources(config)
     check_lora_bounds(config)
     check_together(config)
     check_ranks(config)
     check_requests(config)
+
+
+def check_places(config: WorkerConfig) -> None:
+    """Check the local files, folders and packages that the options name, without a fetch; make the state folder if it is missing.
+
+    They are a local model's index, a pipeline's package, adapters' paths, the cache, state and profile folders, and the file of
+    `--desired`. A package must be found, but is not imported: a search for its module would run the package's code.
+
+    Raises:
+        ConfigError: the first option that names a place that is missing or cannot be used.
+    """
+    if config.model_source is None:
+        try:
+            read_model_index(config.model)
+        except ConfigError as error:
+            raise ConfigError(f"--model: {error}") from None
+    package = config.pipeline.partition(":")[0].partition(".")[0]
+    if config.load_format is LoadFormat.CUSTOM_PIPELINE and importlib.util.find_spec(package) is None:
+        raise ConfigError(f"--pipeline {config.pipeline!r}: there is no module {package!r}")
+    check_source_paths(config)
+    _check_folders(config)
     policy = read_desired(config.desired_path).sleep.policy
     if policy is not SleepPolicy.ALWAYS_AWAKE and (option := sleep_blocker(config)):
         raise ConfigError(f"{option}: not supported with the sleep policy {policy} of the file {config.desired_path!r}")
@@ -671,19 +690,15 @@ def check_requests(config: WorkerConfig) -> None:
             raise ConfigError(f"{option}: expected at most --max-pixels {limits.max_pixels}, found {width}x{height}")
 
 
-def _check_pipeline(config: WorkerConfig, *, looks: bool) -> None:
+def _check_pipeline(config: WorkerConfig) -> None:
     """Check that `--pipeline` is an import path for the format custom-pipeline, and otherwise a class name or `auto`; raises ConfigError.
 
-    With `looks` the import path's top package must be found, but nothing is imported: a search for the module itself would run the
-    package's code.
     A class of diffusers is not looked up: any identifier passes.
     """
     if config.load_format is LoadFormat.CUSTOM_PIPELINE:
         if config.pipeline == "auto":
             raise ConfigError("--load-format custom-pipeline: expected --pipeline with an import path, module:Class, found none")
-        package = split_import_path(config.pipeline, "--pipeline")[0].partition(".")[0]
-        if looks and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"--pipeline {config.pipeline!r}: there is no module {package!r}")
+        split_import_path(config.pipeline, "--pipeline")
     elif not config.pipeline.isidentifier():
         raise ConfigError(
             f"--pipeline {config.pipeline!r}: expected a class of diffusers; an import path needs --load-format custom-pipeline"
@@ -691,16 +706,20 @@ def _check_pipeline(config: WorkerConfig, *, looks: bool) -> None:
 
 
 def check_ranks(config: WorkerConfig) -> None:
-    """Raise ConfigError for standby ranks with forkserver, a malformed `--worker-extension`, or an unusable state or profile folder.
-
-    A missing state folder is made; the profile folder must exist. Both must be writable.
-    """
+    """Raise ConfigError for standby ranks with forkserver, or a malformed `--worker-extension`."""
     if config.standby_ranks and config.start_method is StartMethod.FORKSERVER:
         raise ConfigError(
             f"--standby-ranks: expected 0 with --start-method forkserver, which starts ranks fast anyway, found {config.standby_ranks}"
         )
     if config.worker_extension is not None and not EXTENSION.fullmatch(config.worker_extension):
         raise ConfigError(f"--worker-extension: expected MODULE:CLASS, found {config.worker_extension!r}")
+
+
+def _check_folders(config: WorkerConfig) -> None:
+    """Raise ConfigError for a state or profile folder that cannot be used.
+
+    A missing state folder is made; the profile folder must exist. Both must be writable.
+    """
     if config.state_dir is not None:
         try:
             Path(config.state_dir).mkdir(parents=True, exist_ok=True)

@@ -206,6 +206,9 @@ class Fetcher:
         """
         if source.pvc is not None:
             claim, path = claim_path(source.pvc, self._config.claims_dir)
+            if not claim.is_dir():
+                expected = f"expected it to be mounted at {claim}, found nothing there"
+                raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{label}: claim {source.pvc.claim_name!r}: {expected}")
             found = look(path, f"{label}: claim {source.pvc.claim_name!r} path {source.pvc.path!r}", inside=claim)
             return Fetched(str(found), root=str(claim), stamps=_stamps(look, found, label, claim))
         assert source.path is not None, "only a path is left"

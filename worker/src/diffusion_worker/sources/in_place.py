@@ -86,25 +86,18 @@ def local_model(path: Path, label: str, *, inside: Path | None = None) -> Path:
     return path
 
 
-def claim_path(source: PvcSource, claims_dir: str, *, looks: bool = True) -> tuple[Path, Path]:
-    """Return a claim's mount path, and the source's full path on it. Without `looks` neither need be there.
+def claim_path(source: PvcSource, claims_dir: str) -> tuple[Path, Path]:
+    """Return a claim's mount path, and the source's full path on it. Neither need be there.
 
     Raises:
-        RequestError: SourceNotFound if either is missing; InvalidRequest for a malformed name, or a path that leaves the claim.
+        RequestError: InvalidRequest for a malformed name, or a path that leaves the claim.
     """
-    label = f"claim {source.claim_name!r}"
     if not source.claim_name or "/" in source.claim_name or source.claim_name.startswith("."):
         raise RequestError(ErrorCode.INVALID_REQUEST, f"source.pvc.claimName: expected the name of a claim, found {source.claim_name!r}")
     if Path(source.path).is_absolute() or ".." in Path(source.path).parts:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"source.pvc.path: expected a path on the claim without '..', found {source.path!r}")
     mount = Path(claims_dir) / source.claim_name
-    found = mount / source.path
-    if not looks:
-        return mount, found
-    if not mount.is_dir():
-        raise RequestError(ErrorCode.SOURCE_NOT_FOUND, f"{label}: expected it to be mounted at {mount}, found nothing there")
-    require_there(found, f"{label} path {source.path!r}")
-    return mount, found
+    return mount, mount / source.path
 
 
 def refuse_endings(names: list[str], label: str) -> None:

@@ -29,11 +29,10 @@ class ModelPlace(msgspec.Struct, frozen=True):
     name: str
 
 
-def locate_model(text: str, claims_dir: str, *, looks: bool = True) -> ModelPlace:
-    """Return the place of the model that `--model` names; raise ConfigError for an http address, an unmounted claim or no source.
+def locate_model(text: str, claims_dir: str) -> ModelPlace:
+    """Return the place of the model that `--model` names; raise ConfigError for an http address or no source.
 
-    A path is not looked up, nor is a claim without `looks`. The folder of a remote model is a new name below the temporary folder, where
-    nothing is yet.
+    Neither a path nor a claim is looked up. The folder of a remote model is a new name below the temporary folder, where nothing is yet.
     """
     try:
         source = parse_source(text)
@@ -43,7 +42,7 @@ def locate_model(text: str, claims_dir: str, *, looks: bool = True) -> ModelPlac
         if source.path is not None:
             return ModelPlace(source.path, None, served_name_of(source.path))
         if source.pvc is not None:
-            folder = str(claim_path(source.pvc, claims_dir, looks=looks)[1])
+            folder = str(claim_path(source.pvc, claims_dir)[1])
             return ModelPlace(folder, None, served_name_of(folder))
     except RequestError as error:
         raise ConfigError(f"--model: {error.code}: {error}") from None
@@ -62,13 +61,8 @@ def lora_defaults(max_loras: int) -> dict[str, int]:
     }
 
 
-def check_sources(config: WorkerConfig, *, looks: bool) -> None:
-    """Check the cache folder, the form and scheme of the model's and the adapters' sources, and that adapters' paths are there.
-
-    Nothing remote and no claim is looked up. Raise ConfigError with the option's name.
-    """
-    if config.cache_dir is not None and not (Path(config.cache_dir).is_dir() and os.access(config.cache_dir, os.W_OK)):
-        raise ConfigError(f"--cache-dir: expected a folder that can be written to, found {config.cache_dir!r}")
+def check_sources(config: WorkerConfig) -> None:
+    """Check form and scheme of the sources of the model and the adapters; raise ConfigError with the option's name."""
     if config.model_source is not None:
         _check_schemes(parse_source(config.model_source), "--model", config)
     for name, text in config.preload_loras.items():
@@ -79,8 +73,19 @@ def check_sources(config: WorkerConfig, *, looks: bool) -> None:
         except ConfigError as error:
             raise ConfigError(f"{option}: {error}") from None
         _check_schemes(source, option, config)
-        if looks and source.path is not None:
-            _check_path(Path(source.path), option)
+
+
+def check_source_paths(config: WorkerConfig) -> None:
+    """Check that the cache folder can be written to, and that adapters' paths are there; raise ConfigError with the option's name.
+
+    Nothing remote and no claim of an adapter is looked up.
+    """
+    if config.cache_dir is not None and not (Path(config.cache_dir).is_dir() and os.access(config.cache_dir, os.W_OK)):
+        raise ConfigError(f"--cache-dir: expected a folder that can be written to, found {config.cache_dir!r}")
+    for name, text in config.preload_loras.items():
+        path = parse_source(text).path
+        if path is not None:
+            _check_path(Path(path), f"--lora {name}={shown(text)}")
 
 
 def check_lora_bounds(config: WorkerConfig) -> None:

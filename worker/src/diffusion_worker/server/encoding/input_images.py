@@ -77,7 +77,10 @@ def claimed_size(field: str, content: bytes) -> tuple[int, int] | None:
     Raises:
         RequestError: InvalidRequest, the file is of no format that is decoded, its header is broken, or claims too many pixels.
     """
-    format_ = _format_of(field, content)
+    return _claimed(field, content, _format_of(field, content))
+
+
+def _claimed(field: str, content: bytes, format_: UploadFormat) -> tuple[int, int] | None:
     try:
         claimed = format_.size(content)
     except BROKEN as error:
@@ -96,8 +99,8 @@ def decode(field: str, content: bytes, *, max_pixels: int, large: AbstractContex
     Raises:
         RequestError: InvalidRequest that names the field, what was expected and what was found.
     """
-    claimed_size(field, content)
     format_ = _format_of(field, content)
+    _claimed(field, content, format_)
     try:
         if format_ is JPEG and (scans := scans_of(content)) > MAX_SCANS:
             raise refused(field, f"a JPEG of at most {MAX_SCANS} scans", f"{scans} scans")

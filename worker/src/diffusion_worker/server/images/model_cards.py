@@ -146,8 +146,10 @@ def _limits(engine: Engine, model: ModelInfo | None) -> LimitsCard:
 def _defaults(engine: Engine, model: ModelInfo | None) -> DefaultsCard:
     told = engine.config.defaults
     width, height = (told.width, told.height) if told.width or model is None else (model.default_width, model.default_height)
+    # An edit has the size of its image.
+    sized = model is None or Task.GENERATE in model.tasks
     return DefaultsCard(
-        size=f"{width}x{height}" if width and height else None,
+        size=f"{width}x{height}" if sized and width and height else None,
         num_inference_steps=told.steps if model is None else usual_steps(told, engine.config.limits, model),
         guidance_scale=told.guidance_scale if told.guidance_scale is not None or model is None else model.default_guidance_scale,
     )
