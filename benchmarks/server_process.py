@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 LISTENING = re.compile(rb"listening data=\S+:(\d+) control=\S+:(\d+)")
 
 

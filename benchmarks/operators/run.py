@@ -22,7 +22,7 @@ KUBECONFIG = "kubeconfig"
 """In the folder of a program."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """The operator's image has the same."""
-START_DEADLINE_S = 120.0
+START_DEADLINE_S = 600.0
 LISTED = "diffusion_operator_queue_length"
 LEADS = re.compile(r"^diffusion_operator_leader 1", re.MULTILINE)
 PASSES = re.compile(r'^diffusion_operator_reconcile_seconds_count\{kind="DiffusionDeployment",outcome="ok"\} (\S+)$', re.MULTILINE)

@@ -25,7 +25,7 @@ from benchmarks.operators.run import KUBECONFIG, OperatorRun, operator
 from diffusion_operator.api.names import POD
 
 STEP = 250
-DEADLINE_S = 60.0
+DEADLINE_S = 600.0
 
 
 class Size(msgspec.Struct, frozen=True):

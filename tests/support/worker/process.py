@@ -79,7 +79,7 @@ class WorkerProcess(contextlib.ExitStack):
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         # Set by `launch`.
         self._process: subprocess.Popen[bytes]
-        self._http = self.enter_context(httpx2.Client(timeout=120))
+        self._http = self.enter_context(httpx2.Client(timeout=600))
         self.boot_id = self.url = self.control_url = ""
 
     def __enter__(self) -> "WorkerProcess":
@@ -97,10 +97,10 @@ class WorkerProcess(contextlib.ExitStack):
         replacement.rename(self._token_path)
 
     def start(self) -> None:
-        """Launch the process, wait up to two minutes for its ports, and set `url`, `control_url` and `boot_id`. Raises AssertionError
+        """Launch the process, wait up to ten minutes for its ports, and set `url`, `control_url` and `boot_id`. Raises AssertionError
         with its output if it ends or is late."""
         self.launch()
-        found = self.wait_for(lambda: LISTENING.search(self.output), what="listening", timeout_s=120)
+        found = self.wait_for(lambda: LISTENING.search(self.output), what="listening", timeout_s=600)
         self.url, self.control_url = (f"http://127.0.0.1:{port}" for port in found.group(1, 2))
         self.boot_id = found[3]
 
