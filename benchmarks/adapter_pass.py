@@ -75,9 +75,9 @@ class Worker:
 
     async def put_adapter(self, call: PutAdapter, *, token: str) -> None:
         self.puts += 1
-        told = msgspec.structs.replace(self.said.named[call.name][0], scale=call.load.scale)
-        revision = f"b.{self.puts}"
-        self.said = msgspec.structs.replace(self.said, adapters=(told,), adapters_since=self.said.revision, revision=revision)
+        records = {record.name: record for record in self.said.adapters}
+        records[call.name] = msgspec.structs.replace(records[call.name], scale=call.load.scale)
+        self.said = msgspec.structs.replace(self.said, adapters=tuple(records.values()), revision=f"b.{self.puts}")
 
     async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
         raise NotImplementedError

@@ -20,7 +20,6 @@ import aiohttp
 import msgspec
 
 from diffusion_operator.api.foreign_text import plain_text
-from diffusion_operator.api.merged_state import together
 from diffusion_operator.api.names import CONTROL_PORT
 from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
@@ -28,22 +27,14 @@ from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, Rem
 from diffusion_operator.worker_proof import PATH as IDENTITY_PATH
 from diffusion_operator.worker_proof import POD_UID_HEADER, Identity, NeedsProof, keepalive_socket, new_nonce, only_proven, proves
 
-STATE_BYTES = 4 << 20
-"""The largest state document of a worker that answers without pages."""
-PAGE_BYTES = 1 << 20
-"""The largest answer of one that has pages."""
-PAGE_LIMIT = 1000
-"""Names of adapters in an answer, which takes about 724 bytes of it for each."""
-MOST_PAGES = 256
-MOST_ADAPTERS = 50_000
-"""Records in all pages together: twice as many as a deployment may have."""
+STATE_BYTES = 8 << 20
+"""The largest state document. A record of an adapter takes about 724 bytes, and 1 KiB more with a long error."""
 EPOCH_HEADER = "X-Operator-Epoch"
 """Workers refuse a lower epoch than they have seen, so a leader that was replaced changes nothing."""
 ANSWER_BYTES = 64 << 10
 """The largest of all other answers."""
 WAIT_GRACE_S = 5.0
 """Beyond the time that a worker was asked to wait."""
-LIMITS = f"more than {MOST_PAGES} pages or {MOST_ADAPTERS} adapters"
 PROOF_TRIES = 3
 UNAUTHORIZED = 401
 CANNOT_PROVE = (UNAUTHORIZED, 404)
@@ -63,7 +54,7 @@ class WorkerClient(Protocol):
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
         """Return a worker's state. With `after`, return the next one whose revision is another, or the same one after `wait_s`.
 
-        An answer after a wait may have only the adapters that changed. If another pod than `pod_uid` answers, raise ControlUnreachable.
+        If another pod than `pod_uid` answers, raise ControlUnreachable.
         """
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None: ...
@@ -117,23 +108,13 @@ class HttpWorkerClient:
             self._cleared.pop(ip, None)
 
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
-        path = _state_path(after=after, wait=f"{wait_s:g}") if after else _state_path()
-        timeout_s, most = wait_s + WAIT_GRACE_S if wait_s else self._poll_timeout_s, PAGE_BYTES if after else STATE_BYTES
-        body = await self._send("GET", ip, path, token=token, pod_uid=pod_uid, timeout_s=timeout_s, most=most)
-        pages = [_read_state(ip, body)]
-        count = len(pages[0].adapters)
-        if pages[0].adapters_since not in (None, after):
-            raise ControlUnreachable(
-                f"the state document of {ip} lists the changes after revision {pages[0].adapters_since}, expected those after {after}"
-            )
-        while (token_of_next := pages[-1].adapters_continue) is not None:
-            path, timeout_s = _state_path(**{"continue": token_of_next}), self._poll_timeout_s
-            body = await self._send("GET", ip, path, token=token, pod_uid=pod_uid, timeout_s=timeout_s, most=PAGE_BYTES)
-            pages.append(_read_state(ip, body))
-            count += len(pages[-1].adapters)
-            if len(pages) > MOST_PAGES or count > MOST_ADAPTERS or pages[-1].boot_id != pages[0].boot_id:
-                raise ControlUnreachable(f"the state document of {ip} has {LIMITS}, or pages of two server processes")
-        return together(pages)
+        path = f"/v1/state?{urlencode({'after': after, 'wait': f'{wait_s:g}'})}" if after else "/v1/state"
+        timeout_s = wait_s + WAIT_GRACE_S if wait_s else self._poll_timeout_s
+        body = await self._send("GET", ip, path, token=token, pod_uid=pod_uid, timeout_s=timeout_s, most=STATE_BYTES)
+        try:
+            return msgspec.json.decode(body, type=WorkerState)
+        except (ValueError, RecursionError) as error:
+            raise ControlUnreachable(f"the state document of {ip} is not understood: {plain_text(str(error), 200)}") from error
 
     async def sleep(self, call: SleepWorker, *, token: str) -> None:
         body: dict[str, Any] = {"level": call.level.value, "mode": call.mode.value, "deadlineSeconds": call.deadline_s}
@@ -277,17 +258,6 @@ def _another_pod(request: _Request, found: str) -> ControlUnreachable:
     return ControlUnreachable(
         f"{request.line}: another pod answered, with the UID {plain_text(found, 64)}, expected the pod with the UID {request.pod_uid}"
     )
-
-
-def _state_path(**query: str) -> str:
-    return f"/v1/state?{urlencode({**query, 'limit': PAGE_LIMIT})}"
-
-
-def _read_state(ip: str, body: bytes) -> WorkerState:
-    try:
-        return msgspec.json.decode(body, type=WorkerState)
-    except (ValueError, RecursionError) as error:
-        raise ControlUnreachable(f"the state document of {ip} is not understood: {plain_text(str(error), 200)}") from error
 
 
 def adapter_body(call: PutAdapter) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's whole state from answers that tell changes only: records that did not change are the same objects."""
+"""A worker's state from one answer to the next: records that did not change are the same objects."""
 
-from diffusion_operator.api.merged_state import merged, together
+from diffusion_operator.api.merged_state import merged
 from diffusion_operator.api.worker_state import AdapterRecord, HeldReport, ModelReport, RecordState, WorkerPhase, WorkerState
 from diffusion_operator.plan.results.worker_changes import happened
 
@@ -14,18 +14,9 @@ def state(*adapters: AdapterRecord, number: int = 1, boot: str = "b", **fields: 
     return WorkerState(boot_id=boot, state=WorkerPhase.READY, revision=f"{boot}.{number}", adapters=adapters, **fields)  # type: ignore[arg-type]
 
 
-def test_what_did_not_change_is_the_same_object() -> None:
-    before = state(record("a"), record("b"), record("c"))
-    after = merged(before, state(record("b", RecordState.CACHED), number=2, adapters_since="b.1", adapters_removed=("c",)))
-    assert [one.name for one in after.adapters] == ["a", "b"]
-    assert after.adapters[0] is before.adapters[0]
-    assert after.named["b"][0].state is RecordState.CACHED
-    assert (after.revision, after.adapters_since, after.adapters_removed) == ("b.2", None, ())
-
-
 def test_an_answer_without_a_change_of_adapters_takes_them_over_as_a_whole() -> None:
     before = state(record("a"), record("b"))
-    after = merged(before, state(number=2, adapters_since="b.1", in_flight=3))
+    after = merged(before, state(record("a"), record("b"), number=2, in_flight=3))
     assert after.adapters is before.adapters
     assert after.named is before.named
     assert after.in_flight == 3
@@ -42,7 +33,7 @@ def test_parts_that_are_equal_are_the_same_objects() -> None:
 
 def test_a_name_that_changed_has_the_records_of_the_answer_and_no_others() -> None:
     before = state(record("a", digest="sha256:1"), record("a", RecordState.FETCHING))
-    after = merged(before, state(record("a", digest="sha256:2"), number=2, adapters_since="b.1"))
+    after = merged(before, state(record("a", digest="sha256:2"), number=2))
     assert [one.digest for one in after.adapters] == ["sha256:2"]
 
 
@@ -61,16 +52,9 @@ def test_nothing_is_taken_over_from_another_life_of_the_server() -> None:
     assert merged(None, before) is before
 
 
-def test_pages_are_one_answer_and_of_a_name_that_comes_twice_the_later_counts() -> None:
-    first = state(record("a"), record("b"), adapters_continue="b.2", adapters_since="b.0", adapters_removed=("z",))
-    whole = together([first, state(record("b", RecordState.CACHED), record("c"), number=3)])
-    assert [(one.name, one.state) for one in whole.adapters] == [("a", "Loaded"), ("b", "Cached"), ("c", "Loaded")]
-    assert (whole.revision, whole.adapters_since, whole.adapters_removed) == ("b.1", "b.0", ("z",)), "what came between is asked for again"
-
-
 def test_what_happened_is_seen_in_the_records_that_changed() -> None:
     before = state(record("a", digest="sha256:1", load_seconds=1.0), record("b", digest="sha256:2", load_seconds=2.0))
     evicted = record("a", RecordState.CACHED, digest="sha256:1", load_seconds=1.0)
     loaded = record("c", digest="sha256:3", load_seconds=3.0, size_bytes=7)
-    seen = happened(before, merged(before, state(evicted, loaded, number=2, adapters_since="b.1")))
+    seen = happened(before, merged(before, state(evicted, before.adapters[1], loaded, number=2)))
     assert (seen.evictions, [one.seconds for one in seen.loads]) == (1, [3.0])

@@ -69,53 +69,8 @@ async def client(server: Server) -> AsyncIterator[HttpWorkerClient]:
 async def test_the_state_document_is_read_and_unknown_members_are_ignored(server: Server, client: HttpWorkerClient) -> None:
     state = await client.state("127.0.0.1", token="t")
     assert (state.boot_id, state.state) == ("b", WorkerPhase.ASLEEP)
-    assert server.asked == [("GET", "/v1/state?limit=1000", None)]
+    assert server.asked == [("GET", "/v1/state", None)]
     assert server.authorization == ["Bearer t"]
-
-
-def pages(*answers: dict[str, Any]) -> Answer:
-    """Return a script that gives these pages in turn, and the last one again and again."""
-    left = list(answers)
-
-    async def give(_: web.Request) -> web.Response:
-        return web.json_response({"bootId": "b", "state": "ready", "revision": "b.7"} | (left.pop(0) if len(left) > 1 else left[0]))
-
-    return give
-
-
-def one(name: str) -> dict[str, Any]:
-    return {"name": name, "state": "Loaded"}
-
-
-async def test_the_pages_of_a_state_document_are_taken_together(server: Server, client: HttpWorkerClient) -> None:
-    server.answer = pages({"adapters": [one("a")], "adaptersContinue": "b.1"}, {"adapters": [one("b")]})
-    state = await client.state("127.0.0.1", token="t", after="b.3", wait_s=0.1)
-    assert [record.name for record in state.adapters] == ["a", "b"]
-    assert [path for _, path, _ in server.asked] == ["/v1/state?after=b.3&wait=0.1&limit=1000", "/v1/state?continue=b.1&limit=1000"]
-
-
-@pytest.mark.parametrize(
-    "answers",
-    [
-        ({"adapters": [one("a")], "adaptersContinue": "b.1"},),
-        ({"adapters": [one("a")], "adaptersContinue": "b.1"}, {"bootId": "c", "adapters": [one("b")]}),
-        ({"adapters": [], "adaptersSince": "b.2"},),
-    ],
-    ids=["without an end", "of two lives of the server", "since another revision"],
-)
-async def test_pages_that_do_not_go_together_are_no_answer(server: Server, client: HttpWorkerClient, answers: Any) -> None:
-    server.answer = pages(*answers)
-    with pytest.raises(ControlUnreachable, match="the state document of"):
-        await client.state("127.0.0.1", token="t", after="b.3", wait_s=0.1)
-
-
-async def test_a_page_is_read_up_to_a_mebibyte(server: Server, client: HttpWorkerClient) -> None:
-    """Check that a page after a revision is read up to 1 MiB. A worker without a revision sends its whole document, which may be four
-    times as large."""
-    server.answer = pages({"features": {"a": "x" * (2 << 20)}})
-    assert (await client.state("127.0.0.1", token="t")).revision == "b.7"
-    with pytest.raises(ControlUnreachable, match="1048576"):
-        await client.state("127.0.0.1", token="t", after="b.7")
 
 
 async def test_calls_carry_operation_and_boot_id(server: Server, client: HttpWorkerClient) -> None:

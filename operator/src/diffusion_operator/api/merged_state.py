@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State documents of several answers as one. Records of adapters that did not change are the same objects from one to the next."""
+"""A worker's state from one answer to the next: records of adapters that did not change are the same objects."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
@@ -11,37 +11,17 @@ from diffusion_operator.api.worker_state import AdapterRecord, WorkerState
 _FIELDS = tuple(name for name in WorkerState.__struct_fields__ if name != "adapters")
 
 
-def together(pages: Sequence[WorkerState]) -> WorkerState:
-    """Join the pages of one answer: the first page, with the adapters of all pages. A single page is returned as it is.
-
-    A name that comes twice changed meanwhile, and its records in the later page count.
-    """
-    first, *others = pages
-    if not others:
-        return first
-    named = {name: records for page in pages for name, records in page.named.items()}
-    return _with_adapters(msgspec.structs.replace(first, adapters_continue=None), named)
-
-
 def merged(before: WorkerState | None, answer: WorkerState) -> WorkerState:
-    """Return the whole state of a worker after `answer`, which may have only the adapters that changed since `before`.
+    """Return `answer` with the objects of `before` where they are equal: records of adapters by name, and all other fields.
 
     Returns `answer` itself if there is no earlier state, or if the worker restarted since.
-    Records of names without a change are the same objects as in `before`.
     """
     if before is None or before.boot_id != answer.boot_id:
         return answer
     known = before.named
-    if answer.adapters_since is None:
-        named = {name: _kept(known.get(name, ()), records) for name, records in answer.named.items()}
-        same = len(named) == len(known) and all(records is known.get(name) for name, records in named.items())
-        return _with_adapters_of(before, answer) if same else _with_adapters(answer, named)
-    whole = msgspec.structs.replace(answer, adapters_since=None, adapters_removed=())
-    if not answer.adapters and not answer.adapters_removed:
-        return _with_adapters_of(before, whole)
-    gone = set(answer.adapters_removed)
-    kept = {name: records for name, records in known.items() if name not in gone}
-    return _with_adapters(whole, {**kept, **answer.named})
+    named = {name: _kept(known.get(name, ()), records) for name, records in answer.named.items()}
+    same = len(named) == len(known) and all(records is known.get(name) for name, records in named.items())
+    return _with_adapters_of(before, answer) if same else _with_adapters(answer, named)
 
 
 def _kept(before: tuple[AdapterRecord, ...], now: tuple[AdapterRecord, ...]) -> tuple[AdapterRecord, ...]:

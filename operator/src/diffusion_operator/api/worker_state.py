@@ -243,15 +243,9 @@ class WorkerState(_Wire, frozen=True, gc=True, dict=True):
     revision: str = ""
     """Another one after each change; empty: the worker is of a version that cannot be watched."""
     pod_uid: str = ""
-    adapters_since: str | None = None
-    """Adapters of names that did not change after this revision are left out."""
-    adapters_removed: Annotated[tuple[str, ...], Meta(max_length=MOST_RECORDS)] = ()
-    """Names that are gone since then."""
-    adapters_continue: str | None = None
-    """There are more adapters, to be asked for with this."""
 
     def __post_init__(self) -> None:
-        _make_plain(self, boot_id=64, revision=ID_LENGTH, pod_uid=64, adapters_since=ID_LENGTH, adapters_continue=ID_LENGTH)
+        _make_plain(self, boot_id=64, revision=ID_LENGTH, pod_uid=64)
 
     @property
     def busy(self) -> bool:

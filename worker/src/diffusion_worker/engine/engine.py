@@ -14,7 +14,6 @@ import msgspec
 from diffusion_worker.compatibility import sleep_blocker
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters.runner import DEFERRING
-from diffusion_worker.engine.adapters.state_pages import StatePages
 from diffusion_worker.engine.adapters.table import LoadCounts
 from diffusion_worker.engine.construction import EngineParts
 from diffusion_worker.engine.requests.admission import GenerationParams
@@ -28,7 +27,7 @@ from diffusion_worker.engine.state.operator_epoch import OperatorEpoch
 from diffusion_worker.engine.state.rank_calls import all_true
 from diffusion_worker.engine.state.rank_protocol import RankGroup
 from diffusion_worker.engine.state.request_events import Generation, RequestEvent
-from diffusion_worker.engine.state.revision import Look, look_at
+from diffusion_worker.engine.state.revision import Look, Revision, look_at
 from diffusion_worker.engine.state.state_document import (
     AdapterCall,
     AdapterDocument,
@@ -67,8 +66,9 @@ class Engine:
         self._steps = self._parts.steps
         self._draining: asyncio.Task[None] | None = None
         self._terminates = False
-        self._pages = StatePages(
-            boot_id, self._parts.adapters, self._parts.signal, document=self._bare_document, look=self._look, ranks=config.ranks
+        adapters = self._parts.adapters
+        self._revision = Revision(
+            boot_id, self._parts.signal, look=self._look, touched=lambda: adapters.unpublished(config.ranks), settled=adapters.settle
         )
 
     @property
@@ -239,30 +239,20 @@ class Engine:
     def state_document(self) -> StateDocument:
         """Return the whole state for the control API; cheap, and available in every state."""
         adapters = [adapter.document(self.config.ranks) for adapter in self._parts.adapters]
-        return msgspec.structs.replace(self._bare_document(), adapters=adapters, revision=self._pages.revision.current())
+        return msgspec.structs.replace(self._bare_document(), adapters=adapters, revision=self._revision.current())
 
-    async def state_after(self, revision: str, wait_s: float, limit: int) -> StateDocument:
-        """Wait until the state changes after a revision, or the time is over; return it with the first page of changed adapters.
-
-        The page is that of all adapters if the changes since the revision are not known.
+    async def state_after(self, revision: str, wait_s: float) -> StateDocument:
+        """Wait until the state changes after a revision, or the time is over; return it whole.
 
         Raises:
             RequestError: Overloaded, too many clients wait already.
         """
-        await self._pages.revision.wait_for_other(revision, wait_s)
-        return self._pages.since(revision, limit)
-
-    def state_page(self, limit: int) -> StateDocument:
-        """Return the first page of the state document."""
-        return self._pages.first(limit)
-
-    def state_continued(self, token: str, limit: int) -> StateDocument:
-        """Return the page that follows another one; raise RequestError (WrongBoot)."""
-        return self._pages.continued(token, limit)
+        await self._revision.wait_for_other(revision, wait_s)
+        return self.state_document()
 
     def end_watches(self) -> None:
         """End all waits for a change of the state, now and from now on: the server is about to close its connections."""
-        self._pages.revision.end()
+        self._revision.end()
 
     def _look(self) -> Look:
         work = self._steps.running + self._steps.waiting + self._parts.adapter_use.waiting + self.held.current

@@ -8,7 +8,7 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from diffusion_worker.engine.state.histogram import Durations
 from diffusion_worker.engine.state.state_document import AdapterCall, AdapterDocument, AdapterState, ProblemReport, Residency
@@ -270,6 +270,17 @@ class AdapterTable:
         """Make an adapter for a call of this name without adding it; it shares the usage of the one that the table has, if any."""
         known = self.named.get(name)
         return Adapter(name, call, usage=known.usage if known else Usage(), touched=self.touched)
+
+    def unpublished(self, ranks: int) -> list[tuple[Adapter, AdapterDocument | None]]:
+        """List the adapters whose record may have changed since `settle`, with their record for so many ranks; None for removed ones."""
+        touched = list(self.touched.unpublished)
+        return [(adapter, adapter.document(ranks) if adapter in self else None) for adapter in touched]
+
+    def settle(self, adapters: Iterable[Adapter]) -> None:
+        """Take these records as published. A record with a temporary value is looked at again until that ends."""
+        for adapter in adapters:
+            if adapter.found_wrong_s is None or not adapter.document(1).verification_failed:
+                self.touched.unpublished.pop(adapter, None)
 
     def next_id(self) -> int:
         """Return a new id for a load; no id is used twice."""

@@ -2,16 +2,18 @@
 """The revision of the state document, and the wait for the next one.
 
 A revision is `bootId.n`, so the same text never stands for two lives of the server. Changes have weights. A change of state, a
-request that begins to be held, and work for one more replica make a new revision at once. Counters alone do so every `COUNTERS_S`.
-Ages never do: the client dates the document when it receives it.
+request that begins to be held, and work for one more replica make a new revision at once. Records of adapters alone do so at most every
+two seconds, or sooner where there are few of them, because a client is sent all of them each time. Counters alone do so every
+`COUNTERS_S`. Ages never do: the client dates the document when it receives it.
 """
 
 import asyncio
 import contextlib
 import enum
+import math
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,6 +21,9 @@ from diffusion_worker.engine.state.state_document import AdapterDocument, StateD
 from diffusion_worker.errors import ErrorCode, RequestError
 
 COUNTERS_S = 15.0
+RECORDS_S = 2.0
+# Seconds between two answers for each adapter that they list: thousands of them load without a pause in what they report.
+RECORD_S = 0.0005
 # The longest pause between two looks for a waiting client, as adapters and ranks change without a signal.
 LOOK_S = 0.5
 MOST_WATCHERS = 8
@@ -43,11 +48,12 @@ class Signal:
 
 
 class Weight(enum.IntEnum):
-    """The urgency of a difference between two states: none, only counters, or a change that makes a new revision at once."""
+    """The urgency of a difference between two states: none, only counters, records of adapters, or a change that all hear of at once."""
 
     NONE = 0
     COUNTERS = 1
-    PROMPT = 2
+    RECORDS = 2
+    PROMPT = 3
 
 
 class Look(NamedTuple):
@@ -110,8 +116,7 @@ class Revision:
     """The count of published changes of one engine's state, for which watchers wait.
 
     `look` returns the state without its adapters. `touched` returns the adapters that may have changed, each with its record, or None if it
-    is gone. `settled` takes the adapters that did not change, or whose change is published. `published` takes each number with the adapters
-    of its change.
+    is gone. `settled` takes the adapters that did not change, or whose change is published.
     """
 
     def __init__(
@@ -120,9 +125,8 @@ class Revision:
         signal: Signal,
         *,
         look: Callable[[], Look],
-        touched: Callable[[], Iterable[tuple[object, AdapterDocument | None]]],
-        settled: Callable[[Iterable[object]], None],
-        published: Callable[[int, Iterable[object]], None] = lambda number, adapters: None,
+        touched: Callable[[], Iterable[tuple[Any, AdapterDocument | None]]],
+        settled: Callable[[Iterable[Any]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._boot_id = boot_id
@@ -130,7 +134,6 @@ class Revision:
         self._look = look
         self._touched = touched
         self._settled = settled
-        self._published_adapters = published
         self._clock = clock
         self._number = 0
         self._published: Look | None = None
@@ -139,21 +142,19 @@ class Revision:
         self._watchers = 0
         self._ended = False
 
-    def current(self, *, counters_too: bool = False) -> str:
+    def current(self, *, paced: bool = False) -> str:
         """Compare the state with the published one, publish a new revision if it differs, and return the current revision.
 
-        A change of counters alone is published only with `counters_too`, and `COUNTERS_S` after the last revision.
+        Counters alone never make one unless `paced`. Then they do so `COUNTERS_S` after the last revision, and records of adapters after
+        a pause that grows with their number.
         """
         now, adapters, weight = self._compare()
-        due = counters_too and self._clock() - self._published_at_s >= COUNTERS_S
-        if weight is Weight.PROMPT or (weight is Weight.COUNTERS and due):
+        records_s = min(RECORDS_S, RECORD_S * len(self._adapters))
+        pauses_s = {Weight.NONE: math.inf, Weight.COUNTERS: COUNTERS_S, Weight.RECORDS: records_s, Weight.PROMPT: 0.0}
+        due = self._clock() - self._published_at_s >= pauses_s[weight] if paced else weight > Weight.COUNTERS
+        if due:
             self._publish(now, adapters)
         return f"{self._boot_id}.{self._number}"
-
-    def number_of(self, revision: str) -> int | None:
-        """Return the number `n` of a revision `bootId.n` of this server's life; None for another life or a number not reached yet."""
-        boot_id, _, number = revision.rpartition(".")
-        return int(number) if boot_id == self._boot_id and int(number) <= self._number else None
 
     async def wait_for_other(self, after: str, wait_s: float) -> None:
         """Wait until the revision differs from `after`, the time is over, or the server ends.
@@ -167,7 +168,7 @@ class Revision:
         self._watchers += 1
         try:
             ends_s = self._clock() + wait_s
-            while not self._ended and self.current(counters_too=True) == after and (left_s := ends_s - self._clock()) > 0:
+            while not self._ended and self.current(paced=True) == after and (left_s := ends_s - self._clock()) > 0:
                 await self._signal.wait(min(left_s, LOOK_S))
         finally:
             self._watchers -= 1
@@ -187,7 +188,7 @@ class Revision:
                 same.append(adapter)
             else:
                 changed[adapter] = look
-            weight = max(weight, differs)
+            weight = max(weight, min(differs, Weight.RECORDS))
         self._settled(same)
         return now, changed, weight
 
@@ -199,5 +200,4 @@ class Revision:
                 del self._adapters[adapter]
             else:
                 self._adapters[adapter] = look
-        self._published_adapters(self._number, adapters)
         self._settled(adapters)

@@ -227,11 +227,10 @@ class DesiredDocument(msgspec.Struct, frozen=True, rename="camel"):
 class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     """The whole state for the operator, in one cheap document. Ages are seconds on this worker's own clock.
 
-    `adapters_removed` are names removed since `adapters_since`, and `adapters_continue` asks for the rest of the list. `revision` differs
-    after every change that a watcher has to see. `pod_uid` is empty outside of Kubernetes. `generation` counts the lives of the rank group
-    in this server's life. `failure` is the reason why the worker does not serve, and `last_loss` that of the group's last restart.
-    `policy` is the sleep policy in force. `paused` means that requests are accepted but no step begins. `operator_epoch` is the highest
-    epoch in a call of an operator's leader.
+    `revision` differs after every change that a watcher has to see. `pod_uid` is empty outside of Kubernetes. `generation` counts the
+    lives of the rank group in this server's life. `failure` is the reason why the worker does not serve, and `last_loss` that of the
+    group's last restart. `policy` is the sleep policy in force. `paused` means that requests are accepted but no step begins.
+    `operator_epoch` is the highest epoch in a call of an operator's leader.
     """
 
     boot_id: str
@@ -265,10 +264,6 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     draining: bool = False
     revision: str = ""
     pod_uid: str = ""
-    # With `adapters_since`, the list only has names that changed after that revision, each with all of its adapters.
-    adapters_since: str | None = None
-    adapters_removed: list[str] = []
-    adapters_continue: str | None = None
 
 
 class OperationCall(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):

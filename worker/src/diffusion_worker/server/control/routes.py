@@ -13,7 +13,6 @@ from diffusion_worker.errors import refused
 from diffusion_worker.server.http.running_requests import ClientGone, unless_gone
 from diffusion_worker.server.schemas.control import (
     ERRORS,
-    MAX_LIMIT,
     AdapterBody,
     AdapterName,
     AdapterRemoval,
@@ -43,20 +42,15 @@ OPERATION: dict[int | str, dict[str, Any]] = {200: {"model": OperationAnswer}, 2
 async def state(query: Annotated[StateQuery, Query()], request: Request) -> Response:
     """Return the whole state of this worker; cheap, and answered in every state.
 
-    With `after`, the answer comes as soon as the revision differs, or after `wait` seconds. It has only the adapters that changed
-    since then. With `limit`, adapters come in pages, and `continue` asks for the next one.
+    With `after`, the answer comes as soon as the revision differs, or after `wait` seconds.
     """
-    engine, limit = _engine(request), query.limit or MAX_LIMIT
+    engine = _engine(request)
     if query.after is None:
         if query.wait:
             raise refused("after", "a revision of the state, because wait is given", "nothing")
-        if query.token is not None:
-            return _encoded(engine.state_continued(query.token, limit))
-        return _encoded(engine.state_document() if query.limit is None else engine.state_page(limit))
-    if query.token is not None:
-        raise refused("after", "either after or continue", "both")
+        return _encoded(engine.state_document())
     try:
-        return _encoded(await unless_gone(request, engine.state_after(query.after, query.wait, limit)))
+        return _encoded(await unless_gone(request, engine.state_after(query.after, query.wait)))
     except ClientGone:
         return client_gone(request)
 

@@ -36,7 +36,6 @@ MAX_RANK = 4096
 # A revision, `bootId.n`.
 REVISION_PATTERN = r"^[A-Za-z0-9-]+\.[0-9]{1,18}$"
 MAX_WAIT_S = 60.0
-MAX_LIMIT = 100_000
 
 Deadline = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S, allow_inf_nan=False)]
 OperationId = Annotated[str, Field(min_length=1, max_length=128)]
@@ -250,7 +249,7 @@ class StateQuery(BaseModel):
         Field(
             pattern=REVISION_PATTERN,
             max_length=150,
-            description="The revision of an earlier answer. With wait, the answer comes once there is another, and may have changes only.",
+            description="The revision of an earlier answer. With wait, the answer comes once there is another.",
         ),
     ] = None
     wait: Annotated[
@@ -262,19 +261,6 @@ class StateQuery(BaseModel):
             description="Most seconds to wait for another revision than after; then the answer comes all the same.",
         ),
     ] = 0.0
-    limit: Annotated[
-        int | None,
-        Field(ge=1, le=MAX_LIMIT, description="Most names of adapters in an answer, which then asks to continue; all if absent."),
-    ] = None
-    token: Annotated[
-        str | None,
-        Field(
-            alias="continue",
-            pattern=REVISION_PATTERN,
-            max_length=150,
-            description="`adaptersContinue` of the answer before, to get the next adapters.",
-        ),
-    ] = None
 
 
 class AdapterRemoval(BaseModel):
