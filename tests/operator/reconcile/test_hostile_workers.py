@@ -3,7 +3,6 @@
 
 import asyncio
 import json
-import time
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,7 +25,8 @@ ADDRESS = WorkerAddress(pod_uid="p", ip="127.0.0.1", boot_id="b")
 KEY = AttemptKey(adapter_uid="u", generation=1, boot_id="b")
 PUT = PutAdapter(worker=ADDRESS, key=KEY, operation_id="o", name="x", load=AdapterLoad(source=AdapterSource(path="/l")), deadline_s=9)
 STATE = {"bootId": "b", "state": "ready"}
-LIMIT_S = 0.5
+# Long enough for a slow machine, and short enough to wait for where an answer never comes.
+ENOUGH_S, SHORT_S = 60.0, 0.5
 BUFFERS = 16 << 20
 """The most unread bytes that two loopback sockets hold."""
 
@@ -85,9 +85,9 @@ async def serving(answer: Answer) -> AsyncIterator[tuple[RawServer, int]]:
 
 
 @asynccontextmanager
-async def client_of(answer: Answer) -> AsyncIterator[tuple[HttpWorkerClient, RawServer]]:
+async def client_of(answer: Answer, *, limit_s: float = ENOUGH_S) -> AsyncIterator[tuple[HttpWorkerClient, RawServer]]:
     async with serving(answer) as (server, port):
-        client = HttpWorkerClient(poll_timeout_s=LIMIT_S, call_timeout_s=LIMIT_S, port=port)
+        client = HttpWorkerClient(poll_timeout_s=limit_s, call_timeout_s=limit_s, port=port)
         try:
             yield client, server
         finally:
@@ -104,13 +104,11 @@ def answering(body: bytes, *headers: str, status: str = "200 OK", kind: str = "a
     return answer
 
 
-async def failure(answer: Answer) -> tuple[str, RawServer]:
-    """Ask for a state; return the words of the failure and the server. The call must end within the time of a poll."""
-    async with client_of(answer) as (client, server):
-        begun = time.monotonic()
+async def failure(answer: Answer, *, limit_s: float = ENOUGH_S) -> tuple[str, RawServer]:
+    """Ask for a state; return the words of the failure and the server."""
+    async with client_of(answer, limit_s=limit_s) as (client, server):
         with pytest.raises(ControlUnreachable) as caught:
             await client.state("127.0.0.1", token="t")
-        assert time.monotonic() - begun < LIMIT_S + 2
     return str(caught.value), server
 
 
@@ -147,7 +145,7 @@ async def test_no_cookie_of_a_worker_is_kept() -> None:
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 99999999999", b"Transfer-Encoding: chunked"])
-async def test_a_state_without_end_is_left_at_four_mebibytes(head: bytes) -> None:
+async def test_a_state_without_end_is_left_at_eight_mebibytes(head: bytes) -> None:
     piece = b"x" * 65536
     chunk = piece if b"Length" in head else f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
 
@@ -157,7 +155,7 @@ async def test_a_state_without_end_is_left_at_four_mebibytes(head: bytes) -> Non
     async with client_of(endless) as (client, server):
         tracemalloc.start()
         try:
-            with pytest.raises(ControlUnreachable, match=f"larger than {STATE_BYTES} bytes|no complete answer within"):
+            with pytest.raises(ControlUnreachable, match=f"larger than {STATE_BYTES} bytes"):
                 await client.state("127.0.0.1", token="t")
             peak = tracemalloc.get_traced_memory()[1]
         finally:
@@ -186,11 +184,9 @@ async def test_an_answer_that_drips_ends_at_the_deadline(where: str) -> None:
     async def dripping(writer: asyncio.StreamWriter) -> None:
         await server.flood(writer, start, b" ", 0.02)
 
-    async with client_of(dripping) as (client, server):
-        begun = time.monotonic()
+    async with client_of(dripping, limit_s=SHORT_S) as (client, server):
         with pytest.raises(ControlUnreachable, match=r"no complete answer within 0\.5 s"):
             await client.state("127.0.0.1", token="t")
-        assert time.monotonic() - begun < LIMIT_S + 2
 
 
 async def test_a_bomb_is_not_decompressed() -> None:
@@ -244,7 +240,7 @@ async def test_what_is_no_http_is_told_and_none_of_it_repeated(answer: bytes) ->
 
 
 async def test_a_length_that_is_a_lie_takes_no_longer_than_the_deadline_and_ends_the_connection() -> None:
-    told, _ = await failure(answering(json.dumps(STATE).encode(), length=100_000))
+    told, _ = await failure(answering(json.dumps(STATE).encode(), length=100_000), limit_s=SHORT_S)
     assert "no complete answer within" in told
     lie = json.dumps(STATE).encode() + b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     async with client_of(answering(lie, length=len(json.dumps(STATE)))) as (client, _):
@@ -288,7 +284,7 @@ async def test_a_name_of_a_worker_cannot_lead_to_another_path() -> None:
     "ip", ["example.invalid", "127.0.0.1@evil.invalid", "1.2.3.4/x?", "169.254.169.254", "fe80::1", "224.0.0.1", "0.0.0.0", "::"]
 )
 async def test_only_an_address_of_a_pod_is_called(ip: str) -> None:
-    client = HttpWorkerClient(poll_timeout_s=LIMIT_S, call_timeout_s=LIMIT_S, port=1)
+    client = HttpWorkerClient(poll_timeout_s=ENOUGH_S, call_timeout_s=ENOUGH_S, port=1)
     try:
         with pytest.raises(ControlUnreachable, match="the pod's address is"):
             await client.state(ip, token="t")
