@@ -60,7 +60,7 @@ async def client(server: Server) -> AsyncIterator[HttpWorkerClient]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    made = HttpWorkerClient(poll_timeout_s=0.3, call_timeout_s=0.3, port=port)
+    made = HttpWorkerClient(poll_timeout_s=60, call_timeout_s=60, port=port)
     yield made
     await made.close()
     await runner.cleanup()
@@ -134,12 +134,13 @@ async def test_removing_what_is_not_there_is_done(server: Server, client: HttpWo
     await client.remove_adapter(RemoveAdapter(worker=ADDRESS, operation_id="r", name="x", drain_s=5), token="t")
 
 
-async def test_silence_ends_after_the_limit(server: Server, client: HttpWorkerClient) -> None:
+async def test_silence_ends_after_the_limit(server: Server, client: HttpWorkerClient, monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(request: web.Request) -> web.Response:
-        await asyncio.sleep(5)
-        return web.Response()
+        await asyncio.Event().wait()
+        raise AssertionError
 
     server.answer = silent
+    monkeypatch.setattr(client, "_poll_timeout_s", 0.3)
     async with asyncio.timeout(30):
         with pytest.raises(ControlUnreachable, match="no complete answer within"):
             await client.state("127.0.0.1", token="t")
@@ -149,8 +150,8 @@ async def test_a_watch_ends_five_seconds_after_the_time_that_the_worker_was_give
     server: Server, client: HttpWorkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def silent(request: web.Request) -> web.Response:
-        await asyncio.sleep(5)
-        return web.Response()
+        await asyncio.Event().wait()
+        raise AssertionError
 
     assert worker_client.WAIT_GRACE_S == 5
     monkeypatch.setattr(worker_client, "WAIT_GRACE_S", 0.2)

@@ -146,6 +146,17 @@ async def test_an_adapter_that_comes_and_goes_is_a_change(edge: Edge) -> None:
     waiting.cancel()
 
 
+async def test_what_is_told_of_many_adapters_has_a_pause_and_another_change_none(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    await edge.put_adapter("stripes", "/loras/stripes")
+    monkeypatch.setattr(revision, "RECORDS_S", 1e9)
+    monkeypatch.setattr(revision, "RECORD_S", 1e9)
+    waiting = watch(edge, (await edge.state())["revision"])
+    await edge.put_adapter("stripes", "/loras/stripes", priority=3)
+    assert await still_waits(edge, waiting)
+    monkeypatch.setattr(revision, "RECORD_S", 0.0)
+    assert [one["priority"] for one in (await answered(waiting))["adapters"]] == [3]
+
+
 async def test_eight_may_wait_and_the_ninth_is_refused(edge: Edge) -> None:
     now = (await edge.state())["revision"]
     waiting = [watch(edge, now) for _ in range(MOST_WATCHERS)]
