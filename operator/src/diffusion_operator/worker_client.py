@@ -261,7 +261,7 @@ def _another_pod(request: _Request, found: str) -> ControlUnreachable:
 
 
 def adapter_body(call: PutAdapter) -> dict[str, Any]:
-    return {**call.load.wire(), "deadlineSeconds": call.deadline_s}
+    return {**msgspec.to_builtins(call.load), "deadlineSeconds": call.deadline_s}
 
 
 def _host(ip: str) -> str:
