@@ -6,6 +6,7 @@ from typing import Any
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, DISRUPTION_BUDGET, NETWORK_POLICY, POD, SECRET, SERVICE, Kind
+from diffusion_operator.plan.adapters.mounted_file import packed
 from diffusion_operator.plan.deployment import plan_deployment
 from diffusion_operator.plan.observed.observed import Observed
 from diffusion_operator.plan.observed.pods import read_pod
@@ -41,7 +42,7 @@ def children(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """
     owner = parse(manifest, DiffusionDeployment)
     template = template_of(owner, default_image=IMAGE)
-    own = [control_secret(owner, key=KEY), desired_config(owner), service(owner)]
+    own = [control_secret(owner, key=KEY), desired_config(owner, packed(())), service(owner)]
     guards = [network_policy(owner, OPERATOR_PODS), disruption_budget(owner)]
     return [*own, *guards, pod(owner, template, index=0, incarnation=0)]
 

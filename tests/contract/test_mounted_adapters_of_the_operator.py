@@ -11,11 +11,9 @@ from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.source import AdapterRepository, AdapterSource, HttpSource, PvcSource, S3Source, SecretKeyRef, SecretRef
 from diffusion_operator.plan.adapters.acceptance import Decision, DesiredAdapter
-from diffusion_operator.plan.adapters.shards import NO_SHARDS, Shards, plan_shards
-from diffusion_operator.plan.adapters.slices import finish
-from diffusion_operator.render.desired_config import desired_config, reference_to, shard_config
-from diffusion_worker.engine.adapters.desired_files import DesiredFiles
-from diffusion_worker.engine.sleep.policy import read_desired
+from diffusion_operator.plan.adapters.mounted_file import MOST_ADAPTERS, NO_ADAPTERS, plan_file
+from diffusion_operator.render.desired_config import desired_config
+from diffusion_worker.engine.adapters.desired_files import mounted_adapters
 from diffusion_worker.engine.state.state_document import DesiredAdapter as WorkersAdapter
 from support.apiserver.kind_api import dd
 from support.operator.mounted import mounted_files
@@ -57,21 +55,15 @@ def wanted(count: int) -> list[DesiredAdapter]:
     ]
 
 
-def planned(adapters: list[DesiredAdapter]) -> Shards:
-    return finish(plan_shards([Decision(adapter=None, accepted=True, desired=one) for one in adapters], {}, NO_SHARDS))  # type: ignore[arg-type]
-
-
 def mounted(folder: Path, adapters: list[DesiredAdapter]) -> dict[str, WorkersAdapter]:
-    """Write the operator's ConfigMaps with `adapters` to `folder`, and return those that a worker reads there, by name."""
-    shards = planned(adapters).shards
-    main = desired_config(deployment(), None, [reference_to(shard) for shard in shards])
-    maps = {one["metadata"]["name"]: one for one in (main, *(shard_config(deployment(), shard.number, shard.content) for shard in shards))}
-    for name, content in mounted_files(maps.get, "d").items():
+    """Write the operator's ConfigMap with `adapters` to `folder`, and return those that a worker reads there, by name."""
+    accepted = [Decision(adapter=None, accepted=True, desired=one) for one in adapters]  # type: ignore[arg-type]
+    config = desired_config(deployment(), plan_file(accepted, NO_ADAPTERS).content)
+    for name, content in mounted_files({config["metadata"]["name"]: config}.get, "d").items():
         (folder / name).write_bytes(content)
-    path = str(folder / "desired.json")
-    named, missing = DesiredFiles(path).read(read_desired(path))
-    assert missing == {}
-    return named
+    found = mounted_adapters(str(folder / "desired.json"))
+    assert found is not None
+    return found
 
 
 def test_the_worker_reads_every_adapter_with_all_that_the_operator_says_of_it(tmp_path: Path) -> None:
@@ -90,6 +82,5 @@ def plain(struct: msgspec.Struct) -> dict[str, Any]:
     return dict(msgspec.json.decode(msgspec.json.encode(struct)))
 
 
-def test_a_worker_reads_twenty_thousand_adapters(tmp_path: Path) -> None:
-    adapters = wanted(20_000)
-    assert len(mounted(tmp_path, adapters)) == 20_000
+def test_a_worker_reads_as_many_adapters_as_a_deployment_may_have(tmp_path: Path) -> None:
+    assert len(mounted(tmp_path, wanted(MOST_ADAPTERS))) == MOST_ADAPTERS

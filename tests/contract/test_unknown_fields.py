@@ -2,15 +2,13 @@
 """Fields that only a newer version of the other side has. Calls and sources refuse them, which their own tests show."""
 
 import gzip
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from diffusion_operator.api.worker_state import WireError, WorkerState
-from diffusion_operator.render.desired_config import named_shards
-from diffusion_worker.engine.adapters.desired_files import DesiredFiles
+from diffusion_worker.engine.adapters.desired_files import FILE, mounted_adapters
 from diffusion_worker.engine.sleep.policy import read_desired
 
 NEWER = {"newer": [{"of": "a later version"}]}
@@ -44,20 +42,15 @@ def test_unknown_fields_of_answers_state_and_mounted_files_are_ignored_on_both_s
     assert read_state(newer(STATE)) == read_state(STATE)
     assert msgspec.json.decode(msgspec.json.encode(newer(ERROR)), type=WireError) == msgspec.convert(ERROR, WireError)
 
-    shard = gzip.compress(msgspec.json.encode(newer({"adapters": [{"name": "x", "source": {"path": "/x"}}]})))
     main = {
         "sleep": {"policy": "OnIdle"},
         "coldRequests": {"mode": "Reject"},
-        "shards": [{"file": "s.gz", "sha256": hashlib.sha256(shard).hexdigest()}],
         "model": {"source": {"path": "/m"}, "revision": "r"},
     }
-    (tmp_path / "s.gz").write_bytes(shard)
     plain, with_more = tmp_path / "plain.json", tmp_path / "newer.json"
     plain.write_bytes(msgspec.json.encode(main))
     with_more.write_bytes(msgspec.json.encode(newer(main)))
-    found = read_desired(str(with_more))
-    assert found == read_desired(str(plain))
-    named, missing = DesiredFiles(str(with_more)).read(found)
-    assert (list(named), missing) == (["x"], {})
-    (reference,) = named_shards({"data": {"desired.json": with_more.read_text()}})
-    assert reference.file == "s.gz"
+    assert read_desired(str(with_more)) == read_desired(str(plain))
+    adapters = newer({"adapters": [{"name": "x", "source": {"path": "/x"}}]})
+    (tmp_path / FILE).write_bytes(gzip.compress(msgspec.json.encode(adapters)))
+    assert list(mounted_adapters(str(with_more)) or ()) == ["x"]

@@ -17,7 +17,7 @@ from diffusion_operator.api.deployment_spec import OnMissing
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, FINAL, RELOAD_LOOP, SOURCE_REASONS
 from diffusion_operator.plan.adapters.load_attempts import RACES
-from diffusion_operator.plan.adapters.shards import packed
+from diffusion_operator.plan.adapters.mounted_file import packed
 from diffusion_operator.plan.observed.observed import AttemptKey
 from diffusion_operator.plan.results.actions import PutAdapter, WorkerAddress
 from diffusion_operator.render.worker_arguments import worker_arguments

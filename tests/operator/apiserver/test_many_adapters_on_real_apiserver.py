@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More adapters of one deployment than one ConfigMap can hold, on a real API server, whose objects have room for 1 MiB (fault 40).
+"""More adapters of one deployment than its ConfigMap can hold, on a real API server, whose objects have room for 1 MiB (fault 40).
 
 An operator and a fake kubelet work. Sources have long addresses, so that few adapters take as much room as thousands of others.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, EVENT, POD, SHARDS, shard_config_name
-from diffusion_operator.plan.adapters.shards import shard_of
+from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT
+from diffusion_operator.plan.adapters.mounted_file import FILE_BYTES
 from support.apiserver.rest_client import RestClient, path_of
 from support.operator.fake_kubelet import FakeKubelet
 from support.operator.mounted import mounted_desired, mounted_files
@@ -25,7 +25,7 @@ from support.operator.rig import adapter
 from support.operator.sole_operator import deployment, running
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-MANY = 600
+MANY = 1_000
 AT_ONCE = 32
 WITHIN_S = 120.0
 
@@ -57,9 +57,6 @@ class Many:
 
         await asyncio.gather(*(make(number) for number in range(first, last)))
 
-    async def maps(self) -> dict[str, Any]:
-        return {one["metadata"]["name"]: one for one in await self.client.list(CONFIG_MAP, self.namespace)}
-
     async def conditions(self, kind: Any = DEPLOYMENT, name: str = "d") -> dict[str, tuple[str, str]]:
         _, found = await self.client.send("GET", f"{path_of(kind, self.namespace)}/{name}")
         return {one["type"]: (one["status"], one["reason"]) for one in found.get("status", {}).get("conditions", ())}
@@ -85,47 +82,18 @@ async def many(kubeconfig: Path, tmp_path_factory: pytest.TempPathFactory) -> As
             await client.send("DELETE", path_of(kind, made.namespace))
 
 
-async def test_more_adapters_than_fit_into_one_object_are_in_shards_and_the_pod_serves(many: Many) -> None:
+async def test_a_full_list_of_adapters_is_written_the_pod_serves_and_the_newest_adapters_are_refused(many: Many) -> None:
     async def serves() -> bool:
         conditions = await many.conditions()
-        return conditions.get("Ready") == ("True", "Serving") and conditions.get("ChildrenReady") == ("True", "AllApplied")
+        return conditions.get("Ready") == ("True", "Serving") and conditions.get("AdaptersReady") == ("False", "CapacityExceeded")
 
     await many.until(serves)
-    maps = await many.maps()
-    assert maps.keys() >= {"d-desired", *(shard_config_name("d", number) for number in range(SHARDS))}
+    maps = {one["metadata"]["name"]: one for one in await many.client.list(CONFIG_MAP, many.namespace)}
+    content = mounted_files(maps.get, "d")["adapters.json.gz"]
     found = mounted_desired(maps.get, "d")["adapters"]
-    assert len(json.dumps(found)) > 1 << 20
-    assert sorted(one["name"] for one in found) == sorted(f"x-{number}" for number in range(MANY))
-    (pod,) = await many.client.list(POD, many.namespace)
-    (volume,) = [one for one in pod["spec"]["volumes"] if one["name"] == "desired"]
-    assert len(volume["projected"]["sources"]) == 1 + SHARDS
-
-
-async def test_one_more_adapter_changes_its_shard_alone(many: Many) -> None:
-    before = mounted_files((await many.maps()).get, "d")
-    await many.make_adapters(MANY, MANY + 1)
-    changed: set[str] = set()
-
-    async def is_there() -> bool:
-        after = mounted_files((await many.maps()).get, "d")
-        changed.update(name for name in after if after[name] != before.get(name))
-        return len(mounted_desired((await many.maps()).get, "d")["adapters"]) == MANY + 1 and "desired.json" in changed
-
-    await many.until(is_there)
-    assert changed == {"desired.json", f"adapters-{shard_of(f'x-{MANY}')}.json.gz"}
-
-
-async def test_a_shard_that_somebody_edits_is_put_back(many: Many) -> None:
-    name = shard_config_name("d", 2)
-    before = (await many.maps())[name]["binaryData"]
-    await many.client.patch(CONFIG_MAP, many.namespace, name, {"binaryData": {"adapters-2.json.gz": "AAAA"}})
-
-    async def is_back() -> bool:
-        return bool((await many.maps())[name]["binaryData"] == before)
-
-    async def is_noted() -> bool:
-        events = await many.client.list(EVENT, many.namespace)
-        return any(name in one["message"] for one in events if one["reason"] == "Repaired")
-
-    await many.until(is_back)
-    await many.until(is_noted)
+    # One more takes about 1,000 bytes.
+    assert FILE_BYTES - 4000 < len(content) <= FILE_BYTES
+    assert 0 < len(found) < MANY
+    assert (await many.conditions())["ChildrenReady"] == ("True", "AllApplied")
+    refused = {f"x-{number}" for number in range(MANY)} - {one["name"] for one in found}
+    assert (await many.conditions(ADAPTER, min(refused)))["Accepted"] == ("False", "CapacityExceeded")

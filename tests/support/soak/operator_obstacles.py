@@ -136,8 +136,7 @@ class Obstacles:
     async def put_stranger(self, rng: Random) -> None:
         """Take the name of a random child if it is free. If a watched child of the operator has it, delete that child first, unless this
         was done too often."""
-        shard = (CONFIG_MAP, names.shard_config_name("d", rng.randrange(names.SHARDS)))
-        kind, name = rng.choice([*child_names("d").items(), shard])
+        kind, name = rng.choice([*child_names("d").items()])
         # The operator cannot read Secrets, so it takes a Secret with our labels and no owner for its own.
         made = await self.strangers.make(kind, name, with_our_labels="d" if kind != SECRET and rng.random() < 0.3 else "")
         if not made and kind in WATCHED_CHILDREN and (kind, name) not in self.strangers.made and self.may_meddle(kind):

@@ -24,7 +24,6 @@ from support.soak.adapters import run_adapters
 from support.soak.configurations import run_configurations
 from support.soak.edge import run_edge
 from support.soak.frame import Outcome
-from support.soak.many_adapters import run_many
 from support.soak.node import run_node
 from support.soak.operator_lives import TwoOperators
 from support.soak.operator_manifests import run_manifests
@@ -61,7 +60,6 @@ PARTS: dict[str, tuple[Callable[..., Outcome | list[Outcome]], dict[str, float]]
     "rehearsal": (run_rehearsal, {"rehearsed_families": 0}),
     "manifests": (_alone(run_manifests), {"manifests": 5_000}),
     "operator": (_alone(run_sequences), {"operator_sequences": 500}),
-    "many-adapters": (_alone(run_many), {"many_adapters": 20_000}),
     "two-operators": (_alone(run_sequences, audited=True, lives=TwoOperators), {"pair_sequences": 500}),
     "node": (run_node, {}),
     "operators": (run_operators, {}),

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mounted folder with the main file and shards, as the kubelet brings it.
+"""A mounted folder with the desired file and the adapters' file, as the kubelet brings it.
 
 Real: the bytes of the files. Not real: the links of the kubelet.
 """
 
 import gzip
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from diffusion_worker.engine.state.state_document import DesiredAdapter, DesiredShard, DesiredState
+from diffusion_worker.engine.adapters.desired_files import FILE
+from diffusion_worker.engine.state.state_document import DesiredAdapter, DesiredState
 from diffusion_worker.sources.source import Source
 
 
@@ -21,28 +21,15 @@ def wanted(name: str, **fields: Any) -> DesiredAdapter:
 
 
 class MountedFolder:
-    """A folder with the main file and shards. The main file names each shard as written last, whether it is in the folder or not."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.main = folder / "desired.json"
-        self._shards: dict[str, bytes] = {}
+        self.adapters = folder / FILE
 
-    def shard(self, file: str, *adapters: DesiredAdapter, brought: bool = True) -> None:
-        """Write a shard that the next main file names; with `brought` it is put into the folder too."""
-        content = gzip.compress(msgspec.json.encode({"adapters": adapters}), mtime=0)
-        self._shards[file] = content
-        if brought:
-            self.bring(file)
-
-    def bring(self, file: str) -> None:
-        """Put a written shard into the folder, as the kubelet does."""
-        _replace(self.folder / file, self._shards[file])
-
-    def write(self, *listed: DesiredAdapter, age_s: float = 0.0, **fields: Any) -> str:
-        """Write the main file with these adapters in its list, dated `age_s` ago; return its path."""
-        shards = [DesiredShard(file, hashlib.sha256(content).hexdigest()) for file, content in self._shards.items()]
-        _replace(self.main, msgspec.json.encode(DesiredState(adapters=list(listed), shards=shards, **fields)))
+    def write(self, *adapters: DesiredAdapter, age_s: float = 0.0, **fields: Any) -> str:
+        """Write both files, dated `age_s` ago; return the path of the desired file, which has `fields`."""
+        _replace(self.adapters, gzip.compress(msgspec.json.encode({"adapters": adapters}), mtime=0))
+        _replace(self.main, msgspec.json.encode(DesiredState(**fields)))
         at_s = self.main.stat().st_mtime - age_s
         os.utime(self.main, (at_s, at_s))
         return str(self.main)

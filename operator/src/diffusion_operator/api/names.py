@@ -30,8 +30,7 @@ TOKEN_KEY = "token"
 API_KEY_DIR = "/etc/diffusion/api-key"
 DESIRED_DIR = "/etc/diffusion/desired"
 DESIRED_KEY = "desired.json"
-SHARDS = 8
-"""The files with adapters beside the main one, for ever: a pod that is there mounts these."""
+ADAPTERS_KEY = "adapters.json.gz"
 CACHE_DIR = "/var/cache/diffusion-operator"
 SECRETS_DIR = "/var/run/diffusion-operator/secrets"
 CLAIMS_DIR = "/var/run/diffusion-operator/claims"
@@ -79,15 +78,6 @@ def control_policy_name(deployment: str) -> str:
 
 def desired_config_name(deployment: str) -> str:
     return f"{deployment}-desired"
-
-
-def shard_config_name(deployment: str, number: int) -> str:
-    return f"{desired_config_name(deployment)}-{number}"
-
-
-def shard_file(number: int) -> str:
-    """Return the name of a shard's file, in its ConfigMap and in the mounted folder."""
-    return f"adapters-{number}.json.gz"
 
 
 def check_pod_name(deployment: str, revision: str) -> str:

@@ -113,13 +113,6 @@ class LoadReport(_Wire, frozen=True):
         _make_plain(self, stage=32)
 
 
-class DesiredReport(_Wire, frozen=True):
-    """A worker's report on its mounted files."""
-
-    problem: WireError | None = None
-    """The reason why some of their adapters may be missing: they come by calls only."""
-
-
 class ModelReport(_Wire, frozen=True):
     digest: str | None = None
     revision: str | None = None
@@ -231,7 +224,6 @@ class WorkerState(_Wire, frozen=True, gc=True, dict=True):
     state_age_seconds: Seconds = 0.0
     policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE
     held: HeldReport = HeldReport()
-    desired: DesiredReport = DesiredReport()
     operator_epoch: Count = 0
     """The highest epoch of a leader that called it; 0 before the first, and of a worker that knows of none."""
     draining: bool = False

@@ -14,12 +14,11 @@ from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.errors import ClusterError, NamespaceEnds, NotUnderstood
 from diffusion_operator.pace import Pace, unhurried
 from diffusion_operator.plan.adapters.conditions import NOT_UNDERSTOOD, not_understood
-from diffusion_operator.plan.adapters.shards import foreign_shards, shard_of
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_in_slices, status_after
 from diffusion_operator.plan.observed.children import hurried
 from diffusion_operator.plan.observed.observed import Asleep, Observed
 from diffusion_operator.plan.replicas.check_pod import checked
-from diffusion_operator.plan.results.actions import CreatePod, PutAdapter, WorkerAction
+from diffusion_operator.plan.results.actions import CreatePod
 from diffusion_operator.plan.results.events import child_events, condition_events, deployment_events, wakes_between
 from diffusion_operator.plan.status.conditions import pass_failed
 from diffusion_operator.reconcile.act import act_on_pods
@@ -79,7 +78,7 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
         await try_template(runtime, deployment, memory, plan.trial.pod, template=plan.template)
     await report(runtime, checked(memory.check, plan.trial.check), kind=DEPLOYMENT, about=deployment.metadata)
     memory.check = plan.trial.check
-    runtime.calls.begin(key, memory, _calls(plan, memory))
+    runtime.calls.begin(key, memory, plan.calls)
 
     status = status_after(deployment, plan, children=memory.children, refusal=memory.refusal, now=runtime.now())
     if not (made and deployment.status.observed_generation is None):  # the pass that sees the first pods follows at once
@@ -144,22 +143,10 @@ async def _wake_adapters(runtime: Runtime, key: Key) -> None:
 
 
 async def _keep_children(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, plan: DeploymentPlan) -> None:
-    """Keep the children as the spec asks, before the pods, which mount some of them.
-
-    The next pass comes at once where a shard turns out to be a stranger's, or no longer is.
-    """
+    """Keep the children as the spec asks, before the pods, which mount some of them."""
     secret = control_secret(deployment, key=runtime.settings.operator_key)
-    files = DesiredFiles(shards=plan.adapters.shards, model=plan.status.model)
-    before = foreign_shards(memory.children)
+    files = DesiredFiles(adapters=plan.adapters.file, model=plan.status.model)
     memory.children = await keep_children(runtime, deployment, memory, secret, files, service(deployment))
-    if foreign_shards(memory.children).keys() != before.keys():
-        runtime.wake(deployment_key(deployment.metadata.namespace, deployment.metadata.name))
-
-
-def _calls(plan: DeploymentPlan, memory: DeploymentMemory) -> list[WorkerAction]:
-    """Return the plan's calls, without puts of adapters whose shard was just found to be a stranger's."""
-    foreign = foreign_shards(memory.children)
-    return [call for call in plan.calls if not (isinstance(call, PutAdapter) and shard_of(call.name) in foreign)]
 
 
 async def _tell_of_no_plan(runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, error: Exception) -> None:

@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
 from diffusion_operator.api.worker_state import WorkerState
+from diffusion_operator.plan.adapters.mounted_file import AdapterFile
 from diffusion_operator.plan.adapters.plan import AdapterPlan
 from diffusion_operator.plan.adapters.publishing import Worth, worth_publishing
-from diffusion_operator.plan.adapters.shards import Shard
 from diffusion_operator.plan.adapters.slices import SLICE, Slices
 from diffusion_operator.plan.adapters.view import AdapterView
 from diffusion_operator.plan.observed.children import ChildState, ChildTry, Repairs
@@ -20,7 +21,6 @@ from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.control_tokens import ControlTokens
 from diffusion_operator.reconcile.store.parsed_adapters import ParsedAdapters
-from diffusion_operator.render.child import Child
 
 
 class Followed(StrEnum):
@@ -36,6 +36,11 @@ NONE: frozenset[str] = frozenset()
 """The one empty set of all deployments: each other empty set takes 216 bytes."""
 UNPUBLISHED_S = 5.0
 """Until counts of adapters are looked at again for their statuses."""
+
+
+class WrittenFile(NamedTuple):
+    file: AdapterFile
+    at: datetime
 
 
 @dataclass(slots=True)
@@ -147,8 +152,8 @@ class DeploymentMemory:
     """The object's, at the last pass: another one makes every failed child due at once, because the edit may have mended it."""
     tries: dict[str, ChildTry] = field(default_factory=dict)
     """Children that are not as the spec asks, by kind and name."""
-    shard_children: dict[int, tuple[Shard | None, Child]] = field(default_factory=dict)
-    """The shards as they were rendered last, by number."""
+    file: WrittenFile | None = None
+    """The adapters' file as it was last rendered."""
     children: tuple[ChildState, ...] = ()
     """After the last pass."""
     taken: dict[int, int] = field(default_factory=dict)

@@ -16,13 +16,9 @@ from diffusion_operator.api.names import (
     CLAIMS_DIR,
     CONTROL_DIR,
     DESIRED_DIR,
-    DESIRED_KEY,
     SECRETS_DIR,
-    SHARDS,
     control_secret_name,
     desired_config_name,
-    shard_config_name,
-    shard_file,
 )
 from diffusion_operator.api.source import claim_of, secret_of
 from diffusion_operator.render import Manifest
@@ -55,21 +51,10 @@ def _own(deployment: DiffusionDeployment) -> Iterator[Volume]:
     control = {"secret": {"secretName": control_secret_name(name), "defaultMode": SECRET_MODE}}
     yield Volume(name="tmp", path="/tmp", content={"emptyDir": {}})
     yield Volume(name="control", path=CONTROL_DIR, content=control, read_only=True)
-    yield Volume(name="desired", path=DESIRED_DIR, content={"projected": {"sources": list(_desired(name))}}, read_only=True)
+    yield Volume(name="desired", path=DESIRED_DIR, content={"configMap": {"name": desired_config_name(name)}}, read_only=True)
     if spec.parallelism.ranks_per_replica > 1:
         memory = {"medium": "Memory", "sizeLimit": str(spec.resources.shared_memory)}
         yield Volume(name="shm", path="/dev/shm", content={"emptyDir": memory})
-
-
-def _desired(name: str) -> Iterator[Manifest]:
-    """Yield the main file, without which no pod starts, and all possible shards, which the kubelet adds when they appear.
-
-    Only our files of them are mounted, because a shard's ConfigMap may be somebody else's.
-    """
-    yield {"configMap": {"name": desired_config_name(name), "items": [{"key": DESIRED_KEY, "path": DESIRED_KEY}]}}
-    for number in range(SHARDS):
-        items = [{"key": shard_file(number), "path": shard_file(number)}]
-        yield {"configMap": {"name": shard_config_name(name, number), "items": items, "optional": True}}
 
 
 def _api_key(spec: ServiceSpec) -> Iterator[Volume]:

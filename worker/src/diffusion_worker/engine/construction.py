@@ -70,7 +70,7 @@ class EngineParts:
             keep_failed=config.preload_loras if config.desired_path is None else None,
         )
         self.runner = AdapterRunner(self.adapters, ranks, fetcher, self.life, abort=self._abort)
-        self.declared = DeclaredAdapters(self.adapters, self.runner, config, lambda: self.rules.desired)
+        self.declared = DeclaredAdapters(self.adapters, self.runner, config)
         self.adapter_use = AdapterSelection(self.adapters, self.runner, config, self.life)
         self.requests = RequestService(
             config,

@@ -31,7 +31,6 @@ from diffusion_worker.engine.state.revision import Look, Revision, look_at
 from diffusion_worker.engine.state.state_document import (
     AdapterCall,
     AdapterDocument,
-    DesiredDocument,
     DrainCall,
     EngineState,
     LoadDocument,
@@ -296,7 +295,6 @@ class Engine:
             wake_check=self._parts.verification.check,
             paused=self._parts.pausing.paused,
             held=self.held.document(),
-            desired=DesiredDocument(problem=self._parts.declared.problem),
             operator_epoch=self.operator_epoch.highest,
             draining=self._draining is not None,
             pod_uid=self.pod_uid,

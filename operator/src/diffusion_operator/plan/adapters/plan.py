@@ -19,10 +19,10 @@ from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.plan.adapters.deciding import asks_another, decide_all
 from diffusion_operator.plan.adapters.instances import undeclared_removals
+from diffusion_operator.plan.adapters.mounted_file import NO_ADAPTERS, AdapterFile, Refusal, plan_file, refusals_of
 from diffusion_operator.plan.adapters.refilling import refills
 from diffusion_operator.plan.adapters.roster import Roster, enroll
 from diffusion_operator.plan.adapters.row import Column, Decided, Named, Row, Table, column_of, row_of
-from diffusion_operator.plan.adapters.shards import NO_SHARDS, Refusal, Shards, foreign_shards, plan_shards, refusals_of
 from diffusion_operator.plan.adapters.slices import SLICE, Slices
 from diffusion_operator.plan.adapters.tally import Tally, tally_of
 from diffusion_operator.plan.adapters.view import AdapterView, Frame, frame_of, marks_of, view_of
@@ -56,12 +56,9 @@ class AdapterPlan(msgspec.Struct, frozen=True):
     rows: Mapping[str, Row] = {}
     wanted: Mapping[str, str] = {}
     """UIDs by name."""
-    shards: Shards = NO_SHARDS
-    """The mounted files."""
-    foreign: Mapping[int, str] = {}
-    """Shards of which somebody else has the ConfigMap, with the message."""
+    file: AdapterFile = NO_ADAPTERS
     refusals: Mapping[str, Refusal] = {}
-    """Adapters that no file has room for, by UID."""
+    """Adapters that the file has no room for, by UID."""
     eager: Mapping[str, Row] = {}
     """Rows with pushes or with a time, by UID."""
 
@@ -91,20 +88,19 @@ def plan_adapters(
     table = _table(observed, groups, now, revision=revision, before=before)
     frame, enrolled = frame_of(observed.deployment), (yield from enroll(before.roster, observed.adapters))
     whole = frame != before.frame or table.columns != before.columns
-    foreign = foreign_shards(observed.children)
-    if not whole and not enrolled.touched and not enrolled.moved and foreign == before.foreign and not _news(table, before, now):
+    if not whole and not enrolled.touched and not enrolled.moved and not _news(table, before, now):
         plan = msgspec.structs.replace(before, roster=enrolled.roster, dropped={})
         return (yield from _with_views(plan, (), groups, table, frame=frame, before=before))
     touched = frozenset(enrolled.roster.adapters) if whole else enrolled.touched | _touched(table, before, enrolled.roster, now)
     decided = yield from decide_all(observed.deployment, enrolled.roster, touched, table, before=before.rows)
-    shards = before.shards
-    if enrolled.moved or foreign != before.foreign or asks_another(decided, before.rows):
+    file = before.file
+    if enrolled.moved or asks_another(decided, before.rows):
         accepted = [decided[uid].accepted if uid in decided else before.rows[uid].accepted for uid in enrolled.roster.adapters]
-        shards = yield from plan_shards(accepted, foreign, before.shards)
-    refusals = before.refusals if shards is before.shards else refusals_of(shards, frame.name)
+        file = plan_file(accepted, before.file)
+    refusals = before.refusals if file is before.file else refusals_of(file, frame.name)
     rows = yield from _rows(decided, refusals, table, before=before)
     plan = yield from _planned(frame, enrolled.roster, rows, table, before=before)
-    plan = msgspec.structs.replace(plan, shards=shards, foreign=foreign, refusals=refusals)
+    plan = msgspec.structs.replace(plan, file=file, refusals=refusals)
     return (yield from _with_views(plan, tuple(rows), groups, table, frame=frame, before=before))
 
 
@@ -144,7 +140,7 @@ def _touched(table: Table, before: AdapterPlan, roster: Roster, now: datetime) -
 
 
 def _rows(decided: Mapping[str, Decided], refusals: Mapping[str, Refusal], table: Table, *, before: AdapterPlan) -> Slices[dict[str, Row]]:
-    """Build rows for the decided adapters, and for others whose refusal for lack of room in a file is new, gone or another."""
+    """Build rows for the decided adapters, and for others whose refusal for lack of room in the file is new, gone or another."""
     others = {uid for uid in refusals.keys() | before.refusals.keys() if uid in before.rows and uid not in decided}
     moved = {uid: before.rows[uid].decided for uid in others if refusals.get(uid) != before.refusals.get(uid)}
     rows: dict[str, Row] = {}

@@ -16,8 +16,8 @@ from diffusion_operator.api.worker_state import AdapterRecord, RecordState, Wire
 from diffusion_operator.plan.adapters.acceptance import Claim, Decision, DesiredAdapter
 from diffusion_operator.plan.adapters.instances import Instance, instance_of, leaving_instances
 from diffusion_operator.plan.adapters.load_attempts import THRASH_WINDOW, learned, recalled
+from diffusion_operator.plan.adapters.mounted_file import Refusal, refused
 from diffusion_operator.plan.adapters.records import current_record, in_place
-from diffusion_operator.plan.adapters.shards import Refusal, refused
 from diffusion_operator.plan.adapters.usage import Use, use_of
 from diffusion_operator.plan.observed.observed import Attempt, AttemptKey
 from diffusion_operator.plan.observed.replica_state import Group

@@ -72,8 +72,6 @@ class ChildState(msgspec.Struct, frozen=True):
     """The earliest time of the next try, where its reason sets one."""
     misroutes: bool = False
     """It is a Service, and another client has made it lead to other pods or taken its port."""
-    shard: int | None = None
-    """The number of a ConfigMap with adapters, which keeps no pod from starting; None for every other child."""
 
     @property
     def what(self) -> str:
@@ -200,7 +198,7 @@ def pods_wait_for(children: Sequence[ChildState]) -> str:
 
     Each names one that another object's name keeps away, or that the API server refused. Empty if both are there.
     """
-    mounted = (one for one in children if one.kind in (SECRET.kind, CONFIG_MAP.kind) and one.shard is None)
+    mounted = (one for one in children if one.kind in (SECRET.kind, CONFIG_MAP.kind))
     return "; ".join(one.message for one in mounted if not one.ours)
 
 

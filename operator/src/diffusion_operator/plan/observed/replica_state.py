@@ -147,8 +147,6 @@ def read_group(pod: Pod, poll: Poll, previous: ReplicaStatus | None, deployment:
         state_name = poll.state.state.value
         unknown = f"the worker reports the state {state_name!r}, which this operator does not know: the worker is newer than the operator"
         message = _joined(message, unknown)
-    if poll.state is not None and poll.state.desired.problem is not None:
-        message = _joined(message, poll.state.desired.problem.message)
     if pod.left:
         message = _joined(pod.left, message)
     return Group(index=pod.index, pod=pod, poll=poll, state=state, previous=previous, problem=problem, message=message)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The children of a deployment: Secret, ConfigMaps, Service, NetworkPolicy and PodDisruptionBudget. A spec may do without the last two.
 
-Each is written by itself, and one that fails keeps no other from being written. The ConfigMaps with adapters come before the one that
-names them. Nobody hears of the Secret's deletion. So it is tried again before each pod is made, while a pod waits for its volumes, and at
-every resync.
+Each is written by itself, and one that fails keeps no other from being written. Nobody hears of the Secret's deletion. So it is tried again
+before each pod is made, while a pod waits for its volumes, and at every resync.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,37 +15,34 @@ from diffusion_operator.api.deployment_spec import BudgetMode, PolicyMode
 from diffusion_operator.api.deployment_status import ModelStatus
 from diffusion_operator.api.names import (
     ANNOTATION_SECRET,
-    CONFIG_MAP,
     DISRUPTION_BUDGET,
     NETWORK_POLICY,
     SECRET,
-    SHARDS,
     control_policy_name,
     control_secret_name,
-    desired_config_name,
-    shard_config_name,
 )
-from diffusion_operator.plan.adapters.shards import Shard, Shards, packed
+from diffusion_operator.plan.adapters.mounted_file import AdapterFile
 from diffusion_operator.plan.observed.children import ChildState
-from diffusion_operator.plan.observed.ownership import Ownership, is_controlled_by, ownership
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.reconcile.children.one_child import keep_child
-from diffusion_operator.reconcile.memory import NONE, Applied, DeploymentMemory
+from diffusion_operator.reconcile.memory import NONE, Applied, DeploymentMemory, WrittenFile
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.child import Child, absent, asked, child_key
-from diffusion_operator.render.desired_config import ShardReference, desired_config, named_shards, reference_to, shard_config
+from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.disruption_budget import disruption_budget
 from diffusion_operator.render.network_policy import network_policy
 from diffusion_operator.settings import OperatorPods
 
 MOUNT_PATIENCE = timedelta(seconds=5)
+FILE_PAUSE = timedelta(seconds=15)
+"""Between two writes of the adapters' file. Workers hear of a change by a call at once, and need the file at their next start."""
 
 
 class DesiredFiles(msgspec.Struct, frozen=True):
     """The content of the mounted folder."""
 
-    shards: Shards
+    adapters: AdapterFile
     model: ModelStatus | None
 
 
@@ -59,11 +55,9 @@ async def keep_children(
     """
     token = asked(secret)
     states = [await keep_child(runtime, deployment, memory, token)]
-    references, shards = await _keep_shards(runtime, deployment, memory, files.shards)
-    main = desired_config(deployment, files.model, references)
+    main = desired_config(deployment, _due(memory, files.adapters, runtime.now()).content, files.model)
     secret_mark = token.written if not states[0].reason else ""
     states.append(await keep_child(runtime, deployment, memory, asked(main, **{ANNOTATION_SECRET: secret_mark})))
-    states += shards
     for child in (asked(service), *_optional(deployment, runtime.settings.operator_pods)):
         states.append(await keep_child(runtime, deployment, memory, child))
     memory.doubted = memory.doubted & {one.what for one in states} or NONE
@@ -100,49 +94,12 @@ def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) ->
     yield asked(budget) if budget is not None else absent(DISRUPTION_BUDGET, name)
 
 
-async def _keep_shards(
-    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, files: Shards
-) -> tuple[tuple[ShardReference, ...], list[ChildState]]:
-    """Write the shards, and return the entries of the index and the state of each.
-
-    A shard that could not be written keeps the entry that the main file has of it.
-    """
-    states: list[ChildState] = []
-    references: list[ShardReference] = []
-    shards = {shard.number: shard for shard in files.shards}
-    for number in range(SHARDS):
-        shard = shards.get(number)
-        if shard is None and number not in files.foreign and not await _is_there(runtime, deployment, number):
-            continue
-        state = await keep_child(runtime, deployment, memory, _shard_child(deployment, memory, number, shard))
-        states.append(msgspec.structs.replace(state, shard=number))
-        if shard is not None and not state.reason:
-            references.append(reference_to(shard))
-        elif state.reason and state.ours:
-            references += await _earlier_reference(runtime, deployment, number)
-    return tuple(references), states
-
-
-async def _is_there(runtime: Runtime, deployment: DiffusionDeployment, number: int) -> bool:
-    """Return whether a shard without adapters is there from before. It stays, and is empty."""
-    metadata = deployment.metadata
-    live = await runtime.cluster.get(CONFIG_MAP, metadata.namespace, shard_config_name(metadata.name, number))
-    return live is not None and ownership(live, metadata) in (Ownership.OURS, Ownership.ORPHAN)
-
-
-def _shard_child(deployment: DiffusionDeployment, memory: DeploymentMemory, number: int, shard: Shard | None) -> Child:
-    """Return a shard's rendered child; the same object as in the pass before where the shard is the same."""
-    known = memory.shard_children.get(number)
-    if known is not None and known[0] is shard:
-        return known[1]
-    child = asked(shard_config(deployment, number, shard.content if shard is not None else packed(())))
-    memory.shard_children[number] = (shard, child)
-    return child
-
-
-async def _earlier_reference(runtime: Runtime, deployment: DiffusionDeployment, number: int) -> list[ShardReference]:
-    metadata = deployment.metadata
-    main = await runtime.cluster.get(CONFIG_MAP, metadata.namespace, desired_config_name(metadata.name))
-    if main is None or not is_controlled_by(main, metadata.uid):
-        return []
-    return [one for one in named_shards(main) if one.number == number]
+def _due(memory: DeploymentMemory, file: AdapterFile, now: datetime) -> AdapterFile:
+    """Return the file to write now: the last one, while the pause after it lasts."""
+    last = memory.file
+    if last is not None and last.file is not file and now - last.at < FILE_PAUSE:
+        memory.withhold((last.at + FILE_PAUSE - now).total_seconds())
+        return last.file
+    if last is None or last.file is not file:
+        memory.file = WrittenFile(file, now)
+    return file

@@ -10,27 +10,22 @@ that a call removed stays away.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.adapters.desired_files import DesiredFiles
+from diffusion_worker.engine.adapters.desired_files import mounted_adapters
 from diffusion_worker.engine.adapters.runner import AdapterRunner
 from diffusion_worker.engine.adapters.table import AdapterTable
-from diffusion_worker.engine.state.state_document import AdapterCall, DesiredAdapter, DesiredState, ProblemReport
-from diffusion_worker.errors import ErrorCode, RequestError
+from diffusion_worker.engine.state.state_document import AdapterCall, DesiredAdapter
+from diffusion_worker.errors import ConfigError, ErrorCode, RequestError
 from diffusion_worker.sources.parsing import parse_source
 
 log = logging.getLogger(__name__)
 
 # Sources that are read side by side.
 FETCHES = 4
-# The kubelet brings each file by itself. Seconds to wait for a shard that is not as the main file names it, and between two looks at it.
-FILE_PATIENCE_S = 120.0
-FILE_LOOK_S = 1.0
-# Seconds between two looks afterwards.
-FILE_LATER_LOOK_S = 30.0
 
 Call = tuple[str, AdapterCall]
 
@@ -49,38 +44,30 @@ def changes(before: Sequence[DesiredAdapter], after: Sequence[DesiredAdapter]) -
 
 
 class DeclaredAdapters:
-    """The adapters of a table, kept as options and files declare them; `desired` returns the main file as it is now."""
+    """The adapters of a table, kept as options and the mounted file declare them."""
 
-    def __init__(self, table: AdapterTable, runner: AdapterRunner, config: WorkerConfig, desired: Callable[[], DesiredState]) -> None:
-        # The reason for adapters of the files that may be missing here.
-        self.problem: ProblemReport | None = None
+    def __init__(self, table: AdapterTable, runner: AdapterRunner, config: WorkerConfig) -> None:
         # Time of the last call of the control port about a name, on the clock of the files' times.
         self.called_at_s: dict[str, float] = {}
         self._table = table
         self._runner = runner
         self._config = config
-        self._desired = desired
-        self._files = DesiredFiles(config.desired_path)
         self._followed: dict[str, DesiredAdapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting: asyncio.Task[None] | None = None
 
     async def load_at_start(self, deadline_s: float) -> None:
         """Make the adapters of options and mounted files known, and load the most wanted ones, for at most `deadline_s` seconds.
 
-        Shards that the kubelet has not brought yet are waited for within that time. A load that is not over then goes on while the model
-        serves. A failed one is kept as Failed and does not stop the model from serving.
+        A load that is not over then goes on while the model serves. A failed one is kept as Failed and does not stop the model from
+        serving.
 
         Raises:
             ConfigError: an option's source cannot be read.
         """
-        until_s = asyncio.get_running_loop().time() + deadline_s
         options = {name: _call(self._config, source) for name, source in self._config.preload_loras.items()}
-        await self._take_up(options)
-        if self._waiting is not None:
-            await asyncio.wait([self._waiting], timeout=min(FILE_PATIENCE_S, deadline_s))
-        if loading := self._tasks - {self._waiting}:
-            _, late = await asyncio.wait(loading, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
+        await self._follow_file(options)
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=deadline_s)
             if late:
                 log.error(
                     "not all adapters were loaded within the %.0f s that the start allows: the others are loaded while the model serves",
@@ -90,8 +77,8 @@ class DeclaredAdapters:
     async def follow(self, deadline_s: float) -> None:
         """Apply the files where they changed, and wait for loads of new adapters, for at most `deadline_s` seconds; late ones go on."""
         before = set(self._tasks)
-        await self._take_up({})
-        if loading := self._tasks - before - {self._waiting}:
+        await self._follow_file({})
+        if loading := self._tasks - before:
             _, late = await asyncio.wait(loading, timeout=deadline_s)
             if late:
                 # Their fetches go on, and the adapters are loaded while the model serves.
@@ -101,42 +88,18 @@ class DeclaredAdapters:
                 )
 
     def end(self) -> None:
-        """Begin no further load, and wait for no more files; a load that runs goes on (see `AdapterRunner.stop`)."""
+        """Begin no further load; a load that runs goes on (see `AdapterRunner.stop`)."""
         for task in self._tasks:
             task.cancel()
 
-    async def _take_up(self, options: dict[str, AdapterCall]) -> None:
-        """Apply the files, and begin to load; wait in the background for shards that are missing."""
-        missing = await self._follow_files(options)
-        if missing and (self._waiting is None or self._waiting.done()):
-            self._waiting = self._in_background(self._wait_for_files(missing))
-
-    async def _wait_for_files(self, missing: dict[str, str]) -> None:
-        """Apply each missing shard as it comes. After `FILE_PATIENCE_S` report a problem, until all are there."""
-        began_s = asyncio.get_running_loop().time()
-        while missing:
-            waited_s = asyncio.get_running_loop().time() - began_s
-            if waited_s >= FILE_PATIENCE_S and self.problem is None:
-                reasons = "; ".join(missing.values())
-                message = (
-                    f"mounted lists of adapters are missing or outdated after {FILE_PATIENCE_S:.0f} s: {reasons}; "
-                    "their adapters are loaded when the lists arrive or the operator asks for them"
-                )
-                log.error("%s", message)
-                self.problem = ProblemReport(ErrorCode.DIGEST_MISMATCH, message)
-            await asyncio.sleep(FILE_LOOK_S if waited_s < FILE_PATIENCE_S else FILE_LATER_LOOK_S)
-            missing = await self._follow_files({})
-        self.problem = None
-
-    async def _follow_files(self, options: dict[str, AdapterCall]) -> dict[str, str]:
-        """Apply the changes since the files were last read; return the files that are not as named, with the reasons.
-
-        The content of such a file is unknown, so no adapter is removed before all files are there.
-        """
-        written_s, main = _written_s(self._config.desired_path), self._desired()
-        after, missing = self._files.read(main)
-        if missing:
-            after = {**self._followed, **after}
+    async def _follow_file(self, options: dict[str, AdapterCall]) -> None:
+        """Apply the changes since the file was last read, and begin to load; a file that is missing or cannot be read changes nothing."""
+        written_s, after = _written_s(self._config.desired_path), None
+        try:
+            after = mounted_adapters(self._config.desired_path)
+        except ConfigError as error:
+            log.error("the adapters of the desired files are not used, the last ones stay in force: %s", error)
+        after = self._followed if after is None else after
         removed, put = changes([*self._followed.values()], [*after.values()])
         self._followed = after
         for name in removed:
@@ -147,7 +110,6 @@ class DeclaredAdapters:
         chosen = self._known(calls | {name: call for name, call in options.items() if name not in calls})
         if chosen:
             self._in_background(self._put(chosen, written_s))
-        return missing
 
     def _is_older(self, name: str, written_s: float) -> bool:
         """Return whether the last call about a name is older than the files; True if there was none."""

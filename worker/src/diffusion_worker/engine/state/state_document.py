@@ -212,12 +212,6 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
     identity: str | None = None
 
 
-class DesiredDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """The mounted files. `problem` is the reason for adapters that may be missing."""
-
-    problem: ProblemReport | None = None
-
-
 class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     """The whole state for the operator, in one cheap document. Ages are seconds on this worker's own clock.
 
@@ -251,7 +245,6 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     # The use of the probe in verifying wakes; null for a model that cannot sleep, and before its first load.
     wake_check: WakeCheck | None = None
     held: HeldDocument = HeldDocument()
-    desired: DesiredDocument = DesiredDocument()
     paused: bool = False
     operator_epoch: int = 0
     # True after a call for the drain before the end.
@@ -353,13 +346,6 @@ class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
     load_timeout_seconds: float = 300.0
 
 
-class DesiredShard(msgspec.Struct, frozen=True):
-    """The name of a file with adapters beside the desired file, and the sha256 that it must have."""
-
-    file: str
-    sha256: str
-
-
 class DesiredModel(msgspec.Struct, frozen=True, rename="camel"):
     """The version of the model that every replica must serve: the one that the first replica found at the source.
 
@@ -392,7 +378,4 @@ class DesiredState(msgspec.Struct, frozen=True, rename="camel"):
 
     sleep: DesiredSleep = DesiredSleep()
     cold_requests: ColdRequests = ColdRequests()
-    # Adapters beside those of the shards.
-    adapters: list[DesiredAdapter] = []
-    shards: list[DesiredShard] = []
     model: DesiredModel | None = None
