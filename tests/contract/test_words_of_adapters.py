@@ -23,7 +23,7 @@ from diffusion_operator.plan.results.actions import PutAdapter, WorkerAddress
 from diffusion_operator.render.worker_arguments import worker_arguments
 from diffusion_operator.worker_client import adapter_body
 from diffusion_worker import config
-from diffusion_worker.engine.adapters.desired_files import ShardFile
+from diffusion_worker.engine.adapters.desired_files import AdapterFile
 from diffusion_worker.engine.state import state_document as documents
 from diffusion_worker.errors import RETRYABLE, ErrorCode
 from diffusion_worker.server.schemas.control import AdapterBody
@@ -109,7 +109,7 @@ def test_the_mounted_file_tells_the_worker_everything_it_takes_of_an_adapter(sou
     desired = DesiredAdapter(uid="u", generation=1, name="style", load=load(source), load_timeout_s=77)
     text = gzip.decompress(packed([desired]))
     assert set(json.loads(text)["adapters"][0]) == names(documents.DesiredAdapter)
-    [read] = msgspec.json.decode(text, type=ShardFile).adapters
+    [read] = msgspec.json.decode(text, type=AdapterFile).adapters
     assert (read.name, read.digest, read.scale, read.format, read.expected_rank) == ("style", f"sha256:{SHA256}", -0.5, "kohya", 8)
     assert (read.residency, read.priority, read.load_timeout_seconds) == (documents.Residency.ON_DEMAND, -3, 77)
     assert read.components == ["transformer", "transformer_2", "unet", "text_encoder", "text_encoder_2", "text_encoder_3"]

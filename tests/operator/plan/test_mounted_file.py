@@ -83,7 +83,7 @@ def test_the_newest_that_do_not_fit_are_refused_and_the_others_stay(monkeypatch:
 def test_a_deployment_has_so_many_adapters_at_most() -> None:
     adapters = [one(f"a{number}") for number in range(6)]
     after = after_refusals(adapters, planned(adapters, most=4))
-    assert [(each.accepted, each.reason) for each in after[3:]] == [(True, "")] + [(False, "CapacityExceeded")] * 2
+    assert [(each.accepted, each.reason) for each in after[3:]] == [(True, "Accepted")] + [(False, "CapacityExceeded")] * 2
 
 
 def test_as_many_adapters_as_a_deployment_may_have_fit_with_room_to_spare() -> None:

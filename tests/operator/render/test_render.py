@@ -14,7 +14,7 @@ from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import DEPLOYMENT
 from diffusion_operator.api.source import AdapterSource, S3Source, SecretRef
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
-from diffusion_operator.plan.adapters.shards import packed
+from diffusion_operator.plan.adapters.mounted_file import packed
 from diffusion_operator.plan.replicas.revision import template_of
 from diffusion_operator.plan.results.events import EventType, PlannedEvent
 from diffusion_operator.render.check_pod import check_pod
@@ -112,7 +112,7 @@ def test_every_child_is_valid_strictly(spec: dict[str, Any]) -> None:
         rendered_pod(**spec),
         rendered_check(**spec),
         service(deployment),
-        desired_config(deployment),
+        desired_config(deployment, packed(())),
         control_secret(deployment, key=KEY),
         network_policy(deployment, OPERATOR_PODS),
         disruption_budget(deployment),
@@ -124,7 +124,7 @@ def test_every_child_is_valid_strictly(spec: dict[str, Any]) -> None:
 
 def test_every_child_is_owned_and_labelled() -> None:
     deployment = made()
-    children = (rendered_pod(), service(deployment), desired_config(deployment), control_secret(deployment, key=KEY))
+    children = (rendered_pod(), service(deployment), desired_config(deployment, packed(())), control_secret(deployment, key=KEY))
     for child in (*children, network_policy(deployment, OPERATOR_PODS), disruption_budget(deployment)):
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("u", True, True)
@@ -488,8 +488,8 @@ def test_the_service_has_the_annotations_of_the_spec() -> None:
 
 
 def test_the_desired_file_is_the_same_for_the_same_content() -> None:
-    first = desired_config(made(sleep={"policy": "Asleep"}))["data"]["desired.json"]
-    assert first == desired_config(made(sleep={"policy": "Asleep"}))["data"]["desired.json"]
+    first = desired_config(made(sleep={"policy": "Asleep"}), packed(()))["data"]["desired.json"]
+    assert first == desired_config(made(sleep={"policy": "Asleep"}), packed(()))["data"]["desired.json"]
     content = json.loads(first)
     assert content["sleep"] == {"policy": "Asleep", "level": "HostMemory", "wakeTimeoutSeconds": 120}
     assert content["coldRequests"] == {"mode": "Hold", "maxHeld": 64, "holdTimeoutSeconds": 300}

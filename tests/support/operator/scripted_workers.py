@@ -40,7 +40,6 @@ SAID = (
     "generation",
     "last_loss",
     "policy",
-    "desired",
     "pod_uid",
 )
 
@@ -95,7 +94,6 @@ class ScriptedWorker:
     last_operation: Operation | None = None
     load: worker_state.LoadReport = field(default_factory=worker_state.LoadReport)
     model: worker_state.ModelReport = DIGITS
-    desired: worker_state.DesiredReport = field(default_factory=worker_state.DesiredReport)
     failure: WireError | None = None
     generation: int = 1
     last_loss: worker_state.LossReport | None = None

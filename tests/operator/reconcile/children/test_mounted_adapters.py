@@ -9,6 +9,7 @@ import pytest
 from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, POD
 from diffusion_operator.errors import ClusterError, ClusterRefused
 from diffusion_operator.plan.adapters import mounted_file
+from diffusion_operator.reconcile.children import keeping
 from support.operator.mounted import mounted_desired, mounted_files
 from support.operator.rig import Rig, adapter, serving
 
@@ -36,16 +37,18 @@ async def test_the_adapters_are_in_the_one_config_map_that_a_pod_mounts() -> Non
     assert volume == {"name": "desired", "configMap": {"name": "d-desired"}}
 
 
-async def test_the_list_is_written_every_fifteen_seconds_at_most_and_workers_are_called_at_once() -> None:
+async def test_a_full_list_is_written_every_fifteen_seconds_and_workers_are_called_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = await with_adapters("a")
-    (worker,) = rig.workers.all()
+    content = mounted_files(lambda name: rig.cluster.find(CONFIG_MAP, name), "d")["adapters.json.gz"]
+    monkeypatch.setattr(keeping, "BYTES_A_SECOND", len(content) / 15)
+    (worker,) = rig.workers
     rig.cluster.change(ADAPTER, "a", lambda spec: spec.update(defaultScale="0.5"))
     await rig.run(2)
     assert listed(rig) == {"a": 0.5}
     rig.cluster.change(ADAPTER, "a", lambda spec: spec.update(defaultScale="0.25"))
     await rig.run(2)
     assert listed(rig) == {"a": 0.5}
-    assert worker.adapters["a"]["scale"] == 0.25
+    assert worker.adapters["a"].scale == 0.25
     await rig.run(15)
     assert listed(rig) == {"a": 0.25}
 

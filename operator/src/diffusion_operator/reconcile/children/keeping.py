@@ -21,7 +21,7 @@ from diffusion_operator.api.names import (
     control_policy_name,
     control_secret_name,
 )
-from diffusion_operator.plan.adapters.mounted_file import AdapterFile
+from diffusion_operator.plan.adapters.mounted_file import FILE_BYTES, AdapterFile
 from diffusion_operator.plan.observed.children import ChildState
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.reconcile.children.one_child import keep_child
@@ -35,8 +35,8 @@ from diffusion_operator.render.network_policy import network_policy
 from diffusion_operator.settings import OperatorPods
 
 MOUNT_PATIENCE = timedelta(seconds=5)
-FILE_PAUSE = timedelta(seconds=15)
-"""Between two writes of the adapters' file. Workers hear of a change by a call at once, and need the file at their next start."""
+BYTES_A_SECOND = FILE_BYTES / 15
+"""Of the adapters' file, on the average: a full one is written every 15 s. Workers hear of a change by a call at once."""
 
 
 class DesiredFiles(msgspec.Struct, frozen=True):
@@ -97,9 +97,11 @@ def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) ->
 def _due(memory: DeploymentMemory, file: AdapterFile, now: datetime) -> AdapterFile:
     """Return the file to write now: the last one, while the pause after it lasts."""
     last = memory.file
-    if last is not None and last.file is not file and now - last.at < FILE_PAUSE:
-        memory.withhold((last.at + FILE_PAUSE - now).total_seconds())
-        return last.file
+    if last is not None and last.file is not file:
+        left_s = len(last.file.content) / BYTES_A_SECOND - (now - last.at).total_seconds()
+        if left_s > 0:
+            memory.withhold(left_s)
+            return last.file
     if last is None or last.file is not file:
         memory.file = WrittenFile(file, now)
     return file
