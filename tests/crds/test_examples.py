@@ -13,6 +13,7 @@ from support.apiserver.real_apiserver import ROOT, kubectl
 from support.operator.chart_rendering import CHART, KUBERNETES, NAMESPACE, Chart
 
 EXAMPLES = ROOT / "examples"
+GATEWAY_API = "v1.5.1"
 VALUES = sorted(EXAMPLES.glob("*/values.yaml"))
 MANIFESTS = sorted(set(EXAMPLES.glob("*/*.yaml")) - set(VALUES))
 CLUSTER_WIDE = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "Namespace"}
@@ -22,11 +23,23 @@ def documents(file: Path) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(file.read_text()) if document]
 
 
+@pytest.fixture(scope="module")
+def with_gateways(kubeconfig_of_apiserver: Path) -> Path:
+    """Give the API server the kinds of the Gateway API."""
+    from tools.devcluster import programs
+
+    kinds = programs.module_sources("sigs.k8s.io/gateway-api", GATEWAY_API) / "config" / "crd" / "standard"
+    for name in ("gateways", "httproutes"):
+        kubectl(kubeconfig_of_apiserver, "apply", "--server-side", "-f", str(kinds / f"gateway.networking.k8s.io_{name}.yaml"))
+    kubectl(kubeconfig_of_apiserver, "wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+    return kubeconfig_of_apiserver
+
+
 @pytest.mark.apiserver
 @pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_every_manifest_is_accepted(kubeconfig_of_apiserver: Path, file: Path) -> None:
+def test_every_manifest_is_accepted(with_gateways: Path, file: Path) -> None:
     arguments = ("create", "--dry-run=server", "--validate=strict", "--namespace=default", "-o=name", "-f", str(file))
-    created = kubectl(kubeconfig_of_apiserver, *arguments).split()
+    created = kubectl(with_gateways, *arguments).split()
     assert [name.partition("/")[2] for name in created] == [document["metadata"]["name"] for document in documents(file)]
 
 

@@ -120,8 +120,12 @@ def containerd() -> Path:
 
 def kind_sources() -> Path:
     """Download the sources of kind as a Go module, unless Go has them, and return their folder; the files of its node image are there."""
-    wanted = f"sigs.k8s.io/kind@{KIND}"
-    said = run_quiet([checks.go(), "mod", "download", "-json", wanted], env=_go_environment(), deadline_s=120)
+    return module_sources("sigs.k8s.io/kind", KIND)
+
+
+def module_sources(module: str, version: str) -> Path:
+    """Download the sources of a Go module, unless Go has them, and return their folder."""
+    said = run_quiet([checks.go(), "mod", "download", "-json", f"{module}@{version}"], env=_go_environment(), deadline_s=120)
     return Path(json.loads(said)["Dir"])
 
 
