@@ -9,7 +9,6 @@ import kopf
 
 from diffusion_operator.errors import SettingsError
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
-from diffusion_operator.kopf_storage import NoMemories
 from diffusion_operator.logs import ObjectFields
 from diffusion_operator.metrics import serve_metrics
 from diffusion_operator.open_files import raise_limit
@@ -132,7 +131,6 @@ def run(
         kopf.run(
             registry=build_registry(process),
             settings=build_kopf_settings(),
-            memories=NoMemories(),
             standalone=True,
             namespaces=namespaces,
             clusterwide=all_namespaces,

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-from asyncio import sslproto
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -36,8 +35,6 @@ RETRY_AFTER_MAX_S = 600.0
 POOL_SIZE = 0  # no limit: the queue bounds what runs at once
 PAGE = 100
 """Objects in one answer to a list. The memory that six listings of 500 each take stays with the process: 65 MB; of 100 each 15 MB."""
-TLS_READ_BYTES = 64 << 10
-"""The buffer of a TLS connection, which asyncio has of 256 KB, and the size of each read. A record of TLS has 16 KB."""
 # With the parameter the client library sends our bytes as they are.
 APPLY = "application/apply-patch+yaml; charset=utf-8"
 
@@ -331,7 +328,7 @@ class KubernetesCluster:
 async def connect(answered: Answered = _ignore) -> KubernetesCluster:
     """Return a client that uses the pod's service account, or outside a pod the kubeconfig; it sends nothing yet.
 
-    `answered` is given every object as a write left it. The read size of TLS connections changes for the whole process.
+    `answered` is given every object as a write left it.
     """
     configuration = client.Configuration()
     try:
@@ -340,7 +337,6 @@ async def connect(answered: Answered = _ignore) -> KubernetesCluster:
         # The library reads KUBECONFIG when it is imported; we read it when it counts.
         await config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), client_configuration=configuration)
     configuration.connection_pool_maxsize = POOL_SIZE
-    sslproto.SSLProtocol.max_size = TLS_READ_BYTES
     # To ask the environment for a proxy again costs two hops to a thread, for every request.
     configuration.client_session_kwargs = {"trust_env": bool(getproxies()), "trace_configs": [_trace()]}
     return KubernetesCluster(configuration, answered)

@@ -8,7 +8,6 @@ operator's CPU time.
 from typing import Any
 
 import kopf
-from kopf._core.reactor.inventory import ResourceMemories
 
 
 class NoProgress(kopf.ProgressStorage):  # type: ignore[misc]
@@ -37,13 +36,3 @@ class NoDiffBase(kopf.DiffBaseStorage):  # type: ignore[misc]
 
     def store(self, **_: Any) -> None:
         pass
-
-
-class NoMemories(ResourceMemories):  # type: ignore[misc]
-    """Memories of kopf that keep nothing: its notes of an object last for one event only.
-
-    They are for kopf's daemons and timers, and would take a kilobyte for each object.
-    """
-
-    async def recall(self, raw_body: kopf.RawBody, **known: Any) -> Any:
-        return await super().recall(raw_body, **known | {"ephemeral": True})

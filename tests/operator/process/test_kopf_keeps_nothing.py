@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """kopf brings events, and nothing of an event outlives its handler, because there may be ten thousand objects.
 
-Real: the process's handler, its store and its queue; kopf's notes of objects. Not real: kopf itself, whose context variable the test sets.
+Real: the process's handler, its store and its queue. Not real: kopf itself, whose context variable the test sets.
 """
 
 import asyncio
 from contextvars import ContextVar
 
-import kopf
-
 from diffusion_operator.api.names import DEPLOYMENT
 from diffusion_operator.handlers import Process, build_kopf_settings
-from diffusion_operator.kopf_storage import NoMemories
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
 from diffusion_operator.settings import Settings
 
@@ -33,12 +30,6 @@ async def test_a_pass_that_an_event_leads_to_keeps_no_variable_of_kopf() -> None
     async with asyncio.timeout(30):
         assert await passed.get() is None
     await process.queue.close()
-
-
-async def test_kopf_notes_nothing_of_an_object() -> None:
-    memories = NoMemories()
-    await memories.recall(kopf.RawBody({"metadata": METADATA}), noticed_by_listing=True)  # type: ignore[typeddict-item]
-    assert list(memories.iter_all_memories()) == []
 
 
 def test_kopfs_task_of_an_object_ends_at_once() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from diffusion_worker.errors import ErrorCode, RequestError
-from diffusion_worker.lora import regular_file
 from diffusion_worker.lora.checkpoint import read_checkpoint
 from diffusion_worker.lora.located import CONFIG_FILE, PEFT_WEIGHTS
 from diffusion_worker.lora.regular_file import open_regular
@@ -19,15 +18,9 @@ from support.worker.process import DIGITS
 STRIPES = DIGITS / "loras" / "stripes"
 
 
-@pytest.fixture(params=["by the kernel", "by a walk"])
-def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide a folder with a file in a folder inside; a file `outside` lies beside it.
-
-    Each test runs twice: with the kernel's call openat2, and without it.
-    """
-    if request.param == "by a walk":
-        # No kernel has a call of this number.
-        monkeypatch.setattr(regular_file, "OPENAT2", 100_000)
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Provide a folder with a file in a folder inside; a file `outside` lies beside it."""
     (tmp_path / "root" / "inner").mkdir(parents=True)
     (tmp_path / "root" / "inner" / "file").write_bytes(b"inside")
     (tmp_path / "outside").write_bytes(b"outside")

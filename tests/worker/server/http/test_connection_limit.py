@@ -59,4 +59,4 @@ async def test_a_request_beyond_the_queue_gets_429_with_the_bound_and_the_time()
         assert 'queue_refusals_total{bound="requests"} 1.0' in (await edge.data.get("/metrics")).text
         edge.ranks.stepping.set()
         assert [answer.status_code for answer in await asyncio.gather(running, waiting)] == [200, 200]
-        assert (await edge.request_images(**body)).status_code == 200  # it takes its promised place
+        assert (await edge.request_images(**body)).status_code == 200

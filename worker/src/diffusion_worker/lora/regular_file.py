@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safe opening of an adapter's files: regular files and folders only, which cannot block, and beneath a root if there is one.
 
-The kernel itself refuses names and links that lead out of the root (`openat2`), so nothing can be exchanged between a check and the
-opening. Kernels and sandboxes without that call get a walk from folder to folder. A file is first inspected through an `O_PATH`
-descriptor, which does not open it. Only a regular file is then opened through that descriptor.
+A path beneath a root is walked from folder to folder by descriptors, and links are followed here, so nothing can be exchanged between a
+check and the opening. A file is first inspected through an `O_PATH` descriptor, which does not open it. Only a regular file is then opened
+through that descriptor.
 """
 
-import ctypes
 import errno
 import os
 import stat
@@ -16,14 +15,7 @@ from pathlib import Path
 
 from diffusion_worker.errors import ErrorCode, RequestError
 
-# The number is the same on every architecture.
-OPENAT2 = 437
-RESOLVE_NO_MAGICLINKS, RESOLVE_BENEATH = 0x02, 0x08
 MAX_LINKS = 40
-# Renames during the call make the kernel ask for another try.
-TRIES = 20
-# Errors where the call is missing: a kernel's own, and that of a sandbox that does not know the call.
-_NO_CALL = (errno.ENOSYS, errno.EPERM)
 _LOOK = os.O_PATH | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -32,10 +24,6 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-
-
-class _OpenHow(ctypes.Structure):
-    _fields_ = [("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)]
 
 
 def open_regular(path: Path, label: str, *, root: Path | None = None) -> int:
@@ -90,31 +78,13 @@ def open_beneath(root: Path, path: Path) -> int:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV)) from None
     top = os.open(root, _LOOK | os.O_DIRECTORY)
     try:
-        return _openat2(top, str(names))
-    except OSError as error:
-        if error.errno not in _NO_CALL:
-            raise
-        return walk_beneath(top, str(names))
+        return _walk_beneath(top, str(names))
     finally:
         os.close(top)
 
 
-def _openat2(top: int, names: str) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    how = _OpenHow(_LOOK, 0, RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS)
-    if "\0" in names:
-        raise ValueError("embedded null byte")
-    for _ in range(TRIES):
-        found: int = libc.syscall(OPENAT2, top, os.fsencode(names), ctypes.byref(how), ctypes.sizeof(how))
-        if found >= 0:
-            return found
-        if (code := ctypes.get_errno()) != errno.EAGAIN:
-            break
-    raise OSError(code, os.strerror(code))
-
-
-def walk_beneath(top: int, names: str) -> int:
-    """Return an `O_PATH` descriptor of the path `names` beneath the open folder `top`, on systems without `openat2`.
+def _walk_beneath(top: int, names: str) -> int:
+    """Return an `O_PATH` descriptor of the path `names` beneath the open folder `top`.
 
     Each name is opened by itself, and each link is read and followed here.
 

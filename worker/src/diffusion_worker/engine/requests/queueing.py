@@ -5,15 +5,11 @@ All requests have a place: held ones, those that wait for adapters or for a step
 the times and the bounds.
 """
 
-import hashlib
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-
-import msgspec
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.requests.admission import GenerationParams
@@ -61,18 +57,16 @@ class RequestQueue:
         self._life = life
         self._steps = steps
         self._clock = clock
-        # Keeps anybody from guessing a request by its digest.
-        self._salt = secrets.token_bytes(16)
 
     @contextmanager
     def place(self, params: GenerationParams) -> Iterator[QueuePlace]:
         """Hold a place for a request while entered.
 
         Raises:
-            RequestError: Overloaded, with the bound and the time at which there will be room.
+            RequestError: Overloaded, with the bound and the time at which room is expected.
         """
         estimate = partial(self._expected_s, _as_spec(params, self._config), params.n)
-        got = self.bounds.admit(self._digest(params), estimate, _image_bytes(params), self._clock(), cold_s=self._cold_s())
+        got = self.bounds.admit(estimate, _image_bytes(params), self._clock(), cold_s=self._cold_s())
         if isinstance(got, Refusal):
             self.refusals[got.bound] += 1
             raise _overloaded(got)
@@ -91,12 +85,6 @@ class RequestQueue:
         if self._life.state is EngineState.READY:
             return 0.0
         return (REFUSALS[self._life.state][2] if self._life.state in REFUSALS else None) or COLD_S
-
-    def _digest(self, params: GenerationParams) -> bytes:
-        """Return a salted digest that recognizes a request when it comes again; images count by their sizes only, masks not at all."""
-        plain = msgspec.structs.replace(params, images=[], mask=None, own_mask=None)
-        shapes = [(image.height, image.width) for image in params.images]
-        return hashlib.blake2b(msgspec.json.encode((plain, shapes)), digest_size=16, key=self._salt).digest()
 
 
 def _image_bytes(params: GenerationParams) -> int:
@@ -126,5 +114,5 @@ def _overloaded(refusal: Refusal) -> RequestError:
     option, unit = BOUNDS[refusal.bound]
     bound = f"expected at most {refusal.most:.0f} {unit} ({option}), found {refusal.found:.0f} with this request"
     again_s = refusal.retry_after_s
-    message = f"the queue: {bound}, places promised to earlier clients not counted; there will be room in {again_s:.0f} s"
+    message = f"the queue: {bound}; room is expected in {again_s:.0f} s"
     return RequestError(ErrorCode.OVERLOADED, message, retry_after_s=again_s)

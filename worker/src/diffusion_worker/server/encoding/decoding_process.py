@@ -10,10 +10,12 @@ import contextlib
 import fcntl
 import io
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 from PIL import Image
@@ -21,7 +23,6 @@ from PIL import Image
 from diffusion_worker.errors import RequestError
 from diffusion_worker.server.encoding.decode_job import Decoded, DecodeJob, Failed, Outcome, Refused
 from diffusion_worker.server.encoding.input_images import DecodedImage, decode, mask_by_luminance
-from diffusion_worker.server.encoding.sandbox import filter_calls, limit
 
 # Lower priority than that of the event loop, the ranks and encoding.
 NICENESS = 10
@@ -82,10 +83,9 @@ def _parts(job: DecodeJob, file: int, large: int) -> list[bytes]:
 
 def _decoded(job: DecodeJob, file: int, large: int) -> tuple[Outcome, list[bytes]]:
     try:
-        limit(cpu_s=job.cpu_s, memory_bytes=job.memory_bytes)
-        filter_calls()
-    except OSError as error:
-        return Failed(f"the process that decodes images cannot be put into its sandbox: {error}"), []
+        confine(cpu_s=job.cpu_s, memory_bytes=job.memory_bytes)
+    except (OSError, ValueError) as error:
+        return Failed(f"the process that decodes images cannot limit itself: {error}"), []
     try:
         content = os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)
         found = decode(job.field, content, max_pixels=job.max_pixels, large=_turn_of_the_large(large))
@@ -95,6 +95,21 @@ def _decoded(job: DecodeJob, file: int, large: int) -> tuple[Outcome, list[bytes
     except MemoryError:
         return Refused(f"{job.field}: expected an image that decodes within {job.memory_mib} MiB, found an image that takes more"), []
     return _outcome(found, mask is not None), [found.image.pixels, *([mask.pixels] if mask is not None else [])]
+
+
+def confine(*, cpu_s: int, memory_bytes: int) -> None:
+    """Let the kernel end this process after `cpu_s` of CPU time, and refuse it more than `memory_bytes` beyond its current memory.
+
+    From now on it opens no file and no socket. It starts no process either, unless its user is root, whom that limit does not bind.
+
+    Raises:
+        OSError, ValueError: the process has a lower hard limit.
+    """
+    has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    resource.setrlimit(resource.RLIMIT_AS, (has + memory_bytes, has + memory_bytes))
+    for none_of in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+        resource.setrlimit(none_of, (0, 0))
 
 
 def _outcome(found: DecodedImage, masked: bool) -> Decoded:

@@ -89,11 +89,6 @@ class EngineCollector(Collector):
             "Bound on the bytes of the decoded input images of all requests, --max-queued-bytes.",
             limits.max_queued_bytes,
         )
-        yield gauge(
-            "queue_promises",
-            "Requests refused with 429 for which a place in the queue is kept for a while, until they come back.",
-            queue.bounds.promised,
-        )
 
     def _steps(self) -> Iterator[Metric]:
         stats = self._engine.stats
