@@ -35,11 +35,10 @@ preflight: # requirements of the machine, checked by the system's Python before 
 venv: ## the one virtual environment, made again when a pin or a dependency changes
 	@PYTHON="$(PYTHON)" tools/make-venv
 
-lint: venv ## ruff, mypy strict, plain English, the layers
+lint: venv ## ruff, mypy strict, the layers
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@$(PY) -m tools.words
 	@.venv/bin/lint-imports --no-logo 2>/dev/null | tail -n 25 | grep -v '^$$'
 
 test: PREFLIGHT := --kind-too

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The screenshots of docs/page.md, of a worker that serves the digits model with the adapter `stripes`:
+"""The screenshots of docs/page.md, of a worker that serves the digits model with the adapter `stripes`.
 
 diffusion-worker serve --model examples/digits/model --served-name digits --lora stripes=examples/digits/loras/stripes
 python -m tools.page_screenshots http://127.0.0.1:8000 docs/images

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests of CRDs."""
+
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""To be deleted."""
+
 import re
 from pathlib import Path
 

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""To be deleted."""
+
 from tools.suite.cold_start import Step, steps_of, timeline
 
 LINES = [

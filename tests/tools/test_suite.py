@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The stages of the tests: what they run and show, in which order, and what is kept of them."""
+
 import os
 import signal
 import subprocess

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A collection that forgets its oldest entries."""
+
 from diffusion_worker.recent import Recent
 
 

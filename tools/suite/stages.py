@@ -35,7 +35,7 @@ def _tests(name: str, what: str, *options: str, paths: tuple[str, ...] = (), bef
     return Stage(name, what, command, paths)
 
 
-LINT = Stage("lint", "ruff, mypy, plain English, the layers", ("make", "--no-print-directory", "lint"))
+LINT = Stage("lint", "ruff, mypy, the layers", ("make", "--no-print-directory", "lint"))
 # The fast tests in two processes without pytest-xdist: each collects only its own, and one of them needs no torch.
 IS_FAST = ("-m", "not apiserver and not cluster and not slow")
 WITH_TORCH = (

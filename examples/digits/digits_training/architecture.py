@@ -152,7 +152,7 @@ def save_pipeline(pipeline: StableDiffusion3Pipeline, folder: Path) -> None:
 
 
 def let_everyone_read(folder: Path) -> None:
-    """safetensors writes files for their owner only; a container's user is somebody else."""
+    """Make weights readable: safetensors writes files for their owner only, and a container's user is somebody else."""
     for file in folder.rglob("*.safetensors"):
         file.chmod(0o644)
 

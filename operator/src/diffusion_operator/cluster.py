@@ -362,9 +362,9 @@ def _selector(labels: Mapping[str, str] | None) -> str | None:
 
 
 def _yaml(body: Manifest) -> bytes:
-    """Encode as JSON that is also YAML, where surrogate pairs are unknown.
+    r"""Encode as JSON that is also YAML, where surrogate pairs are unknown.
 
-    So characters beyond ASCII are escaped up to `\\uffff`, and higher ones stay as they are.
+    So characters beyond ASCII are escaped up to `\uffff`, and higher ones stay as they are.
     """
     text = json.dumps(body, ensure_ascii=False)
     return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text).encode()

@@ -19,9 +19,9 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 def plain_text(text: str, limit: int) -> str:
-    """Escape and shorten text for a status, an Event or a log.
+    r"""Escape and shorten text for a status, an Event or a log.
 
-    Each character that is not printable, line breaks included, becomes its Python escape, such as `\\n`, `\\x1b` or `\\u202e`. A result of
+    Each character that is not printable, line breaks included, becomes its Python escape, such as `\n`, `\x1b` or `\u202e`. A result of
     more than `limit` characters, escapes counted, is cut to that length and ends with `…`.
     """
     cut = text[: limit + 1]
