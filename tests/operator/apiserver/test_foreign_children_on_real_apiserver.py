@@ -36,7 +36,7 @@ from support.operator.sole_operator import deployment, running
 from support.soak.operator_obstacles import THEIRS
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-WITHIN_S = 40.0
+WITHIN_S = 120.0
 CHILDREN = {SECRET: "d-control", CONFIG_MAP: "d-desired", SERVICE: "d", NETWORK_POLICY: "d-control", DISRUPTION_BUDGET: "d"}
 NAMES = {**CHILDREN, POD: "d-0-0"}
 MOUNTED = (SECRET, CONFIG_MAP)

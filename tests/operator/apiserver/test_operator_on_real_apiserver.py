@@ -36,7 +36,7 @@ from support.operator.mounted import mounted_desired
 from tools.devcluster import programs
 
 pytestmark = pytest.mark.apiserver
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 @asynccontextmanager

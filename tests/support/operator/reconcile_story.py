@@ -25,7 +25,7 @@ from support.operator.mounted import mounted_files
 from support.operator.rig import Rig, deployment
 from support.worker.process import DIGITS_MODEL, FAKE_PROGRAM, WorkerProcess
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 REAL_PROGRAM = ("-m", "diffusion_worker.cli")
 POD_NAME = "d-0-0"
 

@@ -21,7 +21,7 @@ from support.operator.fake_kubelet import FakeKubelet
 from support.soak.operator_process import OperatorProcess
 from support.soak.operator_truth import still_found, untrue
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 deployment = rig.deployment
 adapter = functools.partial(rig.adapter, "a", "/loras/a")
 

@@ -27,7 +27,7 @@ from support.worker.process import DIGITS, WorkerProcess
 
 IP = "127.0.0.1"
 TOKEN = "the-control-token"
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 POLL_S = 0.02
 
 

@@ -194,7 +194,7 @@ class SleepRig(References):
                 self._wrong(f"{what} {name}: {type(error).__name__}")
             return
         code, document = self._count(what, answer)
-        if answer.status_code != 200 and not document.get("retryable") and code != "model_not_found":
+        if answer.status_code != 200 and not document.get("retryable") and code != "NotFound":
             self._wrong(f"{what} {name}: {answer.status_code} {document}")
 
     def lose_rank(self, rank: int, number: signal.Signals) -> None:

@@ -25,7 +25,7 @@ from diffusion_worker.sources.job import FetchLimits
 from diffusion_worker.sources.source import HttpSource, Source
 from support.sources.servers import Served
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 PEFT_CONFIG = b'{"peft_type": "LORA", "r": 1}'
 VERSIONING = b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Status>Enabled</Status></VersioningConfiguration>'
 

@@ -26,7 +26,7 @@ CALL_S = 60.0
 
 
 @asynccontextmanager
-async def ranks(*, asleep: bool = False, limit_s: float = 120, **settings: Any) -> AsyncIterator[RankExecutor]:
+async def ranks(*, asleep: bool = False, limit_s: float = 600, **settings: Any) -> AsyncIterator[RankExecutor]:
     """Start two ranks of the digits model, or as many as `settings` say; check afterwards that nothing of them is left."""
     config = WorkerConfig(**{"model": str(DIGITS_MODEL), "served_name": "digits", "ranks": 2, "tick_timeout_s": 60.0} | settings)
     # The first call makes the fork server's folder, which outlives the test.

@@ -19,7 +19,7 @@ from diffusion_worker.server.app import control_app, data_app
 from support.worker.fake_rank_group import FakeRankGroup
 from support.worker.sleep_rig import SleepRig, write_desired
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Edge(SleepRig):

@@ -20,7 +20,7 @@ from diffusion_worker.runner.stepping.pixels import RawImage, bytes_of, to_pixel
 from diffusion_worker.runner.stepping.stage_clock import StageClock
 from diffusion_worker.runner.stepping.step_output import PreviewOutput, StepOutput
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class SlowImage(RawImage):

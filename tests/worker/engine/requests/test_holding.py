@@ -17,7 +17,7 @@ from diffusion_worker.engine.state.request_events import Held, RequestEvent
 from diffusion_worker.engine.state.state_document import ColdMode, ColdRequests, EngineState, SleepPolicy
 from diffusion_worker.errors import ErrorCode, Fault, RequestError
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 STARTING, READY, RESTARTING, WAKING = EngineState.STARTING, EngineState.READY, EngineState.RESTARTING, EngineState.WAKING
 DRAINING, SLEEPING, ASLEEP = EngineState.DRAINING, EngineState.SLEEPING, EngineState.ASLEEP
 AWAKE, SLEEP, ON_IDLE = SleepPolicy.ALWAYS_AWAKE, SleepPolicy.ASLEEP, SleepPolicy.ON_IDLE

@@ -14,7 +14,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import LoRAUse, RequestSpec, Task
 from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Clock:

@@ -15,7 +15,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import RequestSpec, Task, WarmedUp, WarmTick
 from support.worker.fake_rank_group import CHANGE, FakeRankGroup, fake_pixels, fake_preview
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 def spec(name: str, *, steps: int = 4, previews: int = 0) -> RequestSpec:

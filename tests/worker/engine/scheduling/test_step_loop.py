@@ -13,7 +13,7 @@ from diffusion_worker.engine.state.rank_protocol import TickReport
 from diffusion_worker.messages import RequestSpec, Tick, WarmedUp, WarmTick
 from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 class WatchedRanks(FakeRankGroup):

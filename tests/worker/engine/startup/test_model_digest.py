@@ -17,7 +17,7 @@ from diffusion_worker.engine.startup import model_digest
 from diffusion_worker.engine.startup.model_digest import ModelDigest, Stopped, digest_of
 from support.worker.fake_rank_group import FakeRankGroup
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from diffusion_worker.engine.state import revision
 from diffusion_worker.engine.state.revision import MOST_WATCHERS
 from support.worker.server_edge import Client, Edge, serving_edge, sleeping_edge
 
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 @pytest.fixture
