@@ -126,7 +126,7 @@ def verified(run: Run) -> None:
         return await server.operation_over(call.operation_id)
 
     for call in (SleepCall(operation_id="gpu-sleep"), WakeCall(operation_id="gpu-wake")):
-        ended = engine._thread.run(lambda call=call: told(call))  # type: ignore[misc]
+        ended = engine._thread.run(lambda call=call: told(call), meanwhile=lambda: None)  # type: ignore[misc]
         run.require(ended is not None and ended.error is None, f"the {call.operation_id} to succeed, found {ended}")
         run.figure(f"{ended.kind}_s".lower(), ended.seconds)
     run.note(f"check of a wake: {server.state_document().wake_check}")

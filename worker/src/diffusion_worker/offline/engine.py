@@ -17,11 +17,18 @@ from diffusion_worker.engine.requests.admission import GenerationParams
 from diffusion_worker.engine.state.request_events import Generation, RequestEvent
 from diffusion_worker.engine.state.state_document import AdapterState
 from diffusion_worker.errors import ConfigError, ErrorCode, RequestError, refused
-from diffusion_worker.offline.adapters import AdapterArgument, RequestedAdapters, Scales, WantedAdapter, wanted_adapters
+from diffusion_worker.offline.arguments import (
+    AdapterArgument,
+    Scales,
+    WantedAdapter,
+    described,
+    image_fields,
+    load_adapters,
+    wanted_adapters,
+    worker_config,
+)
 from diffusion_worker.offline.engine_thread import EngineThread
 from diffusion_worker.offline.generated_image import GeneratedImage
-from diffusion_worker.offline.inputs import image_fields
-from diffusion_worker.offline.options import described, worker_config
 from diffusion_worker.offline.progress import StepCounts, load_bar, step_bar
 from diffusion_worker.ranks.executor import RankExecutor
 
@@ -59,7 +66,6 @@ class DiffusionEngine:
         """
         config = worker_config(model, ranks, loras or {}, options)
         self._progress = progress
-        self._adapters = RequestedAdapters()
         self._thread = EngineThread(config, lambda: RankExecutor(config))
         # The finalizer must not refer to `self`. It also runs when the interpreter ends.
         weakref.finalize(self, self._thread.close)
@@ -91,8 +97,6 @@ class DiffusionEngine:
         n: int = 1,
         seed: int | None = None,
         size: str | None = None,
-        height: int | None = None,
-        width: int | None = None,
         steps: int | None = None,
         guidance_scale: float | None = None,
         negative_prompt: str | None = None,
@@ -104,48 +108,40 @@ class DiffusionEngine:
         exact: bool = False,
         accelerated: bool | None = None,
         progress: bool | None = None,
-        timeout_s: float | None = None,
     ) -> list[GeneratedImage]:
         """Make `n` images of each prompt, in the prompts' order; several share the model's steps as far as that pays.
 
-        Their seeds are `seed`, `seed + 1`, … for every prompt, or random. Missing values are the engine's or the model's defaults. `size`
-        is `"WIDTHxHEIGHT"`. `lora_request` is an adapter or a list of them: a name from `loras`, or a `LoRARequest`, loaded from its path
-        at its first use. `lora_scale` is its strength, or a list with one for each. With `image` they start from that image, or those, if
-        the model supports it. `mask` is white in the part to repaint, `strength` the distance from the image, up to 1. A call that is
-        interrupted, or takes longer than `timeout_s`, makes nothing more.
+        Their seeds are `seed`, `seed + 1`, … for every prompt, or random. Missing values are the engine's or the model's defaults.
+        `size` is `"WIDTHxHEIGHT"` in pixels. `lora_request` is an adapter or a list of them: a name from `loras`, or a `LoRARequest`,
+        loaded from its path at its first use. `lora_scale` is its strength, or a list with one for each. With `image` they start from that
+        image, or those, if the model supports it. `mask` is white in the part to repaint, `strength` the distance from the image, up to 1.
+        A call that is interrupted makes nothing more.
 
         Raises:
             RequestError: a value is wrong (InvalidRequest, which names it), there is no such adapter (model_not_found), or it cannot be
-                loaded (InvalidAdapter and the like). The call took too long (Timeout), the engine is closed (Terminating), or an image
-                failed.
+                loaded (InvalidAdapter and the like). The engine is closed (Terminating), or an image failed.
                 GroupFailed: the ranks are lost.
         """
         prompts = _prompts(prompt)
-        if size is not None:
-            width, height = _sides(size, height, width)
+        width, height = _sides(size)
         fields = image_fields(image, mask, strength) | {"n": n, "seed": seed, "height": height, "width": width, "steps": steps}
         adapters = wanted_adapters(lora_request, lora_scale)
         fields |= {"guidance_scale": guidance_scale, "negative_prompt": negative_prompt, "exact": exact, "accelerated": accelerated}
         fields |= {"loras": [{"name": each.name, "scale": each.scale} for each in adapters]}
         fields |= {"lora_scale": None if isinstance(lora_scale, Sequence) else lora_scale}
         wanted = [_params({**fields, "prompt": text}) for text in prompts]
-        return self._generate(wanted, adapters, self._progress if progress is None else progress, timeout_s)
+        return self._generate(wanted, adapters, self._progress if progress is None else progress)
 
-    def _generate(
-        self, wanted: list[GenerationParams], adapters: list[WantedAdapter], progress: bool | None, timeout_s: float | None
-    ) -> list[GeneratedImage]:
+    def _generate(self, wanted: list[GenerationParams], adapters: list[WantedAdapter], progress: bool | None) -> list[GeneratedImage]:
         engine = self._thread.engine
         counts = StepCounts(sum(params.n for params in wanted))
 
         async def make() -> list[Generation]:
-            await self._adapters.load(engine, adapters)
+            await load_adapters(engine, adapters)
             return await _make(engine, wanted, counts.listener)
 
         with step_bar(counts, progress) as draw:
-            try:
-                made = self._thread.run(make, meanwhile=draw, timeout_s=timeout_s)
-            except TimeoutError:
-                raise RequestError(ErrorCode.TIMEOUT, f"the images were not made within {timeout_s:g} s") from None
+            made = self._thread.run(make, meanwhile=draw)
         return [
             GeneratedImage(params.prompt, generation.provenance, image)
             for params, generation in zip(wanted, made, strict=True)
@@ -183,11 +179,9 @@ def _prompts(prompt: str | Sequence[str]) -> list[str]:
     return prompts
 
 
-def _sides(size: str, height: int | None, width: int | None) -> tuple[int, int]:
-    if height is not None or width is not None:
-        raise refused("size", "either size or height and width", "both")
+def _sides(size: str | None) -> tuple[int, int] | tuple[None, None]:
     try:
-        return parse_size(size, "size")
+        return (None, None) if size is None else parse_size(size, "size")
     except ConfigError as error:
         raise RequestError(ErrorCode.INVALID_REQUEST, str(error), details={"field": "size"}) from None
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine on an event loop in a thread of its own, for callers that have no loop, or another one.
 
-A waiting caller wakes ten times a second: to draw a progress bar, and to check its deadline and that the thread is alive. So Ctrl-C takes
+A waiting caller wakes ten times a second: to draw a progress bar, and to check that the thread is alive. So Ctrl-C takes
 effect at once, and no call hangs.
 """
 
@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -28,10 +27,6 @@ FORK_SERVER_S = 30.0
 
 T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, T]]
-
-
-def nothing() -> None:
-    """Return at once; this is `meanwhile` for a caller without a progress bar."""
 
 
 class EngineThread:
@@ -60,7 +55,7 @@ class EngineThread:
             raise RequestError(ErrorCode.TERMINATING, "the engine is closed")
         return self._engine
 
-    def start(self, *, meanwhile: Callable[[], None] = nothing) -> None:
+    def start(self, *, meanwhile: Callable[[], None]) -> None:
         """Start engine and ranks, and return once the model with its adapters is loaded. `meanwhile` is called as by `run`.
 
         Raises:
@@ -72,23 +67,21 @@ class EngineThread:
         """Return the bytes of weights loaded so far, and in all; both are 0 while that is unknown."""
         return self._ranks.load_progress() if self._ranks is not None else (0, 0)
 
-    def run(self, work: Work[T], *, meanwhile: Callable[[], None] = nothing, timeout_s: float | None = None) -> T:
+    def run(self, work: Work[T], *, meanwhile: Callable[[], None]) -> T:
         """Start `work` on the loop, wait, and return its result or raise its error.
 
         Every `LOOK_S` seconds the waiting thread calls `meanwhile`. Whatever interrupts the wait, for instance Ctrl-C, also cancels the
         work.
 
         Raises:
-            TimeoutError: there was no result within `timeout_s`. GroupFailed: the engine's thread has ended.
+            GroupFailed: the engine's thread has ended.
         """
-        ends_at = None if timeout_s is None else time.monotonic() + timeout_s
-        future = self._submit(work)
+        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
         try:
             while not concurrent.futures.wait([future], LOOK_S).done:
                 meanwhile()
-                self._require_alive()
-                if ends_at is not None and time.monotonic() > ends_at:
-                    raise TimeoutError
+                if not self._thread.is_alive():
+                    raise GroupFailed("the engine's thread ended")
         except BaseException:
             future.cancel()
             raise
@@ -103,35 +96,11 @@ class EngineThread:
             return
         with self._lock:
             if self._ending is None:
-                self._ending = self._submit(self._end)
+                self._ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         if threading.current_thread() is self._thread:
             return  # called by the garbage collector on the loop's thread, which cannot wait for itself
         concurrent.futures.wait([self._ending], self._config.drain_timeout_s + STOP_TIMEOUT_S + FORK_SERVER_S)
         self._thread.join(STOP_TIMEOUT_S)
-
-    def _submit(self, work: Work[T]) -> concurrent.futures.Future[T]:
-        """Begin `work()` on the loop, and return a future of its result without waiting. To cancel the future cancels the work.
-
-        The coroutine is made in the loop's thread, which no Ctrl-C interrupts. The caller's could be interrupted before it hands one over,
-        and Python would warn of a coroutine that nobody awaited.
-        """
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def begin() -> None:
-            task = self._loop.create_task(work())
-            task.add_done_callback(lambda task: _settle(future, task))
-            future.add_done_callback(lambda future: self._cancel(task) if future.cancelled() else None)
-
-        self._loop.call_soon_threadsafe(begin)
-        return future
-
-    def _cancel(self, task: asyncio.Task[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and its tasks with it
-            self._loop.call_soon_threadsafe(task.cancel)
-
-    def _require_alive(self) -> None:
-        if not self._thread.is_alive():
-            raise GroupFailed("the engine's thread ended")
 
     def _turn(self) -> None:
         """Serve as the target of the engine's thread: run the event loop, and close it after `_end` has called for a stop."""
@@ -159,16 +128,3 @@ class EngineThread:
                 await self._loop.shutdown_default_executor()
         finally:
             self._loop.call_soon(self._loop.stop)
-
-
-def _settle(future: concurrent.futures.Future[T], task: asyncio.Task[T]) -> None:
-    """Give a future the outcome of its task, unless the caller has cancelled it."""
-    if task.cancelled():
-        future.cancel()
-    error = None if task.cancelled() else task.exception()
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(task.result())

@@ -60,13 +60,8 @@ class GeneratedImage:
             raise RequestError(
                 ErrorCode.INVALID_REQUEST, f"quality: expected 0 to 100 and a JPEG or WebP, found {quality} for {target.name!r}"
             )
-        target.write_bytes(self._encoded(output_format, quality))
-        return target
-
-    def _encoded(self, output_format: OutputFormat, quality: int | None = None) -> bytes:
         made = self.made
-        return encode(made.pixels, made.height, made.width, output_format=output_format, compression=quality, metadata=self.metadata)
-
-    def _repr_png_(self) -> bytes:
-        """Return the image as a PNG file's bytes, with its metadata, for notebooks."""
-        return self._encoded(OutputFormat.PNG)
+        target.write_bytes(
+            encode(made.pixels, made.height, made.width, output_format=output_format, compression=quality, metadata=self.metadata)
+        )
+        return target
