@@ -21,7 +21,7 @@ from tools.devcluster.errors import DevclusterError
 NAMESPACE, NAME = "diffusion-bench", "digits"
 DEPLOYMENT = f"dd/{NAME}"
 MANIFEST = ROOT / "examples" / "sleep" / "on-idle.yaml"
-LOAD = ROOT / "tools" / "service_load.py"
+REQUEST = ROOT / "benchmarks" / "request_in_the_cluster.py"
 ROUNDS, TINY_ROUNDS = 10, 1
 START_S, SLEEP_S = 300.0, 60.0
 BODY = {"prompt": "a red digit seven", "size": "64x64", "seed": 1, "num_inference_steps": 8}
@@ -106,12 +106,11 @@ def _asleep(kubectl: Kubectl) -> str:
 
 
 def _ask(kubectl: Kubectl, pod: str) -> dict[str, float]:
-    plan = {"url": f"http://{NAME}", "requests": [{"at": 0.0, "body": BODY}]}
-    script = ("python3", "-c", LOAD.read_text(), json.dumps(plan))
-    [told] = json.loads(kubectl.text("exec", pod, "--container", CONTAINER, "--", *script))["requests"]
+    script = ("python3", "-c", REQUEST.read_text(), f"http://{NAME}", json.dumps(BODY))
+    told: dict[str, float] = json.loads(kubectl.text("exec", pod, "--container", CONTAINER, "--", *script))
     if "completed" not in told:
         raise RuntimeError(f"expected an image, found {told}")
-    return dict(told)
+    return told
 
 
 def _cold_start_s(kubectl: Kubectl) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A headless Chromium of Debian's, for the tests of the worker's page and for its screenshots. No browser is downloaded."""
+"""A headless Chromium of Debian's, for the tests of the worker's page. No browser is downloaded."""
 
 import os
 import shutil

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test suite as a whole: its stages, the order of its files, and a ledger of its time."""
+"""The test suite as a whole: its stages, and the order of its files."""

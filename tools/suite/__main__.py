@@ -13,7 +13,7 @@ import click
 from tools.devcluster import cluster, images
 
 from .runner import describe, minutes, run_beside
-from .stages import GROUPS, KIND, KIND_SMOKE, LEDGER, OF_MAKE_TEST, STAGES, LastRuns, Stage
+from .stages import GROUPS, KIND, KIND_SMOKE, LAST_RUNS, OF_MAKE_TEST, STAGES, LastRuns, Stage
 
 
 def stages_of_make_test() -> list[Stage]:
@@ -29,7 +29,7 @@ def main(names: tuple[str, ...]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # A shell has programs in its background ignore the signal, which ends the stages; theirs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    last, began = LastRuns(LEDGER), time.monotonic()
+    last, began = LastRuns(LAST_RUNS), time.monotonic()
     wanted = [stage for stage in STAGES if stage.name in names] if names else stages_of_make_test()
     groups = [chosen for group in (*GROUPS, (KIND,)) if (chosen := [stage for stage in group if stage in wanted])]
     click.echo(f"Stages of this run:\n{describe([stage for group in groups for stage in group], last.read())}")

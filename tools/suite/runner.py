@@ -10,11 +10,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from .stages import LastRuns, Stage, StageRun
 
-LOAD_EVERY_S = 5.0
 PART_OF_A_LINE_S = 20.0
 # pytest begins the lines of a failure's message, and those of its summary, with these.
 OF_A_FAILURE = (b"E  ", b"FAILED ", b"ERROR ")
@@ -98,8 +96,6 @@ class _Running:
         self.seconds = 0.0
         self.passed = False
         self._began = time.monotonic()
-        self._loads = [os.getloadavg()[0]]
-        self._busy_s = _busy_s()
         self._prefix = f"{stage.name}: " if prefix else ""
         self._of_failures: list[bytes] = []
         unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -110,18 +106,11 @@ class _Running:
         self._shown.start()
 
     def lives(self) -> bool:
-        """Return whether the stage still runs; the first call after its end notes its seconds and verdict.
-
-        Calls also sample the machine's load, so it has to be called again and again.
-        """
-        now = time.monotonic() - self._began
-        if len(self._loads) <= now / LOAD_EVERY_S:
-            self._loads.append(os.getloadavg()[0])
+        """Return whether the stage still runs; the first call after its end notes its seconds and verdict."""
         if self._shown.is_alive() or self._process.poll() is None:
             return True
         if not self.seconds:
-            self.seconds, self.passed = now, self._process.returncode == 0
-            self._busy_s = _busy_s() - self._busy_s
+            self.seconds, self.passed = time.monotonic() - self._began, self._process.returncode == 0
         return False
 
     def end(self) -> None:
@@ -135,9 +124,8 @@ class _Running:
             self._process.wait(10)
 
     def result(self) -> StageRun:
-        """Return the record of the stage's run, after its end: seconds, load, busy cores and verdict."""
-        load, busy_cores = sum(self._loads) / len(self._loads), self._busy_s / self.seconds
-        return StageRun(round(self.seconds, 1), round(load, 2), round(self._loads[0], 2), round(busy_cores, 2), self.passed)
+        """Return the record of the stage's run, after its end."""
+        return StageRun(round(self.seconds, 1), self.passed)
 
     def failed_tests(self) -> dict[str, str]:
         """Return the failed tests that pytest's summary names, each with its file."""
@@ -169,9 +157,3 @@ class _Running:
 
     def _print(self, line: bytes) -> None:
         print(self._prefix + line.decode(errors="replace"), flush=True)
-
-
-def _busy_s() -> float:
-    """Return the seconds that all cores together have worked since the machine began."""
-    user, nice, system, _idle, _iowait, irq, softirq = (int(word) for word in Path("/proc/stat").read_text().split()[1:8])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

@@ -11,8 +11,7 @@ import msgspec
 
 from tools.devcluster.paths import cache_dir
 
-# The last run of each stage: times.json, and a file for each of its test processes.
-LEDGER = cache_dir() / "suite"
+LAST_RUNS = cache_dir() / "suite"
 # The tests of a file stay in one process, for what they share. Three processes were no faster on two cores.
 ON_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
@@ -26,12 +25,12 @@ class Stage(msgspec.Struct, frozen=True):
     paths: tuple[str, ...] = ()
 
     def only(self, files: Sequence[str]) -> Stage:
-        """Return a copy of the stage that runs the tests of these files alone, and keeps no record of what they cost."""
-        return Stage(self.name, self.what, tuple(word for word in self.command if not word.startswith("--ledger=")), tuple(files))
+        """Return a copy of the stage that runs the tests of these files alone."""
+        return Stage(self.name, self.what, self.command, tuple(files))
 
 
 def _tests(name: str, what: str, *options: str, paths: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> Stage:
-    command = (*before, sys.executable, "-m", "pytest", "-q", "--durations=10", f"--ledger={LEDGER / name}", *options)
+    command = (*before, sys.executable, "-m", "pytest", "-q", "--durations=10", *options)
     return Stage(name, what, command, paths)
 
 
@@ -80,16 +79,9 @@ STAGES = (*OF_MAKE_TEST, KIND)
 
 
 class StageRun(msgspec.Struct, frozen=True):
-    """Measurements of one run of a stage.
-
-    `load` averages the machine's load over the run, `load_before` is the load when it began. `busy_cores` averages the number of busy
-    cores, no matter which process kept them busy.
-    """
+    """The seconds of one run of a stage, and whether it passed."""
 
     seconds: float
-    load: float
-    load_before: float
-    busy_cores: float
     passed: bool
 
 

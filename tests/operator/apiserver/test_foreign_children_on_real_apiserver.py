@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Foreign objects under each name of our children, and refusals of each kind of child, against a real API server.
 
-An operator and a fake kubelet work for all cases. Each case has a namespace and a deployment of its own, and all begin at once. Faults 1 to
-3, 13, 14, 19 and 111 in `docs/development/faults.md`.
+An operator and a fake kubelet work for all cases. Each case has a namespace and a deployment of its own, and all begin at once.
 """
 
 import asyncio

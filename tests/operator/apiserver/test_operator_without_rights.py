@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operator whose account lacks its rights (fault 55): it ends with 1 and one sentence that names the right, and no traceback."""
+"""An operator whose account lacks its rights: it ends with 1 and one sentence that names the right, and no traceback."""
 
 import os
 import subprocess

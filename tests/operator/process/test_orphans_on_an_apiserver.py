@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deployment that was deleted with `--cascade=orphan` and made again, on a real API server with the operator's program (fault 51).
+"""A deployment that was deleted with `--cascade=orphan` and made again, on a real API server with the operator's program.
 
 Not real: the kubelet, its workers, and the garbage collector.
 """

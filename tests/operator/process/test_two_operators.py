@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two operators of a release, with real processes (fault 70). The leader is killed, stopped, cut off and ended; the other one goes on."""
+"""Two operators of a release, with real processes. The leader is killed, stopped, cut off and ended; the other one goes on."""
 
 import asyncio
 import time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that answer nothing cost a connection each and delay nothing else, with a real API server and the real program (fault 90)."""
+"""Workers that answer nothing cost a connection each and delay nothing else, with a real API server and the real program."""
 
 import asyncio
 import time

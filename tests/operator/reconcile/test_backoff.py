@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An action that failed waits, however often its object is woken, until it succeeds or the spec is edited (faults 20 and 113)."""
+"""An action that failed waits, however often its object is woken, until it succeeds or the spec is edited."""
 
 from datetime import datetime
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events and conditions for refused pods, images that cannot be pulled, a suspend, and a lost control Secret (faults 53 and 54)."""
+"""Events and conditions for refused pods, images that cannot be pulled, a suspend, and a lost control Secret."""
 
 import pytest
 

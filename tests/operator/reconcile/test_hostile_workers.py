@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control API's client against hostile workers: each answer is bounded, is reported, and leads nowhere else (fault 4)."""
+"""The control API's client against hostile workers: each answer is bounded, is reported, and leads nowhere else."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A word that only a newer worker knows is kept as text; the worker is not called unreachable for it (faults 21 and 117)."""
+"""A word that only a newer worker knows is kept as text; the worker is not called unreachable for it."""
 
 import msgspec
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No deployment gets the operator's key or account, and none gets access to its node unless that is allowed (faults 15, 56 and 57)."""
+"""No deployment gets the operator's key or account, and none gets access to its node unless that is allowed."""
 
 from typing import Any
 

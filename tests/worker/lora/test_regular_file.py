@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only regular files beneath the root of an adapter are opened (fault 101)."""
+"""Only regular files beneath the root of an adapter are opened."""
 
 import os
 import shutil

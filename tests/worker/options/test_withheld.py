@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No text of a request is in a log, whichever library writes it; a log still says where the error is (fault 103)."""
+"""No text of a request is in a log, whichever library writes it; a log still says where the error is."""
 
 import io
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as clients' SDKs raise them, on a real worker process: class, message, code, and repetitions (fault 98).
+"""Errors as clients' SDKs raise them, on a real worker process: class, message, code, and repetitions.
 
 The SDKs are OpenAI's for Python, JavaScript and Go, and Vercel's with both of its packages for such a server. Tools of LangChain and
 LlamaIndex, which send fields of their own, make images too. A repetition is counted at

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of the configurations of `make soak`, with a fixed seed: loaded or refused as by peft, at no cost to others (fault 143)."""
+"""A sample of the configurations of `make soak`, with a fixed seed: loaded or refused as by peft, at no cost to others."""
 
 import random
 from pathlib import Path

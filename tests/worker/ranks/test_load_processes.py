@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each load is a process of its own: its failure, end or delay concerns only its own put (faults 118 and 120)."""
+"""Each load is a process of its own: its failure, end or delay concerns only its own put."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that foreign objects have, children that are refused, and a status that stays true, in virtual time (fault 112)."""
+"""Names that foreign objects have, children that are refused, and a status that stays true, in virtual time."""
 
 import copy
 from itertools import pairwise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of failed adapters: those from a call are bounded and kept for a while, those of declared adapters stay (fault 158)."""
+"""Records of failed adapters: those from a call are bounded and kept for a while, those of declared adapters stay."""
 
 import asyncio
 import time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a load turns an adapter's files into the bytes that a rank keeps, without the rank's model (faults 121 and 122)."""
+"""The process of a load turns an adapter's files into the bytes that a rank keeps, without the rank's model."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiples of a side that a pipeline wants beside whole latents: found at load, so that a server can refuse other sizes (fault 100)."""
+"""Multiples of a side that a pipeline wants beside whole latents: found at load, so that a server can refuse other sizes."""
 
 from typing import Any
 

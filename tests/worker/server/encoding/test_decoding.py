@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of clients, decoded in confined processes that end alone at their limits; a busy machine is another error (faults 106 to 110)."""
+"""Files of clients, decoded in confined processes that end alone at their limits; a busy machine is another error."""
 
 import asyncio
 import io

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A full worker: connections over the limit, and requests over the limit of the queue (fault 132)."""
+"""A full worker: connections over the limit, and requests over the limit of the queue."""
 
 import asyncio
 
