@@ -23,7 +23,7 @@ class LookingWatches:
         self._runtime = runtime
         self._followed: dict[tuple[str, str], tuple[DeploymentMemory, Sequence[Pod]]] = {}
         self._revisions: defaultdict[str, Revisions] = defaultdict(Revisions)
-        """By UID of the pod."""
+        """Keys are UIDs of pods."""
 
     def follow(self, deployment: ObjectMeta, memory: DeploymentMemory, pods: Sequence[Pod]) -> None:
         self._followed[deployment.namespace, deployment.name] = (memory, pods)

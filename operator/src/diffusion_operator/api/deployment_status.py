@@ -75,7 +75,6 @@ class ReplicaStatus(_Status, frozen=True):
     generation: int | None = None
     last_rank_loss: str | None = None
     last_operation: OperationStatus | None = None
-    control_proven: bool | None = None
 
 
 class AvoidedNode(_Status, frozen=True):
@@ -151,8 +150,6 @@ class DeploymentStatus(_Status, frozen=True):
     held: HeldStatus | None = None
     last_request_time: datetime | None = None
     sleep_eligible_time: datetime | None = None
-    operator: str | None = None
-    """The release that manages the object, as namespace and name of its Lease."""
     avoided_nodes: tuple[AvoidedNode, ...] = ()
     replica_states_truncated: bool | None = None
     replica_states: tuple[ReplicaStatus, ...] = ()

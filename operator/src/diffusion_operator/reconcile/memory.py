@@ -123,8 +123,6 @@ class DeploymentMemory:
 
     uid: str
     tokens: ControlTokens
-    addresses: dict[str, str] = field(default_factory=dict)
-    """UIDs of pods whose workers were called, by address; until they are gone, beyond an object that was deleted and made again."""
     polls: dict[str, PollRecord] = field(default_factory=dict)
     parsed: ParsedAdapters = field(default_factory=ParsedAdapters)
     adapters: AdapterPlan = field(default_factory=AdapterPlan)
@@ -172,8 +170,6 @@ class DeploymentMemory:
     refusal: str = ""
     backoffs: Backoffs = field(default_factory=Backoffs)
     status_written_at: datetime | None = None
-    claimed_at: datetime | None = None
-    """When this process wrote its release into the status."""
     version: str = ""
     """The object's, in this pass: a status is written only over the one that it was computed from."""
     departures: Departures = field(default_factory=Departures)

@@ -10,7 +10,6 @@ from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import Condition, ObjectMeta, reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster
-from diffusion_operator.election.other_releases import OtherReleases
 from diffusion_operator.plan.observed.observed import Asleep
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.plan.results.actions import WorkerAction
@@ -63,10 +62,6 @@ class Runtime:
     """Aware UTC."""
     wake: Callable[[Key], None]
     meter: Meter
-    release: str | None = None
-    """The name of this release of the operator. None without election."""
-    others: OtherReleases | None = None
-    """None where no Lease of another release can be read."""
     watches: Watches = field(init=False)
     calls: Calls = field(init=False)
     """Both of them know the runtime, so they are made after it."""
@@ -93,10 +88,8 @@ class Runtime:
         self.adapter_backoffs.clear()
 
     def forget(self, namespace: str, deployment: str) -> None:
-        """Drop the memory of a deployment, and what the client remembers of its workers."""
-        known = self.memories.pop((namespace, deployment), None)
-        for ip, uid in known.addresses.items() if known is not None else ():
-            self.workers.forget_pod(ip, uid)
+        """Drop the memory of a deployment."""
+        self.memories.pop((namespace, deployment), None)
 
     def show(self, key: Key, conditions: tuple[Condition, ...]) -> None:
         """Take an object's reasons for the metrics from its conditions."""
@@ -117,8 +110,7 @@ class Runtime:
         known = self.memories.get((namespace, name))
         if known is None or known.uid != deployment.uid:
             tokens = ControlTokens(self.settings, deployment)
-            addresses = known.addresses if known is not None else {}
-            known = self.memories[namespace, name] = DeploymentMemory(uid=deployment.uid, tokens=tokens, addresses=addresses)
+            known = self.memories[namespace, name] = DeploymentMemory(uid=deployment.uid, tokens=tokens)
         return known
 
     def child_changed(self, namespace: str, deployment: str, kind: str, name: str) -> None:
