@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.stand_ins.written_objects import WrittenObjects
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD, Kind
-from diffusion_operator.api.worker_state import AdapterRecord, DesiredReport, WorkerPhase, WorkerState
+from diffusion_operator.api.worker_state import AdapterRecord, WorkerPhase, WorkerState
 from diffusion_operator.cluster import Manifest
 from diffusion_operator.metrics import PrometheusMeter
 from diffusion_operator.plan.observed.pods import Pod
@@ -49,8 +49,7 @@ class Worker:
 
     def __init__(self, adapters: int) -> None:
         records = [_record(name) for name in _names(adapters)]
-        files = DesiredReport(reads_shards=True)
-        self.said = WorkerState(boot_id="b", state=WorkerPhase.READY, adapters=tuple(records), desired=files, revision="b.0")
+        self.said = WorkerState(boot_id="b", state=WorkerPhase.READY, adapters=tuple(records), revision="b.0")
         self.puts = 0
         self.runtime: Runtime | None = None
 

@@ -41,7 +41,7 @@ def children(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """
     owner = parse(manifest, DiffusionDeployment)
     template = template_of(owner, default_image=IMAGE)
-    own = [control_secret(owner, key=KEY), desired_config(owner, ()), service(owner)]
+    own = [control_secret(owner, key=KEY), desired_config(owner), service(owner)]
     guards = [network_policy(owner, OPERATOR_PODS), disruption_budget(owner)]
     return [*own, *guards, pod(owner, template, index=0, incarnation=0)]
 

@@ -13,14 +13,11 @@ import pytest
 
 from diffusion_operator import worker_client
 from diffusion_operator.api.adapter import Residency
-from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import DrainMode
 from diffusion_operator.api.merged_state import merged
-from diffusion_operator.api.source import AdapterSource
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase
 from diffusion_operator.errors import ControlUnreachable
-from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.load_attempts import RACES
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_worker.engine.sleep.policy import read_desired
@@ -66,15 +63,10 @@ def test_the_codes_that_the_operator_takes_for_races_are_codes_of_the_worker() -
 def test_the_desired_file_that_the_operator_mounts_is_read_by_the_worker(tmp_path: Path) -> None:
     metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
     spec = {"model": {"source": {"path": "/m"}}, "sleep": {"policy": "Asleep"}}
-    load = AdapterLoad(source=AdapterSource(path="/loras/stripes"), scale=0.5)
-    adapter = DesiredAdapter(uid="u", generation=1, name="stripes", load=load, load_timeout_s=300)
-    manifest = desired_config(msgspec.convert({"metadata": metadata, "spec": spec}, DiffusionDeployment), [adapter])
+    manifest = desired_config(msgspec.convert({"metadata": metadata, "spec": spec}, DiffusionDeployment))
     path = tmp_path / "desired.json"
     path.write_text(manifest["data"]["desired.json"])
-    desired = read_desired(str(path))
-    assert desired.sleep.policy == "Asleep"
-    [read] = desired.adapters
-    assert (read.name, read.source.path, read.digest, read.scale) == ("stripes", "/loras/stripes", None, 0.5)
+    assert read_desired(str(path)).sleep.policy == "Asleep"
 
 
 # Calls

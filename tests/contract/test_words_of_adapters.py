@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator's words about sources and adapters, read by the worker's own structs: every field, and no other."""
 
+import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,13 +17,13 @@ from diffusion_operator.api.deployment_spec import OnMissing
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, FINAL, RELOAD_LOOP, SOURCE_REASONS
 from diffusion_operator.plan.adapters.load_attempts import RACES
+from diffusion_operator.plan.adapters.shards import packed
 from diffusion_operator.plan.observed.observed import AttemptKey
 from diffusion_operator.plan.results.actions import PutAdapter, WorkerAddress
-from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.worker_arguments import worker_arguments
 from diffusion_operator.worker_client import adapter_body
 from diffusion_worker import config
-from diffusion_worker.engine.sleep.policy import read_desired
+from diffusion_worker.engine.adapters.desired_files import ShardFile
 from diffusion_worker.engine.state import state_document as documents
 from diffusion_worker.errors import RETRYABLE, ErrorCode
 from diffusion_worker.server.schemas.control import AdapterBody
@@ -105,13 +105,11 @@ def test_the_worker_reads_a_source_as_the_spec_has_it(source: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
-def test_the_desired_file_tells_the_worker_everything_it_takes_of_an_adapter(source: dict[str, Any], tmp_path: Path) -> None:
+def test_the_mounted_file_tells_the_worker_everything_it_takes_of_an_adapter(source: dict[str, Any]) -> None:
     desired = DesiredAdapter(uid="u", generation=1, name="style", load=load(source), load_timeout_s=77)
-    text = desired_config(deployment(path="/m"), [desired])["data"]["desired.json"]
+    text = gzip.decompress(packed([desired]))
     assert set(json.loads(text)["adapters"][0]) == names(documents.DesiredAdapter)
-    path = tmp_path / "desired.json"
-    path.write_text(text)
-    [read] = read_desired(str(path)).adapters
+    [read] = msgspec.json.decode(text, type=ShardFile).adapters
     assert (read.name, read.digest, read.scale, read.format, read.expected_rank) == ("style", f"sha256:{SHA256}", -0.5, "kohya", 8)
     assert (read.residency, read.priority, read.load_timeout_seconds) == (documents.Residency.ON_DEMAND, -3, 77)
     assert read.components == ["transformer", "transformer_2", "unet", "text_encoder", "text_encoder_2", "text_encoder_3"]
@@ -119,7 +117,7 @@ def test_the_desired_file_tells_the_worker_everything_it_takes_of_an_adapter(sou
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
-def test_a_put_tells_the_worker_the_same_as_the_desired_file(source: dict[str, Any]) -> None:
+def test_a_put_tells_the_worker_the_same_as_the_mounted_file(source: dict[str, Any]) -> None:
     key = AttemptKey(adapter_uid="u", generation=1, boot_id="b")
     address = WorkerAddress(pod_uid="p", ip="::1", boot_id="b")
     put = PutAdapter(worker=address, key=key, operation_id="o", name="style", load=load(source), deadline_s=77)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "development" / "faults.md"
-FINDINGS = {f"T{number}" for number in range(1, 31)}
-"""Numbers of the findings in the review of the operator."""
+FINDINGS = {f"T{number}" for number in range(1, 31)} - {"T29"}
+"""Numbers of the findings in the review of the operator. T29 was about a version that was never released."""
 ROW = re.compile(r"^\| (\d+) \|.*`(tests/[\w/]+\.py)::(test_\w+)` \|$", re.MULTILINE)
 
 

@@ -196,7 +196,7 @@ class Waiting(Collector):
 
 
 class Workers(Collector):
-    """Workers by how they are followed: `watched`, `polled` where they are of a version without revisions, `lost` or `unheard`."""
+    """Workers by how they are followed: `watched`, `lost` or `unheard`."""
 
     def __init__(self, memories: Mapping[tuple[str, str], DeploymentMemory]) -> None:
         self._memories = memories
@@ -210,7 +210,7 @@ class Workers(Collector):
         counts = collections.Counter(record.followed for record in records)
         family = GaugeMetricFamily(
             "diffusion_operator_workers",
-            "Workers by how the operator hears of their state: watched, polled, lost or unheard.",
+            "Workers by how the operator hears of their state: watched, lost or unheard.",
             labels=["followed"],
         )
         for state in Followed:

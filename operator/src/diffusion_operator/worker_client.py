@@ -291,7 +291,7 @@ def _read_state(ip: str, body: bytes) -> WorkerState:
 
 
 def adapter_body(call: PutAdapter) -> dict[str, Any]:
-    return {**call.load.wire(), "deadlineSeconds": call.deadline_s}
+    return {**msgspec.to_builtins(call.load), "deadlineSeconds": call.deadline_s}
 
 
 def _host(ip: str) -> str:

@@ -20,7 +20,6 @@ ASLEEP = says(WorkerPhase.ASLEEP, draining=False)
 BUSY = says(WorkerPhase.READY, draining=False, in_flight=1)
 QUEUED = says(WorkerPhase.READY, draining=False, queued=1)
 HELD = says(WorkerPhase.ASLEEP, draining=False, held=HeldReport(current=1))
-OLD = says(WorkerPhase.READY, in_flight=1)  # a worker of the first version reports no draining
 DRAINS = says(WorkerPhase.TERMINATING, draining=True, in_flight=1)
 DRAINED = says(WorkerPhase.TERMINATING, draining=True)
 LATE = says(WorkerPhase.TERMINATING, draining=True, in_flight=1, state_age_seconds=315.0)
@@ -43,7 +42,6 @@ CASES = [
     Case("a busy one is drained first", BUSY, True, False),
     Case("one whose requests wait in its queue too", QUEUED, True, False),
     Case("one that holds requests too", HELD, True, False),
-    Case("one of the first version is deleted and drains by SIGTERM", OLD, False, True),
     Case("one that did not take the call is deleted", BUSY, False, True, seen={"undrained": frozenset({"uid-0-0"})}),
     Case("one that does not answer is deleted", BUSY, False, True, poll={"failures": 1}),
     Case("an orphan is not called", BUSY, False, True, {"orphan": True, "owner_uid": "u"}),

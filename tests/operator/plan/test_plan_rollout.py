@@ -13,10 +13,10 @@ from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerS
 from diffusion_operator.plan.deployment import DeploymentPlan
 from diffusion_operator.plan.observed.pods import Container, Exit, Pod
 from diffusion_operator.plan.replicas.rollout import max_surge, max_unavailable
-from diffusion_operator.plan.results.actions import CreatePod, DeletePod, SetRoutable, SleepWorker, WakeWorker
+from diffusion_operator.plan.results.actions import CreatePod, SetRoutable, SleepWorker, WakeWorker
 from diffusion_operator.plan.results.events import condition_events
 from support.operator.fake_cluster import EPOCH
-from support.operator.plan_builders import NOW, READY, REVISION, made, planned, pod, says
+from support.operator.plan_builders import NOW, READY, REVISION, leaving, made, planned, pod, says
 
 ASLEEP, STARTING, WAKING = says(WorkerPhase.ASLEEP), says(WorkerPhase.STARTING), says(WorkerPhase.WAKING)
 HOLDS = says(WorkerPhase.ASLEEP, held=HeldReport(current=1))
@@ -45,7 +45,7 @@ def stuck_since(minutes: float, *, served: int = 0, remaining: int = 1, revision
 
 def gone(plan: DeploymentPlan) -> list[int]:
     """Return the sorted indices of the replicas whose pod the plan takes out of the Service or deletes."""
-    names = [one.name for one in plan.pods if isinstance(one, DeletePod) or (getattr(one, "routable", True) is False)]
+    names = {*leaving(plan), *(one.name for one in plan.pods if getattr(one, "routable", True) is False)}
     return sorted(int(name.split("-")[1]) for name in names)
 
 
@@ -302,7 +302,7 @@ def test_with_a_surge_the_old_replica_serves_until_the_new_one_is_admitted_and_w
     assert [action.name for action in admitted.pods if isinstance(action, SetRoutable) and not action.routable] == ["d-0-0"]
     first = planned(old(0), replicas=1)
     assert [type(action) for action in first.pods] == [SetRoutable]
-    assert [type(action) for action in planned(old(0, routable=False), replicas=1).pods] == [DeletePod]
+    assert leaving(planned(old(0, routable=False), replicas=1)) == ["d-0-0"]
 
 
 @pytest.mark.parametrize("rollout", [{}, SURGE, {"type": "Recreate"}], ids=str)

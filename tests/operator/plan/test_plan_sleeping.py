@@ -21,9 +21,9 @@ from diffusion_operator.api.worker_state import (
 )
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
 from diffusion_operator.plan.observed.observed import Observed, Poll
-from diffusion_operator.plan.results.actions import CreatePod, DeletePod, RemoveAdapter, SetRoutable, SleepWorker, WakeWorker
+from diffusion_operator.plan.results.actions import CreatePod, RemoveAdapter, SetRoutable, SleepWorker, WakeWorker
 from diffusion_operator.plan.sleep.policy import retry_key
-from support.operator.plan_builders import NOW, made, planned, pod, says
+from support.operator.plan_builders import NOW, leaving, made, planned, pod, says
 
 IDLE_S, MIN_AWAKE_S = 300, 60
 DECIDING = {"policy": "OnIdle"}
@@ -270,11 +270,10 @@ def test_the_time_at_which_the_next_one_may_sleep(states: list[WorkerState], sle
     assert plan.status.sleep_eligible_time == (None if seconds is None else NOW + timedelta(seconds=seconds))
 
 
-def test_it_looks_again_when_one_may_sleep_and_a_sleeper_that_cannot_be_watched_is_asked_often() -> None:
+def test_it_looks_again_when_one_may_sleep() -> None:
     routed = pod(routable=True)
     assert planned(routed, states={0: awake(100)}, sleep=DECIDING).look_again_s == 200
-    sleeper = planned(routed, states={0: asleep()}, sleep=DECIDING)
-    assert (sleeper.look_again_s, sleeper.poll_every_s) == (None, 2.0)
+    assert planned(routed, states={0: asleep()}, sleep=DECIDING).look_again_s is None
     assert planned(routed, states={0: told(ASLEEP)}, sleep={"policy": "Asleep"}).look_again_s is None
     assert planned(routed, states={0: awake(100)}).look_again_s is None
 
@@ -312,7 +311,7 @@ SCALES = [
 def test_scaling_during_sleep(states: list[WorkerState], replicas: int, victims: list[str]) -> None:
     pods = [pod(index) for index in range(len(states))]
     plan = planned(*pods, states=dict(enumerate(states)), replicas=replicas, sleep=DECIDING)
-    assert sorted(one.name for one in plan.pods if isinstance(one, DeletePod)) == victims
+    assert leaving(plan) == victims
 
 
 @pytest.mark.parametrize("policy", ["Asleep", "OnIdle"])

@@ -6,11 +6,10 @@ import pytest
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, POD, SECRET, SERVICE
 from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
 from diffusion_operator.plan.results.actions import DeletePod, SetRoutable
-from support.operator.plan_builders import READY, planned, pod, says
+from support.operator.plan_builders import READY, leaving, planned, pod, says
 from support.operator.rig import Rig, serving, with_adapter
 
 STATES = [
-    ("awake", READY),
     ("waking", says(WorkerPhase.WAKING)),
     ("asleep", says(WorkerPhase.ASLEEP)),
     ("draining", says(WorkerPhase.DRAINING)),
@@ -25,6 +24,11 @@ def test_a_suspended_replica_is_unrouted_and_deleted_and_told_nothing(state: Wor
     unrouted = planned(pod(), states={0: state}, suspend=True)
     assert unrouted.pods == (DeletePod("d-0-0", "uid-0-0", why="spec.suspend of the deployment is true"),)
     assert routed.calls == unrouted.calls == ()
+
+
+def test_a_suspended_replica_that_is_awake_is_unrouted_and_drained_first() -> None:
+    plan = planned(pod(), states={0: READY}, suspend=True)
+    assert (plan.pods, leaving(plan)) == ((), ["d-0-0"])
 
 
 def suspend(rig: Rig, value: bool, **more: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diffusion_operator.api.adapter import LoRAAdapter, Residency
+from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.adapter_load import AdapterLoad
 from diffusion_operator.api.names import SHARDS
 from diffusion_operator.api.source import AdapterRepository, AdapterSource
@@ -21,7 +21,6 @@ from diffusion_operator.plan.adapters.shards import (
     NO_SHARDS,
     Shards,
     foreign_shards,
-    listed,
     packed,
     plan_shards,
     refusals_of,
@@ -141,19 +140,6 @@ def test_a_strangers_shard_refuses_its_own_adapters_only() -> None:
     assert "somebody else's" in waiting.message
     assert kept.accepted
     assert planned([one("b")], foreign=foreign).foreign == {}, "nothing waits for it"
-
-
-def test_the_list_has_what_fits_resident_ones_first_then_by_priority_and_name() -> None:
-    some = [one("z"), one("c"), one("high", priority=5), one("r", residency=Residency.RESIDENT), one("b", priority=-1)]
-    size = max(module._listed_bytes(each) for each in some)
-    assert [each.name for each in listed(some, room=3 * size)] == ["c", "high", "r"]
-    assert [each.name for each in listed(some)] == ["b", "c", "high", "r", "z"]
-
-
-def test_the_size_of_an_entry_of_the_list_is_not_underestimated() -> None:
-    some = [one(f"a{number}", components=("transformer", "text_encoder")) for number in range(50)]
-    text = msgspec.json.format(msgspec.json.encode({"adapters": [module.entry(each) for each in some]}), indent=1)
-    assert len(text) <= sum(module._listed_bytes(each) for each in some) + 40
 
 
 def test_twenty_thousand_adapters_fit_with_room_for_what_is_to_come() -> None:

@@ -5,8 +5,6 @@ deleted.
 
 from typing import Any
 
-import pytest
-
 from diffusion_operator.api.names import DEPLOYMENT, POD
 from diffusion_operator.api.worker_state import WireError
 from diffusion_operator.errors import ControlRefused
@@ -49,14 +47,9 @@ async def test_a_replica_that_was_idle_is_drained_too_and_its_pod_deleted_at_onc
     assert (worker.calls, rig.cluster.names(POD)) == (["drain 300"], [])
 
 
-@pytest.mark.parametrize("how", ["first version", "refuses"])
-async def test_a_worker_that_cannot_be_drained_by_a_call_is_deleted_and_drains_by_sigterm(how: str) -> None:
+async def test_a_worker_that_cannot_be_drained_by_a_call_is_deleted_and_drains_by_sigterm() -> None:
     rig, worker = await busy(1)
-    if how == "first version":
-        worker.drains = None
-        await rig.run(15)
-    else:
-        worker.drain = _refuse  # type: ignore[method-assign]
+    worker.drain = _refuse  # type: ignore[method-assign]
     await scale(rig, 0)
     assert rig.cluster.names(POD) == []
 

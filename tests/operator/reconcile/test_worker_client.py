@@ -43,7 +43,7 @@ class Server:
         return await self.answer(request)
 
     async def _fine(self, request: web.Request) -> web.Response:
-        return web.json_response({"bootId": "b", "state": "asleep", "unknown": [1]})
+        return web.json_response({"bootId": "b", "state": "asleep"})
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ async def client(server: Server) -> AsyncIterator[HttpWorkerClient]:
     await runner.cleanup()
 
 
-async def test_the_state_document_is_read_and_unknown_members_are_ignored(server: Server, client: HttpWorkerClient) -> None:
+async def test_the_state_document_is_read(server: Server, client: HttpWorkerClient) -> None:
     state = await client.state("127.0.0.1", token="t")
     assert (state.boot_id, state.state) == ("b", WorkerPhase.ASLEEP)
     assert server.asked == [("GET", "/v1/state?limit=1000", None)]
@@ -137,7 +137,7 @@ async def test_calls_carry_operation_and_boot_id(server: Server, client: HttpWor
     await client.remove_adapter(RemoveAdapter(worker=ADDRESS, operation_id="r", name="x", drain_s=5), token="t")
     sleep = {"operationId": "s", "bootId": "b", "level": "Discard", "mode": "Abort", "deadlineSeconds": 7, "policy": "OnIdle"}
     put = {
-        "operationId": "o", "bootId": "b", "deadlineSeconds": 9, "source": {"path": "/l"}, "digest": None, "scale": 0.5,
+        "operationId": "o", "bootId": "b", "deadlineSeconds": 9, "source": {"path": "/l"}, "digest": None, "identity": None, "scale": 0.5,
         "components": [], "format": None, "expectedRank": None, "residency": "Cached", "priority": 0,
     }  # fmt: skip
     assert server.asked == [

@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,14 +26,13 @@ from diffusion_operator.api.worker_state import WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
 from diffusion_operator.plan.observed.pods import NODE_FAULTS
 from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
-from diffusion_operator.reconcile.memory import without_ages
 from diffusion_operator.worker_client import EPOCH_HEADER
 from diffusion_operator.worker_proof import CONTEXT
 from diffusion_operator.worker_proof import PATH as IDENTITY_PATH
 from support.apiserver.rest_client import RestClient, path_of
 from support.operator.fake_cluster import terminated
 from support.operator.mounted import mounted_desired
-from support.operator.scripted_workers import DIGITS, ScriptedWorker, ScriptedWorkers
+from support.operator.scripted_workers import DIGITS, Revisions, ScriptedWorker, ScriptedWorkers
 from support.ports import unused_port
 from support.soak.fake_controllers import FakeControllers
 
@@ -65,17 +64,11 @@ class Container:
     """The highest epoch of a leader that called it, as a worker's server keeps it."""
     cut_off: bool = False
     """True: it accepts connections and answers nothing, as when packets are dropped."""
-    said: WorkerState | None = None
-    number: int = 0
-    """The number in the present revision."""
+    revisions: Revisions = field(default_factory=Revisions)
 
     def state(self) -> WorkerState:
         """Return the state document with its revision, a new one after each change other than of ages."""
-        state = msgspec.structs.replace(self.worker.state(), operator_epoch=self.epoch)
-        said = self.said
-        if said is None or (without_ages(state), state.adapters) != (without_ages(said), said.adapters):
-            self.said, self.number = state, self.number + 1
-        return msgspec.structs.replace(state, revision=f"{state.boot_id}.{self.number}")
+        return self.revisions.revised(msgspec.structs.replace(self.worker.state(), operator_epoch=self.epoch))
 
     async def state_after(self, revision: str, wait_s: float) -> WorkerState:
         """Return the state document once its revision differs, or the same one after the time."""

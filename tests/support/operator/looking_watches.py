@@ -4,6 +4,7 @@
 Real: the records that it fills, and what counts as news. Not real: the tasks, the connections and the waiting.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from diffusion_operator.api.meta import ObjectMeta
@@ -12,6 +13,7 @@ from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.runtime import Runtime, deployment_key
 from diffusion_operator.reconcile.workers.watches import hear
+from support.operator.scripted_workers import Revisions
 
 
 class LookingWatches:
@@ -20,6 +22,8 @@ class LookingWatches:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._followed: dict[tuple[str, str], tuple[DeploymentMemory, Sequence[Pod]]] = {}
+        self._revisions: defaultdict[str, Revisions] = defaultdict(Revisions)
+        """Keys are UIDs of pods."""
 
     def follow(self, deployment: ObjectMeta, memory: DeploymentMemory, pods: Sequence[Pod]) -> None:
         self._followed[deployment.namespace, deployment.name] = (memory, pods)
@@ -39,4 +43,4 @@ class LookingWatches:
             state = await memory.tokens.call(pod.ip, lambda token: runtime.workers.state(pod.ip, token=token, pod_uid=pod.uid))
         except ControlError as error:
             return record.failed(str(error), runtime.now())
-        return hear(runtime, record, state)
+        return hear(runtime, record, self._revisions[pod.uid].revised(state))

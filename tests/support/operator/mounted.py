@@ -31,13 +31,10 @@ def mounted_files(find: Find, deployment: str) -> dict[str, bytes]:
 
 
 def mounted_desired(find: Find, deployment: str) -> dict[str, Any]:
-    """Return the main file as a worker reads it, with the adapters of the shards that it names, sorted by name.
-
-    Without a main file there are no adapters.
-    """
+    """Return the main file, with the adapters of the shards that it names, sorted by name; none without a main file."""
     files = mounted_files(find, deployment)
-    desired: dict[str, Any] = json.loads(files.get(DESIRED_KEY, b'{"adapters": []}'))
-    named = {one["name"]: one for one in desired["adapters"]}
+    desired: dict[str, Any] = json.loads(files.get(DESIRED_KEY, b"{}"))
+    named: dict[str, Any] = {}
     for content in (files[shard["file"]] for shard in desired.get("shards", ()) if shard["file"] in files):
         named |= {one["name"]: one for one in json.loads(gzip.decompress(content))["adapters"]}
     return desired | {"adapters": [named[name] for name in sorted(named)]}

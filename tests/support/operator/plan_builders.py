@@ -15,6 +15,7 @@ from diffusion_operator.plan.deployment import DeploymentPlan, plan_deployment
 from diffusion_operator.plan.observed.observed import Answer, Observed, Poll, TemplateCheck, TemplateTrial
 from diffusion_operator.plan.observed.pods import Container, Pod
 from diffusion_operator.plan.replicas.revision import template_of
+from diffusion_operator.plan.results.actions import DeletePod, DrainWorker
 from support.operator.fake_cluster import EPOCH
 
 RUNNING = Container(running=True)
@@ -58,3 +59,9 @@ def planned(
     check = TemplateCheck(revision=revision, answer=Answer.FINE, since=NOW)
     observed = Observed(deployment=deployment, default_image="worker:1", pods=pods, polls=polls, trial=trial, check=check)
     return plan_deployment(observed, NOW)
+
+
+def leaving(plan: DeploymentPlan) -> list[str]:
+    """Return the sorted names of the pods that the plan deletes, or has their workers drain before that."""
+    drained = [call.worker.pod_uid.replace("uid", "d", 1) for call in plan.calls if isinstance(call, DrainWorker)]
+    return sorted([*drained, *(one.name for one in plan.pods if isinstance(one, DeletePod))])

@@ -6,6 +6,7 @@ conflicts, a drain that a wake ends, a wake by a held request, ages by a clock.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -26,7 +27,6 @@ from support.operator.fake_cluster import EPOCH
 
 RESTING = (WorkerPhase.DRAINING, WorkerPhase.SLEEPING, WorkerPhase.ASLEEP)
 DIGITS = worker_state.ModelReport(pipeline="StableDiffusion3Pipeline", size_bytes=5)
-READS_SHARDS = worker_state.DesiredReport(reads_shards=True, reads_identity=True)
 NO_MEMORY = WireError(code="InsufficientMemory", message="3 of 5 bytes free", retryable=True)
 # Fields that are in the state document unchanged.
 SAID = (
@@ -53,8 +53,8 @@ class ScriptedWorker:
     slow: bool = False
     """True: sleeps and wakes stay in progress until `finish`."""
     unreachable: bool = False
-    drains: bool | None = False
-    """True after a call has drained it. None: it is of the first version, and has no such call."""
+    drains: bool = False
+    """True after a call has drained it."""
     pod_uid: str = ""
     """The UID of its pod; empty: a version that cannot prove itself."""
     token: str = ""
@@ -95,7 +95,7 @@ class ScriptedWorker:
     last_operation: Operation | None = None
     load: worker_state.LoadReport = field(default_factory=worker_state.LoadReport)
     model: worker_state.ModelReport = DIGITS
-    desired: worker_state.DesiredReport = READS_SHARDS
+    desired: worker_state.DesiredReport = field(default_factory=worker_state.DesiredReport)
     failure: WireError | None = None
     generation: int = 1
     last_loss: worker_state.LossReport | None = None
@@ -164,12 +164,7 @@ class ScriptedWorker:
         self.begin("wake", call.operation_id)
 
     def drain(self, call: DrainWorker) -> None:
-        """Begin a drain: held requests end at once, and running ones when `in_flight` is set to 0.
-
-        ControlRefused with NotFound by a worker whose `drains` is None.
-        """
-        if self.drains is None:
-            raise _refused("NotFound", retryable=False)
+        """Begin a drain: held requests end at once, and running ones when `in_flight` is set to 0."""
         self.calls.append(f"drain {call.deadline_s}")
         self.drains, self.phase, self.held_requests = True, WorkerPhase.TERMINATING, 0
 
@@ -334,6 +329,24 @@ def _told(record: AdapterRecord, load: AdapterLoad) -> AdapterRecord:
     return msgspec.structs.replace(record, source=load.source, scale=load.scale, residency=load.residency, priority=load.priority)
 
 
+class Revisions:
+    """The revisions of one worker's states: another one after each change other than of ages, and after each request."""
+
+    def __init__(self) -> None:
+        self._said: WorkerState | None = None
+        self._age_s = math.inf
+        self._number = 0
+
+    def revised(self, state: WorkerState) -> WorkerState:
+        held = worker_state.HeldReport(current=state.held.current)
+        said = msgspec.structs.replace(state, held=held, last_request_age_seconds=None, state_age_seconds=0.0)
+        age_s = math.inf if state.last_request_age_seconds is None else state.last_request_age_seconds
+        if said != self._said or age_s < self._age_s:
+            self._said, self._number = said, self._number + 1
+        self._age_s = age_s
+        return msgspec.structs.replace(state, revision=f"{state.boot_id}.{self._number}")
+
+
 class ScriptedWorkers:
     """A fake of the operator's port to workers: scripted workers in memory, by IP."""
 
@@ -356,7 +369,7 @@ class ScriptedWorkers:
         return self._by_ip[ip]
 
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
-        """Return a worker's state at once; a client that waits for a change has to poll, since there are no revisions.
+        """Return a worker's state at once, without a revision.
 
         ControlUnreachable if no worker answers there, and ControlRefused for a wrong token.
         """

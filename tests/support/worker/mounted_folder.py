@@ -26,22 +26,22 @@ class MountedFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.main = folder / "desired.json"
-        self._shards: dict[str, tuple[bytes, int]] = {}
+        self._shards: dict[str, bytes] = {}
 
     def shard(self, file: str, *adapters: DesiredAdapter, brought: bool = True) -> None:
         """Write a shard that the next main file names; with `brought` it is put into the folder too."""
         content = gzip.compress(msgspec.json.encode({"adapters": adapters}), mtime=0)
-        self._shards[file] = content, len(adapters)
+        self._shards[file] = content
         if brought:
             self.bring(file)
 
     def bring(self, file: str) -> None:
         """Put a written shard into the folder, as the kubelet does."""
-        _replace(self.folder / file, self._shards[file][0])
+        _replace(self.folder / file, self._shards[file])
 
     def write(self, *listed: DesiredAdapter, age_s: float = 0.0, **fields: Any) -> str:
         """Write the main file with these adapters in its list, dated `age_s` ago; return its path."""
-        shards = [DesiredShard(file, hashlib.sha256(content).hexdigest(), count) for file, (content, count) in self._shards.items()]
+        shards = [DesiredShard(file, hashlib.sha256(content).hexdigest()) for file, content in self._shards.items()]
         _replace(self.main, msgspec.json.encode(DesiredState(adapters=list(listed), shards=shards, **fields)))
         at_s = self.main.stat().st_mtime - age_s
         os.utime(self.main, (at_s, at_s))

@@ -2,7 +2,6 @@
 """The description of an adapter for a worker, as the mounted file and a put both have it, in the worker's words."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
@@ -31,16 +30,6 @@ class AdapterLoad(msgspec.Struct, frozen=True, gc=False, rename="camel"):
     expected_rank: int | None = None
     residency: Residency = Residency.CACHED
     priority: int = 0
-
-    def wire(self) -> dict[str, Any]:
-        """Return the description as JSON fields for a worker.
-
-        Without an identity the field `identity` is left out, because older workers refuse it.
-        """
-        fields: dict[str, Any] = msgspec.to_builtins(self)
-        if self.identity is None:
-            del fields["identity"]
-        return fields
 
 
 def adapter_load(spec: AdapterSpec, *, digest: str | None, identity: str | None = None) -> AdapterLoad:

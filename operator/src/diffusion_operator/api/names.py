@@ -19,9 +19,6 @@ ANNOTATION_APPLIED = f"{GROUP}/applied"
 ANNOTATION_SECRET = f"{GROUP}/control-secret"
 """On the ConfigMap: a hash of the Secret that was applied before it, which can be seen without reading the Secret."""
 
-ANNOTATION_DESIRED = f"{GROUP}/desired"
-"""On a pod that mounts the shards beside the main file: `Shards`. Pods of earlier operators have one file only."""
-DESIRED_SHARDS = "Shards"
 ANNOTATION_OWNER_UID = f"{GROUP}/owner-uid"
 """On children and pods: the UID of the object for which they were made. A worker's first token is bound to it."""
 

@@ -114,12 +114,8 @@ class LoadReport(_Wire, frozen=True):
 
 
 class DesiredReport(_Wire, frozen=True):
-    """A worker's report on its mounted files: the kinds that it reads, and a problem with them."""
+    """A worker's report on its mounted files."""
 
-    reads_shards: bool = False
-    """It reads the files of adapters beside the main one."""
-    reads_identity: bool = False
-    """A put may name the identity of an adapter; an older worker would refuse the field."""
     problem: WireError | None = None
     """The reason why some of their adapters may be missing: they come by calls only."""
 
@@ -238,10 +234,10 @@ class WorkerState(_Wire, frozen=True, gc=True, dict=True):
     desired: DesiredReport = DesiredReport()
     operator_epoch: Count = 0
     """The highest epoch of a leader that called it; 0 before the first, and of a worker that knows of none."""
-    draining: bool | None = None
-    """True once it accepts nothing any more because of a drain by call. None: it is of the first version, which has no such call."""
+    draining: bool = False
+    """True once it accepts nothing any more because of a drain by call."""
     revision: str = ""
-    """Another one after each change; empty: the worker is of a version that cannot be watched."""
+    """Another one after each change."""
     pod_uid: str = ""
     adapters_since: str | None = None
     """Adapters of names that did not change after this revision are left out."""

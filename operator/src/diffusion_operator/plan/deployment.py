@@ -8,7 +8,6 @@ import msgspec
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
 from diffusion_operator.plan.adapter_removals import AdapterEvent, plan_removals
-from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.plan import AdapterPlan, plan_adapters
 from diffusion_operator.plan.adapters.slices import Slices, finish
 from diffusion_operator.plan.observed.children import ChildState, pods_wait_for
@@ -27,7 +26,7 @@ from diffusion_operator.plan.replicas.routing import plan_routing
 from diffusion_operator.plan.replicas.scaling import plan_replicas
 from diffusion_operator.plan.replicas.template_trial import Trial, plan_trial
 from diffusion_operator.plan.results.actions import CreatePod, PodAction, WorkerAction
-from diffusion_operator.plan.sleep.next_look import SOON_S, next_look_s, poll_every_s
+from diffusion_operator.plan.sleep.next_look import SOON_S, next_look_s
 from diffusion_operator.plan.sleep.policy import plan_sleep
 from diffusion_operator.plan.status.deployment import deployment_status
 from diffusion_operator.plan.status.inputs import Situation
@@ -35,8 +34,6 @@ from diffusion_operator.plan.status.inputs import Situation
 
 class DeploymentPlan(msgspec.Struct, frozen=True):
     template: Template
-    desired: tuple[DesiredAdapter, ...]
-    """For the list in the main mounted file; none where every worker reads the shards."""
     pods: tuple[PodAction, ...]
     calls: tuple[WorkerAction, ...]
     trial: Trial
@@ -54,8 +51,6 @@ class DeploymentPlan(msgspec.Struct, frozen=True):
     """Events about adapters that leave."""
     look_again_s: float | None
     """None: time alone changes nothing."""
-    poll_every_s: float
-    """Pause between two looks at a worker that cannot be watched."""
 
 
 def plan_deployment(observed: Observed, now: datetime, before: AdapterPlan | None = None) -> DeploymentPlan:
@@ -134,7 +129,6 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
     acting = bool(calls or pods or retiring or trial.pod)  # the end of a drain is heard from the worker
     return DeploymentPlan(
         template=template,
-        desired=() if every_worker_reads_shards(observed, template) else adapters.desired,
         pods=pods,
         calls=calls,
         trial=trial,
@@ -146,17 +140,7 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         departures=departures,
         told=told,
         look_again_s=_sooner(next_look_s(observed, adapters, progress, acting=acting, now=now), trial, now),
-        poll_every_s=poll_every_s(observed, adapters),
     )
-
-
-def every_worker_reads_shards(observed: Observed, template: Template) -> bool:
-    """Return whether no worker of these pods, nor of one that is made now, needs the list of adapters in the main file.
-
-    A container image may be pinned and older than the operator. It is known by what a worker of it said.
-    """
-    images = observed.images_that_read_shards
-    return template.image in images and all(pod.mounts_shards and pod.image in images for pod in observed.pods)
 
 
 def _sooner(look_again_s: float | None, trial: Trial, now: datetime) -> float | None:

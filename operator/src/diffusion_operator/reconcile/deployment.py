@@ -79,7 +79,6 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
         await try_template(runtime, deployment, memory, plan.trial.pod, template=plan.template)
     await report(runtime, checked(memory.check, plan.trial.check), kind=DEPLOYMENT, about=deployment.metadata)
     memory.check = plan.trial.check
-    memory.hurry(plan.poll_every_s)
     runtime.calls.begin(key, memory, _calls(plan, memory))
 
     status = status_after(deployment, plan, children=memory.children, refusal=memory.refusal, now=runtime.now())
@@ -150,7 +149,7 @@ async def _keep_children(runtime: Runtime, deployment: DiffusionDeployment, memo
     The next pass comes at once where a shard turns out to be a stranger's, or no longer is.
     """
     secret = control_secret(deployment, key=runtime.settings.operator_key)
-    files = DesiredFiles(adapters=plan.desired, shards=plan.adapters.shards, model=plan.status.model)
+    files = DesiredFiles(shards=plan.adapters.shards, model=plan.status.model)
     before = foreign_shards(memory.children)
     memory.children = await keep_children(runtime, deployment, memory, secret, files, service(deployment))
     if foreign_shards(memory.children).keys() != before.keys():

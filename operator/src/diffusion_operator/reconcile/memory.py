@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """State that the process keeps of a deployment between passes. Losing it costs repeated, idempotent work, never correctness."""
 
-import asyncio
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
 
 import msgspec
 
-from diffusion_operator.api.worker_state import HeldReport, WorkerState
+from diffusion_operator.api.worker_state import WorkerState
 from diffusion_operator.plan.adapters.plan import AdapterPlan
 from diffusion_operator.plan.adapters.publishing import Worth, worth_publishing
 from diffusion_operator.plan.adapters.shards import Shard
@@ -29,8 +27,6 @@ class Followed(StrEnum):
     """The way in which the operator hears of a worker's changes."""
 
     WATCHED = "watched"
-    POLLED = "polled"
-    """It is of a version that cannot be watched."""
     LOST = "lost"
     UNHEARD = "unheard"
     """It has not answered yet."""
@@ -40,8 +36,6 @@ NONE: frozenset[str] = frozenset()
 """The one empty set of all deployments: each other empty set takes 216 bytes."""
 UNPUBLISHED_S = 5.0
 """Until counts of adapters are looked at again for their statuses."""
-AGES_DIFFER = timedelta(seconds=3)
-"""Two answers tell of the same request at times that are not further apart."""
 
 
 @dataclass(slots=True)
@@ -59,8 +53,6 @@ class PollRecord:
     error: str = ""
     reported_lost: bool = False
     """The deployment was woken because the worker is unreachable."""
-    _hurried: asyncio.Event | None = None
-    """Made for a worker that cannot be watched, because an event takes a kilobyte."""
 
     @property
     def revision(self) -> str:
@@ -73,25 +65,11 @@ class PollRecord:
         return self.state is None and not self.failures
 
     def succeeded(self, state: WorkerState, now: datetime) -> bool:
-        """Keep a worker's answer and return whether it is news: the first one, one after failures, or one of another revision.
-
-        From a worker without revisions it is news if more than ages changed, or if a later request came.
-        """
-        before, was_failing, asked_at = self.state, self.failures > 0, self._asked_at
+        """Keep a worker's answer and return whether it is news: the first one, one after failures, or one of another revision."""
+        before, was_failing = self.state, self.failures > 0
         self.state, self.received_at, self.failures, self.failing_since, self.error = state, now, 0, None, ""
         self.reported_lost = False
-        if was_failing or before is None:
-            return True
-        if state.revision:
-            return state.revision != before.revision
-        asked_again = self._asked_at is not None and (asked_at is None or self._asked_at - asked_at > AGES_DIFFER)
-        return asked_again or state.adapters is not before.adapters or without_ages(state) != without_ages(before)
-
-    @property
-    def _asked_at(self) -> datetime | None:
-        """When the last request came, as far as is known."""
-        age_s = self.state.last_request_age_seconds if self.state is not None else None
-        return self.received_at - timedelta(seconds=age_s) if self.received_at is not None and age_s is not None else None
+        return was_failing or before is None or state.revision != before.revision
 
     def failed(self, error: str, now: datetime) -> bool:
         """Count a failure to reach the worker, and return whether it is news: it had not been heard of, or now counts as unreachable.
@@ -110,26 +88,7 @@ class PollRecord:
     def followed(self) -> Followed:
         if self.failures:
             return Followed.LOST
-        if self.state is None:
-            return Followed.UNHEARD
-        return Followed.WATCHED if self.state.revision else Followed.POLLED
-
-    def hurry(self) -> None:
-        """End the pause between two looks at a worker that cannot be watched, or leave the next one out."""
-        if self.state is not None and not self.state.revision:
-            self._pause_over.set()
-
-    async def pause(self, seconds: float) -> None:
-        """Wait for so many seconds between two looks, or until `hurry` ends the pause."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._pause_over.wait()
-        self._pause_over.clear()
-
-    @property
-    def _pause_over(self) -> asyncio.Event:
-        self._hurried = self._hurried or asyncio.Event()
-        return self._hurried
+        return Followed.UNHEARD if self.state is None else Followed.WATCHED
 
     def poll(self, now: datetime) -> Poll:
         failing_for = now - (self.failing_since or now)
@@ -140,20 +99,6 @@ class PollRecord:
 def life_of(pod: Pod) -> tuple[str, int]:
     """Return address and restarts: another worker process answers where one of them is another."""
     return pod.ip, pod.container.restarts
-
-
-def without_ages(state: WorkerState) -> WorkerState:
-    """Return a state document without ages and adapters, to compare two of a worker that gives no revision.
-
-    Adapters are compared apart: unchanged ones are the same object.
-    """
-    return msgspec.structs.replace(
-        state,
-        held=HeldReport(current=state.held.current),
-        last_request_age_seconds=None,
-        state_age_seconds=0.0,
-        adapters=(),
-    )
 
 
 @dataclass(slots=True)
@@ -204,8 +149,6 @@ class DeploymentMemory:
     """Children that are not as the spec asks, by kind and name."""
     shard_children: dict[int, tuple[Shard | None, Child]] = field(default_factory=dict)
     """The shards as they were rendered last, by number."""
-    images_that_read_shards: frozenset[str] = NONE
-    """Container images whose workers said so."""
     children: tuple[ChildState, ...] = ()
     """After the last pass."""
     taken: dict[int, int] = field(default_factory=dict)
@@ -229,8 +172,6 @@ class DeploymentMemory:
     version: str = ""
     """The object's, in this pass: a status is written only over the one that it was computed from."""
     departures: Departures = field(default_factory=Departures)
-    poll_every_s: float = 1.0
-    """Pause between two looks at a worker that cannot be watched."""
     withheld_s: float | None = None
     """Until news are due for a status that wait because they only count; None without any."""
     views: dict[str, AdapterView] = field(default_factory=dict)
@@ -253,13 +194,6 @@ class DeploymentMemory:
         """Have the next pass within so many seconds, for news that only count; the shortest of several calls holds."""
         self.withheld_s = seconds if self.withheld_s is None else min(self.withheld_s, seconds)
 
-    def hurry(self, poll_every_s: float) -> None:
-        """Look at workers that cannot be watched so often from now on, at once if that is oftener than before."""
-        if poll_every_s < self.poll_every_s:
-            for record in self.polls.values():
-                record.hurry()
-        self.poll_every_s = poll_every_s
-
     def forget_pods(self, present: set[str]) -> None:
         self.polls = {uid: record for uid, record in self.polls.items() if uid in present}
         self.unrouted_at = {uid: when for uid, when in self.unrouted_at.items() if uid in present}
@@ -267,13 +201,6 @@ class DeploymentMemory:
         self.deleted_pods = self.deleted_pods & present or NONE
         self.undrained = self.undrained & present or NONE
         self.operation_not_before = {key: when for key, when in self.operation_not_before.items() if key.partition("/")[0] in present}
-
-    def learn_images(self, pods: tuple[Pod, ...]) -> None:
-        """Remember the container images whose workers read the shards. An image is forgotten once a worker of it does not."""
-        records = ((pod.image, self.polls.get(pod.uid)) for pod in pods)
-        said = {(image, record.state.desired.reads_shards) for image, record in records if record is not None and record.state is not None}
-        read, unread = ({image for image, reads in said if reads is wanted} for wanted in (True, False))
-        self.images_that_read_shards = (self.images_that_read_shards | read) - unread or NONE
 
     def remember(self, plan: AdapterPlan, seen: Mapping[AttemptKey, Attempt]) -> None:
         """Keep the plan of adapters for the next pass. The attempts in `seen` are part of it and are dropped here."""

@@ -51,7 +51,6 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
     runtime.watches.follow(deployment.metadata, memory, answering)
     if any(pod.ready and records[pod.uid].unheard and now - records[pod.uid].since < FIRST_ANSWER for pod in answering):
         raise Unheard
-    memory.learn_images(pods)
     return Observed(
         deployment=deployment,
         default_image=runtime.settings.engine_image,
@@ -70,7 +69,6 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
         checks=checks,
         policy_possible=runtime.settings.operator_pods is not None,
         children=memory.children,
-        images_that_read_shards=memory.images_that_read_shards,
         warnings=await _warnings(runtime, memory, namespace, pods),
         asleep=tuple(runtime.asleep.values()) if any(pod.unschedulable for pod in pods) else (),
         refusal=memory.refusal,

@@ -14,8 +14,7 @@ import msgspec
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import ModelStatus
 from diffusion_operator.api.names import DESIRED_KEY, SHARDS, desired_config_name, shard_config_name, shard_file
-from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
-from diffusion_operator.plan.adapters.shards import Shard, entry, listed
+from diffusion_operator.plan.adapters.shards import Shard
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata
 
@@ -25,30 +24,22 @@ class ShardReference(msgspec.Struct, frozen=True):
 
     file: str
     sha256: str
-    count: int
-    """Adapters in it: a worker whose list in the main file has all of them needs no shard."""
 
     @property
     def number(self) -> int:
         return next((number for number in range(SHARDS) if shard_file(number) == self.file), -1)
 
 
-def desired_config(
-    deployment: DiffusionDeployment,
-    adapters: Sequence[DesiredAdapter],
-    model: ModelStatus | None = None,
-    shards: Sequence[ShardReference] = (),
-) -> Manifest:
+def desired_config(deployment: DiffusionDeployment, model: ModelStatus | None = None, shards: Sequence[ShardReference] = ()) -> Manifest:
     """Return the ConfigMap with a worker's main file: sleep policy, cold requests, model, and an index of the shards.
 
-    Workers that read no shards find as many of `adapters` in it as fit. A `model` without a pinned revision is left out.
+    A `model` without a pinned revision is left out.
     """
     sleep = deployment.spec.sleep
     content: dict[str, Any] = {
         "sleep": {"policy": sleep.policy.value, "level": sleep.level.value, "wakeTimeoutSeconds": sleep.wake_timeout_seconds},
         "coldRequests": msgspec.to_builtins(deployment.spec.cold_requests),
         "shards": msgspec.to_builtins(shards),
-        "adapters": [entry(one) for one in listed(adapters)],
     }
     if model is not None and model.revision is not None:
         # The file names its source too, so a restarted worker of an older template does not mistake it for its own.
@@ -72,7 +63,7 @@ def shard_config(deployment: DiffusionDeployment, number: int, content: bytes) -
 
 
 def reference_to(shard: Shard) -> ShardReference:
-    return ShardReference(file=shard_file(shard.number), sha256=shard.sha256, count=shard.fitting)
+    return ShardReference(file=shard_file(shard.number), sha256=shard.sha256)
 
 
 class _Index(msgspec.Struct, frozen=True):

@@ -9,11 +9,9 @@ import msgspec
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_spec import DeploymentSpec, Identity, RequestLimits, SecurityContext, host_namespaces
 from diffusion_operator.api.names import (
-    ANNOTATION_DESIRED,
     CONTAINER,
     CONTROL_PORT,
     DATA_PORT,
-    DESIRED_SHARDS,
     LABEL_INCARNATION,
     LABEL_REPLICA_INDEX,
     LABEL_REVISION,
@@ -45,7 +43,7 @@ def pod(
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": with_asked(_pod_metadata(deployment, name, own), labels=asked.labels, annotations=annotations),
+        "metadata": with_asked(child_metadata(deployment, name, **own), labels=asked.labels, annotations=annotations),
         "spec": {
             **pod_scheduling(deployment, avoided_nodes),
             "restartPolicy": "Always",
@@ -61,11 +59,6 @@ def pod(
             **_device_claims(deployment.spec),
         },
     }
-
-
-def _pod_metadata(deployment: DiffusionDeployment, name: str, labels: dict[str, str]) -> Manifest:
-    metadata = child_metadata(deployment, name, **labels)
-    return {**metadata, "annotations": {**metadata["annotations"], ANNOTATION_DESIRED: DESIRED_SHARDS}}
 
 
 def _outside_of_meshes(asked: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, DEPLOYMENT, POD, SHARDS, shard_config_name
+from diffusion_operator.api.names import ADAPTER, CONFIG_MAP, POD, SHARDS, shard_config_name
 from diffusion_operator.api.worker_state import DesiredReport, WireError
 from diffusion_operator.errors import ClusterError, ClusterRefused
 from diffusion_operator.plan.adapters import shards
@@ -55,11 +55,9 @@ async def with_adapters(*names: str, **spec: Any) -> Rig:
 async def test_adapters_are_in_shards_that_the_main_file_names_with_their_sha256() -> None:
     rig = await with_adapters("a", "b")
     assert rig.cluster.names(CONFIG_MAP) == sorted(["d-desired", A, B]), "empty ones are not made"
-    assert main(rig)["adapters"] == []
     for entry in main(rig)["shards"]:
         assert hashlib.sha256(files(rig)[entry["file"]]).hexdigest() == entry["sha256"]
     assert sorted(name for entry in main(rig)["shards"] for name in in_shard(rig, entry["file"])) == ["a", "b"]
-    assert [entry["count"] for entry in main(rig)["shards"]] == [1, 1]
 
 
 async def test_a_change_of_an_adapter_writes_its_shard_first_and_then_the_main_file_alone() -> None:
@@ -79,60 +77,6 @@ async def test_a_pod_mounts_all_shards_that_may_ever_be_and_of_each_our_file_alo
     assert first == {"name": "d-desired", "items": [{"key": "desired.json", "path": "desired.json"}]}
     assert [one["name"] for one in others] == [f"d-desired-{number}" for number in range(SHARDS)]
     assert all(one["optional"] and len(one["items"]) == 1 for one in others)
-
-
-async def test_the_list_stays_while_a_worker_reads_no_shards() -> None:
-    rig = Rig()
-    rig.cluster.put(deployment(replicas=2))
-    await rig.run()
-    rig.start("d-0-0")
-    rig.start("d-1-0", desired=DesiredReport())
-    rig.cluster.put(adapter("a"))
-    await rig.run()
-    assert [one["name"] for one in main(rig)["adapters"]] == ["a"]
-    assert len(main(rig)["shards"]) == 1
-    rig.restart_container("d-1-0")
-    await rig.run()
-    assert main(rig)["adapters"] == []
-
-
-async def test_the_list_stays_while_a_pod_of_an_earlier_operator_is_there_which_is_not_replaced() -> None:
-    rig = Rig()
-    rig.cluster.put(deployment())
-    await rig.run()
-    (rig.cluster.find(POD, "d-0-0") or {})["metadata"].pop("annotations")
-    rig.start_all()
-    rig.cluster.put(adapter("a"))
-    await rig.run(60)
-    assert [one["name"] for one in main(rig)["adapters"]] == ["a"]
-    assert rig.cluster.names(POD) == ["d-0-0"]
-
-
-async def test_the_list_is_there_before_any_worker_of_the_container_image_has_said_that_it_reads_shards() -> None:
-    rig = Rig()
-    rig.cluster.put(deployment())
-    rig.cluster.put(adapter("a"))
-    await rig.run()
-    assert [one["name"] for one in main(rig)["adapters"]] == ["a"]
-    rig.start_all()
-    await rig.run()
-    assert main(rig)["adapters"] == []
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(engine={"image": "pinned:1"}))
-    await rig.run(1)
-    assert [one["name"] for one in main(rig)["adapters"]] == ["a"], "nobody knows what is in another container image"
-
-
-async def test_the_list_of_an_earlier_worker_holds_what_fits_and_the_rest_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    rig.cluster.put(deployment())
-    await rig.run()
-    rig.start_all(desired=DesiredReport())
-    monkeypatch.setattr(shards.listed, "__kwdefaults__", {"room": 700})
-    for name, spec in {"a": {}, "b": {"residency": "Resident"}, "c": {"priority": 3}}.items():
-        rig.cluster.put(adapter(name, f"/loras/{name}", **spec))
-    await rig.run(20)
-    assert [one["name"] for one in main(rig)["adapters"]] == ["b", "c"]
-    assert all(rig.adapter_condition("Ready", name) == ("True", "LoadedEverywhere") for name in "abc")
 
 
 async def test_a_strangers_shard_refuses_its_own_adapters_only_until_it_goes() -> None:
@@ -225,7 +169,7 @@ async def test_the_newest_adapters_of_a_full_shard_are_refused_and_the_others_ar
 
 
 async def test_what_a_worker_says_of_its_mounted_files_is_in_the_message_of_its_replica() -> None:
-    said = DesiredReport(reads_shards=True, problem=WireError(code="DigestMismatch", message="mounted adapters did not come"))
+    said = DesiredReport(problem=WireError(code="DigestMismatch", message="mounted adapters did not come"))
     rig = Rig()
     rig.cluster.put(deployment())
     await rig.run()

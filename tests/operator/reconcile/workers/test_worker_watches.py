@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diffusion_operator.api.meta import ObjectMeta
-from diffusion_operator.api.worker_state import HeldReport, WorkerPhase, WorkerState
+from diffusion_operator.api.worker_state import WorkerPhase, WorkerState
 from diffusion_operator.errors import ControlUnreachable
 from diffusion_operator.plan.observed.pods import Container, Pod
 from diffusion_operator.reconcile.control_tokens import ControlTokens
@@ -38,9 +38,8 @@ class FakeWorkers:
         self.open: dict[str, int] = {}
         self._changed = asyncio.Event()
 
-    def says(self, ip: str, number: int | None = 1, phase: WorkerPhase = WorkerPhase.READY, **more: Any) -> None:
-        revision = "" if number is None else f"b.{number}"
-        self.states[ip] = WorkerState(boot_id="b", state=phase, revision=revision, **more)
+    def says(self, ip: str, number: int = 1, phase: WorkerPhase = WorkerPhase.READY, **more: Any) -> None:
+        self.states[ip] = WorkerState(boot_id="b", state=phase, revision=f"b.{number}", **more)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -201,21 +200,6 @@ async def test_a_few_changes_in_a_row_are_all_seen_at_once(watched: Watched) -> 
         watched.workers.says("1", number)
         await asyncio.sleep(0.2)
         assert watched.poll(at("1")).state.revision == f"b.{number}"
-
-
-async def test_a_worker_without_revisions_is_asked_as_often_as_the_plan_says(watched: Watched) -> None:
-    watched.workers.says("1", None)
-    watched.memory.hurry(0.9)
-    watched.memory.poll_every_s = 10
-    watched.follow(at("1"))
-    await asyncio.sleep(35)
-    assert [(when, wait) for when, _, wait in watched.workers.asked["1"]] == [(0, 0), (10, 0), (20, 0), (30, 0)]
-    watched.memory.hurry(0.5)
-    await asyncio.sleep(2.1)
-    assert len(watched.workers.asked["1"]) == 9
-    watched.workers.says("1", None, held=HeldReport(current=1))
-    await asyncio.sleep(0.6)
-    assert len(watched.woken) == 2, "the first answer, and the change"
 
 
 async def test_a_watch_ends_with_its_pod_and_begins_anew_for_another_life_of_it(watched: Watched) -> None:

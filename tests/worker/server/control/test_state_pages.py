@@ -40,7 +40,7 @@ def by_name(page: dict[str, Any]) -> Adapters:
 
 
 async def test_a_client_that_asks_for_no_pages_is_told_everything(edge: Edge) -> None:
-    """Ask for the state without a limit, as an operator of the version before does, and get all adapters at once."""
+    """Ask for the state without a limit, and get all adapters at once."""
     await put(edge, "a", "b", "c")
     whole = await ask(edge)
     assert sorted(by_name(whole)) == ["a", "b", "c"]

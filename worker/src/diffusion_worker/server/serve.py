@@ -48,7 +48,7 @@ UNREAD_TIMEOUT_S = 60
 # Seconds that the loop waits for the GIL while a thread encodes an image. Python's own 5 ms exceed any other wait of the loop. With
 # shorter intervals the two threads switch too often (P10: 3.0, 2.0, 1.4 and 1.9 ms at 5, 0.5, 0.2 and 0.1 ms).
 SWITCH_INTERVAL_S = 0.0002
-# Set by the pod's template; an older operator sets none.
+# Set by the pod's template.
 POD_UID_VARIABLE = "DIFFUSION_POD_UID"
 TERMINATION_LOG = "/dev/termination-log"
 # Bytes that the kubelet reads of it.

@@ -184,21 +184,17 @@ def _due(record: AdapterRecord | None, desired: DesiredAdapter, attempt: Attempt
 
 
 def push_of(group: Group, desired: DesiredAdapter, *, attempt: Attempt | None) -> PutAdapter | None:
-    """Build the call that puts an adapter on a replica; None if the replica has no current `worker_address`.
-
-    The identity is left out for a worker that does not read it.
-    """
+    """Build the call that puts an adapter on a replica; None if the replica has no current `worker_address`."""
     address = worker_address(group)
     if address is None:
         return None
     count = attempt.count if attempt else 0
-    knows_identity = group.document is not None and group.document.desired.reads_identity
     return PutAdapter(
         worker=address,
         key=attempt_key(group, desired),
         operation_id=f"put-{desired.name}-{desired.uid[:8]}-{desired.generation}-{count + 1}",
         name=desired.name,
-        load=desired.load if knows_identity else msgspec.structs.replace(desired.load, identity=None),
+        load=desired.load,
         deadline_s=desired.load_timeout_s,
     )
 

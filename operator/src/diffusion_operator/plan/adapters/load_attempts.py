@@ -78,8 +78,7 @@ def recalled(adapter: LoRAAdapter, boot_id: str, now: datetime) -> Attempt | Non
         return None
     error = said.last_error
     wire = WireError(code=error.code or "", message=error.message or "", retryable=bool(error.retryable))
-    never_said = now if wire.retryable else now + timedelta(seconds=BACKOFF_MAX_S)  # an earlier release gave such an adapter up
-    return Attempt(count=said.attempts, next_retry=said.next_retry_time or never_said, error=wire)
+    return Attempt(count=said.attempts, next_retry=said.next_retry_time or now, error=wire)
 
 
 def learned(before: Attempt | None, record: AdapterRecord | None, desired: DesiredAdapter, *, now: datetime) -> Attempt | None:

@@ -17,7 +17,6 @@ import msgspec
 
 from diffusion_operator.api.deployment_status import ReplicaState
 from diffusion_operator.api.meta import ObjectMeta
-from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.deciding import asks_another, decide_all
 from diffusion_operator.plan.adapters.instances import undeclared_removals
 from diffusion_operator.plan.adapters.refilling import refills
@@ -39,8 +38,6 @@ class AdapterPlan(msgspec.Struct, frozen=True):
     """With the views."""
     changed: tuple[AdapterView, ...] = ()
     """Views that are not those of the plan before."""
-    desired: tuple[DesiredAdapter, ...] = ()
-    """The same object as in the plan before where nothing of it changed."""
     groups: tuple[Group, ...] = ()
     """The same groups, those that are not yet verified as Verifying."""
     pushes: tuple[PutAdapter, ...] = ()
@@ -167,15 +164,11 @@ def _planned(frame: Frame, roster: Roster, new: Mapping[str, Row], table: Table,
     now = {uid: row for uid, row in new.items() if row.desired is not None}
     wanted = _replaced(before.wanted, [_name(row) for row in then.values()], {_name(row): uid for uid, row in now.items()})
     yield
-    unchanged = then.keys() == now.keys() and all(row.desired == now[uid].desired for uid, row in then.items())
-    desired = before.desired if unchanged else tuple(row.desired for row in rows.values() if row.desired is not None)
-    yield
     removals = tuple(one for group in table.groups for one in undeclared_removals(group, wanted, lora=frame.lora))
     eager = _replaced(before.eager, (*new, *gone), {uid: row for uid, row in new.items() if row.pushes or row.again_at})
     pushes = [push for uid in roster.in_order(eager) for push in eager[uid].pushes]
     yield
     return AdapterPlan(
-        desired=desired,
         pushes=(*pushes, *refills(rows.values(), table, lora=frame.lora, pushes=pushes)),
         removals=removals,
         dropped={name: row.adapter.metadata for row in then.values() if (name := _name(row)) not in wanted},

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from diffusion_operator.api.adapter import Residency
 from diffusion_operator.api.names import SHARDS, shard_config_name
 from diffusion_operator.plan.adapters.acceptance import Decision, DesiredAdapter
 from diffusion_operator.plan.adapters.slices import Slices
@@ -69,7 +68,7 @@ def shard_of(name: str) -> int:
 
 def entry(one: DesiredAdapter) -> dict[str, Any]:
     """Return an adapter as the mounted files have it."""
-    return {"name": one.name, **one.load.wire(), "loadTimeoutSeconds": one.load_timeout_s}
+    return {"name": one.name, **msgspec.to_builtins(one.load), "loadTimeoutSeconds": one.load_timeout_s}
 
 
 def foreign_shards(children: Iterable[ChildState]) -> dict[int, str]:
@@ -108,26 +107,6 @@ def refused(decision: Decision, refusal: Refusal | None) -> Decision:
         return decision
     reason, message = refusal
     return msgspec.structs.replace(decision, accepted=False, reason=reason, message=message, desired=None)
-
-
-def listed(adapters: Iterable[DesiredAdapter], *, room: int = FILE_BYTES) -> tuple[DesiredAdapter, ...]:
-    """Return the adapters for workers that read one file only, sorted by name.
-
-    Resident ones are taken first, then by priority and name, up to the first that does not fit into `room` bytes.
-    """
-    taken = []
-    for one in sorted(adapters, key=lambda one: (one.load.residency is not Residency.RESIDENT, -one.load.priority, one.name)):
-        room -= _listed_bytes(one)
-        if room < 0:
-            break
-        taken.append(one)
-    return tuple(sorted(taken, key=lambda one: one.name))
-
-
-def _listed_bytes(one: DesiredAdapter) -> int:
-    """Return the most that an entry takes in the indented file: its lines stand two levels deeper there."""
-    text = msgspec.json.format(msgspec.json.encode(entry(one)), indent=1)
-    return len(text) + 2 * text.count(b"\n") + 4
 
 
 def _shard(number: int, adapters: tuple[DesiredAdapter, ...], known: Shard | None) -> Shard:

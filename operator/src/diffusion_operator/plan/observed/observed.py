@@ -41,7 +41,7 @@ class Poll(msgspec.Struct, frozen=True):
     @property
     def draining(self) -> bool:
         """True if the worker said that it drains before the end of its pod, and accepts nothing any more."""
-        return self.state is not None and bool(self.state.draining)
+        return self.state is not None and self.state.draining
 
     @property
     def unreachable(self) -> bool:
@@ -177,8 +177,6 @@ class Observed(msgspec.Struct, frozen=True):
     """The operator knows the labels of its own pods, so that it can make a NetworkPolicy."""
     children: tuple[ChildState, ...] = ()
     """After the pass before."""
-    images_that_read_shards: frozenset[str] = frozenset()
-    """Container images whose workers said so."""
     warnings: Mapping[str, str] = {}
     """The last Warning among the Events of each pod that waits and does not say for what, by UID."""
     asleep: tuple[Asleep, ...] = ()

@@ -14,10 +14,8 @@ import msgspec
 
 from diffusion_operator.api.foreign_text import plain_text
 from diffusion_operator.api.names import (
-    ANNOTATION_DESIRED,
     ANNOTATION_OWNER_UID,
     CONTAINER,
-    DESIRED_SHARDS,
     LABEL_REVISION,
     LABEL_ROUTABLE,
 )
@@ -82,11 +80,9 @@ class Pod(msgspec.Struct, frozen=True):
     lost: bool = False
     """The cluster says that its node does not answer."""
     routable: bool = False
-    mounts_shards: bool = False
-    """It was made with the files of adapters beside the main one."""
     container: Container = Container()
     owner_uid: str = ""
-    """The UID of the object for which it was made. Empty in pods of the first version."""
+    """The UID of the object for which it was made. Empty where the annotation is gone."""
     orphan: bool = False
     """It was left by an earlier object of the deployment's name, and nobody controls it."""
     left: str = ""
@@ -133,7 +129,6 @@ def read_pod(manifest: Mapping[str, Any], *, index: int, incarnation: int, orpha
         ready=conditions.get("Ready", {}).get("status") == "True",
         lost=_lost(status, conditions),
         routable=labels.get(LABEL_ROUTABLE) == "true",
-        mounts_shards=metadata.get("annotations", {}).get(ANNOTATION_DESIRED) == DESIRED_SHARDS,
         container=_container(status),
         owner_uid=metadata.get("annotations", {}).get(ANNOTATION_OWNER_UID, "")[:UID_LENGTH],
         orphan=orphan,

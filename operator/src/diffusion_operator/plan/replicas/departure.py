@@ -47,7 +47,7 @@ def _drains(observed: Observed, due: Sequence[DeletePod]) -> Iterator[DrainWorke
     leaving = {action.uid for action in due if not action.orphan} - observed.undrained
     for pod in observed.pods:
         poll = observed.polls.get(pod.uid, Poll())
-        if pod.uid in leaving and poll.fresh and poll.state is not None and poll.state.draining is False and _may_be_busy(poll.state):
+        if pod.uid in leaving and poll.fresh and poll.state is not None and not poll.state.draining and _may_be_busy(poll.state):
             address = WorkerAddress(pod_uid=pod.uid, ip=pod.ip, boot_id=poll.state.boot_id)
             deadline_s = max(1, observed.deployment.spec.drain.timeout_seconds)
             yield DrainWorker(worker=address, operation_id=f"drain-{pod.uid}", deadline_s=deadline_s)

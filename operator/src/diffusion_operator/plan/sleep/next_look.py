@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When time alone makes a deployment worth another look, and how often a worker is asked that cannot be watched.
+"""When time alone makes a deployment worth another look.
 
 All else that happens wakes the object: events of the API server, and the watches of its workers.
 """
@@ -16,7 +16,6 @@ from diffusion_operator.plan.adapters.view import UNANSWERED
 from diffusion_operator.plan.observed.children import pods_wait_for
 from diffusion_operator.plan.observed.observed import UNREACHABLE_AFTER, Observed
 from diffusion_operator.plan.observed.replica_state import Group
-from diffusion_operator.plan.observed.states import MOVING_STATES
 from diffusion_operator.plan.observed.waiting import EVENTS_EVERY
 from diffusion_operator.plan.replicas.recovery import UNREACHABLE_FOR
 from diffusion_operator.plan.replicas.rollout import RolloutProgress
@@ -26,10 +25,6 @@ SOON_S = 0.5
 REFUSED_S = 5.0
 STEADY_S = 10.0
 """While something is under way, or was not long ago."""
-
-MOVING_POLL_S = 0.5
-LOADING_POLL_S = 1.0
-WAKEABLE_POLL_S = 2.0  # a request wakes a replica without us, and the others are to be routed around
 
 _CALM = (ReplicaState.PENDING, ReplicaState.AWAKE, ReplicaState.ASLEEP)
 """Only an event ends them. A look at Pending may tell what it waits for."""
@@ -47,17 +42,6 @@ def next_look_s(observed: Observed, adapters: AdapterPlan, progress: RolloutProg
     times = [*_times(observed, adapters, progress, now), *_sleep_times(observed, adapters.groups, now)]
     waits = [max(SOON_S, (when - now).total_seconds()) for when in times if when > now]
     return min([*waits, *([] if _is_calm(observed, adapters) else [STEADY_S])], default=None)
-
-
-def poll_every_s(observed: Observed, adapters: AdapterPlan) -> float:
-    """Return the pause between two looks at a worker of an earlier version: the more moves, the sooner."""
-    groups = adapters.groups
-    if any(group.state in MOVING_STATES for group in groups) or _adapters_move(groups):
-        return MOVING_POLL_S
-    if any(group.state is ReplicaState.STARTING and group.pod.container.running for group in groups) or adapters.tally.count(UNANSWERED):
-        return LOADING_POLL_S
-    on_idle = observed.deployment.spec.sleep.policy is SleepPolicy.ON_IDLE
-    return WAKEABLE_POLL_S if on_idle and any(group.state is ReplicaState.ASLEEP for group in groups) else STEADY_S
 
 
 def _is_calm(observed: Observed, adapters: AdapterPlan) -> bool:

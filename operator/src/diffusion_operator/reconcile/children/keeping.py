@@ -26,7 +26,6 @@ from diffusion_operator.api.names import (
     desired_config_name,
     shard_config_name,
 )
-from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.shards import Shard, Shards, packed
 from diffusion_operator.plan.observed.children import ChildState
 from diffusion_operator.plan.observed.ownership import Ownership, is_controlled_by, ownership
@@ -47,8 +46,6 @@ MOUNT_PATIENCE = timedelta(seconds=5)
 class DesiredFiles(msgspec.Struct, frozen=True):
     """The content of the mounted folder."""
 
-    adapters: tuple[DesiredAdapter, ...]
-    """For the list in the main file."""
     shards: Shards
     model: ModelStatus | None
 
@@ -63,7 +60,7 @@ async def keep_children(
     token = asked(secret)
     states = [await keep_child(runtime, deployment, memory, token)]
     references, shards = await _keep_shards(runtime, deployment, memory, files.shards)
-    main = desired_config(deployment, files.adapters, files.model, references)
+    main = desired_config(deployment, files.model, references)
     secret_mark = token.written if not states[0].reason else ""
     states.append(await keep_child(runtime, deployment, memory, asked(main, **{ANNOTATION_SECRET: secret_mark})))
     states += shards

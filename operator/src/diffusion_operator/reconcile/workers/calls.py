@@ -83,8 +83,6 @@ class WorkerCalls:
         finally:
             del self._running[uid]
         record = memory.polls.get(uid)
-        if record is not None:
-            record.hurry()
         heard = record is not None and record.state is not known
         if heard or (self._runtime.clock() - begun).total_seconds() >= SOON_S:
             self._runtime.wake(key)

@@ -2,8 +2,7 @@
 """A watch of each worker: one request for the next change of its state is open at a time, outside of the queue's slots.
 
 The answers are kept in the deployment's memory, and a change wakes the deployment. So no pass waits for a worker, and a worker that
-is cut off costs one connection. A worker of an earlier version has no revision to wait for. It is asked every so often by the same
-task.
+is cut off costs one connection.
 """
 
 import asyncio
@@ -129,9 +128,6 @@ class WorkerWatches:
             if record.failures:
                 pause_s = reconnect_s(record.failures, first_s=RECONNECT_FIRST_S, longest_s=RECONNECT_MAX_S, random=self._random)
                 await asyncio.sleep(pause_s)
-                continue
-            if not record.revision:
-                await record.pause(memory.poll_every_s)
                 continue
             quick = quick + 1 if self._monotonic() - begun < QUICK_S else 0
             await asyncio.sleep(min(BURST_PAUSE_MAX_S, BURST_STEP_S * max(0, quick - 1)))

@@ -39,16 +39,15 @@ class DesiredFiles:
     def read(self, main: DesiredState) -> MountedAdapters:
         """Return the adapters of the main file and its shards by name, in the order in which equally wanted ones are loaded.
 
-        Shards are read only if the main file lists fewer adapters than they have. A shard that is not as named adds only to `missing`.
+        A shard that is not as named adds only to `missing`.
         """
         named = {adapter.name: adapter for adapter in main.adapters}
         missing: dict[str, str] = {}
-        if len(main.adapters) < sum(shard.count for shard in main.shards):
-            for shard in main.shards:
-                try:
-                    named |= {adapter.name: adapter for adapter in self._shard(shard)}
-                except ValueError as error:
-                    missing[shard.file] = str(error)
+        for shard in main.shards:
+            try:
+                named |= {adapter.name: adapter for adapter in self._shard(shard)}
+            except ValueError as error:
+                missing[shard.file] = str(error)
         return MountedAdapters(named, missing)
 
     def _shard(self, shard: DesiredShard) -> list[DesiredAdapter]:

@@ -213,14 +213,8 @@ class AdapterDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class DesiredDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """The mounted files. `problem` is the reason for adapters that may be missing.
+    """The mounted files. `problem` is the reason for adapters that may be missing."""
 
-    `reads_shards` means that this worker reads shards and needs no list in the main file. `reads_identity` means that a put may name the
-    identity of an adapter.
-    """
-
-    reads_shards: bool = True
-    reads_identity: bool = True
     problem: ProblemReport | None = None
 
 
@@ -261,7 +255,7 @@ class StateDocument(msgspec.Struct, frozen=True, rename="camel"):
     desired: DesiredDocument = DesiredDocument()
     paused: bool = False
     operator_epoch: int = 0
-    # True after a call for the drain before the end. A worker of the first version has neither the call nor this field.
+    # True after a call for the drain before the end.
     draining: bool = False
     revision: str = ""
     pod_uid: str = ""
@@ -365,11 +359,10 @@ class DesiredAdapter(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class DesiredShard(msgspec.Struct, frozen=True):
-    """The name of a file with adapters beside the desired file, the sha256 that it must have, and the number of its adapters."""
+    """The name of a file with adapters beside the desired file, and the sha256 that it must have."""
 
     file: str
     sha256: str
-    count: int
 
 
 class DesiredModel(msgspec.Struct, frozen=True, rename="camel"):
@@ -404,7 +397,7 @@ class DesiredState(msgspec.Struct, frozen=True, rename="camel"):
 
     sleep: DesiredSleep = DesiredSleep()
     cold_requests: ColdRequests = ColdRequests()
-    # Adapters for workers that read no shards; fewer than the shards have if there is no room for more, or no need.
+    # Adapters beside those of the shards.
     adapters: list[DesiredAdapter] = []
     shards: list[DesiredShard] = []
     model: DesiredModel | None = None

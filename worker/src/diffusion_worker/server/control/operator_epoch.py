@@ -24,7 +24,7 @@ async def admit_epoch(
 ) -> None:
     """Note the epoch in a call's header, and refuse a call other than GET or HEAD if a higher epoch was seen before.
 
-    A call without the header, of another program or an earlier operator, is served.
+    A call without the header, of another program, is served.
 
     Raises:
         RequestError: StaleEpoch, a change by a replaced leader.
