@@ -2,6 +2,7 @@
 """The values of the chart: each has the effect that values.yaml documents, and the schema refuses everything else."""
 
 import base64
+import hashlib
 import json
 from typing import Any
 
@@ -22,6 +23,7 @@ from support.operator.chart_rendering import (
     the_only,
 )
 
+LEASE = f"diffusion-operator-{hashlib.sha256(NAMESPACE.encode()).hexdigest()[:10]}"
 NO_NAMESPACE_RIGHTS = {"Role", "RoleBinding"}
 
 
@@ -46,7 +48,7 @@ def test_the_operator_is_started_with_the_release_namespace_by_default(chart: Ch
     assert operator_arguments(documents) == [
         *("run", "--engine-image", "registry.example/diffusion-worker:0.1.0", "--operator-key-file", "/etc/diffusion-operator/key/key"),
         *("--operator-key-secret", "demo-diffusion-operator-key"),
-        *("--lease-namespace", NAMESPACE, "--lease-name", "demo-diffusion-operator", "--identity", "$(POD_NAME)_$(POD_UID)"),
+        *("--lease-namespace", NAMESPACE, "--lease-name", LEASE, "--identity", "$(POD_NAME)_$(POD_UID)"),
         *("--operator-service-account", "demo-diffusion-operator"),
         *("--operator-namespace", NAMESPACE, "--operator-label", "app.kubernetes.io/component=operator"),
         *("--operator-label", "app.kubernetes.io/instance=demo", "--operator-label", "app.kubernetes.io/name=diffusion-operator"),
@@ -166,13 +168,26 @@ def test_the_operators_user_is_that_of_its_image_unless_it_is_left_to_the_platfo
     assert operator_pod(chart.documents(overrides={"podSecurityContext.runAsUser": 7}))["securityContext"]["runAsUser"] == 7
 
 
-def test_the_pods_of_the_operator_elect_one_by_a_lease_of_the_release(chart: Chart) -> None:
+def lease_of(chart: Chart, *watched: str, **fields: str) -> str:
+    """Return the name of the Lease of a release that watches these namespaces; `fields` are further values."""
+    arguments = operator_arguments(chart.documents(overrides={"watchNamespaces": list(watched), **fields}))
+    return arguments[arguments.index("--lease-name") + 1]
+
+
+def test_releases_that_watch_the_same_namespaces_have_one_lease_and_others_have_another(chart: Chart) -> None:
+    assert lease_of(chart) == lease_of(chart, NAMESPACE) == lease_of(chart, fullnameOverride="renamed") == LEASE
+    assert lease_of(chart, "a", "b") == lease_of(chart, "b", "a", fullnameOverride="renamed")
+    assert lease_of(chart, "*") == lease_of(chart, "*", fullnameOverride="renamed")
+    assert len({lease_of(chart), lease_of(chart, "a"), lease_of(chart, "a", "b"), lease_of(chart, "*")}) == 4
+
+
+def test_the_pods_of_the_operator_elect_one_by_a_lease_of_the_watched_namespaces(chart: Chart) -> None:
     documents = chart.documents()
     (lease,) = (one for one in of_kind(documents, "Role") if one["metadata"]["name"].endswith("-leases"))
     assert lease["metadata"]["namespace"] == NAMESPACE
     assert [(rule["verbs"], rule.get("resourceNames")) for rule in lease["rules"]] == [
         (["create"], None),
-        (["get", "patch"], ["demo-diffusion-operator"]),
+        (["get", "patch"], [LEASE]),
         (["create"], None),
     ]
     assert lease["rules"][-1]["resources"] == ["events"]
@@ -191,14 +206,6 @@ def test_there_are_two_pods_of_the_operator_unless_another_number_is_asked_for(c
 def test_anti_affinity_of_the_values_goes_before_that_of_the_chart(chart: Chart) -> None:
     mine = {"preferredDuringSchedulingIgnoredDuringExecution": []}
     assert operator_pod(chart.documents(overrides={"affinity": {"podAntiAffinity": mine}}))["affinity"]["podAntiAffinity"] == mine
-
-
-def test_leases_of_other_releases_are_read_where_the_values_say_so(chart: Chart) -> None:
-    documents = chart.documents(overrides={"rbac.readLeasesIn": ["theirs"]})
-    (role,) = (one for one in of_kind(documents, "Role") if one["metadata"]["namespace"] == "theirs")
-    assert role["rules"] == [{"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get"]}]
-    (binding,) = (one for one in of_kind(documents, "RoleBinding") if one["metadata"]["namespace"] == "theirs")
-    assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
 
 def test_a_label_of_the_charts_own_is_refused_by_its_name(chart: Chart) -> None:
@@ -295,7 +302,6 @@ def test_a_parent_chart_may_hand_down_its_globals(chart: Chart) -> None:
     [
         {"replicas": "2"},
         {"replicas": -1},
-        {"rbac.readLeasesIn": "theirs"},
         {"image.repositry": "x"},
         {"image.pullPolicy": "Sometimes"},
         {"image.digest": "sha256:1234"},

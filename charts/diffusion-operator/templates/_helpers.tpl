@@ -62,6 +62,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (list .Release.Namespace) .Values.watchNamespaces | toJson -}}
 {{- end -}}
 
+{{/* The name of the Lease. Releases in one namespace that watch the same namespaces elect one leader. */}}
+{{- define "diffusion-operator.leaseName" -}}
+{{- printf "diffusion-operator-%s" (include "diffusion-operator.namespaces" . | fromJsonArray | sortAlpha | join "," | sha256sum | trunc 10) -}}
+{{- end -}}
+
 {{/* The restricted profile of Pod Security, with the user and groups of the values. */}}
 {{- define "diffusion-operator.podSecurity" -}}
 {{- with .Values.podSecurityContext }}

@@ -61,7 +61,11 @@ def main() -> None:
     help="A label of the operator's own pods, by which a NetworkPolicy lets them reach the workers' control port; may be repeated.",
 )
 @click.option("--lease-namespace", default=None, help="Namespace of the Lease by which the operator's processes elect a leader.")
-@click.option("--lease-name", default=None, help="Name of the Lease, which also names this release in the status of objects.")
+@click.option(
+    "--lease-name",
+    default=None,
+    help="Name of the Lease: one for all processes that watch the same namespaces.",
+)
 @click.option(
     "--identity",
     default=None,

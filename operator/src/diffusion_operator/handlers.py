@@ -24,7 +24,6 @@ from diffusion_operator.cluster import PAGE, KubernetesCluster, Manifest, connec
 from diffusion_operator.election.elector import Elector
 from diffusion_operator.election.gated import GatedCluster, GatedWorkers
 from diffusion_operator.election.leadership import Leadership
-from diffusion_operator.election.other_releases import OtherReleases
 from diffusion_operator.errors import ClusterRefused, OperatorError, WatchStale
 from diffusion_operator.kopf_storage import NoDiffBase, NoProgress
 from diffusion_operator.reconcile.dispatch import reconcile
@@ -120,8 +119,6 @@ class Process:
             clock=lambda: datetime.now(UTC),
             wake=self.wake,
             meter=metrics.METER,
-            release=settings.election.release if settings.election is not None else None,
-            others=OtherReleases(self._cluster),
         )
         self.watches = self.runtime.watches = WorkerWatches(self.runtime, random=random.random, monotonic=time.monotonic)
         self.calls = self.runtime.calls = WorkerCalls(self.runtime)

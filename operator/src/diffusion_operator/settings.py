@@ -27,8 +27,8 @@ class ElectionSettings(msgspec.Struct, frozen=True):
     identity: str
 
     @property
-    def release(self) -> str:
-        """The name of the release, which all its processes share: namespace and name of the Lease, as `namespace/name`."""
+    def lease(self) -> str:
+        """Namespace and name of the Lease, as `namespace/name`."""
         return f"{self.namespace}/{self.name}"
 
 

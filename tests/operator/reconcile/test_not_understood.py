@@ -94,16 +94,6 @@ async def test_a_status_that_is_refused_is_written_again_and_the_event_is_there(
     assert len(rig.cluster.notes("NotUnderstood")) == 1
 
 
-async def test_an_object_of_another_release_is_left_to_it() -> None:
-    rig = await serving()
-    found = rig.cluster.find(DEPLOYMENT, "d") or {}
-    found["status"]["operator"] = "operators/another"
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(WRONG))
-    await rig.run()
-    assert rig.condition("Ready") == ("True", "Serving")
-    assert rig.cluster.notes("NotUnderstood") == []
-
-
 async def test_the_adapters_of_a_deployment_that_is_not_understood_say_so_until_it_is() -> None:
     rig = await with_adapter()
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(WRONG))

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tools.demo.installation import RELEASE
 from tools.demo.kubectl import Document, Kubectl
 from tools.devcluster import cluster
 
@@ -88,9 +87,13 @@ def signal_operator(pod: Document, number: signal.Signals) -> list[int]:
 
 
 def leader(kubectl: Kubectl) -> Document:
-    """Return the operator's pod that the Lease of the release names; AssertionError if there is no such pod."""
-    holder = str(kubectl.get(f"lease/{RELEASE}")["spec"].get("holderIdentity") or "").partition("_")[0]
-    found = [pod for pod in operator_pods(kubectl) if pod["metadata"]["name"] == holder]
+    """Return the operator's pod that the Lease names; AssertionError if there is no such pod."""
+    pods = operator_pods(kubectl)
+    arguments: list[str] = next((one["args"] for pod in pods for one in pod["spec"]["containers"]), [])
+    assert arguments, "no pod of the operator is there"
+    lease = arguments[arguments.index("--lease-name") + 1]
+    holder = str(kubectl.get(f"lease/{lease}")["spec"].get("holderIdentity") or "").partition("_")[0]
+    found = [pod for pod in pods if pod["metadata"]["name"] == holder]
     assert found, f"the Lease names {holder or 'nobody'}, and no such pod of the operator is there"
     return found[0]
 

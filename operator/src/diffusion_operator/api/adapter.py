@@ -130,8 +130,6 @@ class InstanceStatus(_Status, frozen=True):
 class AdapterStatus(_Status, frozen=True):
     observed_generation: int | None = None
     deployment_uid: str | None = msgspec.field(default=None, name="deploymentUID")
-    operator: str | None = None
-    """The release that wrote this status."""
     resolved: ResolvedStatus | None = None
     desired_replicas: int | None = None
     loaded_replicas: int | None = None

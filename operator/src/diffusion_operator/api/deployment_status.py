@@ -151,8 +151,6 @@ class DeploymentStatus(_Status, frozen=True):
     held: HeldStatus | None = None
     last_request_time: datetime | None = None
     sleep_eligible_time: datetime | None = None
-    operator: str | None = None
-    """The release that manages the object, as namespace and name of its Lease."""
     avoided_nodes: tuple[AvoidedNode, ...] = ()
     replica_states_truncated: bool | None = None
     replica_states: tuple[ReplicaStatus, ...] = ()

@@ -64,7 +64,7 @@ class Elector:
                 pause_s = await self._turn()
                 await self._settle()
             except Exception:  # a process that takes no part any more would look healthy
-                log.exception("election failed unexpectedly, it is tried again lease=%s", self._place.release)
+                log.exception("election failed unexpectedly, it is tried again lease=%s", self._place.lease)
             await asyncio.sleep(pause_s)
 
     async def release(self) -> None:
@@ -79,9 +79,9 @@ class Elector:
         try:
             async with asyncio.timeout(self._timing.call):
                 await self._leases.merge(lease_manifest(self._place, lease))
-            log.info("lease released lease=%s epoch=%d", self._place.release, lease.epoch)
+            log.info("lease released lease=%s epoch=%d", self._place.lease, lease.epoch)
         except (ClusterError, TimeoutError) as error:
-            log.warning("lease not released, it will expire lease=%s error=%s", self._place.release, error)
+            log.warning("lease not released, it will expire lease=%s error=%s", self._place.lease, error)
 
     async def _turn(self) -> float:
         """Look at the Lease and bid for it, as far as it is due, and return the seconds until the next turn.
@@ -133,7 +133,7 @@ class Elector:
                 raise
             answer = None
         if answer is None or answer.renewed != lease.renewed:
-            raise ClusterConflict(f"another client wrote or deleted the Lease {self._place.release}", status=409, reason="Conflict")
+            raise ClusterConflict(f"another client wrote or deleted the Lease {self._place.lease}", status=409, reason="Conflict")
         return answer
 
     async def _settle(self) -> None:
@@ -143,12 +143,12 @@ class Elector:
         if leads and state.renewed_at is not None:
             self._leadership.open(state.epoch, renewed_at=state.renewed_at, until=state.renewed_at + self._timing.renew)
         if leads and not self._leads:
-            log.info("leading lease=%s identity=%s epoch=%d", self._place.release, state.identity, state.epoch)
+            log.info("leading lease=%s identity=%s epoch=%d", self._place.lease, state.identity, state.epoch)
             self._lead(state.epoch == self._last_epoch)
         elif self._leads and not leads:
             self._leadership.close()
             self._leadership.lost += 1
-            log.warning("not leading any more lease=%s identity=%s holder=%s", self._place.release, state.identity, self._holder)
+            log.warning("not leading any more lease=%s identity=%s holder=%s", self._place.lease, state.identity, self._holder)
             await self._follow()
         self._leads = leads
         if leads:
@@ -162,7 +162,7 @@ class Elector:
         """Log an error of the Lease, unless it is the same as the one before."""
         failure = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {self._timing.call:g} s"
         if failure != self._error:
-            log.warning("lease not read or written lease=%s error=%s", self._place.release, failure)
+            log.warning("lease not read or written lease=%s error=%s", self._place.lease, failure)
         self._error = failure
 
     def _now(self) -> float:

@@ -16,7 +16,7 @@ from diffusion_operator.settings import ElectionSettings
 ANNOTATION_EPOCH = f"{GROUP}/epoch"
 MICRO_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 MOST_DURATION_S = 3600
-"""The longest duration that is believed. A Lease that claims more would lock its release out."""
+"""The longest duration that is believed. A Lease that claims more would lock its pods out."""
 
 Manifest = dict[str, Any]
 

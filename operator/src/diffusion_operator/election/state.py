@@ -2,7 +2,7 @@
 """The election as a pure state machine: transitions on a clock that counts seconds from anywhere.
 
 A process never compares its clock with another's. It trusts a record for as long as its duration after it saw the record change for the
-last time. An absent Lease is a record, too: it may have been deleted under a leader, or an operator without election may still run.
+last time. An absent Lease is a record, too: it may have been deleted under a leader.
 """
 
 import msgspec

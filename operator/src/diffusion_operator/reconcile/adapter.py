@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pass over a LoRAAdapter: write its status from the view of its deployment's last pass. Acting is the deployment's part."""
 
-import msgspec
-
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
@@ -15,7 +13,6 @@ from diffusion_operator.plan.results.events import adapter_events
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.not_understood import tell_not_understood
-from diffusion_operator.reconcile.releases import is_anothers, step_back
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import write_status
 from diffusion_operator.reconcile.store.parsing import parse
@@ -34,9 +31,6 @@ async def reconcile_adapter(runtime: Runtime, key: Key) -> Result:
     except NotUnderstood as error:
         return await tell_not_understood(runtime, key, manifest, not_understood(error.why))
     deployment = await runtime.cluster.get(DEPLOYMENT, key.namespace, adapter.spec.deployment_ref.name)
-    manager = adapter.status.operator if deployment is None else deployment.get("status", {}).get("operator")
-    if await is_anothers(runtime, manager):
-        return step_back(runtime, key, manager)
     view = None
     if deployment is not None and not deployment["metadata"].get("deletionTimestamp"):
         view = _current_view(runtime, adapter, deployment_uid=deployment["metadata"]["uid"])
@@ -70,7 +64,6 @@ def _current_view(runtime: Runtime, adapter: LoRAAdapter, *, deployment_uid: str
 
 async def _write_status(runtime: Runtime, backoffs: Backoffs, adapter: LoRAAdapter, view: AdapterView | None, *, version: str) -> None:
     status, metadata = adapter_status(adapter, view, now=runtime.now()), adapter.metadata
-    status = msgspec.structs.replace(status, operator=runtime.release)
     runtime.show(adapter_key(metadata.namespace, metadata.name), status.conditions)
     if status != adapter.status:
         events = adapter_events(adapter, status)

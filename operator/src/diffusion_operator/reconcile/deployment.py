@@ -29,7 +29,6 @@ from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.not_understood import tell_not_understood
 from diffusion_operator.reconcile.observe import Unheard, observe
-from diffusion_operator.reconcile.releases import claim
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import worth_writing, write_due_s, write_status
@@ -59,8 +58,6 @@ async def reconcile_deployment(runtime: Runtime, key: Key) -> Result:
 
     _begin(memory, deployment, runtime)
     memory.version = manifest["metadata"]["resourceVersion"]
-    if (elsewhere := await claim(runtime, deployment, memory)) is not None:
-        return elsewhere
     if memory.backoffs.waiting(LOOK, runtime.now()):
         return Result(requeue_after_s=memory.backoffs.next_s(runtime.now()))
     try:
@@ -183,7 +180,6 @@ async def _write_status(runtime: Runtime, deployment: DiffusionDeployment, memor
     A ClusterError is added to `memory.failures`, and the pass reports it in its result. NamespaceEnds is raised.
     """
     metadata, now, key = deployment.metadata, runtime.now(), deployment_key(deployment.metadata.namespace, deployment.metadata.name)
-    status = msgspec.structs.replace(status, operator=runtime.release)
     runtime.show(key, status.conditions)
     runtime.statuses[key] = DeploymentStatus(replica_states=status.replica_states, held=status.held)
     runtime.asleep[key] = Asleep(key.namespace, key.name, deployment.spec.resources.devices, status.asleep_replicas or 0)

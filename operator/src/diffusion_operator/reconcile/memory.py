@@ -167,8 +167,6 @@ class DeploymentMemory:
     refusal: str = ""
     backoffs: Backoffs = field(default_factory=Backoffs)
     status_written_at: datetime | None = None
-    claimed_at: datetime | None = None
-    """When this process wrote its release into the status."""
     version: str = ""
     """The object's, in this pass: a status is written only over the one that it was computed from."""
     departures: Departures = field(default_factory=Departures)

@@ -14,7 +14,6 @@ from diffusion_operator.api.names import DEPLOYMENT, KINDS
 from diffusion_operator.plan.results.events import EventType, PlannedEvent
 from diffusion_operator.reconcile.backoff import Backoffs
 from diffusion_operator.reconcile.keyed_queue import Key, Result
-from diffusion_operator.reconcile.releases import is_anothers, step_back
 from diffusion_operator.reconcile.runtime import Runtime
 from diffusion_operator.reconcile.status_write import write_status
 
@@ -22,11 +21,9 @@ log = logging.getLogger(__name__)
 
 
 async def tell_not_understood(runtime: Runtime, key: Key, manifest: dict[str, Any], verdicts: tuple[Verdict, ...]) -> Result:
-    """Write `verdicts`, Ready first, into the object's status and leave all else of that, unless another release manages the object."""
+    """Write `verdicts`, Ready first, into the object's status and leave all else of that."""
     ready = verdicts[0]
     status = manifest.get("status") or {}
-    if await is_anothers(runtime, status.get("operator")):
-        return step_back(runtime, key, status.get("operator"))
     metadata = msgspec.convert(manifest["metadata"], ObjectMeta)
     backoffs = _backoffs(runtime, key, metadata)
     backoffs.see(metadata.generation)
@@ -38,12 +35,11 @@ async def tell_not_understood(runtime: Runtime, key: Key, manifest: dict[str, An
     if all(one in before for one in after):
         return Result()
     others = [one for one in status.get("conditions", ()) if one.get("type") not in [each.type for each in verdicts]]
-    release = {"operator": runtime.release} if runtime.release is not None else {}
     event = PlannedEvent(
         type=EventType.WARNING, reason=ready.reason, message=ready.message[:1000], key=f"{metadata.generation}-{ready.message}"
     )
     kind, version = KINDS[key.kind], manifest["metadata"]["resourceVersion"]
-    told = status | release | {"conditions": [*msgspec.to_builtins(after), *others]}
+    told = status | {"conditions": [*msgspec.to_builtins(after), *others]}
     await write_status(runtime, backoffs, kind, metadata, version=version, events=(event,), status=told)
     return Result(requeue_after_s=backoffs.next_s(runtime.now()))
 

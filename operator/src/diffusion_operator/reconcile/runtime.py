@@ -10,7 +10,6 @@ from diffusion_operator.api.deployment_status import DeploymentStatus
 from diffusion_operator.api.meta import Condition, ObjectMeta, reason_of
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.cluster import Cluster
-from diffusion_operator.election.other_releases import OtherReleases
 from diffusion_operator.plan.observed.observed import Asleep
 from diffusion_operator.plan.observed.pods import Pod
 from diffusion_operator.plan.results.actions import WorkerAction
@@ -63,10 +62,6 @@ class Runtime:
     """Aware UTC."""
     wake: Callable[[Key], None]
     meter: Meter
-    release: str | None = None
-    """The name of this release of the operator. None without election."""
-    others: OtherReleases | None = None
-    """None where no Lease of another release can be read."""
     watches: Watches = field(init=False)
     calls: Calls = field(init=False)
     """Both of them know the runtime, so they are made after it."""

@@ -31,7 +31,7 @@ CONTEST_PACE = timedelta(minutes=10)
 CONTEST_PACE_URGENT = timedelta(minutes=1)
 """The pace for a NetworkPolicy, for a child that is missing, and for a Service that leads elsewhere."""
 OPERATORS_PACE = timedelta(seconds=10)
-"""The pace for a child that another operator writes, as one of an earlier release does while an upgrade replaces it."""
+"""The pace for a child that another operator writes: one of another release that watches the same namespace."""
 PAUSES = {NAME_CONFLICT: timedelta(seconds=60), CONTESTED: timedelta(seconds=1), ANOTHER_OPERATOR: timedelta(seconds=1)}
 """Pauses by reason, where they do not grow with the count of tries."""
 RETRY_FIRST = timedelta(seconds=1)
@@ -147,7 +147,7 @@ def contested(kind: Kind, name: str, change: Change, *, ours: bool, not_before: 
 
 def anothers(kind: Kind, name: str, *, not_before: datetime) -> ChildState:
     """Return the state of a child that another operator writes. It is no contest: the child is put back as soon as that one has ended."""
-    rival = f"{kind.kind} {name} is written by another operator, such as one of an earlier release; this one puts it back every ten seconds"
+    rival = f"{kind.kind} {name} is written by another operator: two releases watch this namespace; this one puts it back each ten seconds"
     return ChildState(kind=kind.kind, name=name, ours=True, reason=ANOTHER_OPERATOR, message=rival, passing=True, not_before=not_before)
 
 

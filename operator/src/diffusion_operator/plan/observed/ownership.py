@@ -174,7 +174,7 @@ def _our_labels(deployment: str) -> dict[str, str]:
 
 
 def _is_our_manager(entry: Mapping[str, Any]) -> bool:
-    """Return whether the manager's name begins with ours, as that of an earlier or another release does."""
+    """Return whether the manager's name begins with ours."""
     return str(entry.get("manager", "")).startswith(FIELD_MANAGER)
 
 
