@@ -63,12 +63,6 @@ class Worker:
     def forget(self, namespace: str, deployment: str) -> None:
         raise NotImplementedError
 
-    def forget_pod(self, ip: str, pod_uid: str) -> None:
-        """Do nothing: the only worker stays."""
-
-    def expect_proof(self, ip: str, pod_uid: str) -> None:
-        """Do nothing: the only worker proves nothing."""
-
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
         raise NotImplementedError
 

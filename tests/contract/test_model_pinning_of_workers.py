@@ -41,7 +41,7 @@ class Pods:
         rig.workers = rig.runtime.workers = self  # type: ignore[assignment]
 
     async def state(self, ip: str, **more: Any) -> WorkerState:
-        return await self._clients[ip].state("127.0.0.1", **more | {"pod_uid": ""})
+        return await self._clients[ip].state("127.0.0.1", **more)
 
     def run(self, name: str) -> WorkerProcess:
         """Start the process of a pod, as a kubelet does, and wait until it listens."""
@@ -58,7 +58,7 @@ class Pods:
             program=FAKE_PROGRAM,
             token=control_token(self.rig.runtime.settings.operator_key, owner),
             options=options,
-            env={"HF_ENDPOINT": self._hub.url},
+            env={"HF_ENDPOINT": self._hub.url, "DIFFUSION_POD_UID": pod["metadata"]["uid"]},
         )
         return self._stack.enter_context(worker)
 

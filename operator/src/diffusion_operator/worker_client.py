@@ -6,14 +6,16 @@ raise ControlUnreachable and nothing is concluded from them.
 
 A worker runs a container image of a tenant, so its answer may be anything. No redirect is followed, no proxy and no cookie is used, and
 only an IP address is called. An answer is read up to a bound, is never decompressed, and is parsed before anything of it reaches a status.
-The token goes to nobody that has not proved to have it, see worker_proof.py.
+The token goes to nobody. The bearer is an HMAC of the pod's UID with it, which no other pod accepts.
 """
 
 import asyncio
-import contextlib
+import hashlib
+import hmac
 import ipaddress
+import socket
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -25,8 +27,6 @@ from diffusion_operator.api.names import CONTROL_PORT
 from diffusion_operator.api.worker_state import WireError, WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
 from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
-from diffusion_operator.worker_proof import PATH as IDENTITY_PATH
-from diffusion_operator.worker_proof import POD_UID_HEADER, Identity, NeedsProof, keepalive_socket, new_nonce, only_proven, proves
 
 STATE_BYTES = 4 << 20
 """The largest state document of a worker that answers without pages."""
@@ -44,21 +44,12 @@ ANSWER_BYTES = 64 << 10
 WAIT_GRACE_S = 5.0
 """Beyond the time that a worker was asked to wait."""
 LIMITS = f"more than {MOST_PAGES} pages or {MOST_ADAPTERS} adapters"
-PROOF_TRIES = 3
-UNAUTHORIZED = 401
-CANNOT_PROVE = (UNAUTHORIZED, 404)
-"""The first is what a worker answers that guards all paths alike, because it is of a version without the proof."""
-PLAIN = {"Accept-Encoding": "identity"}
+KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 5, 5, 3
+"""The kernel finds out within twenty seconds that a worker is cut off, however long its answer may take."""
 
 
 class WorkerClient(Protocol):
     """Interface to the workers' control API. Tests of the reconcile code replace it with scripted answers."""
-
-    def expect_proof(self, ip: str, pod_uid: str) -> None:
-        """Never take this pod's worker for one of a version that cannot prove itself."""
-
-    def forget_pod(self, ip: str, pod_uid: str) -> None:
-        """Drop what is remembered of a pod that is gone."""
 
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
         """Return a worker's state. With `after`, return the next one whose revision is another, or the same one after `wait_s`.
@@ -90,16 +81,8 @@ class HttpWorkerClient:
             trust_env=False,
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
-            trace_configs=[only_proven()],
             timeout=aiohttp.ClientTimeout(total=None),  # each request has its own
         )
-        self._proved: dict[str, str] = {}
-        """UIDs of pods that have proved themselves, to this process or an earlier one, by address.
-
-        They are never again taken for workers of a version that cannot.
-        """
-        self._cleared: dict[str, str] = {}
-        """The token that may be sent on open connections, by address. A connection stays open after a proof that failed."""
         self._poll_timeout_s = poll_timeout_s
         self._call_timeout_s = call_timeout_s
         self._port = port
@@ -108,19 +91,15 @@ class HttpWorkerClient:
     async def close(self) -> None:
         await self._session.close()
 
-    def expect_proof(self, ip: str, pod_uid: str) -> None:
-        self._proved[ip] = pod_uid
-
-    def forget_pod(self, ip: str, pod_uid: str) -> None:
-        if self._proved.get(ip, pod_uid) == pod_uid:  # else another pod has the address by now
-            self._proved.pop(ip, None)
-            self._cleared.pop(ip, None)
-
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
         path = _state_path(after=after, wait=f"{wait_s:g}") if after else _state_path()
         timeout_s, most = wait_s + WAIT_GRACE_S if wait_s else self._poll_timeout_s, PAGE_BYTES if after else STATE_BYTES
         body = await self._send("GET", ip, path, token=token, pod_uid=pod_uid, timeout_s=timeout_s, most=most)
         pages = [_read_state(ip, body)]
+        if pod_uid and pages[0].pod_uid not in ("", pod_uid):
+            raise ControlUnreachable(
+                f"the state document of {ip} is of another pod, with the UID {pages[0].pod_uid}, expected the pod with the UID {pod_uid}"
+            )
         count = len(pages[0].adapters)
         if pages[0].adapters_since not in (None, after):
             raise ControlUnreachable(
@@ -177,106 +156,48 @@ class HttpWorkerClient:
         body: dict[str, Any] | None = None,
         most: int = ANSWER_BYTES,
     ) -> bytes:
-        """Send a request on a connection that the worker has proved itself on, and return the body of the success, JSON or nothing.
+        """Send a request to a pod's worker, and return the body of the success, JSON or nothing.
 
         Raises ControlRefused with the worker's error. Raises ControlUnreachable without a complete answer within `timeout_s`.
-        An answer of more than `most` bytes, or of another pod, raises ControlUnreachable, too.
+        An answer of more than `most` bytes raises ControlUnreachable, too.
         """
         request_line = f"{method} {path} of {ip}"
-        headers, epoch = {"Authorization": f"Bearer {token}", **PLAIN}, self._epoch()
+        headers, epoch = {"Authorization": f"Bearer {bearer(token, pod_uid)}", "Accept-Encoding": "identity"}, self._epoch()
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
-        request = _Request(method, f"http://{_host(ip)}:{self._port}{path}", headers, body, pod_uid, request_line, most)
+        url = f"http://{_host(ip)}:{self._port}{path}"
         try:
-            async with asyncio.timeout(timeout_s):
-                for _ in range(PROOF_TRIES):
-                    if self._cleared.get(ip) == token:
-                        with contextlib.suppress(NeedsProof):
-                            return await self._once(request, opens=False)
-                    self._cleared.pop(ip, None)
-                    proven = await self._prove_in_time(ip, token=token, pod_uid=pod_uid)
-                    self._cleared[ip] = token
-                    if not proven:
-                        return await self._once(request, opens=True)
-            raise ControlUnreachable(f"{request_line}: the worker closed each connection after it had proved that it has the control token")
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(method, url, json=body, headers=headers, allow_redirects=False) as response,
+            ):
+                try:
+                    return await _read(response, request_line, most)
+                except BaseException:
+                    response.close()  # whatever is still to come is not read, and not taken for the next answer
+                    raise
         except TimeoutError as error:
             raise ControlUnreachable(f"{request_line}: no complete answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise ControlUnreachable(f"{request_line}: {_fault(error)}") from error
 
-    async def _once(self, request: "_Request", *, opens: bool) -> bytes:
-        """Send a request; it may open a connection if `opens`. Raises NeedsProof where it may not and there is none."""
-        async with self._session.request(
-            request.method,
-            request.url,
-            json=request.body,
-            headers=request.headers,
-            allow_redirects=False,
-            trace_request_ctx=opens,
-        ) as response:
-            try:
-                found = response.headers.get(POD_UID_HEADER, "")
-                if found and request.pod_uid and found != request.pod_uid:
-                    raise _another_pod(request, found)
-                return await _read(response, request.line, request.most)
-            except BaseException:
-                response.close()  # whatever is still to come is not read, and not taken for the next answer
-                raise
 
-    async def _prove_in_time(self, ip: str, *, token: str, pod_uid: str) -> bool:
-        """Have the worker prove itself, and raise ControlUnreachable if that takes longer than a look."""
-        limit_s = self._poll_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._prove(ip, token=token, pod_uid=pod_uid)
-        except TimeoutError as error:
-            raise ControlUnreachable(f"GET {IDENTITY_PATH} of {ip}: no complete answer within {limit_s:g} s") from error
-
-    async def _prove(self, ip: str, *, token: str, pod_uid: str) -> bool:
-        """Have the worker prove itself on a new connection, which is then free for the request.
-
-        False: it is of a version that cannot, and is called as ever.
-        Raises ControlRefused with status 401 where it has another token, ControlUnreachable where another pod answered.
-        """
-        nonce, address = new_nonce(), str(ipaddress.ip_address(ip))
-        request_line = f"GET {IDENTITY_PATH} of {ip}"
-        url = f"http://{_host(ip)}:{self._port}{IDENTITY_PATH}?nonce={nonce}"
-        request = _Request("GET", url, PLAIN, None, pod_uid, request_line, ANSWER_BYTES)
-        try:
-            body = await self._once(request, opens=True)
-        except ControlRefused as error:
-            if error.status in CANNOT_PROVE and (not pod_uid or self._proved.get(ip) != pod_uid):
-                return False
-            raise
-        try:
-            identity = msgspec.json.decode(body, type=Identity)
-        except (ValueError, RecursionError) as error:
-            raise ControlUnreachable(f"{request_line}: the worker's proof is not understood: {plain_text(str(error), 200)}") from error
-        if identity.pod_uid and pod_uid and identity.pod_uid != pod_uid:
-            raise _another_pod(request, identity.pod_uid)
-        if not proves(identity, token=token, nonce=nonce, address=address):
-            refusal = WireError(code="Unauthorized", message=f"{request_line}: the worker has not proved that it has the control token")
-            raise ControlRefused(refusal, status=UNAUTHORIZED)
-        self._proved[ip] = pod_uid
-        return True
+def bearer(token: str, pod_uid: str) -> str:
+    """Return the bearer for one pod, in hexadecimal digits: useless for any other pod, such as one that has its address by now."""
+    return hmac.new(token.encode(), pod_uid.encode(), hashlib.sha256).hexdigest()
 
 
-class _Request(NamedTuple):
-    method: str
-    url: str
-    headers: dict[str, str]
-    body: dict[str, Any] | None
-    pod_uid: str
-    line: str
-    """The request in words, for errors."""
-    most: int
-
-
-def _another_pod(request: _Request, found: str) -> ControlUnreachable:
-    """Return the error about an answer of another pod than the expected one."""
-    return ControlUnreachable(
-        f"{request.line}: another pod answered, with the UID {plain_text(found, 64)}, expected the pod with the UID {request.pod_uid}"
-    )
+def keepalive_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket whose peer is asked by the kernel whether it is still there."""
+    family, kind, protocol = address[:3]
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_TRIES)
+    # The kernel does not ask while it waits for an acknowledgement of a request, so that wait has the same bound.
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (KEEPALIVE_IDLE_S + KEEPALIVE_TRIES * KEEPALIVE_EVERY_S))
+    return made
 
 
 def _state_path(**query: str) -> str:

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator keeps nothing in memory of an object or a pod that is gone."""
 
-from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, POD
+from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.api.worker_state import WireError
-from support.operator.rig import Rig, adapter, deployment, with_adapter
-
-
-def pod_of(rig: Rig, name: str = "d-0-0") -> tuple[str, str]:
-    """Return the address and the UID of the pod of this name, which must be there."""
-    found = rig.cluster.find(POD, name) or {}
-    return found["status"]["podIP"], found["metadata"]["uid"]
+from support.operator.rig import adapter, with_adapter
 
 
 async def test_of_a_deployment_and_its_adapter_that_are_deleted_nothing_is_kept() -> None:
     rig = await with_adapter()
-    pod = pod_of(rig)
     assert rig.runtime.memories.keys() == {("default", "d")}
     rig.cluster.remove(ADAPTER, "x")
     rig.cluster.remove(DEPLOYMENT, "d")
@@ -22,7 +15,6 @@ async def test_of_a_deployment_and_its_adapter_that_are_deleted_nothing_is_kept(
     runtime = rig.runtime
     assert (runtime.memories, runtime.adapter_backoffs, runtime.ready_reasons, runtime.statuses) == ({}, {}, {}, {})
     assert rig.watches._followed == {}
-    assert rig.workers.forgotten == {pod}
     assert rig._due == {}, "no key of it is looked at again"
 
 
@@ -41,25 +33,3 @@ async def test_of_an_adapter_that_is_deleted_its_deployment_keeps_nothing() -> N
     assert [key for key in memory.attempts if key.adapter_uid == uid] == []
     assert all(key.name != "y" for key in (*rig.runtime.adapter_backoffs, *rig.runtime.ready_reasons))
     assert "y" not in {one.metadata.name for one in memory.parsed.all}
-
-
-async def test_a_pod_that_is_gone_is_forgotten_and_its_successor_is_not() -> None:
-    rig = await with_adapter()
-    before = pod_of(rig)
-    rig.cluster.remove(POD, "d-0-0")
-    await rig.run()
-    rig.start_all()
-    await rig.run()
-    after = pod_of(rig, "d-0-1")
-    assert rig.workers.forgotten == {before}
-    assert rig.runtime.memories["default", "d"].addresses == dict([after])
-
-
-async def test_pods_of_an_object_that_was_made_again_before_a_pass_are_forgotten_too() -> None:
-    rig = await with_adapter()
-    before = pod_of(rig)
-    rig.cluster.remove(DEPLOYMENT, "d")
-    rig.cluster.put(deployment())
-    await rig.run()
-    assert rig.workers.forgotten == {before}
-    assert rig.runtime.memories["default", "d"].addresses == {}

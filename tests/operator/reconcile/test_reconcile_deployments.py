@@ -445,21 +445,6 @@ async def test_the_operator_restarts_without_a_trace() -> None:
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"]
 
 
-async def test_a_worker_that_proved_itself_is_held_to_it_by_the_next_process_of_the_operator() -> None:
-    rig = await serving(2)
-    found = rig.cluster.find(POD, "d-0-0")
-    assert found is not None
-    uid = rig.workers.at("10.0.0.1").pod_uid = found["metadata"]["uid"]
-    await rig.run(60)
-    assert [one.get("controlProven") for one in rig.status()["replicaStates"]] == [True, None]
-    rig.workers.expected.clear()
-    rig.workers.at("10.0.0.1").unreachable = True
-    rig.restart_operator()
-    await rig.run(60)
-    assert rig.workers.expected == {"10.0.0.1": uid}
-    assert [one.get("controlProven") for one in rig.status()["replicaStates"]] == [True, None]
-
-
 async def test_an_api_server_that_is_away_is_waited_for() -> None:
     rig = await serving(1)
     rig.cluster.broken = ClusterUnavailable("connection refused")

@@ -17,7 +17,7 @@ from diffusion_operator.api.worker_state import WorkerPhase
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
 from diffusion_operator.plan.observed.observed import AttemptKey
 from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAddress
-from diffusion_operator.worker_client import HttpWorkerClient
+from diffusion_operator.worker_client import HttpWorkerClient, bearer
 
 ADDRESS = WorkerAddress(pod_uid="p", ip="127.0.0.1", boot_id="b")
 KEY = AttemptKey(adapter_uid="u", generation=1, boot_id="b")
@@ -35,8 +35,6 @@ class Server:
         self.answer: Answer = self._fine
 
     async def handle(self, request: web.Request) -> web.Response:
-        if request.path == "/v1/identity":
-            return web.json_response(status=404)  # a worker that cannot prove itself
         body = await request.json() if request.can_read_body else None
         self.asked.append((request.method, request.path_qs, body))
         self.authorization.append(request.headers.get("Authorization"))
@@ -67,10 +65,10 @@ async def client(server: Server) -> AsyncIterator[HttpWorkerClient]:
 
 
 async def test_the_state_document_is_read(server: Server, client: HttpWorkerClient) -> None:
-    state = await client.state("127.0.0.1", token="t")
+    state = await client.state("127.0.0.1", token="t", pod_uid="p")
     assert (state.boot_id, state.state) == ("b", WorkerPhase.ASLEEP)
     assert server.asked == [("GET", "/v1/state?limit=1000", None)]
-    assert server.authorization == ["Bearer t"]
+    assert server.authorization == [f"Bearer {bearer('t', 'p')}"]
 
 
 def pages(*answers: dict[str, Any]) -> Answer:

@@ -6,8 +6,6 @@ Real: the API server that it writes to, and the HTTP of the operator's calls. No
 """
 
 import asyncio
-import hashlib
-import hmac
 import itertools
 import random
 import time
@@ -26,9 +24,7 @@ from diffusion_operator.api.worker_state import WorkerState
 from diffusion_operator.errors import ControlRefused, ControlUnreachable
 from diffusion_operator.plan.observed.pods import NODE_FAULTS
 from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker
-from diffusion_operator.worker_client import EPOCH_HEADER
-from diffusion_operator.worker_proof import CONTEXT
-from diffusion_operator.worker_proof import PATH as IDENTITY_PATH
+from diffusion_operator.worker_client import EPOCH_HEADER, bearer
 from support.apiserver.rest_client import RestClient, path_of
 from support.operator.fake_cluster import terminated
 from support.operator.mounted import mounted_desired
@@ -59,7 +55,7 @@ class Container:
     server: TestServer
     restarts: int = 0
     token: str = ""
-    """The token that callers must send, and that the worker proves to have; empty: any caller is accepted, and nothing is proved."""
+    """The token that bearers of callers are made with; empty: any caller is accepted."""
     epoch: int = 0
     """The highest epoch of a leader that called it, as a worker's server keeps it."""
     cut_off: bool = False
@@ -76,11 +72,6 @@ class Container:
         while (state := self.state()).revision == revision and time.monotonic() < ends:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
         return state
-
-    def identity(self, nonce: str) -> dict[str, str]:
-        """Return a proof of identity, as a worker makes it that does not know its pod's UID."""
-        message = f"{CONTEXT}\n{nonce}\n{self.ip}\n"
-        return {"podUid": "", "proof": hmac.new(self.token.encode(), message.encode(), hashlib.sha256).hexdigest()}
 
 
 class FakeKubelet:
@@ -107,8 +98,6 @@ class FakeKubelet:
         """The number of calls with another token than the container's."""
         self.stale: list[str] = []
         """Calls by leaders that had been replaced."""
-        self.proofs = 0
-        """The number of proofs that were requested."""
         self.rejecting: set[str] = set()
         """Namespaces whose new pods the node rejects."""
         self._task: asyncio.Task[None] | None = None
@@ -250,17 +239,12 @@ class FakeKubelet:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         ip = request.transport.get_extra_info("sockname")[0]
-        container = next((one for one in self.containers.values() if one.ip == ip), None)
+        uid, container = next(((uid, one) for uid, one in self.containers.items() if one.ip == ip), ("", None))
         if container is None:
             raise web.HTTPServiceUnavailable
         if container.cut_off:
             await asyncio.Event().wait()
-        if request.path == IDENTITY_PATH:
-            if not container.token:
-                raise web.HTTPNotFound
-            self.proofs += 1
-            return web.json_response(container.identity(request.query["nonce"]))
-        if container.token and request.headers.get("Authorization") != f"Bearer {container.token}":
+        if container.token and request.headers.get("Authorization") != f"Bearer {bearer(container.token, uid)}":
             self.refused += 1
             raise web.HTTPUnauthorized
         epoch = int(request.headers.get(EPOCH_HEADER, "0"))

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT
+from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, POD
 from diffusion_operator.render.control_secret import control_token
 from diffusion_operator.worker_client import HttpWorkerClient
 from support.apiserver.kind_api import merged
@@ -123,7 +123,10 @@ async def story(
         desired = Path(folder) / "desired.json"
         write_desired(rig, desired)
         mounted = (f"--desired={desired}", f"--state-dir={folder}", *options)
-        worker = closing.enter_context(WorkerProcess(DIGITS_MODEL, program=program, token=token, options=mounted, env=env))
+        pod = rig.cluster.find(POD, POD_NAME)
+        assert pod is not None
+        own = {"DIFFUSION_POD_UID": pod["metadata"]["uid"], **(env or {})}
+        worker = closing.enter_context(WorkerProcess(DIGITS_MODEL, program=program, token=token, options=mounted, env=own))
         worker.wait_ready()
         told = Story(rig, worker, desired, closing)
         told.adopt_worker()

@@ -56,7 +56,7 @@ class ScriptedWorker:
     drains: bool = False
     """True after a call has drained it."""
     pod_uid: str = ""
-    """The UID of its pod; empty: a version that cannot prove itself."""
+    """The UID of its pod; empty where nobody set it."""
     token: str = ""
     """The token that callers must have; empty: any token is accepted."""
     failing_operations: int = 0
@@ -353,10 +353,6 @@ class ScriptedWorkers:
     def __init__(self) -> None:
         self._by_ip: dict[str, ScriptedWorker] = {}
         self.tokens: set[str] = set()
-        self.expected: dict[str, str] = {}
-        """UIDs of pods that have to prove themselves, by address."""
-        self.forgotten: set[tuple[str, str]] = set()
-        """Addresses and UIDs of pods that the operator said are gone."""
 
     def __iter__(self) -> Iterator[ScriptedWorker]:
         return iter(self._by_ip.values())
@@ -390,12 +386,6 @@ class ScriptedWorkers:
         if worker.phase not in (WorkerPhase.READY, WorkerPhase.ASLEEP):
             raise _refused("Asleep")
         worker.load_adapter(call.name, call.load)
-
-    def expect_proof(self, ip: str, pod_uid: str) -> None:
-        self.expected[ip] = pod_uid
-
-    def forget_pod(self, ip: str, pod_uid: str) -> None:
-        self.forgotten.add((ip, pod_uid))
 
     async def remove_adapter(self, call: RemoveAdapter, *, token: str) -> None:
         self._called(call.worker, token).remove(call.name)

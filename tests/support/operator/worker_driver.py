@@ -23,7 +23,7 @@ from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, S
 from diffusion_operator.worker_client import HttpWorkerClient
 from diffusion_worker import cli
 from diffusion_worker.config import WorkerConfig
-from support.worker.process import DIGITS, WorkerProcess
+from support.worker.process import DIGITS, POD_UID, WorkerProcess
 
 IP = "127.0.0.1"
 TOKEN = "the-control-token"
@@ -37,13 +37,13 @@ class Driver:
     def __init__(self, worker: WorkerProcess, *, token: str = TOKEN, boot_id: str | None = None) -> None:
         port = int(worker.control_url.rpartition(":")[2])
         self.client = HttpWorkerClient(poll_timeout_s=5, call_timeout_s=30, port=port)
-        self.address = WorkerAddress(pod_uid="pod-1", ip=IP, boot_id=boot_id or worker.boot_id)
+        self.address = WorkerAddress(pod_uid=POD_UID, ip=IP, boot_id=boot_id or worker.boot_id)
         self.token = token
         self._folder = worker.folder / "loras"
         self._calls = 0
 
     async def state(self, **asked: Any) -> WorkerState:
-        return await self.client.state(IP, token=self.token, **asked)
+        return await self.client.state(IP, token=self.token, pod_uid=POD_UID, **asked)
 
     async def sleep(self, mode: DrainMode = DrainMode.WAIT, operation_id: str | None = None, **said: Any) -> None:
         said = {"level": SleepLevel.HOST_MEMORY, "policy": SleepPolicy.ASLEEP, "attempt": 1, "deadline_s": 30} | said

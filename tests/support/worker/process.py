@@ -32,6 +32,7 @@ from tools.suite import canary
 REPOSITORY = Path(__file__).resolve().parents[3]
 DIGITS = REPOSITORY / "examples" / "digits"
 DIGITS_MODEL = DIGITS / "model"
+POD_UID = "pod-1"
 # The same server over `FakeRankGroup`, which starts in half a second.
 FAKE_PROGRAM = ("-m", "support.worker.fake_worker")
 LISTENING = re.compile(r"listening data=\S+:(\d+) control=\S+:(\d+) boot_id=(\S+)")
@@ -74,7 +75,8 @@ class WorkerProcess(contextlib.ExitStack):
             self.write_token(token)
             command.append(f"--control-token-file={self._token_path}")
         self.command = [*command, *options]
-        self._env = {**os.environ, "PYTHONUNBUFFERED": "1", "DIFFUSION_TERMINATION_LOG": str(self.termination_log), **(env or {})}
+        own = {"PYTHONUNBUFFERED": "1", "DIFFUSION_TERMINATION_LOG": str(self.termination_log), "DIFFUSION_POD_UID": POD_UID}
+        self._env = {**os.environ, **own, **(env or {})}
         paths = [str(REPOSITORY / "worker" / "src"), str(REPOSITORY / "tests"), self._env.get("PYTHONPATH")]
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         # Set by `launch`.

@@ -75,7 +75,6 @@ class ReplicaStatus(_Status, frozen=True):
     generation: int | None = None
     last_rank_loss: str | None = None
     last_operation: OperationStatus | None = None
-    control_proven: bool | None = None
 
 
 class AvoidedNode(_Status, frozen=True):

@@ -86,12 +86,6 @@ class GatedWorkers:
         self._workers = workers
         self._leadership = leadership
 
-    def expect_proof(self, ip: str, pod_uid: str) -> None:
-        self._workers.expect_proof(ip, pod_uid)
-
-    def forget_pod(self, ip: str, pod_uid: str) -> None:
-        self._workers.forget_pod(ip, pod_uid)
-
     async def state(self, ip: str, *, token: str, pod_uid: str = "", after: str = "", wait_s: float = 0.0) -> WorkerState:
         async with self._leadership.passage():
             found = await self._workers.state(ip, token=token, pod_uid=pod_uid, after=after, wait_s=wait_s)

@@ -118,8 +118,6 @@ class DeploymentMemory:
 
     uid: str
     tokens: ControlTokens
-    addresses: dict[str, str] = field(default_factory=dict)
-    """UIDs of pods whose workers were called, by address; until they are gone, beyond an object that was deleted and made again."""
     polls: dict[str, PollRecord] = field(default_factory=dict)
     parsed: ParsedAdapters = field(default_factory=ParsedAdapters)
     adapters: AdapterPlan = field(default_factory=AdapterPlan)

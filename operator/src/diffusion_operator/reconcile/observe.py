@@ -43,11 +43,8 @@ async def observe(runtime: Runtime, deployment: DiffusionDeployment, memory: Dep
     memory.forget_pods({pod.uid for pod in pods})
     memory.tokens.forget_others({pod.ip for pod in pods})
     memory.tokens.inherit({pod.ip: pod.owner_uid for pod in pods if pod.owner_uid not in ("", memory.uid)})
-    _forget_addresses(runtime, memory, {one["metadata"]["uid"] for one in manifests})
     answering, now = [pod for pod in pods if _answers(pod)], runtime.now()
-    memory.addresses |= {pod.ip: pod.uid for pod in answering}
     records = {pod.uid: memory.record_of(pod, now) for pod in answering}
-    _expect_proofs(runtime, deployment, answering)
     runtime.watches.follow(deployment.metadata, memory, answering)
     if any(pod.ready and records[pod.uid].unheard and now - records[pod.uid].since < FIRST_ANSWER for pod in answering):
         raise Unheard
@@ -115,25 +112,6 @@ def _sort_pods(
         else:
             foreign[index] = max(foreign.get(index, -1), incarnation)
     return tuple(ours), tuple(checks), foreign
-
-
-def _forget_addresses(runtime: Runtime, memory: DeploymentMemory, present: set[str]) -> None:
-    """Forget the workers whose pods are gone; `present` has the UIDs of all others."""
-    for ip, uid in tuple(memory.addresses.items()):
-        if uid not in present:
-            del memory.addresses[ip]
-            runtime.workers.forget_pod(ip, uid)
-
-
-def _expect_proofs(runtime: Runtime, deployment: DiffusionDeployment, pods: Sequence[Pod]) -> None:
-    """Demand a proof from the workers that, as the status says, have proved themselves before.
-
-    So a process that has just begun demands it, too. Orphans are left out.
-    """
-    proven = {one.leader_pod for one in deployment.status.replica_states if one.control_proven}
-    for pod in pods:
-        if pod.name in proven and not pod.orphan:
-            runtime.workers.expect_proof(pod.ip, pod.uid)
 
 
 def _highest(one: dict[int, int], other: dict[int, int]) -> dict[int, int]:

@@ -88,10 +88,8 @@ class Runtime:
         self.adapter_backoffs.clear()
 
     def forget(self, namespace: str, deployment: str) -> None:
-        """Drop the memory of a deployment, and what the client remembers of its workers."""
-        known = self.memories.pop((namespace, deployment), None)
-        for ip, uid in known.addresses.items() if known is not None else ():
-            self.workers.forget_pod(ip, uid)
+        """Drop the memory of a deployment."""
+        self.memories.pop((namespace, deployment), None)
 
     def show(self, key: Key, conditions: tuple[Condition, ...]) -> None:
         """Take an object's reasons for the metrics from its conditions."""
@@ -112,8 +110,7 @@ class Runtime:
         known = self.memories.get((namespace, name))
         if known is None or known.uid != deployment.uid:
             tokens = ControlTokens(self.settings, deployment)
-            addresses = known.addresses if known is not None else {}
-            known = self.memories[namespace, name] = DeploymentMemory(uid=deployment.uid, tokens=tokens, addresses=addresses)
+            known = self.memories[namespace, name] = DeploymentMemory(uid=deployment.uid, tokens=tokens)
         return known
 
     def child_changed(self, namespace: str, deployment: str, kind: str, name: str) -> None:

@@ -2,6 +2,8 @@
 """The control port over a fake rank group: its token, its operations, its refusals."""
 
 import asyncio
+import hashlib
+import hmac
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,32 @@ async def test_a_rotated_token_counts_from_the_next_request(token_path: Path) ->
         assert (await status("right"), await status("other")) == (401, 200)
         take_away(token_path)
         assert (await status("other"), await status("")) == (401, 401)
+
+
+def for_pod(token: str, pod_uid: str) -> dict[str, str]:
+    """Return the header of the operator's calls to a pod."""
+    return {"authorization": f"Bearer {hmac.new(token.encode(), pod_uid.encode(), hashlib.sha256).hexdigest()}"}
+
+
+async def test_a_bearer_for_this_pod_opens_the_port_and_one_for_another_pod_does_not(token_path: Path) -> None:
+    async with serving_edge(token_path=token_path, pod_uid="pod-7") as edge:
+
+        async def status(token: str, pod_uid: str) -> int:
+            return (await edge.control.get("/v1/state", headers=for_pod(token, pod_uid))).status_code
+
+        assert [await status("right", "pod-7"), await status("right", "pod-8"), await status("right", ""), await status("", "pod-7")] == [
+            200, 401, 401, 401,
+        ]  # fmt: skip
+        replace(token_path, "other")
+        assert [await status("right", "pod-7"), await status("other", "pod-7")] == [401, 200]
+        take_away(token_path)
+        assert [await status("other", "pod-7"), await status("", "pod-7")] == [401, 401]
+
+
+async def test_a_worker_that_knows_no_uid_takes_the_token_alone(token_path: Path) -> None:
+    async with serving_edge(token_path=token_path) as edge:
+        assert (await edge.control.get("/v1/state", headers=for_pod("right", ""))).status_code == 401
+        assert (await edge.control.get("/v1/state", headers={"authorization": "Bearer right"})).status_code == 200
 
 
 async def test_the_api_description_needs_no_token(token_path: Path) -> None:

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.server import probes
-from diffusion_worker.server.control import identity, lora_routes, sleep_routes
+from diffusion_worker.server.control import lora_routes, sleep_routes
 from diffusion_worker.server.control import routes as control
 from diffusion_worker.server.control.operator_epoch import admit_epoch
 from diffusion_worker.server.encoding.decoders import Decoders
@@ -81,7 +81,7 @@ def data_app(engine: Engine, *, local: bool = False) -> FastAPI:
 def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     """Build the application of the control port: state, operations, adapters, and vLLM's routes.
 
-    With a token file all paths need the token but the API's description and the identity. Without one, only a loopback listener is safe.
+    With a token file all paths need the token but the API's description. Without one, only a loopback listener is safe.
 
     Raises:
         ConfigError: the token file is missing or empty.
@@ -89,12 +89,9 @@ def control_app(engine: Engine, token_path: Path | None) -> FastAPI:
     app = _app(engine, title="diffusion-worker control API", flat_errors=True)
     secured = []
     if token_path is not None:
-        token_file = app.state.token_file = TokenFile(token_path, "--control-token-file")
-        # The API's description is no secret, and a client that asks for a proof has sent no token yet.
-        secured = _require(app, token_file, CONTROL_TOKEN, lambda path: path not in ("/openapi.json", identity.PATH))
-        app.include_router(identity.router)
-    if engine.pod_uid:
-        app.add_middleware(identity.NamePod, pod_uid=engine.pod_uid)
+        token_file = TokenFile(token_path, "--control-token-file", pod_uid=engine.pod_uid)
+        # The API's description is no secret.
+        secured = _require(app, token_file, CONTROL_TOKEN, lambda path: path != "/openapi.json")
     app.add_middleware(OwnOrigin, local=token_path is None)
     app.add_middleware(HeadAndSlash)
     app.state.has_token = token_path is not None

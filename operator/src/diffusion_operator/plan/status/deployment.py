@@ -110,18 +110,7 @@ def group_status(group: Group) -> ReplicaStatus:
         generation=group.document.generation if group.document else None,
         last_rank_loss=_last_rank_loss(group),
         last_operation=_last_operation(group),
-        control_proven=_control_proven(group),
     )
-
-
-def _control_proven(group: Group) -> bool | None:
-    """Return True from the first proof of the pod's worker on, and None before.
-
-    A worker that names its pod has a version that can prove itself.
-    """
-    document, before = group.document, group.previous
-    known = before is not None and before.leader_pod == group.pod.name and before.control_proven
-    return True if known or (document is not None and document.pod_uid == group.pod.uid) else None
 
 
 def _last_operation(group: Group) -> OperationStatus | None:

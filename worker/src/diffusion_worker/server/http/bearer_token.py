@@ -19,12 +19,13 @@ log = logging.getLogger(__name__)
 class TokenFile:
     """A file with one token, read again whenever it changes; `option` is the command line's option that names it.
 
-    While the file is unreadable or empty, every token is wrong.
+    With `pod_uid`, the HMAC of that UID with the token is accepted, too. While the file is unreadable or empty, every token is wrong.
     """
 
-    def __init__(self, path: Path, option: str) -> None:
+    def __init__(self, path: Path, option: str, *, pod_uid: str = "") -> None:
         self._path = path
         self._option = option
+        self._pod_uid = pod_uid.encode()
         self._stamp: tuple[int, int, int] | None = None
         self._token = b""
 
@@ -39,16 +40,12 @@ class TokenFile:
 
     def accepts(self, authorization: str | None) -> bool:
         """Compare the header with the token now in the file, in constant time; False for another scheme, or while there is no token."""
-        scheme, _, given = (authorization or "").partition(" ")
-        expected = self._current()
-        # compare_digest runs in any case, so that the time reveals nothing about the token.
-        same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), expected)
-        return same and bool(expected) and scheme.lower() == "bearer"
-
-    def sign(self, message: bytes) -> str | None:
-        """Return the HMAC of a message with the token, in hexadecimal digits; None while there is no token."""
-        token = self._current()
-        return hmac.new(token, message, hashlib.sha256).hexdigest() if token else None
+        scheme, _, word = (authorization or "").partition(" ")
+        given, token = word.strip().encode("utf-8", "surrogateescape"), self._current()
+        # Both comparisons run in any case, so that the time reveals nothing about the token.
+        is_token = hmac.compare_digest(given, token)
+        is_for_pod = hmac.compare_digest(given, hmac.new(token, self._pod_uid, hashlib.sha256).hexdigest().encode())
+        return (is_token or (is_for_pod and bool(self._pod_uid))) and bool(token) and scheme.lower() == "bearer"
 
     def _current(self) -> bytes:
         try:
