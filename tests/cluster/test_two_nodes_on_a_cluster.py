@@ -14,7 +14,7 @@ from tools.demo.images import Request
 from tools.demo.kubectl import Document, condition
 from tools.devcluster import cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 NAME = "spread"
 DD = f"dd/{NAME}"
@@ -92,7 +92,7 @@ def soak(rig: ClusterRig, second: str) -> Iterator[OperatorsSoak]:
 
 
 def test_a_dead_leader_a_drained_node_and_a_rollout_cost_no_request(soak: OperatorsSoak) -> None:
-    outcome = soak.run(300, rounds=[["leader-killed"], ["node-drained"], ["rolled-out"]])
+    outcome = soak.run(1500, rounds=[["leader-killed"], ["node-drained"], ["rolled-out"]])
     assert outcome.wrong == []
     assert outcome.lost == []
     assert outcome.answered > 10
