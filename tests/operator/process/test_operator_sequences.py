@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 async def test_random_sequences_come_to_what_was_asked_for_however_often_the_operator_dies(kubeconfig: Path, tmp_path: Path) -> None:
-    outcome = await run_sequences(tmp_path, kubeconfig, seed=5, count=12, limit_s=60, at_once=12, strangers_s=5.0)
+    outcome = await run_sequences(tmp_path, kubeconfig, seed=5, count=12, limit_s=600, at_once=12, strangers_s=5.0)
     assert outcome.wrong == []
     assert outcome.obstructed > 3
     assert outcome.killed + sum(outcome.died_at.values()) >= 2
@@ -38,7 +38,7 @@ async def test_random_sequences_come_to_what_was_asked_for_however_often_the_ope
 async def test_random_sequences_come_to_what_was_asked_for_while_leaders_die_and_one_operator_writes_at_a_time(tmp_path: Path) -> None:
     with own_apiserver(audited=True) as kubeconfig:
         options = {"lives": TwoOperators, "strangers_s": 5.0}
-        outcome = await run_sequences(tmp_path, kubeconfig, seed=SEED_OF_DEATHS, count=6, limit_s=60, at_once=6, **options)
+        outcome = await run_sequences(tmp_path, kubeconfig, seed=SEED_OF_DEATHS, count=6, limit_s=600, at_once=6, **options)
     assert outcome.wrong == []
     assert outcome.steps["leader killed"] >= 1
     assert outcome.lead_changes >= 1

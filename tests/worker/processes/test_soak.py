@@ -43,9 +43,9 @@ def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_image(
 
 @pytest.mark.slow
 def test_a_signal_at_any_moment_of_a_start_ends_the_worker(short_path: Path) -> None:
-    outcome = run_signals(short_path, seed=1, count=10, limit_s=60)
+    outcome = run_signals(short_path, seed=1, count=10, limit_s=600)
     assert outcome.wrong == []
-    assert outcome.done > 3
+    assert outcome.done == 10
 
 
 @pytest.mark.slow
@@ -66,7 +66,7 @@ def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothin
 
 @pytest.mark.slow
 def test_requests_over_changing_adapters_get_the_images_of_theirs(short_path: Path) -> None:
-    outcome = run_adapters(short_path, seed=1, count=100, limit_s=60, names=20)
+    outcome = run_adapters(short_path, seed=1, count=100, limit_s=600, names=20)
     assert outcome.wrong == []
     assert sum(outcome.images.values()) > 80 and len(outcome.images) == 4
     assert outcome.evictions > 10 and len(outcome.churn) == 3
@@ -74,7 +74,7 @@ def test_requests_over_changing_adapters_get_the_images_of_theirs(short_path: Pa
 
 @pytest.mark.slow
 def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_request(short_path: Path) -> None:
-    outcome = run_sleep(short_path, seed=1, count=8, limit_s=120)
+    outcome = run_sleep(short_path, seed=1, count=8, limit_s=600)
     assert outcome.wrong == []
     assert outcome.done == 8
     assert outcome.images > 40 and outcome.states["ready"] > 3
