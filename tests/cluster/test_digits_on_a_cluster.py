@@ -16,7 +16,6 @@ from support.cluster.prometheus import Prometheus, prometheus
 from support.cluster.rig import ADAPTER_READY, PROMPT, SERVING, START_S, ClusterRig
 from support.runner import digit_judge
 from tools import dashboard
-from tools.demo.errors import DemoFailed
 from tools.demo.images import DemoImage, Request, ask_and_be_refused
 from tools.demo.installation import CHART
 from tools.demo.kubectl import Wanted
@@ -66,26 +65,19 @@ def test_an_adapter_nobody_declared_is_not_found_and_never_the_base(rig_with_dig
     assert (refused.status, refused.code) == (404, "model_not_found")
 
 
-READ_FILES = """
-import hashlib, json, pathlib
-folder = pathlib.Path("/etc/diffusion/desired")
-main = json.loads((folder / "desired.json").read_text())
-right = [hashlib.sha256((folder / one["file"]).read_bytes()).hexdigest() == one["sha256"] for one in main["shards"]]
-print(main["adapters"], right)
+READ_FILE = """
+import gzip, json
+print(*[one["name"] for one in json.loads(gzip.open("/etc/diffusion/desired/adapters.json.gz").read())["adapters"]])
 """
 
 
 def test_the_kubelet_brings_the_file_with_an_adapter_that_is_younger_than_its_pod(rig_with_digits: ClusterRig) -> None:
-    """Wait until the kubelet has added an optional shard to the folder of a pod that was made before any shard."""
     rig = rig_with_digits
 
-    def read() -> bool:
-        try:
-            return rig.kubectl.text("exec", rig.pod(NAME), "-c", "worker", "--", "python3", "-c", READ_FILES).strip() == "[] [True]"
-        except DemoFailed:  # a named file is not there yet
-            return False
+    def names() -> list[str]:
+        return rig.kubectl.text("exec", rig.pod(NAME), "-c", "worker", "--", "python3", "-c", READ_FILE).split()
 
-    rig.eventually("the shard as the main file names it", read, deadline_s=180)
+    rig.eventually("the list with the adapter", lambda: names() == [STYLE], deadline_s=180)
 
 
 def test_kubectl_shows_the_model_and_its_adapter_with_their_columns(rig_with_digits: ClusterRig) -> None:

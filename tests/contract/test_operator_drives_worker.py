@@ -18,6 +18,7 @@ from diffusion_operator.api.merged_state import merged
 from diffusion_operator.api.worker_state import RecordState, WorkerPhase
 from diffusion_operator.errors import ControlUnreachable
 from diffusion_operator.plan.adapters.load_attempts import RACES
+from diffusion_operator.plan.adapters.mounted_file import packed
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_worker.engine.sleep.policy import read_desired
 from diffusion_worker.engine.state.state_document import AdapterState, EngineState, RankState
@@ -62,7 +63,7 @@ def test_the_codes_that_the_operator_takes_for_races_are_codes_of_the_worker() -
 def test_the_desired_file_that_the_operator_mounts_is_read_by_the_worker(tmp_path: Path) -> None:
     metadata = {"name": "d", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
     spec = {"model": {"source": {"path": "/m"}}, "sleep": {"policy": "Asleep"}}
-    manifest = desired_config(msgspec.convert({"metadata": metadata, "spec": spec}, DiffusionDeployment))
+    manifest = desired_config(msgspec.convert({"metadata": metadata, "spec": spec}, DiffusionDeployment), packed(()))
     path = tmp_path / "desired.json"
     path.write_text(manifest["data"]["desired.json"])
     assert read_desired(str(path)).sleep.policy == "Asleep"

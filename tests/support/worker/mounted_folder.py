@@ -6,6 +6,7 @@ Real: the bytes of the files. Not real: the links of the kubelet.
 
 import gzip
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ def wanted(name: str, **fields: Any) -> DesiredAdapter:
     return DesiredAdapter(name, Source(path=f"/{name}"), **fields)
 
 
+def write_adapters(folder: Path, adapters: Iterable[Any]) -> None:
+    """Write the adapters' file with these entries."""
+    _replace(folder / FILE, gzip.compress(msgspec.json.encode({"adapters": list(adapters)}), mtime=0))
+
+
 class MountedFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,7 +34,7 @@ class MountedFolder:
 
     def write(self, *adapters: DesiredAdapter, age_s: float = 0.0, **fields: Any) -> str:
         """Write both files, dated `age_s` ago; return the path of the desired file, which has `fields`."""
-        _replace(self.adapters, gzip.compress(msgspec.json.encode({"adapters": adapters}), mtime=0))
+        write_adapters(self.folder, adapters)
         _replace(self.main, msgspec.json.encode(DesiredState(**fields)))
         at_s = self.main.stat().st_mtime - age_s
         os.utime(self.main, (at_s, at_s))

@@ -24,13 +24,19 @@ from diffusion_worker.sources.fetching import Fetched, Fetcher, Report
 from diffusion_worker.sources.in_place import FileStamp
 from diffusion_worker.sources.source import Source
 from support.worker.fake_rank_group import FakeRankGroup, fake_digest
+from support.worker.mounted_folder import write_adapters
 
 REMOTE_BYTES = 4096
 KILLED = "rank 1 (pid 7) was ended by SIGKILL"
 
 
 def write_desired(folder: Path, policy: str, **fields: Any) -> str:
-    """Write a mounted file with a sleep policy, replaced atomically as the kubelet does; return its path."""
+    """Write a mounted file with a sleep policy, replaced atomically as the kubelet does; return its path.
+
+    With `adapters` their file is written, too.
+    """
+    if "adapters" in fields:
+        write_adapters(folder, fields.pop("adapters"))
     path = folder / "desired.json"
     replacement = path.with_suffix(".new")
     replacement.write_text(json.dumps({"sleep": {"policy": policy, **fields.pop("sleep", {})}, **fields}))

@@ -2,7 +2,6 @@
 """Sleep frees the weights' memory, as the kernel counts it, and the image after waking is the same, bit for bit."""
 
 import concurrent.futures
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from support.worker.process import DIGITS, WorkerProcess, resident_bytes
 from support.worker.real_memory import MemoryCgroup, make_big_model, why_not
+from support.worker.sleep_rig import write_desired
 
 # A start of a real worker imports torch for ten seconds.
 pytestmark = pytest.mark.slow
@@ -117,15 +117,11 @@ def test_sleep_that_does_not_wait_any_longer_ends_the_running_image_with_a_code(
 
 
 def test_the_desired_file_names_adapters_and_lets_the_worker_fall_asleep_by_itself(tmp_path: Path, bad_adapters: dict[str, Path]) -> None:
-    desired = {
-        "sleep": {"policy": "Asleep"},
-        "adapters": [
-            {"name": "stripes", "source": {"path": str(DIGITS / "loras" / "stripes")}, "digest": None, "scale": 0.5},
-            {"name": "broken", "source": {"path": str(bad_adapters["garbage"])}, "digest": None, "scale": 1.0},
-        ],
-    }
-    path = tmp_path / "desired.json"
-    path.write_text(json.dumps(desired))
+    adapters = [
+        {"name": "stripes", "source": {"path": str(DIGITS / "loras" / "stripes")}, "digest": None, "scale": 0.5},
+        {"name": "broken", "source": {"path": str(bad_adapters["garbage"])}, "digest": None, "scale": 1.0},
+    ]
+    path = write_desired(tmp_path, "Asleep", adapters=adapters)
     with WorkerProcess(options=(f"--desired={path}",)) as worker:
         worker.wait_ready()
         document = worker.wait_state("asleep")

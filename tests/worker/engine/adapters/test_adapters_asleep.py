@@ -2,12 +2,10 @@
 """Adapters that change while the model sleeps, over fake ranks: applied before it serves again, whatever the level."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from diffusion_worker.engine.adapters.declared import changes
@@ -18,7 +16,6 @@ from diffusion_worker.engine.state.state_document import (
     AdapterState,
     DesiredAdapter,
     DesiredSleep,
-    DesiredState,
     Residency,
     SleepCall,
     SleepPolicy,
@@ -28,6 +25,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, SleepLevel
 from diffusion_worker.sources.source import HuggingFaceSource, Source
 from support.worker.fake_rank_group import FakeRankGroup, fake_digest
+from support.worker.mounted_folder import MountedFolder
 from support.worker.server_edge import DEADLINE_S, Edge, serving_edge
 
 NO_FILE = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json in /b")
@@ -434,12 +432,8 @@ def wanted(name: str, path: str = "", **fields: Any) -> DesiredAdapter:
 
 
 def write(path: Path, *adapters: DesiredAdapter, age_s: float = 0.0, policy: SleepPolicy = SleepPolicy.ALWAYS_AWAKE) -> None:
-    """Replace the desired file as a kubelet does, with a time of change this many seconds ago."""
-    new = path.with_name("new")
-    new.write_bytes(msgspec.json.encode(DesiredState(adapters=list(adapters), sleep=DesiredSleep(policy=policy))))
-    at_s = new.stat().st_mtime - age_s
-    os.utime(new, (at_s, at_s))
-    new.rename(path)
+    """Replace the desired files as a kubelet does, with a time of change this many seconds ago."""
+    MountedFolder(path.parent).write(*adapters, age_s=age_s, sleep=DesiredSleep(policy=policy))
 
 
 def test_of_a_file_only_what_changed_counts() -> None:

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from diffusion_worker.config import OnMissing
@@ -20,7 +19,6 @@ from diffusion_worker.engine.state.state_document import (
     AdapterDocument,
     AdapterState,
     DesiredAdapter,
-    DesiredState,
     Residency,
     SleepCall,
     WakeCall,
@@ -29,6 +27,7 @@ from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.messages import ErrorReport, Recipe
 from diffusion_worker.sources.source import HuggingFaceSource, Source
 from support.worker.fake_rank_group import FakeRankGroup, fake_digest, fake_identity
+from support.worker.mounted_folder import MountedFolder
 from support.worker.server_edge import DEADLINE_S, Edge, serving_edge
 from support.worker.sleep_rig import REMOTE_BYTES
 
@@ -691,9 +690,8 @@ async def test_at_start_all_are_known_and_the_most_wanted_are_loaded_as_many_as_
         DesiredAdapter("digits", Source(path="/base")),  # the base model's name, which no adapter can have
         DesiredAdapter("later", Source(path="/later"), residency=Residency.ON_DEMAND),
     ]
-    path = tmp_path / "desired.json"
-    path.write_bytes(msgspec.json.encode(DesiredState(adapters=desired)))
-    async with serving_edge(max_loras=2, max_cached_loras=3, desired_path=str(path), preload_loras={"mine": "/mine"}) as edge:
+    path = MountedFolder(tmp_path).write(*desired)
+    async with serving_edge(max_loras=2, max_cached_loras=3, desired_path=path, preload_loras={"mine": "/mine"}) as edge:
         assert states(edge) == {
             "resident": "Loaded",
             "high": "Loaded",
@@ -710,9 +708,7 @@ async def test_at_start_all_are_known_and_the_most_wanted_are_loaded_as_many_as_
 
 async def test_a_source_that_stalls_at_start_keeps_nothing_from_serving_past_its_timeout(tmp_path: Path) -> None:
     stalling = DesiredAdapter("a", Source(hugging_face=HuggingFaceSource("org/a")), load_timeout_seconds=0.05)
-    path = tmp_path / "desired.json"
-    path.write_bytes(msgspec.json.encode(DesiredState(adapters=[stalling])))
-    edge = Edge(FakeRankGroup(), desired_path=str(path))
+    edge = Edge(FakeRankGroup(), desired_path=MountedFolder(tmp_path).write(stalling))
     edge.fetcher.arriving.clear()
     async with asyncio.timeout(DEADLINE_S):
         await edge.engine.start()

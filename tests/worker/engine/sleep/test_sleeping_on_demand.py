@@ -44,8 +44,8 @@ def test_whichever_of_a_call_and_the_file_is_newer_counts(tmp_path: Path) -> Non
     assert rules.policy is SleepPolicy.ASLEEP
     rules.declare(None)
     assert rules.policy is SleepPolicy.ASLEEP
-    # An adapter was added: the file's sleep policy has not changed.
-    write_desired(tmp_path, "AlwaysAwake", adapters=[{"name": "style", "source": {"path": "/loras/style"}}])
+    # Another setting changed: the file's sleep policy has not.
+    write_desired(tmp_path, "AlwaysAwake", coldRequests={"maxHeld": 3})
     assert rules.policy is SleepPolicy.ASLEEP
     write_desired(tmp_path, "OnIdle")
     assert rules.policy is SleepPolicy.ON_IDLE

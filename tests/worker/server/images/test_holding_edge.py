@@ -4,7 +4,6 @@
 import asyncio
 import contextlib
 import io
-import json
 import random
 import time
 from collections.abc import AsyncIterator
@@ -289,9 +288,7 @@ async def test_a_request_for_an_adapter_of_a_sleeping_model_is_held_and_one_for_
 
 async def test_a_worker_that_starts_asleep_holds_a_request_for_an_adapter_that_is_still_to_come(tmp_path: Path) -> None:
     sources = [{"name": f"a{number}", "source": {"huggingFace": {"repo": f"org/a{number}"}}} for number in range(6)]
-    path = tmp_path / "desired.json"
-    path.write_text(json.dumps({"sleep": {"policy": "OnIdle"}, "adapters": sources}))
-    settings = {"desired_path": str(path), "state_dir": str(tmp_path / "state"), "max_loras": 8}
+    settings = {"desired_path": write_desired(tmp_path, "OnIdle", adapters=sources), "state_dir": str(tmp_path / "state"), "max_loras": 8}
     async with serving_edge(**settings) as edge:
         await fall_asleep(edge)
     edge = Edge(FakeRankGroup(), **settings)
