@@ -21,6 +21,7 @@ from diffusion_operator.api.names import (
     STATE_DIR,
     TOKEN_KEY,
 )
+from diffusion_operator.plan.adapters.mounted_file import packed
 from diffusion_operator.render.desired_config import desired_config
 from diffusion_operator.render.worker_arguments import worker_arguments
 from support.worker.process import DIGITS_MODEL, WorkerProcess
@@ -66,7 +67,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     assert command == "serve"
     (folder / API_KEY_DIR.lstrip("/") / "images").write_text(KEY)
     (folder / CONTROL_DIR.lstrip("/") / TOKEN_KEY).write_text("the-control-token")
-    (folder / DESIRED_DIR.lstrip("/") / DESIRED_KEY).write_text(desired_config(deployment)["data"][DESIRED_KEY])
+    (folder / DESIRED_DIR.lstrip("/") / DESIRED_KEY).write_text(desired_config(deployment, packed(()))["data"][DESIRED_KEY])
     with WorkerProcess(options=tuple(options)) as started:
         started.wait_ready()
         yield started
