@@ -42,7 +42,7 @@ async def test_adapters_take_turns_in_memory_and_each_says_where_it_is(tmp_path:
         rig.cluster.change(ADAPTER, "a", lambda spec: spec.update(residency="Resident"))
         await told.until("Ready", "True", "LoadedEverywhere", name="a")
         await told.until("Ready", "False", "Evicted", name="b")
-        assert rig.adapter_condition("Degraded", "b") == ("False", "AsExpected")
+        assert rig.adapter_condition("Degraded", "b") == ("True", "Evicted")
         rig.cluster.put(adapter("d2", lora(tmp_path, "d2"), residency="Resident"))
         message = await told.until("Accepted", "False", "CapacityExceeded", name="d2")
         assert "spec.lora.maxLoaded of DiffusionDeployment d is 1" in message

@@ -68,7 +68,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     (folder / API_KEY_DIR.lstrip("/") / "images").write_text(KEY)
     (folder / CONTROL_DIR.lstrip("/") / TOKEN_KEY).write_text("the-control-token")
     (folder / DESIRED_DIR.lstrip("/") / DESIRED_KEY).write_text(desired_config(deployment, packed(()))["data"][DESIRED_KEY])
-    with WorkerProcess(options=tuple(options)) as started:
+    with WorkerProcess(options=tuple(options), served_name=None) as started:
         started.wait_ready()
         yield started
 

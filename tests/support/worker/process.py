@@ -55,7 +55,7 @@ class WorkerProcess(contextlib.ExitStack):
         *,
         ranks: int = 1,
         loras: Mapping[str, Path] | None = None,
-        served_name: str = "digits",
+        served_name: str | None = "digits",
         options: tuple[str, ...] = (),
         token: str | None = "the-control-token",
         env: Mapping[str, str] | None = None,
@@ -69,7 +69,8 @@ class WorkerProcess(contextlib.ExitStack):
         self.termination_log = self.folder / "termination-log"
         self.termination_log.touch()
         command = [*wrapper, sys.executable, *program, "serve", f"--model={model}", f"--ranks={ranks}"]
-        command += [f"--served-name={served_name}", "--host=127.0.0.1", "--port=0", "--control-port=0"]
+        command += [f"--served-name={served_name}"] if served_name is not None else []
+        command += ["--host=127.0.0.1", "--port=0", "--control-port=0"]
         command += [f"--lora={name}={path}" for name, path in (loras or {}).items()]
         if token is not None:
             self.write_token(token)
