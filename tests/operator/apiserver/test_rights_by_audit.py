@@ -133,7 +133,8 @@ def live(cluster: AuditedApiserver, team: Team, documents: list[Document]) -> No
         team.warn("d-0-0", "FailedMount", "configmap authority not found")
         operator.eventually(lambda: "replica 0: FailedMount: configmap authority not found" in team.message("dd", "d"), within_s=120.0)
         print(team.kubectl("describe", "dd", "d"))
-        with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=team.token(OLD), options=options) as worker:
+        own = {"DIFFUSION_POD_UID": team.get("pod", "d-0-0")["metadata"]["uid"]}
+        with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=team.token(OLD), options=options, env=own) as worker:
             worker.control_url = f"http://{WORKER_IP}:8001"
             team.run_pod("d-0-0")
             operator.eventually(lambda: team.reason("dd", "d") == "Serving")
@@ -256,7 +257,8 @@ def test_a_replica_without_a_gpu_names_the_deployment_that_sleeps_with_one(clust
         cluster.apply(sleeper)
         operator.eventually(lambda: "d-0-0" in team.names("pods"))
         options = (f"--host={WORKER_IP}", "--control-port=8001")
-        with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=team.token(OLD), options=options) as worker:
+        own = {"DIFFUSION_POD_UID": team.get("pod", "d-0-0")["metadata"]["uid"]}
+        with WorkerProcess(DIGITS_MODEL, program=FAKE_PROGRAM, token=team.token(OLD), options=options, env=own) as worker:
             worker.control_url = f"http://{WORKER_IP}:8001"
             team.run_pod("d-0-0")
             operator.eventually(lambda: team.reason("dd", "d") == "Serving")
