@@ -181,7 +181,7 @@ def test_a_stream_tells_that_it_is_held_and_why_and_ends_with_the_image(
 def test_under_policy_asleep_requests_are_refused_at_once_and_wrong_ones_with_their_own_code(sleepy: Sleepy) -> None:
     sleepy.declare(policy="Asleep")
     answer = sleepy.worker.request_images(**REQUEST)
-    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (503, "Asleep", True)
+    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (422, "Asleep", False)
     assert sleepy.worker.request_images(**{**REQUEST, "size": "33x32"}).status_code == 400
     assert sleepy.worker.request_images(**REQUEST, model="nobody").status_code == 404
     assert sleepy.worker.state()["state"] == "asleep"
