@@ -97,7 +97,7 @@ def test_an_upgrade_with_a_changed_crd_and_another_default_image_restarts_nothin
     threading.Event().wait(QUIET_S)
     assert lives(rig) == before
     assert rig.image(NAME, STYLE).png == image.png
-    assert rig.condition(DD, "DefaultImage")["reason"] == "NewerExists"
+    rig.eventually("the newer default is told", lambda: rig.condition(DD, "DefaultImage")["reason"] == "NewerExists")
     helm.upgrade()
     assert "Succeeded" in helm("test", RELEASE)
 
