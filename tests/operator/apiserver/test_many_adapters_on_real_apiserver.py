@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More adapters of one deployment than its ConfigMap can hold, on a real API server, whose objects have room for 1 MiB (fault 40).
+"""More adapters of one deployment than its ConfigMap can hold, on a real API server, whose objects have room for 1 MiB.
 
 An operator and a fake kubelet work. Sources have long addresses, so that few adapters take as much room as thousands of others.
 """

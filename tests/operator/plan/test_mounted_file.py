@@ -36,8 +36,8 @@ def decisions(adapters: Sequence[DesiredAdapter]) -> list[Decision]:
     return [Decision(adapter=adapter, accepted=True, desired=each) for each in adapters]
 
 
-def planned(adapters: Sequence[DesiredAdapter], before: AdapterFile = NO_ADAPTERS, **given: Any) -> AdapterFile:
-    return plan_file(decisions(adapters), before, **given)
+def planned(adapters: Sequence[DesiredAdapter], before: AdapterFile = NO_ADAPTERS) -> AdapterFile:
+    return plan_file(decisions(adapters), before)
 
 
 def after_refusals(adapters: Sequence[DesiredAdapter], file: AdapterFile) -> list[Decision]:
@@ -80,9 +80,10 @@ def test_the_newest_that_do_not_fit_are_refused_and_the_others_stay(monkeypatch:
     assert names(planned(adapters[1:], file)) == [each.name for each in adapters[1:10]], "the next one has the place of one that went"
 
 
-def test_a_deployment_has_so_many_adapters_at_most() -> None:
+def test_a_deployment_has_so_many_adapters_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounted_file, "MOST_ADAPTERS", 4)
     adapters = [one(f"a{number}") for number in range(6)]
-    after = after_refusals(adapters, planned(adapters, most=4))
+    after = after_refusals(adapters, planned(adapters))
     assert [(each.accepted, each.reason) for each in after[3:]] == [(True, "Accepted")] + [(False, "CapacityExceeded")] * 2
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a deployment's status: some are written at once, others only count; none over a version that was not seen (fault 78)."""
+"""Changes of a deployment's status: some are written at once, others only count; none over a version that was not seen."""
 
 from datetime import timedelta
 from typing import Any

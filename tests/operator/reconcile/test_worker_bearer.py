@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker is sent a bearer that is good for its pod alone, since another pod may have its address (fault 85)."""
+"""A worker is sent a bearer that is good for its pod alone, since another pod may have its address."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

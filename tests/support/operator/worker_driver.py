@@ -103,9 +103,10 @@ async def refusal(call: Awaitable[object]) -> ControlRefused:
 
 
 def config_of_arguments(arguments: list[str]) -> WorkerConfig:
-    """Parse a command line, its first word the subcommand, into settings as the CLI does, less the ports and host. The parser's errors
+    """Parse a command line, its first word the subcommand, into settings as the CLI does, less what only `serve` takes. The parser's errors
     are raised unchanged."""
     command = cli.cli.get_command(click.Context(cli.cli), arguments[0])
     assert command is not None
     context = command.make_context("serve", arguments[1:])
-    return cli.config_of({name: value for name, value in context.params.items() if name not in ("host", "port", "control_port")})
+    others = ("host", "port", "control_port", "check_only")
+    return cli.config_of({name: value for name, value in context.params.items() if name not in others})

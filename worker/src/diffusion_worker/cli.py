@@ -473,11 +473,11 @@ def cli() -> None:
     is_flag=True,
     help="Check the options and end, without a look at the files, folders and sources that they name.",
 )
-def serve(*, host: str, port: int, control_port: int, **options: Any) -> None:
+def serve(*, host: str, port: int, control_port: int, check_only: bool, **options: Any) -> None:
     """Serve the model at SOURCE: images on the data port, state and control on the control port."""
     config = config_of(options)
     check_options(config)
-    if options["check_only"]:
+    if check_only:
         return
     check_places(config)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
@@ -518,7 +518,6 @@ def config_of(options: dict[str, Any]) -> WorkerConfig:
     rendezvous_host, rendezvous_port = parse_address(plain.pop("rendezvous_address"))
     model = the_model(plain.pop("model"), plain.pop("model_option"))
     place = locate_model(model, plain["claims_dir"])
-    del plain["check_only"]
     slots, names = lora_defaults(plain["max_loras"]), plain.pop("served_names")
     converted: dict[str, Any] = {
         "model": place.folder,
@@ -667,9 +666,10 @@ def check_places(config: WorkerConfig) -> None:
             read_model_index(config.model)
         except ConfigError as error:
             raise ConfigError(f"--model: {error}") from None
-    package = config.pipeline.partition(":")[0].partition(".")[0]
-    if config.load_format is LoadFormat.CUSTOM_PIPELINE and importlib.util.find_spec(package) is None:
-        raise ConfigError(f"--pipeline {config.pipeline!r}: there is no module {package!r}")
+    if config.load_format is LoadFormat.CUSTOM_PIPELINE:
+        package = split_import_path(config.pipeline, "--pipeline")[0].partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"--pipeline {config.pipeline!r}: there is no module {package!r}")
     check_source_paths(config)
     _check_folders(config)
     policy = read_desired(config.desired_path).sleep.policy

@@ -174,7 +174,7 @@ class DeploymentMemory:
     """The object's, in this pass: a status is written only over the one that it was computed from."""
     departures: Departures = field(default_factory=Departures)
     withheld_s: float | None = None
-    """Until news are due for a status that wait because they only count; None without any."""
+    """Seconds until something is due that waits: counts for a status, or the adapters' file; None without any."""
     views: dict[str, AdapterView] = field(default_factory=dict)
     """The views that were last published, by UID of the adapter."""
     published_at: dict[str, datetime] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class DeploymentMemory:
         return record
 
     def withhold(self, seconds: float) -> None:
-        """Have the next pass within so many seconds, for news that only count; the shortest of several calls holds."""
+        """Have the next pass within so many seconds, for what waits until then; the shortest of several calls holds."""
         self.withheld_s = seconds if self.withheld_s is None else min(self.withheld_s, seconds)
 
     def forget_pods(self, present: set[str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ConfigMap with the adapters of a deployment, written and kept in virtual time (faults 41 to 43)."""
+"""The ConfigMap with the adapters of a deployment, written and kept in virtual time."""
 
 import hashlib
 from typing import Any

@@ -46,12 +46,12 @@ def packed(adapters: Iterable[DesiredAdapter]) -> bytes:
 NO_ADAPTERS = AdapterFile(wanted=(), fitting=0, content=packed(()))
 
 
-def plan_file(accepted: Iterable[Decision], before: AdapterFile, *, most: int = MOST_ADAPTERS) -> AdapterFile:
+def plan_file(accepted: Iterable[Decision], before: AdapterFile) -> AdapterFile:
     """Put the accepted adapters, given oldest first, into the file. Returns `before`, the file of the last pass, if nothing changed."""
     wanted = tuple(decision.desired for decision in accepted if decision.desired is not None)
     if wanted == before.wanted:
         return before
-    fitting = min(len(wanted), most)
+    fitting = min(len(wanted), MOST_ADAPTERS)
     content = packed(wanted[:fitting])
     if len(content) > FILE_BYTES:
         fitting = max(0, bisect_right(range(fitting), FILE_BYTES, key=lambda count: len(packed(wanted[:count]))) - 1)

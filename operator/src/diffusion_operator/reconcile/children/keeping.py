@@ -36,7 +36,7 @@ from diffusion_operator.settings import OperatorPods
 
 MOUNT_PATIENCE = timedelta(seconds=5)
 BYTES_A_SECOND = FILE_BYTES / 15
-"""Of the adapters' file, on the average: a full one is written every 15 s. Workers hear of a change by a call at once."""
+"""The pace of the adapters' file: a full file is written every 15 s, a shorter one sooner. Calls tell workers of each change at once."""
 
 
 class DesiredFiles(msgspec.Struct, frozen=True):
@@ -97,11 +97,12 @@ def _optional(deployment: DiffusionDeployment, operator: OperatorPods | None) ->
 def _due(memory: DeploymentMemory, file: AdapterFile, now: datetime) -> AdapterFile:
     """Return the file to write now: the last one, while the pause after it lasts."""
     last = memory.file
-    if last is not None and last.file is not file:
+    if last is not None:
+        if last.file is file:
+            return file
         left_s = len(last.file.content) / BYTES_A_SECOND - (now - last.at).total_seconds()
         if left_s > 0:
             memory.withhold(left_s)
             return last.file
-    if last is None or last.file is not file:
-        memory.file = WrittenFile(file, now)
+    memory.file = WrittenFile(file, now)
     return file
