@@ -21,6 +21,8 @@ PREFLIGHT :=
 GOAL ?=
 GPU ?=
 SOAK ?=
+# `make test` has a sample of the cases of these, and `make soak` has all.
+SAMPLED := tests/worker/families tests/worker/runner/step_cache tests/operator/process/test_fault_points.py tests/tools/test_gpu_run.py
 CANARY ?=
 
 .PHONY: help preflight venv lint test test-fast test-slow test-cluster test-kind demo cluster cluster-down digits bench soak canary gpu gpu-wheels
@@ -75,6 +77,7 @@ bench: venv ## a single benchmark (GOAL=P4) or all of them
 
 soak: venv ## the fuzz tests and soaks at full size, and all images of the digits' exam (SOAK="--minutes 5", SOAK="--help")
 	@PYTHONPATH=.:tests $(PY) -m support.soak.run $(SOAK)
+	@$(if $(SOAK),,WHOLE=1 $(PY) -m pytest -q $(SAMPLED))
 	@$(if $(SOAK),,$(PY) examples/digits/evaluate.py --no-sheet)
 
 canary: venv ## import, load, families and adapters with the newest releases of all libraries (CANARY="--resolve-only")

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waits of steady steps that are allowed, by the function that asks for them, each with its reason.
 
-An entry that no longer occurs is a fault, and so is a wait without an entry. Copies that wait for nothing are counted only. `needed_by`
-names the variant that needs an entry.
+An entry that no longer occurs is a fault, and so is a wait without an entry. Copies that wait for nothing are counted only.
 """
 
 from collections.abc import Iterable, Mapping
 
 from diffusion_worker.config import StepCache
-from support.rehearsal.family_trial import METER, Trial
+from support.rehearsal.family_trial import Trial
 
 _REASONS: dict[str, tuple[str, ...]] = {
     "the times of a tick are read at its end": ("StageSpan.seconds",),
@@ -99,60 +98,6 @@ CACHE_RULES: dict[StepCache, dict[str, str]] = {
     },
 }
 ALLOWED: dict[str, str] = {function: reason for reason, functions in _REASONS.items() for function in functions}
-# Variants that need entries of others than their own pipeline.
-_NEEDED_BY: dict[str, tuple[str, ...]] = {
-    "AllegroPipeline": ("DDIMScheduler.step", "DDIMScheduler._get_variance"),
-    "AmusedPipeline": ("AmusedScheduler.step",),
-    "BriaFibo2Pipeline": ("BriaFibo2Transformer2DModel.forward",),
-    "ChromaPipeline": ("ChromaCombinedTimestepTextProjEmbeddings.forward",),
-    "ChronoEditPipeline": ("ChronoEditRotaryPosEmbed.forward",),
-    "CogVideoXPipeline (DPM)": ("CogVideoXDPMScheduler.step",),
-    "Flux2Pipeline (two references)": ("content",),
-    "GlmImagePipeline": ("GlmImageTransformer2DModel.forward", "apply_rotary_emb"),
-    "HiDreamImagePipeline": (
-        "HiDreamImageTransformer2DModel.patchify",
-        "HiDreamImageTransformer2DModel.unpatchify",
-        "MOEFeedForwardSwiGLU.moe_infer",
-    ),
-    "HunyuanImagePipeline": ("HunyuanImageTransformer2DModel.forward",),
-    "HunyuanVideo15Pipeline": ("HunyuanVideo15Transformer3DModel.forward",),
-    "HunyuanVideoFramepackPipeline": ("HunyuanVideoFramepackRotaryPosEmbed.forward", "HunyuanVideoFramepackTransformer3DModel.forward"),
-    "Kandinsky5T2VPipeline": ("Kandinsky5TimeEmbeddings.forward",),
-    "Lumina2Pipeline": ("Lumina2RotaryPosEmbed._get_freqs_cis", "Lumina2RotaryPosEmbed.forward"),
-    "LuminaPipeline": ("LuminaPatchEmbed.forward",),
-    "MochiPipeline": ("MochiAttnProcessor2_0.__call__",),
-    "NucleusMoEImagePipeline": (
-        "NucleusMoEEmbedRope.forward",
-        "SwiGLUExperts._run_experts_for_loop",
-        "_compute_text_seq_len_from_mask",
-    ),
-    "OmniGenPipeline": ("OmniGenSuScaledRotaryEmbedding.forward",),
-    "QwenImage21Pipeline (without cache)": (
-        "QwenImage21Rope.forward",
-        "QwenImage21Transformer2DModel.build_token_metadata",
-        "QwenImage21Transformer2DModel.forward",
-        "_qwenimage21_prefix_segments",
-    ),
-    "QwenImageEditPlusPipeline": ("QwenImageTransformer2DModel.forward",),
-    "QwenImageModularPipeline": ("compute_text_seq_len_from_mask",),
-    "SkyReelsV2DiffusionForcingPipeline": ("SkyReelsV2Transformer3DModel.forward",),
-    "StableCascadeDecoderPipeline": ("DDPMWuerstchenScheduler.previous_timestep",),
-    "WanImageToVideoPipeline (two experts)": ("WanImageToVideoPipeline.__call__",),
-    "WanPipeline (two experts)": ("WanPipeline.__call__",),
-    "ZImageControlNetPipeline": ("ZImageControlNetModel.forward",),
-    "ZImageOmniPipeline": (
-        "ZImageTransformer2DModel._build_unified_sequence",
-        "ZImageTransformer2DModel._prepare_sequence",
-    ),
-}
-_VARIANTS = {function: variant for variant, functions in _NEEDED_BY.items() for function in functions}
-
-
-def needed_by(variant: str) -> set[str]:
-    """Return the allowed functions that this variant of a family shows to be needed: its own pipeline's, or those that it is listed
-    with. Each entry but that of the meter belongs to a single variant."""
-    others = ALLOWED.keys() - {METER}
-    return {function for function in others if _VARIANTS.get(function, function.split(".")[0]) == variant}
 
 
 def unexpected(trial: Trial, allowed: Mapping[str, str] = ALLOWED) -> list[str]:

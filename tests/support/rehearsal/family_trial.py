@@ -5,9 +5,8 @@ A step is steady from the second step of a request to its last but one. The runn
 requests run in a batch.
 """
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,26 +53,11 @@ class Trial:
         """Return whether the result is at most `TOLERANCE` standard deviations from the CPU's."""
         return self.apart <= TOLERANCE
 
-    @property
-    def is_quiet(self) -> bool:
-        """Return whether every recorded wait is that of the meter at the end of a tick; true without any wait."""
-        return all(cause.function == METER for cause in self.waits)
-
-    def line(self) -> str:
-        """Return the family's line of the table."""
-        each = max(1, self.ticks)
-        waits, copies = self.waits.total() / each, self.copies.total() / each
-        return f"{self.family:60} {self.apart:.0e}  {waits:5.1f} waits  {copies:5.1f} copies a step"
-
     def causes(self) -> list[str]:
         """Return a line for each cause with its number per step: first the waits, then the copies, each with the most frequent first."""
         each = max(1, self.ticks)
         kinds = (("wait", self.waits), ("copy", self.copies))
         return [f"  {kind} {count / each:.1f}  {cause}" for kind, found in kinds for cause, count in found.most_common()]
-
-
-class _Enough(Exception):
-    """Raised after a tick to end a run whose other ticks nobody needs."""
 
 
 class RehearsedRig(FamilyRig):
@@ -148,27 +132,3 @@ def try_family(family: Family) -> Trial:
         # Company alone moves some results so far in float32, on a CPU as well.
         trial.apart = apart(found, FamilyRig(family).together(ASKED, *COMPANY)[0])
     return trial
-
-
-def waiting(family: Family, wanted: Collection[str]) -> set[str]:
-    """Return the functions that wait for the device in the steady steps of a family's requests. The run ends once all those in `wanted`
-    have waited.
-
-    Nothing is compared with the CPU, so this takes about half of the time of `try_family`.
-    """
-    found: set[str] = set()
-    with rehearse() as rehearsal:
-        rig = RehearsedRig(family, rehearsal)
-
-        def note(tick: Tick) -> None:
-            if tick.number in STEADY:
-                found.update(cause.function for cause in rehearsal.records.waits)
-            rehearsal.records.clear()
-            if found.issuperset(wanted) or tick.number >= STEADY.stop:
-                raise _Enough
-
-        rig.after_tick = note
-        with contextlib.suppress(_Enough):
-            rig.finish((ASKED, *COMPANY), (0, 0, 0))
-        rig.runner.drop_all()
-    return found

@@ -18,7 +18,6 @@ from typing import Any
 
 from support.apiserver.real_apiserver import own_apiserver
 from support.encoding.soak import run_images
-from support.rehearsal.soak import run_rehearsal
 from support.soak.adapter_files import run_files
 from support.soak.adapters import run_adapters
 from support.soak.configurations import run_configurations
@@ -56,8 +55,6 @@ PARTS: dict[str, tuple[Callable[..., Outcome | list[Outcome]], dict[str, float]]
     "images": (run_images, {"images": 2_000}),
     "signals": (run_signals, {"signals": 500}),
     "sleep": (run_sleep, {"sleep_sequences": 500}),
-    # 0 families are all of them.
-    "rehearsal": (run_rehearsal, {"rehearsed_families": 0}),
     "manifests": (_alone(run_manifests), {"manifests": 5_000}),
     "operator": (_alone(run_sequences), {"operator_sequences": 500}),
     "two-operators": (_alone(run_sequences, audited=True, lives=TwoOperators), {"pair_sequences": 500}),

@@ -35,7 +35,7 @@ def test_traffic_is_the_same_from_the_same_seed_and_has_all_kinds() -> None:
 
 @pytest.mark.slow
 def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_image(short_path: Path) -> None:
-    soak, killed = run_both(short_path, seed=1, requests=80, kill_requests=30, kill_every_s=4.0, limit_s=60, images=12)
+    soak, killed = run_both(short_path, seed=1, requests=50, kill_requests=20, kill_every_s=4.0, limit_s=60, images=12)
     assert (soak.wrong, killed.wrong) == ([], [])
     assert soak.answered > 10 and soak.refused_as_they_should > 1
     assert killed.answered > 5 and killed.restarts > 0
@@ -66,18 +66,18 @@ def test_schemathesis_finds_nothing_at_either_port_and_rude_clients_leave_nothin
 
 @pytest.mark.slow
 def test_requests_over_changing_adapters_get_the_images_of_theirs(short_path: Path) -> None:
-    outcome = run_adapters(short_path, seed=1, count=100, limit_s=600, names=20)
+    outcome = run_adapters(short_path, seed=1, count=60, limit_s=600, names=20)
     assert outcome.wrong == []
-    assert sum(outcome.images.values()) > 80 and len(outcome.images) == 4
+    assert sum(outcome.images.values()) > 40 and len(outcome.images) == 4
     assert outcome.evictions > 10 and len(outcome.churn) == 3
 
 
 @pytest.mark.slow
 def test_random_sequences_of_sleep_wake_requests_changes_and_kills_lose_no_request(short_path: Path) -> None:
-    outcome = run_sleep(short_path, seed=1, count=8, limit_s=600)
+    outcome = run_sleep(short_path, seed=1, count=5, limit_s=600)
     assert outcome.wrong == []
-    assert outcome.done == 8
-    assert outcome.images > 40 and outcome.states["ready"] > 3
+    assert outcome.done == 5
+    assert outcome.images > 20 and outcome.states["ready"] > 1
     # An operation is named by its kind and level, and by its code if it failed.
     assert "sleep" in {operation.partition(" ")[0] for operation in outcome.operations}
 

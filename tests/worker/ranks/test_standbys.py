@@ -5,6 +5,7 @@ A spawned process imports torch for itself, some seconds each, so there are few 
 """
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -34,9 +35,16 @@ def config(**settings: object) -> WorkerConfig:
 
 
 def policies(pid: int) -> list[int]:
-    """Return the kernel's scheduling policies of a process's threads, that of the main thread first."""
+    """Return the kernel's scheduling policies of a process's threads, that of the main thread first.
+
+    Threads that end meanwhile are left out.
+    """
     threads = sorted((int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()), key=lambda thread: thread != pid)
-    return [os.sched_getscheduler(thread) for thread in threads]
+    found = []
+    for thread in threads:
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.sched_getscheduler(thread))
+    return found
 
 
 def spare_pids() -> list[int]:

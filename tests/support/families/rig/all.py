@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test family: the `FAMILIES` of all files in `images` and `videos`."""
+"""Every test family: the `FAMILIES` of all files in `images` and `videos`, and a sample of them with a variant of each family."""
 
 import importlib
 from pathlib import Path
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.families.rig.family import Family
+from support.sample import one_of_each
 
 
 def _modules() -> list[str]:
@@ -14,8 +15,12 @@ def _modules() -> list[str]:
     return [f"{path.parent.name}.{path.stem}" for path in sorted(found, key=lambda path: path.stem)]
 
 
-FAMILIES: list[Family] = [
-    family for name in _modules() for family in getattr(importlib.import_module(f"support.families.{name}"), "FAMILIES", [])
-]
+BY_FILE: dict[str, list[Family]] = {
+    name: getattr(importlib.import_module(f"support.families.{name}"), "FAMILIES", []) for name in _modules()
+}
+FAMILIES = [family for families in BY_FILE.values() for family in families]
 
-every_family = pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow, id=family.name) for family in FAMILIES])
+every_family = pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=pytest.mark.slow, id=family.name) for family in one_of_each(FAMILIES, lambda family: family.family)],
+)
