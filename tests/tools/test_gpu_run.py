@@ -17,7 +17,7 @@ from tools.gpu.wheels import JUDGE
 ROOT = Path(__file__).parents[2]
 # For these the item itself says why it does not apply to a CPU.
 NOT_ON_A_CPU = {"flux-fp8"}
-# `make test` has the device and the processes of a model of random weights. Compilation for a CPU takes as long as everything else together,
+# `make test` has the device and a model of random weights. Compilation for a CPU takes as long as everything else together,
 # and has tests of its own.
 RUN = tuple(item for item in ITEMS if (WHOLE or item.process in ("device", "wan")) and item.name != "flux-compile")
 SECONDS = 1700
