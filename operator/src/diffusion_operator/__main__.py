@@ -2,6 +2,7 @@
 """`diffusion-operator run`: read the settings, start kopf."""
 
 import logging
+import resource
 from pathlib import Path
 
 import click
@@ -9,10 +10,17 @@ import kopf
 
 from diffusion_operator.errors import SettingsError
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
-from diffusion_operator.logs import ObjectFields
 from diffusion_operator.metrics import serve_metrics
-from diffusion_operator.open_files import raise_limit
+from diffusion_operator.reconcile.keyed_queue import OBJECT
 from diffusion_operator.settings import Settings, election_settings, operator_pods, read_operator_keys
+
+OWN_FILES = 128
+"""Those of the process itself: the API server's watches and writes, logs, probes, metrics."""
+FILES_A_WORKER = 2
+LEAST_WORKERS = 64
+FEW_WORKERS = 2000
+
+log = logging.getLogger(__name__)
 
 PLAIN = "[%(asctime)s] %(name)s [%(levelname)s] %(message)s"  # kopf's own format cuts a logger's name after 20 characters
 
@@ -156,6 +164,48 @@ def configure_logs(log_format: str) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.addFilter(ObjectFields())
+
+
+class ObjectFields(logging.Filter):
+    """A logging filter that attaches the reconciled object to each record, as the attribute `k8s_ref` that kopf's formatter reads."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Attach the object of the running pass, if any, and return True, so that every record is kept."""
+        key = OBJECT.get()
+        if key is not None and not hasattr(record, "k8s_ref"):
+            record.k8s_ref = key._asdict()
+        return True
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of open files to the hard one, and return how many workers it is enough for.
+
+    Raises SettingsError if they are fewer than 64; below 2000 it logs a warning.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return check(hard)
+
+
+def check(limit: int) -> int:
+    """Return how many workers a limit of open files is enough for.
+
+    Raises SettingsError if they are fewer than 64; below 2000 it logs a warning.
+    """
+    if limit == resource.RLIM_INFINITY:
+        return FEW_WORKERS * 1000
+    workers = (limit - OWN_FILES) // FILES_A_WORKER
+    if workers < LEAST_WORKERS:
+        expected = OWN_FILES + FILES_A_WORKER * LEAST_WORKERS
+        raise SettingsError(
+            f"the hard limit of open files (RLIMIT_NOFILE) is {limit}, expected at least {expected}; raise it for the container"
+        )
+    if workers < FEW_WORKERS:
+        log.warning(
+            "limit of open files limit=%d: it is enough for %d workers; raise RLIMIT_NOFILE of the container for more", limit, workers
+        )
+    return workers
 
 
 if __name__ == "__main__":

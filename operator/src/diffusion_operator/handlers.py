@@ -20,15 +20,15 @@ from prometheus_client.registry import Collector
 
 from diffusion_operator import metrics
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, Kind
+from diffusion_operator.api.published_schema import missing_fields
 from diffusion_operator.cluster import PAGE, KubernetesCluster, Manifest, connect
 from diffusion_operator.election.elector import Elector
 from diffusion_operator.election.gated import GatedCluster, GatedWorkers
 from diffusion_operator.election.leadership import Leadership
-from diffusion_operator.errors import ClusterRefused, OperatorError, WatchStale
+from diffusion_operator.errors import ClusterRefused, KindsOutdated, OperatorError, WatchStale
 from diffusion_operator.kopf_storage import NoDiffBase, NoProgress
 from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
-from diffusion_operator.reconcile.kinds_check import require_kinds
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.scope_events import tell_refusals
 from diffusion_operator.reconcile.store.child_watch import ChildWatch
@@ -40,6 +40,10 @@ from diffusion_operator.reconcile.workers.calls import WorkerCalls
 from diffusion_operator.reconcile.workers.watches import WorkerWatches
 from diffusion_operator.settings import Settings
 from diffusion_operator.worker_client import HttpWorkerClient
+
+PUBLISHED_WITHIN_S = 10.0
+"""The API server publishes a changed kind a moment after it takes it."""
+LOOK_AGAIN_S = 1.0
 
 FORBIDDEN = 403
 BACKOFFS_S = (1, 1, 2, 4, 8, 16, 30)
@@ -366,3 +370,21 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     result.scanning.disabled = True  # our kinds are there before us, so no right to list CRDs or namespaces is needed
     result.process.ultimate_exiting_timeout = 20
     return result
+
+
+async def require_kinds(cluster: KubernetesCluster) -> None:
+    """Wait until every field of a status is in the published kinds, for about ten seconds.
+
+    Raises KindsOutdated with the missing fields after that.
+    """
+    for _ in range(int(PUBLISHED_WITHIN_S / LOOK_AGAIN_S)):
+        missing = missing_fields(await cluster.published_kinds())
+        if not missing:
+            return
+        log.info("waiting for newer kinds missing=%s", ", ".join(missing))
+        await asyncio.sleep(LOOK_AGAIN_S)
+    crds = " and ".join(f"{kind.plural}.{GROUP}" for kind in (DEPLOYMENT, ADAPTER))
+    raise KindsOutdated(
+        f"the CustomResourceDefinitions {crds} are older than this operator: expected fields that they lack, {', '.join(missing)}. "
+        "Apply those of this version (docs/install.md, Upgrade)"
+    )

@@ -12,7 +12,7 @@ from diffusion_operator.api.worker_state import LoadReport, WorkerPhase
 from diffusion_operator.plan.observed.observed import Poll
 from diffusion_operator.plan.observed.pods import Container, read_pod
 from diffusion_operator.plan.observed.replica_state import read_group
-from diffusion_operator.plan.status.load_progress import load_status
+from diffusion_operator.plan.status.deployment import load_status
 from support.operator.fake_cluster import EPOCH
 from support.operator.plan_builders import READY, made, pod, says
 from support.operator.rig import Rig, deployment

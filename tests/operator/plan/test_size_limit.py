@@ -7,7 +7,7 @@ import pytest
 from diffusion_operator.api.deployment_status import FailureStatus, OperationStatus, ReplicaState, ReplicaStatus
 from diffusion_operator.api.worker_state import LossReport, WireError, WorkerPhase
 from diffusion_operator.plan.observed.pods import Container, Exit
-from diffusion_operator.plan.status.size_limit import GROUPS_BYTES, GROUPS_SHOWN, truncate_groups
+from diffusion_operator.plan.status.deployment import GROUPS_BYTES, GROUPS_SHOWN, truncate_groups
 from support.operator.plan_builders import planned, pod, says
 from support.operator.rig import serving
 

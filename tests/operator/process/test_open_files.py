@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from diffusion_operator.__main__ import check
 from diffusion_operator.errors import SettingsError
-from diffusion_operator.open_files import check
 
 PROGRAM = """
 import resource
-from diffusion_operator.open_files import raise_limit
+from diffusion_operator.__main__ import raise_limit
 raise_limit()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """

@@ -22,8 +22,7 @@ from diffusion_operator.plan.adapters.acceptance import Claim, Decision, decide
 from diffusion_operator.plan.adapters.conditions import adapter_verdicts, not_understood, without_deployment
 from diffusion_operator.plan.adapters.error_codes import DEPLOYMENT_REASONS, RELOAD_LOOP, SOURCE_REASONS
 from diffusion_operator.plan.adapters.instances import Instance
-from diffusion_operator.plan.adapters.plan import AdapterPlan
-from diffusion_operator.plan.adapters.tally import tally_of
+from diffusion_operator.plan.adapters.plan import AdapterPlan, tally_of
 from diffusion_operator.plan.adapters.view import AdapterView, marks_of
 from diffusion_operator.plan.observed import children
 from diffusion_operator.plan.observed.children import REFUSALS, ChildState

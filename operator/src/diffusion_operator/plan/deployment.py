@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one pass over a DiffusionDeployment: a table of contents."""
 
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 
 import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.deployment_status import DeploymentStatus, ReplicaState
+from diffusion_operator.api.deployment_status import AvoidedNode, DeploymentStatus, ReplicaState
 from diffusion_operator.plan.adapter_removals import AdapterEvent, plan_removals
 from diffusion_operator.plan.adapters.plan import AdapterPlan, plan_adapters
 from diffusion_operator.plan.adapters.slices import Slices, finish
@@ -17,19 +18,20 @@ from diffusion_operator.plan.observed.waiting import late, with_words
 from diffusion_operator.plan.replicas.check_pod import with_check
 from diffusion_operator.plan.replicas.departure import plan_departure
 from diffusion_operator.plan.replicas.model_pinning import resolve_model, unpinned
-from diffusion_operator.plan.replicas.node_faults import avoided_nodes, faults_of
 from diffusion_operator.plan.replicas.orphans import judge_orphans
 from diffusion_operator.plan.replicas.recovery import with_failures
 from diffusion_operator.plan.replicas.revision import Template, default_image, template_of
 from diffusion_operator.plan.replicas.rollout import count_paused, progress_of
-from diffusion_operator.plan.replicas.routing import plan_routing
 from diffusion_operator.plan.replicas.scaling import plan_replicas
 from diffusion_operator.plan.replicas.template_trial import Trial, plan_trial
-from diffusion_operator.plan.results.actions import CreatePod, PodAction, WorkerAction
+from diffusion_operator.plan.results.actions import CreatePod, PodAction, SetRoutable, WorkerAction
 from diffusion_operator.plan.sleep.next_look import SOON_S, next_look_s
 from diffusion_operator.plan.sleep.policy import plan_sleep
 from diffusion_operator.plan.status.deployment import deployment_status
 from diffusion_operator.plan.status.inputs import Situation
+
+AVOIDED_FOR = timedelta(minutes=10)
+MOST_AVOIDED = 32  # the schema's bound
 
 
 class DeploymentPlan(msgspec.Struct, frozen=True):
@@ -160,3 +162,49 @@ def status_after(
         return plan.status
     situation = msgspec.structs.replace(before, children=children, refusal=refusal)
     return deployment_status(deployment, situation, groups=plan.groups, template=plan.template, made=plan.created, now=now)
+
+
+def avoided_nodes(before: Sequence[AvoidedNode], groups: Sequence[Group], now: datetime) -> tuple[AvoidedNode, ...]:
+    """Return the nodes to avoid, by name: those of the last status whose time is not over, and those with a new fault.
+
+    A new fault counts up and sets ten minutes from now. Only the 32 newest are kept. A fault is a device that is gone, memory that is
+    short, or a shutdown: it is no failure of the replica. Its next pod comes after a pause that doubles with each fault, and prefers other
+    nodes. It may come back to this one, because its claim or its volume may be nowhere else.
+    """
+    nodes = {node.name: node for node in before if node.until > now}
+    for group in groups:
+        if group.pod.node_fault and group.pod.node and not _counted(group):
+            known = nodes.get(group.pod.node)
+            faults = known.faults + 1 if known is not None else 1
+            nodes[group.pod.node] = AvoidedNode(name=group.pod.node, faults=faults, until=now + AVOIDED_FOR)
+    newest = sorted(nodes.values(), key=lambda node: node.until, reverse=True)[:MOST_AVOIDED]
+    return tuple(sorted(newest, key=lambda node: node.name))
+
+
+def faults_of(nodes: Sequence[AvoidedNode]) -> Mapping[str, int]:
+    """Map the names of nodes to their numbers of faults."""
+    return {node.name: node.faults for node in nodes}
+
+
+def _counted(group: Group) -> bool:
+    """Return whether the status has counted this pod's failure, which it shows by the time of the successor."""
+    before = group.previous
+    return before is not None and before.leader_pod == group.pod.name and before.next_restart_time is not None
+
+
+def plan_routing(groups: Sequence[Group], *, retiring: Mapping[str, str]) -> tuple[SetRoutable, ...]:
+    """Plan the changes of the label by which the Service selects pods: awake replicas get it, or all live ones while none is awake.
+
+    While none is awake a live server answers by policy, which is better than a refused connection. A pod whose UID is in `retiring`, which
+    has the reason, loses the label. Terminating pods are left unchanged. So are ready ones that have not answered this process yet: a
+    replica may serve that the operator cannot ask.
+    """
+    candidates = [group for group in groups if group.pod.uid not in retiring]
+    awake = {group.pod.uid for group in candidates if group.state is ReplicaState.AWAKE}
+    wanted = awake or {group.pod.uid for group in candidates if group.live}
+    kept = {group.pod.uid for group in candidates if group.pod.ready and group.document is None}
+    return tuple(
+        SetRoutable(name=group.pod.name, uid=group.pod.uid, routable=group.pod.uid in wanted, why=retiring.get(group.pod.uid, ""))
+        for group in groups
+        if group.pod.routable is not (group.pod.uid in wanted) and group.pod.uid not in kept and not group.pod.terminating
+    )

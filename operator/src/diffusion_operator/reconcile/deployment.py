@@ -9,6 +9,7 @@ import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
 from diffusion_operator.api.deployment_status import DeploymentStatus
+from diffusion_operator.api.foreign_text import plain_text
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT
 from diffusion_operator.errors import ClusterError, NamespaceEnds, NotUnderstood
@@ -16,8 +17,10 @@ from diffusion_operator.pace import Pace, unhurried
 from diffusion_operator.plan.adapters.conditions import NOT_UNDERSTOOD, not_understood
 from diffusion_operator.plan.deployment import DeploymentPlan, plan_in_slices, status_after
 from diffusion_operator.plan.observed.children import hurried
-from diffusion_operator.plan.observed.observed import Asleep, Observed
+from diffusion_operator.plan.observed.observed import Answer, Asleep, Observed, TemplateTrial
 from diffusion_operator.plan.replicas.check_pod import checked
+from diffusion_operator.plan.replicas.revision import Template
+from diffusion_operator.plan.replicas.template_trial import WORDS, answer_of, remembered
 from diffusion_operator.plan.results.actions import CreatePod
 from diffusion_operator.plan.results.events import child_events, condition_events, deployment_events, wakes_between
 from diffusion_operator.plan.status.conditions import pass_failed
@@ -28,12 +31,13 @@ from diffusion_operator.reconcile.keyed_queue import Key, Result
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.not_understood import tell_not_understood
 from diffusion_operator.reconcile.observe import Unheard, observe
+from diffusion_operator.reconcile.pod_guard import guard
 from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
 from diffusion_operator.reconcile.status_write import worth_writing, write_due_s, write_status
 from diffusion_operator.reconcile.store.parsing import parse
-from diffusion_operator.reconcile.template_trial import try_template
 from diffusion_operator.render.control_secret import control_secret
+from diffusion_operator.render.pod import pod
 from diffusion_operator.render.service import service
 
 LOOK = "look"
@@ -197,3 +201,30 @@ async def _publish_views(runtime: Runtime, namespace: str, memory: DeploymentMem
     for view in await unhurried(memory.publish(runtime.now())):
         await pace.keep()
         runtime.wake(adapter_key(namespace, view.decision.adapter.metadata.name))
+
+
+async def try_template(
+    runtime: Runtime, deployment: DiffusionDeployment, memory: DeploymentMemory, action: CreatePod, *, template: Template
+) -> None:
+    """Send a pod of the template to the API server as a dry run, and record the answer in `memory.trial`.
+
+    No pod is created. Errors are recorded and not raised: `answer_of` judges a ClusterError. Any other error is undecided and is also kept
+    in `memory.failures`.
+    """
+    manifest = pod(deployment, template, index=action.index, incarnation=action.incarnation)
+    answer, message = Answer.FINE, ""
+    try:
+        guard(runtime.settings, manifest)
+        await runtime.cluster.try_create(manifest)
+    except ClusterError as error:
+        answer, message = answer_of(error.status, str(error)), plain_text(str(error), WORDS)
+    except Exception as error:  # a pass ends with a status, whatever fails
+        answer, message = Answer.UNDECIDED, plain_text(f"{type(error).__name__}: {error}", WORDS)
+        memory.failures.append(error)
+    now, metadata = runtime.now(), deployment.metadata
+    trial = TemplateTrial(
+        revision=template.revision, generation=metadata.generation, answer=answer, message=message, tried_at=now, since=now
+    )
+    memory.trial = remembered(memory.trial, trial)
+    what = "template tried namespace=%s name=%s revision=%s answer=%s error=%s"
+    log.info(what, metadata.namespace, metadata.name, template.revision, answer.value, message)

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,6 +13,7 @@ from diffusion_operator.api.names import (
     CONTAINER,
     CONTROL_PORT,
     DATA_PORT,
+    LABEL_DEPLOYMENT,
     LABEL_INCARNATION,
     LABEL_REPLICA_INDEX,
     LABEL_REVISION,
@@ -19,10 +21,10 @@ from diffusion_operator.api.names import (
     pod_name,
 )
 from diffusion_operator.api.pod_parts import ContainerSecurity
+from diffusion_operator.api.scheduling import TopologySpread
 from diffusion_operator.plan.replicas.revision import Template
 from diffusion_operator.render import Manifest
 from diffusion_operator.render.metadata import child_metadata, with_asked
-from diffusion_operator.render.scheduling import pod_scheduling
 from diffusion_operator.render.volumes import pod_volumes
 from diffusion_operator.render.worker_arguments import STOP_MARGIN_S, worker_arguments
 
@@ -199,3 +201,34 @@ def _quantities(given: dict[str, int | str]) -> dict[str, str]:
 def _probe(path: str, *, period_s: int) -> Manifest:
     # 5 s: on a busy CPU node the server shares its cores with the ranks.
     return {"httpGet": {"path": path, "port": DATA_PORT}, "periodSeconds": period_s, "timeoutSeconds": 5}
+
+
+def pod_scheduling(deployment: DiffusionDeployment, avoided_nodes: Sequence[str] = ()) -> Manifest:
+    """Render the fields that the spec sets. The pod goes to `avoided_nodes` only if no other node can take it."""
+    said: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(deployment.spec.scheduling))  # lists, not tuples
+    said.pop("topologySpread", None)
+    spread = [_spread(one, deployment.metadata.name) for one in deployment.spec.scheduling.topology_spread]
+    if avoided_nodes:
+        node_affinity = said.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+        node_affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(_elsewhere(avoided_nodes))
+    return said | ({"topologySpreadConstraints": spread} if spread else {})
+
+
+def _elsewhere(nodes: Sequence[str]) -> Manifest:
+    """Return a preference for nodes other than these, with the highest weight.
+
+    A requirement takes one field value, and a node must meet all.
+    """
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in nodes]
+    return {"weight": 100, "preference": {"matchFields": fields}}
+
+
+def _spread(asked: TopologySpread, deployment: str) -> Manifest:
+    return {
+        "topologyKey": asked.topology_key,
+        "whenUnsatisfiable": asked.when_unsatisfiable.value,
+        "maxSkew": asked.max_skew,
+        "labelSelector": {"matchLabels": {LABEL_DEPLOYMENT: deployment}},
+        # A rollout's new pods are spread among themselves: those that are about to go would crowd them together.
+        "matchLabelKeys": [LABEL_REVISION],
+    }

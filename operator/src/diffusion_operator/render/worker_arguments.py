@@ -6,6 +6,7 @@ holds both together). A pinned image may be older than the operator and know few
 """
 
 import re
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -26,7 +27,14 @@ from diffusion_operator.api.names import (
     TOKEN_KEY,
 )
 from diffusion_operator.api.source import ModelSource
-from diffusion_operator.render.quantity import quantity_bytes
+
+_FACTORS = {
+    "": Decimal(1),
+    "m": Decimal("0.001"),
+    **{suffix: Decimal(1000) ** power for power, suffix in enumerate(("k", "M", "G", "T", "P", "E"), start=1)},
+    **{f"{suffix}i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", start=1)},
+}
+_FORM = re.compile(r"([0-9]+(?:[.][0-9]+)?)([A-Za-z]*)")
 
 STOP_MARGIN_S = 15
 """From the end of a worker's drain to the end of its ranks."""
@@ -139,3 +147,14 @@ def _lora_options(lora: Lora) -> dict[str, Any]:
         "lora-on-missing": option_word(lora.on_missing),
         "lora-load-timeout-seconds": lora.load_timeout_seconds,
     }
+
+
+def quantity_bytes(given: int | str) -> int:
+    """Convert a Kubernetes quantity to bytes, and round down to an integer.
+
+    It may be a whole or decimal number, with or without suffix: `5Gi`, `1500M`, `0.5Ti`. Raises ValueError for any other form.
+    """
+    found = _FORM.fullmatch(str(given))
+    if found is None or found[2] not in _FACTORS:
+        raise ValueError(f"expected a quantity as in 5Gi, found {given!r}")
+    return int(Decimal(found[1]) * _FACTORS[found[2]])

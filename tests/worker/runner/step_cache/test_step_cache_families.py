@@ -18,8 +18,7 @@ from diffusers.hooks.hooks import CacheContext, HookRegistry, StateManager, _set
 from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS
 
 from diffusion_worker.config import StepCache
-from diffusion_worker.runner.loading.step_cache import make_step_cache
-from diffusion_worker.runner.pipelines.step_cache_support import supported
+from diffusion_worker.runner.loading.step_cache import make_step_cache, supported
 from diffusion_worker.runner.pipelines.view import modules_of
 from diffusion_worker.runner.step_cache import first_block
 from support.families.rig.all import FAMILIES

@@ -9,28 +9,64 @@ or attempts did, or whose time has come. It looks at all of them where the deplo
 from nothing with the same attempts.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
 
-from diffusion_operator.api.deployment_status import ReplicaState
+from diffusion_operator.api.deployment import DiffusionDeployment
+from diffusion_operator.api.deployment_status import AdaptersStatus, ReplicaState
 from diffusion_operator.api.meta import ObjectMeta
-from diffusion_operator.plan.adapters.deciding import asks_another, decide_all
+from diffusion_operator.api.worker_state import AdapterRecord
+from diffusion_operator.plan.adapters.acceptance import Claim, decide
 from diffusion_operator.plan.adapters.instances import undeclared_removals
 from diffusion_operator.plan.adapters.mounted_file import NO_ADAPTERS, AdapterFile, Refusal, plan_file, refusals_of
 from diffusion_operator.plan.adapters.refilling import refills
 from diffusion_operator.plan.adapters.roster import Roster, enroll
 from diffusion_operator.plan.adapters.row import Column, Decided, Named, Row, Table, column_of, row_of
 from diffusion_operator.plan.adapters.slices import SLICE, Slices
-from diffusion_operator.plan.adapters.tally import Tally, tally_of
-from diffusion_operator.plan.adapters.view import AdapterView, Frame, frame_of, marks_of, view_of
+from diffusion_operator.plan.adapters.view import BROKEN, READY, REFUSED, WANTED, AdapterView, Frame, frame_of, marks_of, view_of
 from diffusion_operator.plan.observed.observed import Attempt, AttemptKey, Observed
 from diffusion_operator.plan.observed.replica_state import Group
 from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter
 
+NAMED = 20
+"""Names in a message; of more it says how many."""
+
 Value = TypeVar("Value")
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """Adapters of a deployment counted by their marks, and named as far as anybody reads."""
+
+    views: Mapping[str, AdapterView] = {}
+    """Views by UID, in the order of precedence."""
+    marks: Mapping[str, int] = {}
+    counts: Mapping[int, int] = {}
+    """Views by their marks."""
+
+    @property
+    def summary(self) -> AdaptersStatus:
+        return AdaptersStatus(desired=self.count(WANTED), ready=self.count(READY), failed=self.count(REFUSED | BROKEN))
+
+    def count(self, any_of: int, *, none_of: int = 0) -> int:
+        return sum(number for marks, number in self.counts.items() if marks & any_of and not marks & none_of)
+
+    def first(self, any_of: int) -> AdapterView | None:
+        return next((self.views[uid] for uid, marks in self.marks.items() if marks & any_of), None) if self.count(any_of) else None
+
+    def names(self, any_of: int, *, none_of: int = 0) -> str:
+        """Format the names of adapters with a mark of `any_of` and none of `none_of`, as `a, b, c and 17 more`.
+
+        At most 20 are named; empty without any.
+        """
+        having = (uid for uid, marks in self.marks.items() if marks & any_of and not marks & none_of)
+        names = [self.views[uid].decision.adapter.metadata.name for uid in islice(having, NAMED)]
+        more = self.count(any_of, none_of=none_of) - len(names)
+        return ", ".join(names) + (f" and {more} more" if more else "")
 
 
 class AdapterPlan(msgspec.Struct, frozen=True):
@@ -234,3 +270,39 @@ def _verified(group: Group, place: int, plan: AdapterPlan) -> Group:
 def _done(group: Group, place: int, plan: AdapterPlan) -> bool:
     leaving = any(one.worker.pod_uid == group.pod.uid for one in plan.removals)
     return not leaving and all(row.cells[place].done for row in plan.rows.values() if row.desired is not None)
+
+
+def decide_all(
+    deployment: DiffusionDeployment, roster: Roster, touched: frozenset[str], table: Table, *, before: Mapping[str, Row]
+) -> Slices[dict[str, Decided]]:
+    """Decide on the `touched` UIDs, and on Resident adapters that get or lose their place by it.
+
+    Returns only these decisions, by UID. `before` has the rows of the pass before.
+    """
+    decided: dict[str, Decided] = {}
+    slots, residents = deployment.spec.lora.slots, 0
+    for uid in roster.in_order({*touched, *roster.residents}):
+        adapter, resident, known = roster.adapters[uid], uid in roster.residents, before.get(uid)
+        claim = Claim(owner=roster.owner(uid), full=resident and residents >= slots)
+        if known is None or uid in touched or claim != known.claim:
+            held = _held(table.groups, table.records(adapter.served_name))
+            decided[uid] = Decided(claim=claim, accepted=decide(deployment, adapter, claim, held=held))
+            if len(decided) % SLICE == 0:
+                yield
+        accepted = decided[uid].accepted if uid in decided or known is None else known.accepted
+        residents += resident and accepted.desired is not None
+    return decided
+
+
+def asks_another(decided: Mapping[str, Decided], before: Mapping[str, Row]) -> bool:
+    """Return whether a decided adapter had no row before, or replicas are to have another content or settings of it than before."""
+    return any((known := before.get(uid)) is None or known.accepted.desired != one.accepted.desired for uid, one in decided.items())
+
+
+def _held(groups: Sequence[Group], records: Sequence[Sequence[AdapterRecord]]) -> list[AdapterRecord]:
+    """Return the records of awake replicas."""
+    return [one for group, there in zip(groups, records, strict=True) if group.state is ReplicaState.AWAKE for one in there]
+
+
+def tally_of(views: Mapping[str, AdapterView], marks: Mapping[str, int]) -> Tally:
+    return Tally(views=views, marks=marks, counts=Counter(marks.values()))

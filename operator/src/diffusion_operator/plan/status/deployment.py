@@ -3,20 +3,34 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from typing import TypeVar
+
+import msgspec
 
 from diffusion_operator.api.deployment import DiffusionDeployment
-from diffusion_operator.api.deployment_status import DeploymentStatus, EndpointsStatus, OperationStatus, ReplicaState, ReplicaStatus
+from diffusion_operator.api.deployment_status import (
+    DeploymentStatus,
+    EndpointsStatus,
+    FailureStatus,
+    LoadStatus,
+    OperationStatus,
+    ReplicaState,
+    ReplicaStatus,
+)
 from diffusion_operator.api.meta import settle_conditions
 from diffusion_operator.api.names import LABEL_DEPLOYMENT
-from diffusion_operator.plan.observed.replica_state import Group, failure_of
+from diffusion_operator.plan.observed.replica_state import IMAGE_REASONS, Group, failure_of
 from diffusion_operator.plan.observed.states import READY_STATES
 from diffusion_operator.plan.replicas.revision import Template, restart_of
 from diffusion_operator.plan.results.actions import CreatePod
 from diffusion_operator.plan.sleep.traffic import held_requests, last_request_time, sleep_eligible_time
 from diffusion_operator.plan.status.conditions import deployment_verdicts
 from diffusion_operator.plan.status.inputs import Situation
-from diffusion_operator.plan.status.load_progress import load_status
-from diffusion_operator.plan.status.size_limit import truncate_groups
+
+GROUPS_SHOWN = 64  # the schema's bound
+GROUPS_BYTES = 256 << 10
+StatusWithMessage = TypeVar("StatusWithMessage", FailureStatus, OperationStatus)
+_SHORTER = (512, 128, 32)  # characters, of up to four bytes; the last fits in any case
 
 
 def deployment_status(
@@ -139,3 +153,71 @@ def _last_rank_loss(group: Group) -> str | None:
     """Return the last loss that this server process reports; a new process reports none."""
     loss = group.document.last_loss if group.document else None
     return f"{loss.fault}: {loss.message}"[:1024] if loss else None
+
+
+def load_status(group: Group) -> LoadStatus | None:
+    """Return the progress of a replica that is pending or starting, as far as it is known; otherwise None.
+
+    Times are the cluster's and the node's own.
+    """
+    if group.state is ReplicaState.PENDING:
+        return LoadStatus(stage="Scheduling", started_at=group.pod.created_at)
+    if group.state is not ReplicaState.STARTING:
+        return None
+    if not group.pod.container.running:
+        return _pulling(group)
+    if group.document is None or not group.document.load.stage:
+        return None
+    load = group.document.load
+    return LoadStatus(
+        stage=load.stage[:32],
+        bytes_done=load.bytes_done,
+        bytes_total=load.bytes_total,
+        percent=min(100, 100 * load.bytes_done // load.bytes_total) if load.bytes_total else None,
+        started_at=None if group.restarting else group.pod.container.started_at,
+    )
+
+
+def _pulling(group: Group) -> LoadStatus | None:
+    """Return the stage ImagePull if a container waits for its image, which it does once its volumes are ready; else None."""
+    pod = group.pod
+    creating = pod.container.waiting_reason == "ContainerCreating" and pod.set_up_at is not None
+    if creating or pod.container.waiting_reason in IMAGE_REASONS:
+        return LoadStatus(stage="ImagePull", started_at=pod.set_up_at)
+    return None
+
+
+def truncate_groups(groups: Sequence[ReplicaStatus]) -> tuple[tuple[ReplicaStatus, ...], bool]:
+    """Return the records to show, sorted by index, and whether any was left out or shortened. etcd takes at most 1.5 MiB of an object.
+
+    At most 64 are shown, those with a message or with failures first. Their texts are shortened where all take more than 256 KiB.
+    """
+    shown = sorted(sorted(groups, key=_silent)[:GROUPS_SHOWN], key=lambda group: group.index)
+    whole = len(shown) == len(groups)
+    for limit in _SHORTER:
+        if len(msgspec.json.encode(shown)) <= GROUPS_BYTES:
+            break
+        shown, whole = [_cut(group, limit) for group in shown], False
+    return tuple(shown), not whole
+
+
+def _silent(group: ReplicaStatus) -> bool:
+    return group.message is None and not group.failures
+
+
+def _cut(group: ReplicaStatus, limit: int) -> ReplicaStatus:
+    return msgspec.structs.replace(
+        group,
+        message=_shorter(group.message, limit),
+        last_rank_loss=_shorter(group.last_rank_loss, limit),
+        last_failure=_with_shorter_message(group.last_failure, limit),
+        last_operation=_with_shorter_message(group.last_operation, limit),
+    )
+
+
+def _with_shorter_message(told: StatusWithMessage | None, limit: int) -> StatusWithMessage | None:
+    return None if told is None else msgspec.structs.replace(told, message=_shorter(told.message, limit))
+
+
+def _shorter(text: str | None, limit: int) -> str | None:
+    return text if text is None or len(text) <= limit else f"{text[: limit - 1]}…"

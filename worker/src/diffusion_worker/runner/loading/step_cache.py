@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from diffusers.utils.torch_utils import unwrap_module
 
 from diffusion_worker.config import StepCache as Kind
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.runner.families import model_record, models
 from diffusion_worker.runner.model_call.components import DIVISIBLE_DENOISERS
 from diffusion_worker.runner.parallel.rows import Parallel
-from diffusion_worker.runner.pipelines.step_cache_support import supported, why_no_denoiser, why_no_pipeline
+from diffusion_worker.runner.pipelines.step_support import whole_run_reason
 from diffusion_worker.runner.step_cache.cache import Agree, PipelineStepCache
 from diffusion_worker.runner.step_cache.first_block import FirstBlock
 from diffusion_worker.runner.step_cache.hooked_run import CacheVerdict
@@ -54,3 +56,30 @@ def _agreement(parallel: Parallel) -> Agree:
         return [CacheVerdict.COMPUTE if found else CacheVerdict.SKIP for found in computes]
 
     return agree
+
+
+def supported(kind: Kind) -> list[str]:
+    """Return the names of the denoisers that can have a kind of cache: those whose record says that they were measured with it.
+
+    Any other is refused at start, so that no request discovers it (`tests/worker/runner/step_cache/test_step_cache_families.py`).
+    """
+    return [record.name for record in models() if kind in record.step_caches]
+
+
+def why_no_pipeline(pipeline: Any) -> str | None:
+    """Return the reason why no request of a pipeline can use a step cache; None if they can."""
+    kind: Any = type(pipeline)
+    whole = whole_run_reason(kind)
+    if whole is not None:
+        return f"its requests run whole, because it {whole}"
+    if any("controlnet" in name for name in pipeline.components):
+        return "a ControlNet adds to the states after each block, and would still do so after a block that is skipped"
+    return None
+
+
+def why_no_denoiser(kind: Kind, cache: CacheKind, module: torch.nn.Module) -> str | None:
+    """Return the obstacle to a cache: what the cache itself objects to, or that the class was not measured with it; None without any."""
+    reason = cache.why_not(module)
+    if reason is None and kind not in model_record(type(unwrap_module(module))).step_caches:
+        return "no test has shown that it makes right images with this cache while several requests share a call"
+    return reason

@@ -6,10 +6,12 @@ import enum
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import greenlet
 import msgspec
+import torch
 
 from diffusion_worker.messages import RequestSpec
 from diffusion_worker.runner.model_call.call import ModelCall
@@ -17,12 +19,13 @@ from diffusion_worker.runner.model_call.contents import Contents
 from diffusion_worker.runner.model_call.outputs import tensors_of
 from diffusion_worker.runner.step_cache.interface import Branch
 from diffusion_worker.runner.stepping.async_copies import async_copies
-from diffusion_worker.runner.stepping.autocast_state import OwnPrecision
 from diffusion_worker.runner.stepping.call_history import CallHistory, Step
 from diffusion_worker.runner.stepping.module_changes import ModuleChanges
 from diffusion_worker.runner.stepping.rng_state import OwnRandomness
 from diffusion_worker.runner.stepping.shared_part import NeedsModelAlone
 from diffusion_worker.runner.stepping.stage_clock import StageClock
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
 
 log = logging.getLogger(__name__)
 
@@ -265,3 +268,43 @@ class DiffusionRequestState:
             self.held_bytes = sum(self._given.values()) + sum(branch.held_bytes() for branch in self.branches.values())
             self._given.clear()
         return event
+
+
+class _State(NamedTuple):
+    gradients: bool
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+
+
+def _now() -> _State:
+    autocast = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in AUTOCAST_DEVICES)
+    return _State(torch.is_grad_enabled(), autocast)
+
+
+def _set(state: _State) -> None:
+    torch._C._set_grad_enabled(state.gradients)
+    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, state.autocast, strict=True):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+class OwnPrecision:
+    """A context with torch's autocast and gradient settings as the request left them last, at first those outside.
+
+    At its end the settings outside return. Fibers share their thread, and one may stop inside a context of its own.
+    """
+
+    def __init__(self) -> None:
+        self._own: _State | None = None
+        self._outside: _State | None = None
+
+    def __enter__(self) -> None:
+        self._outside = _now()
+        if self._own is not None:
+            _set(self._own)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        now = _now()
+        assert self._outside is not None
+        self._own = None if now == self._outside else now
+        if self._own is not None:
+            _set(self._outside)
