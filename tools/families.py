@@ -24,7 +24,7 @@ from typing import Any
 import click
 
 from diffusion_worker.runner import families
-from diffusion_worker.runner.families import ModelRecord, merged_methods, models, signature_of
+from diffusion_worker.runner.families import TESTED_WITH, ModelRecord, merged_methods, models, signature_of
 
 FOLDER = Path(families.__file__).parent
 LIBRARIES = ("diffusers", "transformers")
@@ -44,7 +44,7 @@ def find_class(name: str) -> Any:
 
 
 def installed(name: str, methods: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """Return the name and version of the library that has this class, and the signature of each of the methods that the class has.
+    """Return the name of the library that has this class, and the signature of each of the methods that the class has.
 
     Raises:
         ClickException: there is no such class.
@@ -54,7 +54,7 @@ def installed(name: str, methods: tuple[str, ...]) -> tuple[str, dict[str, str]]
         raise click.ClickException(f"{name} is neither in diffusers nor in transformers")
     library = found.__module__.partition(".")[0]
     signatures = {method: text for method in methods if (text := signature_of(found, method)) is not None}
-    return f"{library} {version(library)}", signatures
+    return library, signatures
 
 
 def differences(record: ModelRecord) -> Iterator[str]:
@@ -62,11 +62,12 @@ def differences(record: ModelRecord) -> Iterator[str]:
     _, now = installed(record.name, tuple(record.signatures))
     for method, text in record.signatures.items():
         if text != now.get(method):
-            yield f"{record.name}.{method}: tested with {record.version} ({text}), installed ({now.get(method, 'no such method')})"
+            tested = f"{record.library} {TESTED_WITH[record.library]}"
+            yield f"{record.name}.{method}: tested with {tested} ({text}), installed ({now.get(method, 'no such method')})"
 
 
 def renewed(source: str) -> str:
-    """Return the source of a file with the version and signatures of every model record as installed; nothing is written."""
+    """Return the source of a file with the signatures of every model record as installed; nothing is written."""
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -78,17 +79,16 @@ def renewed(source: str) -> str:
 
 
 def _replacements(tree: ast.AST, starts: list[int]) -> Iterator[tuple[int, int, str]]:
-    """Yield, for each version and each dictionary of signatures in the records, the bytes where it begins and ends, and the new text."""
+    """Yield, for each dictionary of signatures in the records, the bytes where it begins and ends, and the new text."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == ModelRecord.__name__):
             continue
         written = {keyword.arg: keyword.value for keyword in node.keywords}
         methods = tuple(ast.literal_eval(written["signatures"]))
-        now, signatures = installed(ast.literal_eval(node.args[0]), methods)
-        for argument, text in (("version", f'"{now}"'), ("signatures", _literal(signatures))):
-            value = written[argument]
-            assert value.end_lineno is not None and value.end_col_offset is not None
-            yield starts[value.lineno - 1] + value.col_offset, starts[value.end_lineno - 1] + value.end_col_offset, text
+        _, signatures = installed(ast.literal_eval(node.args[0]), methods)
+        value = written["signatures"]
+        assert value.end_lineno is not None and value.end_col_offset is not None
+        yield starts[value.lineno - 1] + value.col_offset, starts[value.end_lineno - 1] + value.end_col_offset, _literal(signatures)
 
 
 def _literal(signatures: dict[str, str]) -> str:
@@ -110,9 +110,10 @@ def formatted(source: str) -> str:
 
 
 def new_record(name: str) -> str:
-    """Return the source of a new record for a class, with its installed version and the signatures of the methods that are merged."""
-    now, signatures = installed(name, merged_methods(find_class(name)))
-    return formatted(f'RECORDS = (ModelRecord("{name}", version="{now}", signatures={_literal(signatures)},),)\n')
+    """Return the source of a new record for a class, with the signatures of the methods that are merged."""
+    library, signatures = installed(name, merged_methods(find_class(name)))
+    named = "" if library == "diffusers" else f'library="{library}", '
+    return formatted(f'RECORDS = (ModelRecord("{name}", {named}signatures={_literal(signatures)},),)\n')
 
 
 def family_files() -> list[Path]:
@@ -121,7 +122,7 @@ def family_files() -> list[Path]:
 
 
 @click.command()
-@click.option("--write", is_flag=True, help="Write the installed signatures and versions into the records.")
+@click.option("--write", is_flag=True, help="Write the installed signatures into the records, and the versions into TESTED_WITH.")
 @click.option("--new", metavar="NAME", help="Print a record of a class that has none.")
 def main(*, write: bool, new: str | None) -> None:
     """Compare the signatures in the records of model classes with the installed libraries; exit 1 if one differs."""
@@ -133,6 +134,9 @@ def main(*, write: bool, new: str | None) -> None:
     if write:
         for path in family_files():
             path.write_text(formatted(renewed(path.read_text())))
+        versions = ", ".join(f'"{library}": "{version(library)}"' for library in TESTED_WITH)
+        record_file = FOLDER / "record.py"
+        record_file.write_text(re.sub(r"TESTED_WITH = .*", f"TESTED_WITH = {{{versions}}}", record_file.read_text()))
     elif lines:
         raise SystemExit(1)
 

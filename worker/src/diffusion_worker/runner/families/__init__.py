@@ -4,6 +4,7 @@
 import sys
 
 from diffusion_worker.runner.families.record import (
+    TESTED_WITH,
     ArgumentRole,
     CacheRecord,
     ModelRecord,
@@ -31,6 +32,7 @@ from diffusion_worker.runner.families.registry import (
 from diffusion_worker.runner.families.signature import merged_methods, signature_of
 
 __all__ = [
+    "TESTED_WITH",
     "ArgumentRole",
     "CacheRecord",
     "ModelRecord",

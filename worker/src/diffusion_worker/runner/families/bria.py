@@ -7,7 +7,6 @@ from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord,
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "BriaTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states=None, pooled_projections=None, timestep=None, img_ids=None, "
@@ -19,13 +18,12 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "BriaFibo2Transformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_attention_mask=None, context_latents=None, return_dict=True"
             )
         },
     ),
-    PipelineRecord("BriaFibo2Pipeline", version="diffusers 0.42.1", references=1),
-    PipelineRecord("BriaPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
+    PipelineRecord("BriaFibo2Pipeline", references=1),
+    PipelineRecord("BriaPipeline", in_float32=("vae",)),
 )

@@ -6,43 +6,42 @@ from diffusion_worker.runner.families.record import ModelRecord, Record, TileSha
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AutoencoderKL",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True, generator=None"},
         tiles=TileShape.IMAGE,
     ),
     ModelRecord(
         "CLIPTextModel",
-        version="transformers 5.23.0",
+        library="transformers",
         signatures={"forward": "input_ids=None, attention_mask=None, position_ids=None, **kwargs"},
     ),
     ModelRecord(
         "CLIPTextModelWithProjection",
-        version="transformers 5.23.0",
+        library="transformers",
         signatures={"forward": "input_ids=None, attention_mask=None, position_ids=None, **kwargs"},
     ),
     ModelRecord(
         "CLIPVisionModel",
-        version="transformers 5.23.0",
+        library="transformers",
         signatures={"forward": "pixel_values=None, interpolate_pos_encoding=False, **kwargs"},
     ),
     ModelRecord(
         "CLIPVisionModelWithProjection",
-        version="transformers 5.23.0",
+        library="transformers",
         signatures={"forward": "pixel_values=None, interpolate_pos_encoding=False, **kwargs"},
     ),
     ModelRecord(
         "SiglipVisionModel",
-        version="transformers 5.23.0",
+        library="transformers",
         signatures={"forward": "pixel_values, interpolate_pos_encoding=False, **kwargs"},
     ),
     ModelRecord(
         "T5EncoderModel",
-        version="transformers 5.23.0",
+        library="transformers",
         signatures={"forward": "input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs"},
     ),
     ModelRecord(
         "Qwen2_5_VLForConditionalGeneration",
-        version="transformers 5.23.0",
+        library="transformers",
         signatures={
             "forward": (
                 "input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, "

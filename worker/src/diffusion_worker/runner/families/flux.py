@@ -10,7 +10,6 @@ EXAMPLES = "it serves no edits: it takes rows of example images, and an edit cha
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "FluxTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states=None, pooled_projections=None, timestep=None, img_ids=None, "
@@ -25,7 +24,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "FluxControlNetModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, controlnet_cond, controlnet_mode=None, conditioning_scale=1.0, encoder_hidden_states=None, "
@@ -36,7 +34,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "ChromaTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states=None, timestep=None, img_ids=None, txt_ids=None, "
@@ -45,9 +42,9 @@ RECORDS: tuple[Record, ...] = (
             )
         },
     ),
-    PipelineRecord("FluxKontextPipeline", version="diffusers 0.42.1", references=1, inpaints_by="FluxKontextInpaintPipeline"),
-    PipelineRecord("FluxKontextModularPipeline", version="diffusers 0.42.1", references=1),
-    PipelineRecord("ChromaPipeline", version="diffusers 0.42.1", edits_by="ChromaImg2ImgPipeline", inpaints_by="ChromaInpaintPipeline"),
-    PipelineRecord("VisualClozePipeline", version="diffusers 0.42.1", no_edit=EXAMPLES, cuts_arrays=True),
-    PipelineRecord("VisualClozeGenerationPipeline", version="diffusers 0.42.1", no_edit=EXAMPLES, cuts_arrays=True),
+    PipelineRecord("FluxKontextPipeline", references=1, inpaints_by="FluxKontextInpaintPipeline"),
+    PipelineRecord("FluxKontextModularPipeline", references=1),
+    PipelineRecord("ChromaPipeline", edits_by="ChromaImg2ImgPipeline", inpaints_by="ChromaInpaintPipeline"),
+    PipelineRecord("VisualClozePipeline", no_edit=EXAMPLES, cuts_arrays=True),
+    PipelineRecord("VisualClozeGenerationPipeline", no_edit=EXAMPLES, cuts_arrays=True),
 )

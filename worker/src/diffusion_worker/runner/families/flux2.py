@@ -17,7 +17,6 @@ TRIED = "diffusers' own plan for --tensor was tried with this class and works"
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "Flux2Transformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states=None, timestep=None, img_ids=None, txt_ids=None, guidance=None, "
@@ -31,7 +30,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "Flux3Transformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, image_cond_hidden_states=None, "
@@ -41,21 +39,19 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "AutoencoderKLFlux2",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True, generator=None"},
         tiles=TileShape.IMAGE,
     ),
-    PipelineRecord("Flux2Pipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
-    PipelineRecord("Flux2ModularPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
-    PipelineRecord("Flux2KleinPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES, inpaints_by="Flux2KleinInpaintPipeline"),
-    PipelineRecord("Flux2KleinModularPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
-    PipelineRecord("Flux2KleinBaseModularPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
+    PipelineRecord("Flux2Pipeline", references=MOST_REFERENCES),
+    PipelineRecord("Flux2ModularPipeline", references=MOST_REFERENCES),
+    PipelineRecord("Flux2KleinPipeline", references=MOST_REFERENCES, inpaints_by="Flux2KleinInpaintPipeline"),
+    PipelineRecord("Flux2KleinModularPipeline", references=MOST_REFERENCES),
+    PipelineRecord("Flux2KleinBaseModularPipeline", references=MOST_REFERENCES),
     PipelineRecord(
         "Flux2KleinKVPipeline",
-        version="diffusers 0.42.1",
         references=MOST_REFERENCES,
         unsplit="it caches keys and values of whole images, and --sequence splits each image over ranks",
     ),
-    PipelineRecord("Flux3ModularPipeline", version="diffusers 0.42.1", packs=2),
-    PipelineRecord("Flux3DistilledModularPipeline", version="diffusers 0.42.1", packs=2),
+    PipelineRecord("Flux3ModularPipeline", packs=2),
+    PipelineRecord("Flux3DistilledModularPipeline", packs=2),
 )

@@ -7,7 +7,6 @@ from diffusion_worker.runner.families.record import MOST_REFERENCES, CacheRecord
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "CogVideoXTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, timestep_cond=None, ofs=None, image_rotary_emb=None, "
@@ -18,12 +17,10 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "CogView3PlusTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={"forward": "hidden_states, encoder_hidden_states, timestep, original_size, target_size, crop_coords, return_dict=True"},
     ),
     ModelRecord(
         "CogView4Transformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, original_size, target_size, crop_coords, "
@@ -34,7 +31,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "GlmImageTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, prior_token_id, prior_token_drop, timestep, target_size, "
@@ -45,10 +41,9 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "AutoencoderKLCogVideoX",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
-    PipelineRecord("GlmImagePipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
+    PipelineRecord("GlmImagePipeline", references=MOST_REFERENCES),
     CacheRecord(
         "GlmImageKVCache", layers="caches", mode="mode", why="the pipeline passes this cache at every step, also without reference images"
     ),

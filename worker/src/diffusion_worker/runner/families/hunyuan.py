@@ -7,7 +7,6 @@ from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord,
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "HunyuanDiT2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states=None, text_embedding_mask=None, "
@@ -18,7 +17,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "HunyuanImageTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, timestep_r=None, "
@@ -30,7 +28,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "HunyuanVideoTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, pooled_projections, "
@@ -41,7 +38,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "HunyuanVideoFramepackTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, pooled_projections, image_embeds, "
@@ -53,7 +49,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "HunyuanVideo15Transformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, timestep_r=None, "
@@ -65,18 +60,15 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "AutoencoderKLHunyuanImage",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLHunyuanVideo",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLHunyuanVideo15",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
-    PipelineRecord("HunyuanImageRefinerPipeline", version="diffusers 0.42.1", no_edit="it serves no edits: it refines an image"),
+    PipelineRecord("HunyuanImageRefinerPipeline", no_edit="it serves no edits: it refines an image"),
 )

@@ -6,12 +6,10 @@ from diffusion_worker.runner.families.record import MOST_REFERENCES, ModelRecord
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "Kandinsky3UNet",
-        version="diffusers 0.42.1",
         signatures={"forward": "sample, timestep, encoder_hidden_states=None, encoder_attention_mask=None, return_dict=True"},
     ),
     ModelRecord(
         "Kandinsky5Transformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, pooled_projections, visual_rope_pos, text_rope_pos, "
@@ -21,7 +19,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "StableCascadeUNet",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "sample, timestep_ratio, clip_text_pooled, clip_text=None, clip_img=None, effnet=None, pixels=None, "
@@ -31,13 +28,11 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "PaellaVQModel",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "h, force_not_quantize=True, return_dict=True"},
     ),
     ModelRecord(
         "VQModel",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "h, force_not_quantize=False, return_dict=True, shape=None"},
     ),
-    PipelineRecord("StableCascadeCombinedPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
+    PipelineRecord("StableCascadeCombinedPipeline", references=MOST_REFERENCES),
 )

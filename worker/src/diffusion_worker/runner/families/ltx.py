@@ -7,7 +7,6 @@ from diffusion_worker.runner.families.record import ModelRecord, Record, Sequenc
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "LTXVideoTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, encoder_attention_mask, num_frames=None, height=None, "
@@ -31,7 +30,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "LTX2VideoTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, audio_hidden_states, encoder_hidden_states, audio_encoder_hidden_states, timestep, "
@@ -46,27 +44,22 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "LTX2TextConnectors",
-        version="diffusers 0.42.1",
         signatures={"forward": "text_encoder_hidden_states, attention_mask, padding_side='left', scale_factor=8"},
     ),
     ModelRecord(
         "LTX2Vocoder",
-        version="diffusers 0.42.1",
         signatures={"forward": "hidden_states, time_last=False"},
     ),
     ModelRecord(
         "AutoencoderKLLTXVideo",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, temb=None, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLLTX2Video",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, causal=None, return_dict=True", "decode": "z, temb=None, causal=None, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLLTX2Audio",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
 )

@@ -6,7 +6,6 @@ from diffusion_worker.runner.families.record import MOST_REFERENCES, ArgumentRol
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "LuminaNextDiT2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_mask, image_rotary_emb, "
@@ -17,14 +16,12 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "Lumina2Transformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": ("hidden_states, timestep, encoder_hidden_states, encoder_attention_mask, attention_kwargs=None, return_dict=True")
         },
     ),
     ModelRecord(
         "ZImageTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "x, t, cap_feats, return_dict=True, controlnet_block_samples=None, siglip_feats=None, "
@@ -34,12 +31,10 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "ZImageControlNetModel",
-        version="diffusers 0.42.1",
         signatures={"forward": "x, t, cap_feats, control_context, conditioning_scale=1.0, patch_size=2, f_patch_size=1"},
     ),
     ModelRecord(
         "OmniGenTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, input_ids, input_img_latents, input_image_sizes, attention_mask, position_ids, return_dict=True"
@@ -47,5 +42,5 @@ RECORDS: tuple[Record, ...] = (
         },
         roles=(ArgumentRole("position_ids", Role.EQUAL, "the model reads these positions of the first row only, unlike Ideogram 4"),),
     ),
-    PipelineRecord("ZImageOmniPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
+    PipelineRecord("ZImageOmniPipeline", references=MOST_REFERENCES),
 )

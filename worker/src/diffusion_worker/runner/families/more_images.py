@@ -7,24 +7,20 @@ from diffusion_worker.runner.families.record import MOST_REFERENCES, ArgumentRol
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AuraFlowTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={"forward": "hidden_states, encoder_hidden_states=None, timestep=None, attention_kwargs=None, return_dict=True"},
         step_caches=frozenset({StepCache.TAYLOR_SEER}),
         positions=Positions(by_area=True),
     ),
     ModelRecord(
         "AnimaTextConditioner",
-        version="diffusers 0.42.1",
         signatures={"forward": "source_hidden_states, target_input_ids, target_attention_mask=None, source_attention_mask=None"},
     ),
     ModelRecord(
         "ErnieImageTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={"forward": "hidden_states, timestep, text_bth, text_lens, return_dict=True"},
     ),
     ModelRecord(
         "HiDreamImageTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timesteps=None, encoder_hidden_states_t5=None, encoder_hidden_states_llama3=None, "
@@ -36,7 +32,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "Ideogram4Transformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, position_ids, segment_ids, indicator, "
@@ -46,7 +41,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "Krea2Transformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, position_ids, encoder_attention_mask=None, "
@@ -56,7 +50,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "LongCatImageTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states=None, timestep=None, img_ids=None, txt_ids=None, guidance=None, return_dict=True"
@@ -66,7 +59,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "NucleusMoEImageTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, img_shapes, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None, "
@@ -76,7 +68,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "OvisImageTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states=None, timestep=None, img_ids=None, txt_ids=None, "
@@ -87,12 +78,11 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "UVit2DModel",
-        version="diffusers 0.42.1",
         signatures={"forward": "input_ids, encoder_hidden_states, pooled_text_emb, micro_conds, cross_attention_kwargs=None"},
     ),
-    PipelineRecord("AmusedPipeline", version="diffusers 0.42.1", edits_by="AmusedImg2ImgPipeline", inpaints_by="AmusedInpaintPipeline"),
-    PipelineRecord("DreamLitePipeline", version="diffusers 0.42.1", references=1),
-    PipelineRecord("DreamLiteMobilePipeline", version="diffusers 0.42.1", references=1),
-    PipelineRecord("JoyImageEditPipeline", version="diffusers 0.42.1", references=1),
-    PipelineRecord("JoyImageEditPlusPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
+    PipelineRecord("AmusedPipeline", edits_by="AmusedImg2ImgPipeline", inpaints_by="AmusedInpaintPipeline"),
+    PipelineRecord("DreamLitePipeline", references=1),
+    PipelineRecord("DreamLiteMobilePipeline", references=1),
+    PipelineRecord("JoyImageEditPipeline", references=1),
+    PipelineRecord("JoyImageEditPlusPipeline", references=MOST_REFERENCES),
 )

@@ -7,7 +7,6 @@ from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord,
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "AllegroTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, attention_mask=None, encoder_attention_mask=None, "
@@ -17,7 +16,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "CosmosTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, block_controlnet_hidden_states=None, attention_mask=None, "
@@ -28,7 +26,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "EasyAnimateTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, timestep_cond=None, encoder_hidden_states=None, encoder_hidden_states_t5=None, "
@@ -38,7 +35,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "LatteTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep=None, encoder_hidden_states=None, encoder_attention_mask=None, "
@@ -48,7 +44,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "MochiTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": ("hidden_states, encoder_hidden_states, timestep, encoder_attention_mask, attention_kwargs=None, return_dict=True")
         },
@@ -56,7 +51,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "MotifVideoTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_attention_mask=None, image_embeds=None, "
@@ -67,28 +61,23 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "AutoencoderKLAllegro",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLCosmos",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLMagvit",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLMochi",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
     ModelRecord(
         "AutoencoderKLTemporalDecoder",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, num_frames, return_dict=True"},
     ),
-    PipelineRecord("AllegroPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
+    PipelineRecord("AllegroPipeline", in_float32=("vae",)),
 )

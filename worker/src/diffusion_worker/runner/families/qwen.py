@@ -19,7 +19,6 @@ LAYERS = "it serves no edits: it takes an image apart into layers"
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "QwenImageTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states=None, encoder_hidden_states_mask=None, timestep=None, "
@@ -33,7 +32,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "QwenImage21Transformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, img_shapes, img_mask, encoder_hidden_states_mask=None, "
@@ -44,7 +42,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "QwenImageControlNetModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, controlnet_cond, conditioning_scale=1.0, encoder_hidden_states=None, "
@@ -55,29 +52,26 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "AutoencoderKLQwenImage",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
         tiles=TileShape.FRAME,
     ),
     ModelRecord(
         "AutoencoderKLQwenImage21",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
-    PipelineRecord("QwenImageEditPipeline", version="diffusers 0.42.1", references=1, needs_reference=True),
-    PipelineRecord("QwenImageEditModularPipeline", version="diffusers 0.42.1", references=1, needs_reference=True),
-    PipelineRecord("QwenImageEditPlusPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES, needs_reference=True),
-    PipelineRecord("QwenImageEditPlusModularPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES, needs_reference=True),
+    PipelineRecord("QwenImageEditPipeline", references=1, needs_reference=True),
+    PipelineRecord("QwenImageEditModularPipeline", references=1, needs_reference=True),
+    PipelineRecord("QwenImageEditPlusPipeline", references=MOST_REFERENCES, needs_reference=True),
+    PipelineRecord("QwenImageEditPlusModularPipeline", references=MOST_REFERENCES, needs_reference=True),
     PipelineRecord(
         "QwenImage21Pipeline",
-        version="diffusers 0.42.1",
         references=MOST_REFERENCES,
         packs=2,
         harmless="every request sets the same hook on the model, and the hook keeps no values",
         workarounds=frozenset({Workaround.HOOK_BEHIND_STAND_IN}),
     ),
-    PipelineRecord("QwenImage21ModularPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
-    PipelineRecord("QwenImage21TurboModularPipeline", version="diffusers 0.42.1", references=MOST_REFERENCES),
-    PipelineRecord("QwenImageLayeredPipeline", version="diffusers 0.42.1", no_edit=LAYERS),
-    PipelineRecord("QwenImageLayeredModularPipeline", version="diffusers 0.42.1", no_edit=LAYERS),
+    PipelineRecord("QwenImage21ModularPipeline", references=MOST_REFERENCES),
+    PipelineRecord("QwenImage21TurboModularPipeline", references=MOST_REFERENCES),
+    PipelineRecord("QwenImageLayeredPipeline", no_edit=LAYERS),
+    PipelineRecord("QwenImageLayeredModularPipeline", no_edit=LAYERS),
 )

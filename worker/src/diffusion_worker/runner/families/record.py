@@ -10,6 +10,9 @@ import msgspec
 
 from diffusion_worker.config import StepCache
 
+# The versions whose classes the records of this package were tested with.
+TESTED_WITH = {"diffusers": "0.42.1", "transformers": "5.23.0"}
+
 
 class Role(enum.Enum):
     """The role of an argument in a call of several rows."""
@@ -95,8 +98,8 @@ class ModelRecord(msgspec.Struct, frozen=True):
 
     name: str
     """The name of the class. A record holds for subclasses without one of their own."""
-    version: str = ""
-    """The library and its version that this was tested with."""
+    library: str = ""
+    """The library of the class, whose version is in `TESTED_WITH`; empty for a class of your own."""
     signatures: dict[str, str] = {}
     """Parameters of the methods whose calls are merged, with kinds and defaults, as `signature_of` writes them."""
     roles: tuple[ArgumentRole, ...] = ()
@@ -130,8 +133,6 @@ class PipelineRecord(msgspec.Struct, frozen=True):
 
     name: str
     """The name of the class. A record holds for subclasses without one of their own."""
-    version: str = ""
-    """The version of diffusers whose source this was read in."""
     references: int = 0
     """The most images that it takes as references of any size, beside the one that is made."""
     needs_reference: bool = False

@@ -6,6 +6,8 @@ import pkgutil
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import msgspec
+
 from diffusion_worker.runner.families.record import CacheRecord, ModelRecord, PipelineRecord, Record, SchedulerRecord
 
 R = TypeVar("R", bound=Record)
@@ -29,9 +31,14 @@ def register(*records: Record) -> None:
 
 
 def register_families(package: Any) -> None:
-    """Import every module in a package, and add the records in its `RECORDS`, if it has any."""
+    """Import every module in a package, and add the records in its `RECORDS`, if it has any.
+
+    A model is of diffusers unless its record names another library.
+    """
     for module in pkgutil.iter_modules(package.__path__):
-        register(*getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "RECORDS", ()))
+        for record in getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "RECORDS", ()):
+            of_diffusers = isinstance(record, ModelRecord) and not record.library
+            register(msgspec.structs.replace(record, library="diffusers") if of_diffusers else record)
 
 
 def model_record(model_class: Any) -> ModelRecord:

@@ -7,14 +7,12 @@ from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord,
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "DiTTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={"forward": "hidden_states, timestep=None, class_labels=None, cross_attention_kwargs=None, return_dict=True"},
         unsharded="it calls a layer of its first block outside that block, when the block's weights are not gathered",
         step_caches=frozenset({StepCache.FIRST_BLOCK}),
     ),
     ModelRecord(
         "PixArtTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states=None, timestep=None, added_cond_kwargs=None, "
@@ -25,7 +23,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "SanaTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, guidance=None, encoder_attention_mask=None, "
@@ -35,7 +32,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "SanaVideoTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states, timestep, guidance=None, encoder_attention_mask=None, "
@@ -45,17 +41,15 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "PRXTransformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": ("hidden_states, timestep, encoder_hidden_states, attention_mask=None, attention_kwargs=None, return_dict=True")
         },
     ),
     ModelRecord(
         "AutoencoderDC",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
-    PipelineRecord("SanaSprintPipeline", version="diffusers 0.42.1", edits_by="SanaSprintImg2ImgPipeline"),
-    PipelineRecord("SanaVideoPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("SanaImageToVideoPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
+    PipelineRecord("SanaSprintPipeline", edits_by="SanaSprintImg2ImgPipeline"),
+    PipelineRecord("SanaVideoPipeline", in_float32=("vae",)),
+    PipelineRecord("SanaImageToVideoPipeline", in_float32=("vae",)),
 )

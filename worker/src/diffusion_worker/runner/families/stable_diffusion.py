@@ -10,7 +10,6 @@ CONTROL_MODES = "it serves no edits: each of its images needs a number for the k
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "UNet2DConditionModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "sample, timestep, encoder_hidden_states, class_labels=None, timestep_cond=None, attention_mask=None, "
@@ -22,7 +21,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "ControlNetModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "sample, timestep, encoder_hidden_states, controlnet_cond, conditioning_scale=1.0, class_labels=None, "
@@ -33,7 +31,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "MultiControlNetModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "sample, timestep, encoder_hidden_states, controlnet_cond, conditioning_scale, class_labels=None, "
@@ -44,12 +41,10 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "T2IAdapter",
-        version="diffusers 0.42.1",
         signatures={"forward": "x"},
     ),
     ModelRecord(
         "UNetMotionModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "sample, timestep, encoder_hidden_states, timestep_cond=None, attention_mask=None, "
@@ -61,20 +56,19 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "UNetSpatioTemporalConditionModel",
-        version="diffusers 0.42.1",
         signatures={"forward": "sample, timestep, encoder_hidden_states, added_time_ids, return_dict=True"},
     ),
-    PipelineRecord("StableDiffusionAttendAndExcitePipeline", version="diffusers 0.42.1", impossible=GRADIENTS),
-    PipelineRecord("StableDiffusionPix2PixZeroPipeline", version="diffusers 0.42.1", impossible=GRADIENTS),
-    PipelineRecord("UniDiffuserPipeline", version="diffusers 0.42.1", image_or_words=True),
-    PipelineRecord("KolorsPipeline", version="diffusers 0.42.1", edits_by="KolorsImg2ImgPipeline"),
-    PipelineRecord("IFImg2ImgSuperResolutionPipeline", version="diffusers 0.42.1", no_edit=ENLARGES),
-    PipelineRecord("IFInpaintingSuperResolutionPipeline", version="diffusers 0.42.1", no_edit=ENLARGES),
-    PipelineRecord("IFSuperResolutionPipeline", version="diffusers 0.42.1", no_edit=ENLARGES),
-    PipelineRecord("LDMSuperResolutionPipeline", version="diffusers 0.42.1", no_edit=ENLARGES),
-    PipelineRecord("StableDiffusionLatentUpscalePipeline", version="diffusers 0.42.1", no_edit=ENLARGES),
-    PipelineRecord("StableDiffusionUpscalePipeline", version="diffusers 0.42.1", no_edit=ENLARGES),
-    PipelineRecord("StableDiffusionXLControlNetUnionImg2ImgPipeline", version="diffusers 0.42.1", no_edit=CONTROL_MODES),
-    PipelineRecord("StableDiffusionXLControlNetUnionInpaintPipeline", version="diffusers 0.42.1", no_edit=CONTROL_MODES),
-    PipelineRecord("StableDiffusionXLControlNetUnionPipeline", version="diffusers 0.42.1", no_edit=CONTROL_MODES),
+    PipelineRecord("StableDiffusionAttendAndExcitePipeline", impossible=GRADIENTS),
+    PipelineRecord("StableDiffusionPix2PixZeroPipeline", impossible=GRADIENTS),
+    PipelineRecord("UniDiffuserPipeline", image_or_words=True),
+    PipelineRecord("KolorsPipeline", edits_by="KolorsImg2ImgPipeline"),
+    PipelineRecord("IFImg2ImgSuperResolutionPipeline", no_edit=ENLARGES),
+    PipelineRecord("IFInpaintingSuperResolutionPipeline", no_edit=ENLARGES),
+    PipelineRecord("IFSuperResolutionPipeline", no_edit=ENLARGES),
+    PipelineRecord("LDMSuperResolutionPipeline", no_edit=ENLARGES),
+    PipelineRecord("StableDiffusionLatentUpscalePipeline", no_edit=ENLARGES),
+    PipelineRecord("StableDiffusionUpscalePipeline", no_edit=ENLARGES),
+    PipelineRecord("StableDiffusionXLControlNetUnionImg2ImgPipeline", no_edit=CONTROL_MODES),
+    PipelineRecord("StableDiffusionXLControlNetUnionInpaintPipeline", no_edit=CONTROL_MODES),
+    PipelineRecord("StableDiffusionXLControlNetUnionPipeline", no_edit=CONTROL_MODES),
 )

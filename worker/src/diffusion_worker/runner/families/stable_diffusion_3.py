@@ -7,7 +7,6 @@ from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord,
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "SD3Transformer2DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, encoder_hidden_states=None, pooled_projections=None, timestep=None, "
@@ -26,7 +25,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "SD3ControlNetModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, controlnet_cond, conditioning_scale=1.0, encoder_hidden_states=None, "
@@ -36,7 +34,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     PipelineRecord(
         "StableDiffusion3InpaintPipeline",
-        version="diffusers 0.42.1",
         masked_channels=33,
         workarounds=frozenset({Workaround.SD3_INPAINTING}),
     ),

@@ -7,7 +7,6 @@ from diffusion_worker.runner.families.record import ModelRecord, PipelineRecord,
 RECORDS: tuple[Record, ...] = (
     ModelRecord(
         "WanTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None, return_dict=True, attention_kwargs=None"
@@ -18,7 +17,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "WanVACETransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None, "
@@ -28,7 +26,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "SkyReelsV2Transformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None, "
@@ -38,7 +35,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "ChronoEditTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image=None, return_dict=True, attention_kwargs=None"
@@ -47,7 +43,6 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "AnyFlowTransformer3DModel",
-        version="diffusers 0.42.1",
         signatures={
             "forward": (
                 "hidden_states, timestep, r_timestep, encoder_hidden_states, encoder_hidden_states_image=None, "
@@ -57,30 +52,29 @@ RECORDS: tuple[Record, ...] = (
     ),
     ModelRecord(
         "AutoencoderKLWan",
-        version="diffusers 0.42.1",
         signatures={"encode": "x, return_dict=True", "decode": "z, return_dict=True"},
     ),
-    PipelineRecord("WanPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("WanVideoToVideoPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("WanVACEPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("WanAnimatePipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("LucyEditPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("HeliosPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("HeliosPyramidPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("SkyReelsV2Pipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("SkyReelsV2ImageToVideoPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("SkyReelsV2DiffusionForcingPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("SkyReelsV2DiffusionForcingImageToVideoPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("SkyReelsV2DiffusionForcingVideoToVideoPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("WanImageToVideoPipeline", version="diffusers 0.42.1", in_float32=("vae", "image_encoder")),
-    PipelineRecord("ChronoEditPipeline", version="diffusers 0.42.1", in_float32=("vae", "image_encoder")),
+    PipelineRecord("WanPipeline", in_float32=("vae",)),
+    PipelineRecord("WanVideoToVideoPipeline", in_float32=("vae",)),
+    PipelineRecord("WanVACEPipeline", in_float32=("vae",)),
+    PipelineRecord("WanAnimatePipeline", in_float32=("vae",)),
+    PipelineRecord("LucyEditPipeline", in_float32=("vae",)),
+    PipelineRecord("HeliosPipeline", in_float32=("vae",)),
+    PipelineRecord("HeliosPyramidPipeline", in_float32=("vae",)),
+    PipelineRecord("SkyReelsV2Pipeline", in_float32=("vae",)),
+    PipelineRecord("SkyReelsV2ImageToVideoPipeline", in_float32=("vae",)),
+    PipelineRecord("SkyReelsV2DiffusionForcingPipeline", in_float32=("vae",)),
+    PipelineRecord("SkyReelsV2DiffusionForcingImageToVideoPipeline", in_float32=("vae",)),
+    PipelineRecord("SkyReelsV2DiffusionForcingVideoToVideoPipeline", in_float32=("vae",)),
+    PipelineRecord("WanImageToVideoPipeline", in_float32=("vae", "image_encoder")),
+    PipelineRecord("ChronoEditPipeline", in_float32=("vae", "image_encoder")),
     # The modular classes have no example. They run the models of the classic ones.
-    PipelineRecord("WanModularPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("Wan22ModularPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("HeliosModularPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("HeliosPyramidModularPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("HeliosPyramidDistilledModularPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("WanImage2VideoModularPipeline", version="diffusers 0.42.1", in_float32=("vae", "image_encoder")),
-    PipelineRecord("Wan22Image2VideoModularPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
-    PipelineRecord("Wan22VaceModularPipeline", version="diffusers 0.42.1", in_float32=("vae",)),
+    PipelineRecord("WanModularPipeline", in_float32=("vae",)),
+    PipelineRecord("Wan22ModularPipeline", in_float32=("vae",)),
+    PipelineRecord("HeliosModularPipeline", in_float32=("vae",)),
+    PipelineRecord("HeliosPyramidModularPipeline", in_float32=("vae",)),
+    PipelineRecord("HeliosPyramidDistilledModularPipeline", in_float32=("vae",)),
+    PipelineRecord("WanImage2VideoModularPipeline", in_float32=("vae", "image_encoder")),
+    PipelineRecord("Wan22Image2VideoModularPipeline", in_float32=("vae",)),
+    PipelineRecord("Wan22VaceModularPipeline", in_float32=("vae",)),
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from diffusion_worker.runner.families import model_record, signature_of
+from diffusion_worker.runner.families import TESTED_WITH, model_record, signature_of
 
 
 class Trust(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ def trust_in(model_class: Any, method: str) -> Trust:
     if expected is None:
         return Trust(False, f"the record of {record.name} has no signature of its method {method}")
     tested = next(parent for parent in model_class.__mro__ if parent.__name__ == record.name)
-    library, home = record.version.partition(" ")[0], tested.__module__.partition(".")[0]
+    library, home = record.library, tested.__module__.partition(".")[0]
     if library and library != home:
         return Trust(False, f"the record is for the class {record.name} of {library}, found one of {home}")
     found = signature_of(model_class, method)
@@ -40,4 +40,4 @@ def trust_in(model_class: Any, method: str) -> Trust:
         return Trust(False, f"signature of {method}: expected {expected!r} as in the record of {record.name}, found {found!r}")
     if inspect.unwrap(getattr(model_class, method)) is not inspect.unwrap(getattr(tested, method)):
         return Trust(False, f"{model_class.__name__} has its own method {method}, and the record is for that of {record.name}")
-    return Trust(True, f"tested with {record.version}" if record.version else f"trusted by the record of {record.name}")
+    return Trust(True, f"tested with {library} {TESTED_WITH[library]}" if library else f"trusted by the record of {record.name}")
