@@ -11,12 +11,15 @@ import pytest
 from PIL import Image, ImageChops
 
 from support.runner import digit_judge
+from support.sample import WHOLE
 from support.syntax import names_of_torch
 from support.worker.process import DIGITS, WorkerProcess
 from tools import oldest_torch
 
-# It downloads torch at the first time, a minute or more.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.timeout(1200)),
+    pytest.mark.skipif(not WHOLE, reason="`make soak` runs it, since another torch is downloaded"),
+]
 
 STRIPES = DIGITS / "loras" / "stripes"
 ASKED = {"prompt": "a red digit seven", "seed": 1}
