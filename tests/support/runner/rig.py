@@ -20,7 +20,7 @@ from diffusion_worker.lora.layers import LoRALayer
 from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Tick
 from diffusion_worker.runner.model_call.call import ModelCall, merge
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
-from diffusion_worker.runner.parallel.rows import CallFailed
+from diffusion_worker.runner.parallel.rows import CallFailed, kinds_of
 from diffusion_worker.runner.pipelines.view import modules_of
 from diffusion_worker.runner.stepping.pixels import pixels_of
 from diffusion_worker.runner.stepping.stepper import report_of
@@ -59,7 +59,7 @@ class OneRank:
             self.before(call)
             return execute(call, slice(0, call.rows))
         except Exception as error:
-            self.failures.append(CallFailed(str(error), error if isinstance(error, RequestError) else None))
+            self.failures.append(CallFailed(str(error), error if isinstance(error, RequestError) else None, kinds=kinds_of(error)))
             raise self.failures[-1] from error
 
 

@@ -43,8 +43,9 @@ def test_a_failure_of_the_moment_does_not_keep_calls_apart() -> None:
     assert made == [2, 1, 1, 2] * STEPS
 
 
-def test_a_failed_call_of_one_size_says_nothing_about_another_size() -> None:
-    rank, model = OneRank(), Toy(failing_over(2, RuntimeError("two rows only")))
+@pytest.mark.parametrize("words", ["two rows only", "its words, and not its class, are DrawsNumbers and RowsNotSeparable"])
+def test_a_failed_call_of_one_size_says_nothing_about_another_size(words: str) -> None:
+    rank, model = OneRank(), Toy(failing_over(2, RuntimeError(words)))
     stepper, made = Stepper({}, rank, None), counted(rank)  # type: ignore[arg-type]
     serve(rank, dict.fromkeys("abc", body(model)), stepper=stepper)
     assert made == [3, 1, 1, 1, 3, *[1] * 6]

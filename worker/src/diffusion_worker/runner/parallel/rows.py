@@ -36,16 +36,28 @@ DecodeTiles = Callable[[ModelCall, Execute], Any]
 MESSAGE_BYTES = 2000
 # Ranks that run the same code on the same sizes fail within milliseconds of each other.
 SAME_FAILURE_S = 2.0
-# Marks a refusal on its way between ranks: its code stands between two of these.
-REFUSED = "\x01"
+# Separates the parts of a failure on its way between ranks.
+PART = "\x01"
 
 
 class CallFailed(Exception):
-    """Raised on every rank when a model call failed on one. `refusal` is that rank's RequestError; without one the message names it."""
+    """Raised on every rank when a model call failed on one.
 
-    def __init__(self, message: str, refusal: RequestError | None = None) -> None:
+    `kinds` names the classes of that rank's error and of its causes. `refusal` is its RequestError; without one the message names the rank.
+    """
+
+    def __init__(self, message: str, refusal: RequestError | None = None, *, kinds: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.refusal = refusal
+        self.kinds = kinds
+
+
+def kinds_of(error: BaseException) -> tuple[str, ...]:
+    """Return the names of the classes of an error and of its causes, the error's first; those of the failed rank for CallFailed."""
+    if isinstance(error, CallFailed):
+        return error.kinds
+    own = (type(error).__name__,)
+    return own if error.__cause__ is None else own + kinds_of(error.__cause__)
 
 
 class _Computed(NamedTuple):
@@ -172,9 +184,10 @@ class Parallel:
         return [bool(flag) for flag in shared.tolist()]
 
     def _words(self, error: Exception) -> str:
+        kinds = " ".join(kinds_of(error))
         if isinstance(error, RequestError):
-            return f"{REFUSED}{error.code}{REFUSED}{error.message}"
-        return f"rank {self.rank}: {type(error).__name__}: {error}"
+            return PART.join((kinds, error.code, error.message))
+        return PART.join((kinds, "", f"rank {self.rank}: {type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """Leave the process group."""
@@ -253,10 +266,8 @@ def _row_group(rank: int, world: int, *, together: int) -> RowGroup:
 
 def _failure(words: str) -> CallFailed:
     """Return the exception for a message of `_words`, made here or on another rank."""
-    if not words.startswith(REFUSED):
-        return CallFailed(words)
-    _, code, message = words.split(REFUSED, 2)
-    return CallFailed(message, RequestError(ErrorCode(code), message))
+    kinds, code, message = words.split(PART, 2)
+    return CallFailed(message, RequestError(ErrorCode(code), message) if code else None, kinds=tuple(kinds.split()))
 
 
 def _message_of(rank: int, mine: str) -> str:

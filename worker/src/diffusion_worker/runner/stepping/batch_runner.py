@@ -17,7 +17,7 @@ from diffusion_worker.messages import LoRAUse
 from diffusion_worker.runner.model_call.call import ModelCall, answer, execute, split
 from diffusion_worker.runner.model_call.faults import classify, require_usable_rank
 from diffusion_worker.runner.model_call.prompt_cache import PromptCache
-from diffusion_worker.runner.parallel.rows import CallFailed, Parallel
+from diffusion_worker.runner.parallel.rows import CallFailed, Parallel, kinds_of
 from diffusion_worker.runner.step_cache.cache import MixedVerdicts, PipelineStepCache, Plan
 from diffusion_worker.runner.stepping.batch import InputBatch, MayMerge
 from diffusion_worker.runner.stepping.call_facts import CallFacts
@@ -214,11 +214,8 @@ class BatchRunner:
 
 
 def _means(error: BaseException, kind: type[Exception]) -> bool:
-    """Return whether an error stands for one of class `kind`, met here or on another rank.
-
-    An error of this rank has it as its cause. An error from another rank only has its name in the text.
-    """
-    return isinstance(error.__cause__, kind) or kind.__name__ in str(error)
+    """Return whether an error, of this or of another rank, is or was caused by one of class `kind`."""
+    return kind.__name__ in kinds_of(error)
 
 
 def _is_refusal(error: Exception) -> bool:
