@@ -61,22 +61,6 @@ def build(image: str) -> str:
     return name
 
 
-def build_upon(base: str, folder: Path, name: str) -> str:
-    """Build a folder's Dockerfile on the image `base`, which it gets as its argument BASE_IMAGE; return the new image's reference.
-
-    The tag is the hash of the folder's content and of `base`.
-    """
-    reference = f"localhost/{name}:{content_hash([*sorted(folder.iterdir()), base], relative_to=folder)}"
-    build = ["build", "--tag", reference, f"--build-arg=BASE_IMAGE={base}", str(folder)]
-    log = log_dir() / f"image-{name}.log"
-    with locked("images"):
-        if docker_answers():
-            run_logged(["docker", *build], what=f"image {name}", log=log)
-        elif not _has(reference):
-            run_logged([*buildah(), *build], what=f"image {name}", log=log, env=_environment())
-    return reference
-
-
 def docker_build_command(image: str, name: str) -> list[str]:
     """Return the words of `docker build` for one of our images, to be run in the repository. `name` is its tag."""
     arguments = [f"--build-arg={a}" for a in _build_arguments()]

@@ -8,13 +8,13 @@ changes an argument of one request: its own rows change and no others, or the ca
 
 import pytest
 
-from support.families.rig.all import every_family
+from support.families.rig.all import some_families
 from support.families.rig.checks import check_following, check_sizes
 from support.families.rig.family import Family
 from support.families.rig.family_rig import Asked, FamilyRig
 
 
-@every_family
+@some_families
 def test_what_doubles_with_the_number_of_images_is_taken_for_rows(family: Family) -> None:
     if family.doubled is None or not family.shares:
         pytest.skip("no argument makes two images" if family.shares else family.reason)
@@ -23,7 +23,7 @@ def test_what_doubles_with_the_number_of_images_is_taken_for_rows(family: Family
         check_sizes(rig, Asked(steps=2, guidance=guidance))
 
 
-@every_family
+@some_families
 def test_every_argument_acts_on_its_own_rows_or_keeps_calls_apart(family: Family) -> None:
     if not family.shares:
         pytest.skip(family.reason)

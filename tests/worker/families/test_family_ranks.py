@@ -5,13 +5,13 @@ The ranks' processes and their messages are tested elsewhere; here each slice of
 """
 
 from diffusion_worker.runner.model_call.call import group_key, merge, slice_rows, split
-from support.families.rig.all import every_family
+from support.families.rig.all import some_families
 from support.families.rig.checks import first_calls
 from support.families.rig.family import Family, as_tensor
 from support.families.rig.family_rig import Asked, FamilyRig, apart
 
 
-@every_family
+@some_families
 def test_rows_on_ranks_of_their_own_equal_the_call_of_all_rows(family: Family) -> None:
     rig = FamilyRig(family, family.compared_in)
     others = first_calls(rig, Asked(2, 2, 3.0))

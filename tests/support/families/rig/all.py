@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test family: the `FAMILIES` of all files in `images` and `videos`, and a sample of them with a variant of each family."""
+"""Every test family: the `FAMILIES` of all files in `images` and `videos`, and samples: a variant of each family, and some of these."""
 
 import importlib
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.families.rig.family import Family
-from support.sample import one_of_each
+from support.sample import one_of_each, sample
 
 
 def _modules() -> list[str]:
@@ -20,7 +20,12 @@ BY_FILE: dict[str, list[Family]] = {
 }
 FAMILIES = [family for families in BY_FILE.values() for family in families]
 
-every_family = pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=pytest.mark.slow, id=family.name) for family in one_of_each(FAMILIES, lambda family: family.family)],
-)
+ONE_OF_EACH = one_of_each(FAMILIES, lambda family: family.family)
+
+
+def _parametrized(families: list[Family]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow, id=family.name) for family in families])
+
+
+every_family = _parametrized(ONE_OF_EACH)
+some_families = _parametrized(sample(ONE_OF_EACH, 25))

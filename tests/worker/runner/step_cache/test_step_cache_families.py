@@ -24,6 +24,7 @@ from diffusion_worker.runner.step_cache import first_block
 from support.families.rig.all import FAMILIES
 from support.families.rig.family import with_config
 from support.families.rig.family_rig import JOINING, Asked, FamilyRig, apart
+from support.sample import sample
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +106,7 @@ def _in_context(module: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any
         _set_cache_context(module, None)
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("kind", "name"), sample(CASES, 12), ids=lambda value: str(value))
 def test_alone_it_is_what_diffusers_gives_with_its_own_hook_and_in_company_the_same(
     kind: StepCache, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
