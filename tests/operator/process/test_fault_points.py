@@ -15,7 +15,7 @@ from support.sample import sample
 # An operator that died forgets these Events before it writes them: a deleted adapter, and a child that another client changed.
 MAY_BE_LOST = {"AdapterUnloaded", "Repaired"}
 # `make test` takes so many of the places and of the rows of deaths.
-PLACES = 40
+PLACES = 20
 ROWS = 5
 OVERLAPS = 8
 
