@@ -27,13 +27,12 @@ from diffusion_worker.runner import families
 from diffusion_worker.runner.families import TESTED_WITH, ModelRecord, merged_methods, models, signature_of
 
 FOLDER = Path(families.__file__).parent
-LIBRARIES = ("diffusers", "transformers")
 WIDTH = 105
 
 
 def find_class(name: str) -> Any:
     """Return the class of this name that diffusers or transformers exports, else one in any module of diffusers; None if there is none."""
-    for library in LIBRARIES:
+    for library in TESTED_WITH:
         if found := getattr(importlib.import_module(library), name, None):
             return found
     root = Path(importlib.import_module("diffusers").__path__[0])

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole tiny run of `make gpu` on the CPU, by a Python that has torch, transformers, peft and pytest, with the carried packages."""
+"""A tiny run of `make gpu` on the CPU, by a Python that has torch, transformers, peft and pytest, with the carried packages.
+
+`make soak` runs all items, `make test` those of one model.
+"""
 
 import json
 import os

@@ -17,10 +17,12 @@ from diffusion_operator.settings import Settings, election_settings, operator_po
 OWN_FILES = 128
 """Those of the process itself: the API server's watches and writes, logs, probes, metrics."""
 FILES_A_WORKER = 2
+"""A worker's watch is a connection, and so is a call beside it."""
 LEAST_WORKERS = 64
 FEW_WORKERS = 2000
 
-log = logging.getLogger(__name__)
+# As a program this module is named `__main__`.
+log = logging.getLogger("diffusion_operator")
 
 PLAIN = "[%(asctime)s] %(name)s [%(levelname)s] %(message)s"  # kopf's own format cuts a logger's name after 20 characters
 
@@ -185,10 +187,10 @@ def raise_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return check(hard)
+    return workers_within(hard)
 
 
-def check(limit: int) -> int:
+def workers_within(limit: int) -> int:
     """Return how many workers a limit of open files is enough for.
 
     Raises SettingsError if they are fewer than 64; below 2000 it logs a warning.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion_operator.__main__ import check
+from diffusion_operator.__main__ import workers_within
 from diffusion_operator.errors import SettingsError
 
 PROGRAM = """
@@ -34,7 +34,7 @@ def test_the_limit_is_raised_as_far_as_it_goes() -> None:
 
 def test_a_limit_that_is_enough_for_hardly_any_worker_ends_the_program() -> None:
     with pytest.raises(SettingsError, match=r"RLIMIT_NOFILE\) is 200, expected at least 256"):
-        check(200)
+        workers_within(200)
 
 
 def test_the_operator_itself_looks_at_its_limit(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_the_operator_itself_looks_at_its_limit(tmp_path: Path) -> None:
 
 def test_a_limit_for_few_workers_is_said_and_one_for_many_is_not(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert check(1024) == 448
-        assert check(1 << 20) > 2000
+        assert workers_within(1024) == 448
+        assert workers_within(1 << 20) > 2000
     assert [record.getMessage() for record in caplog.records if "enough for 448 workers" in record.getMessage()]
     assert len(caplog.records) == 1

@@ -270,19 +270,19 @@ class DiffusionRequestState:
         return event
 
 
-class _State(NamedTuple):
+class _Precision(NamedTuple):
     gradients: bool
     autocast: tuple[tuple[bool, torch.dtype], ...]
 
 
-def _now() -> _State:
+def _current_precision() -> _Precision:
     autocast = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in AUTOCAST_DEVICES)
-    return _State(torch.is_grad_enabled(), autocast)
+    return _Precision(torch.is_grad_enabled(), autocast)
 
 
-def _set(state: _State) -> None:
-    torch._C._set_grad_enabled(state.gradients)
-    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, state.autocast, strict=True):
+def _set_precision(wanted: _Precision) -> None:
+    torch._C._set_grad_enabled(wanted.gradients)
+    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, wanted.autocast, strict=True):
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 
@@ -294,17 +294,17 @@ class OwnPrecision:
     """
 
     def __init__(self) -> None:
-        self._own: _State | None = None
-        self._outside: _State | None = None
+        self._own: _Precision | None = None
+        self._outside: _Precision | None = None
 
     def __enter__(self) -> None:
-        self._outside = _now()
+        self._outside = _current_precision()
         if self._own is not None:
-            _set(self._own)
+            _set_precision(self._own)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        now = _now()
+        now = _current_precision()
         assert self._outside is not None
         self._own = None if now == self._outside else now
         if self._own is not None:
-            _set(self._outside)
+            _set_precision(self._outside)
