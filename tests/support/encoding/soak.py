@@ -32,7 +32,7 @@ MOST_RATIO = 1.5
 
 
 def run_images(_: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Send about `count` hostile files to a real worker, or as many as `limit_s` seconds allow, and return the outcome.
+    """Send `count` hostile files to a real worker, or as many as `limit_s` seconds allow, and return the outcome.
 
     Ordinary files come before, for at most a quarter of that time more. The first argument is not used.
     """
@@ -53,10 +53,10 @@ def _send_all(worker: WorkerProcess, outcome: Outcome, count: int, limit_s: floa
 
         def in_turns(draws: Callable[[], HostileImage], many: int, until_s: float) -> Iterator[tuple[HostileImage, httpx2.Response, float]]:
             ends = time.monotonic() + until_s
-            for _ in range(0, many, CALLERS):
+            for number in range(0, many, CALLERS):
                 if time.monotonic() > ends:
                     return
-                yield from callers.map(lambda file: _edit(worker, file), [draws() for _ in range(CALLERS)])
+                yield from callers.map(lambda file: _edit(worker, file), [draws() for _ in range(min(CALLERS, many - number))])
 
         with _beside(worker, outcome) as seconds:
             for _ in in_turns(lambda: ordinary, min(ORDINARY + count // 10, 300), limit_s / 4):
