@@ -17,7 +17,6 @@ export PYTHONPYCACHEPREFIX ?= $(CACHE)/compiled
 PYTHON ?= python3
 PY := .venv/bin/python
 SUITE := $(PY) -m tools.suite
-PREFLIGHT :=
 GOAL ?=
 GPU ?=
 SOAK ?=
@@ -33,7 +32,7 @@ help: ## show this
 
 preflight: # requirements of the machine, checked by the system's Python before anything is changed
 	@tools/make-venv --check
-	@$(PYTHON) -m tools.devcluster.preflight $(PREFLIGHT)
+	@$(PYTHON) -m tools.devcluster.preflight
 
 venv: ## the one virtual environment, made again when a pin or a dependency changes
 	@PYTHON="$(PYTHON)" tools/make-venv
@@ -44,7 +43,6 @@ lint: venv ## ruff, mypy strict, the layers
 	@$(PY) -m mypy
 	@.venv/bin/lint-imports --no-logo 2>/dev/null | tail -n 25 | grep -v '^$$'
 
-test: PREFLIGHT := --kind-too
 test: preflight venv ## every test, in the stages that follow; the cluster is brought up for the last of them
 	@$(SUITE)
 
@@ -54,12 +52,8 @@ test-fast: venv ## lint and the tests that need neither a cluster nor minutes
 test-slow: preflight venv ## the tests with real ranks, workers and API servers
 	@$(SUITE) images slow
 
-test-cluster: preflight venv ## the tests on a cluster with our images
+test-cluster test-kind: preflight venv ## the tests on a kind cluster with our images
 	@$(SUITE) images cluster
-
-test-kind: export DEVCLUSTER_PROVIDER := kind
-test-kind: preflight venv ## all tests on a cluster, on kind; a skipped one fails
-	@$(SUITE) images kind-smoke kind
 
 demo: preflight venv ## from nothing to an image, an adapter, a sleep and a waking
 	@$(PY) -m tools.demo

@@ -23,7 +23,7 @@ settings.load_profile("untimed")
 # Modules and test items live to the end: collecting garbage among them took a quarter of the imports' time.
 gc.disable()
 
-pytest_plugins = ("tools.suite.canary", "tools.suite.order", "tools.suite.skips")
+pytest_plugins = ("tools.suite.canary", "tools.suite.order")
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,6 @@ Not real: the device, which is an environment variable.
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import pytest
 from support.cluster.rig import ClusterRig
 from tools.demo.kubectl import Document
 from tools.devcluster import cluster, programs
-from tools.devcluster.processes import start
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -46,17 +44,13 @@ def applied(rig: ClusterRig) -> Iterator[Any]:
 
 
 @pytest.fixture
-def device_driver(tmp_path: Path) -> Iterator[None]:
+def device_driver() -> Iterator[None]:
     """Run the driver of the first node's device. A test names this fixture before `applied`: pods with the device end only while the driver
     runs."""
     nodes = cluster.provider().own_nodes()
-    folders = [f"--kubelet={nodes.kubelet}", f"--cdi={nodes.cdi}"]
-    words = [*nodes.command(programs.device_driver()), f"--kubeconfig={nodes.kubeconfig}", f"--node={nodes.first}", *folders]
-    driver = start("device-driver", words, log=tmp_path / "driver.log", dies_with_us=True)
-    try:
+    options = [f"--kubeconfig={nodes.kubeconfig}", f"--node={nodes.first}", f"--kubelet={nodes.kubelet}", f"--cdi={nodes.cdi}"]
+    with nodes.running(programs.device_driver(), *options):
         yield
-    finally:
-        driver.stop()
 
 
 def pod(name: str, image: str, script: str, *, container: Document | None = None, **spec: Any) -> Document:

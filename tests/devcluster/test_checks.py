@@ -67,7 +67,7 @@ def test_an_old_go_is_refused_and_a_new_one_taken(tmp_path: Path, monkeypatch: p
     assert checks.go() == str(tmp_path / "go")
 
 
-def test_our_own_node_without_root_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_our_own_without_root_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.os, "geteuid", lambda: 1000)
     with pytest.raises(PrerequisiteMissing, match="become root, start an engine, or set KUBECONFIG"):
         checks.linux_root()

@@ -1,58 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a provider by the environment, and the command lines of the two providers that cannot run everywhere."""
+"""The choice of a cluster and of kind's engine by the environment, and a given cluster, which cannot run everywhere."""
 
 from pathlib import Path
 
 import pytest
 
-from tools.devcluster import cluster
-from tools.devcluster.errors import DevclusterError, NotRunning, PrerequisiteMissing
-from tools.devcluster.node import config
-from tools.devcluster.providers import kind
+from tools.devcluster import cluster, images
+from tools.devcluster.errors import NotRunning, PrerequisiteMissing
+from tools.devcluster.kind.engine import Engine, kubeconfig
+from tools.devcluster.kind.machines_engine import MachinesEngine
+from tools.devcluster.kind.own_engine import OwnEngine, disk_needed_gb
 from tools.devcluster.providers.given import GivenProvider, registry_reference
-from tools.devcluster.providers.node import disk_needed_gb
+from tools.devcluster.providers.kind import KindProvider
 
 
 @pytest.mark.parametrize(
-    ("environment", "docker", "expected"),
+    ("environment", "given"),
     [
-        ({}, False, "node"),
-        ({}, True, "kind"),
-        ({"KUBECONFIG": "/home/me/kubeconfig"}, True, "given"),
-        ({"CLUSTER": "staging"}, True, "given"),
-        ({"KUBECONFIG": str(config.KUBECONFIG)}, False, "node"),
-        ({"KUBECONFIG": str(config.KUBECONFIG)}, True, "node"),
-        ({"DEVCLUSTER_PROVIDER": "node", "KUBECONFIG": "/home/me/kubeconfig"}, True, "node"),
+        ({}, False),
+        ({"KUBECONFIG": "/home/me/kubeconfig"}, True),
+        ({"CLUSTER": "staging"}, True),
+        ({"KUBECONFIG": str(kubeconfig(OwnEngine()))}, False),
+        ({"KUBECONFIG": str(kubeconfig(MachinesEngine()))}, False),
     ],
 )
-def test_a_given_cluster_comes_before_kind_and_kind_before_our_own_node(environment: dict[str, str], docker: bool, expected: str) -> None:
-    assert cluster.provider_name(environment, docker=docker) == expected
+def test_a_cluster_is_given_by_another_kubeconfig_than_ours_or_by_a_context(environment: dict[str, str], given: bool) -> None:
+    assert cluster.is_given(environment) is given
 
 
-def test_an_unknown_provider_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEVCLUSTER_PROVIDER", "minikube")
-    with pytest.raises(DevclusterError, match="'minikube'; it must be given, kind or node"):
-        cluster.provider()
+@pytest.mark.parametrize(("docker", "engine"), [(True, MachinesEngine), (False, OwnEngine)])
+def test_kind_takes_the_machines_engine_before_our_own(monkeypatch: pytest.MonkeyPatch, docker: bool, engine: type) -> None:
+    for name in ("KUBECONFIG", "CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(images, "docker_answers", lambda: docker)
+    found = cluster.provider()
+    assert isinstance(found, KindProvider) and type(found.engine) is engine
 
 
-def test_kind_makes_one_cluster_of_our_name_and_keeps_the_users_kubeconfig_alone() -> None:
-    command = kind.create_command(Path("/bin/kind"), Path("/cache/kind.kubeconfig"))
-    assert command == [
-        *("/bin/kind", "create", "cluster", "--name", "diffusion-operator"),
-        *("--kubeconfig", "/cache/kind.kubeconfig", "--wait", "300s"),
-    ]
-
-
-def test_kind_loads_an_image_from_the_docker_engine_into_our_cluster() -> None:
-    command = kind.load_command(Path("/bin/kind"), "localhost/diffusion-worker:0123")
-    assert command == ["/bin/kind", "load", "docker-image", "localhost/diffusion-worker:0123", "--name", "diffusion-operator"]
-
-
-def test_without_a_kubeconfig_the_kind_cluster_is_not_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert not kind.KindProvider().running()
+@pytest.mark.parametrize("engine", [MachinesEngine(), OwnEngine()])
+def test_without_a_kubeconfig_the_kind_cluster_is_not_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: Engine) -> None:
+    monkeypatch.setattr(type(engine), "state", tmp_path)
+    assert not KindProvider(engine).running()
     with pytest.raises(NotRunning, match="devcluster up"):
-        kind.KindProvider().kubeconfig()
+        KindProvider(engine).kubeconfig()
 
 
 def test_a_given_kubeconfig_is_used_as_it_is() -> None:
@@ -81,7 +71,7 @@ def test_a_given_cluster_without_its_file_or_its_registry_is_refused_before_anyt
 
 def test_only_what_is_not_there_yet_counts_for_the_disk(tmp_path: Path) -> None:
     everything = disk_needed_gb(tmp_path)
-    assert 25 <= everything <= 30
+    assert 35 <= everything <= 40
     (tmp_path / "kube-0123456789ab").mkdir()
     (tmp_path / "storage").mkdir()
     assert disk_needed_gb(tmp_path) < everything - 10

@@ -10,19 +10,20 @@ import pytest
 from click.testing import CliRunner
 
 from tools.devcluster import cli, images, preflight
+from tools.devcluster.kind.machines_engine import MachinesEngine
 from tools.devcluster.paths import REPOSITORY
 
 
-def test_an_error_is_a_sentence_and_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEVCLUSTER_PROVIDER", "minikube")
+def test_an_error_is_a_sentence_and_exit_code_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(MachinesEngine, "state", tmp_path)
+    monkeypatch.setattr(images, "docker_answers", lambda: True)
     result = CliRunner().invoke(cli.main, ["kubeconfig"])
     assert result.exit_code == 1
-    assert result.stderr == "error: DEVCLUSTER_PROVIDER is 'minikube'; it must be given, kind or node\n"
+    assert result.stderr == "error: the kind cluster is not running: `python -m tools.devcluster up` starts it\n"
     assert result.stdout == ""
 
 
 def test_status_of_a_cluster_that_is_not_there_is_one_json_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DEVCLUSTER_PROVIDER", "kind")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(images, "docker_answers", lambda: True)
     result = CliRunner().invoke(cli.main, ["status", "--json"])
@@ -30,7 +31,6 @@ def test_status_of_a_cluster_that_is_not_there_is_one_json_object(monkeypatch: p
 
 
 def test_the_preflight_says_what_is_missing_in_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("DEVCLUSTER_PROVIDER", "given")
     monkeypatch.setenv("KUBECONFIG", "/nowhere/kubeconfig")
     assert preflight.main() == 1
     assert (

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of container images follow their content. The Dockerfiles, the ignore file and the hash agree on what that content is."""
 
-import hashlib
-import io
-import json
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
 
-from tools.devcluster import images, scratch_image
+from tools.devcluster import images
 from tools.devcluster.errors import CommandFailed, DevclusterError
 from tools.devcluster.paths import REPOSITORY
 
@@ -125,18 +121,3 @@ def test_buildah_builds_in_a_chroot_on_a_base_of_ours_and_keeps_layers(monkeypat
     assert command[:3] == ["buildah", "--root", f"{tmp_path}/diffusion-operator/storage"]
     assert {"--layers", "--build-arg=BASE_IMAGE=localhost/base:1"} <= set(command)
     assert command[command.index("--isolation") + 1] == "chroot"
-
-
-def test_an_image_of_one_program_is_what_docker_save_writes(tmp_path: Path) -> None:
-    program = tmp_path / "pause"
-    program.write_bytes(b"\x7fELF")
-    scratch_image.write(program, reference="localhost/pause:1", user="65535:65535", target=tmp_path / "image.tar")
-    with tarfile.open(tmp_path / "image.tar") as archive:
-        content = {m.name: archive.extractfile(m).read() for m in archive}  # type: ignore[union-attr]
-    manifest, image = json.loads(content["manifest.json"])[0], json.loads(content["config.json"])
-    layer = content[manifest["Layers"][0]]
-    assert manifest["RepoTags"] == ["localhost/pause:1"]
-    assert image["config"] == {"Entrypoint": ["/pause"], "User": "65535:65535"}
-    assert image["rootfs"]["diff_ids"] == [f"sha256:{hashlib.sha256(layer).hexdigest()}"]
-    with tarfile.open(fileobj=io.BytesIO(layer)) as files:
-        assert [(m.name, m.mode) for m in files] == [("pause", 0o755)]

@@ -16,7 +16,7 @@ import pytest
 
 from tools.suite import runner
 from tools.suite.order import longest_first
-from tools.suite.stages import ON_CLUSTER, WITH_TORCH, LastRuns, Stage, StageRun
+from tools.suite.stages import CLUSTER, WITH_TORCH, LastRuns, Stage, StageRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,7 +157,7 @@ def test_each_folder_that_is_apart_from_the_other_fast_tests_is_there() -> None:
 
 def test_tests_that_need_a_cluster_are_in_the_folders_of_their_stage() -> None:
     marked = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.cluster" in path.read_text()]
-    assert [path for path in marked if not str(path).startswith((*ON_CLUSTER, "tests/tools"))] == []
+    assert [path for path in marked if not str(path).startswith((*CLUSTER.paths, "tests/tools"))] == []
 
 
 def test_what_takes_longest_comes_first_and_what_nobody_recorded_before_it() -> None:
@@ -177,12 +177,3 @@ def test_the_files_that_took_longest_the_last_time_run_first_and_the_new_seconds
     done = subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert re.findall(r"PASSED \S*(test_\w\.py)::", done.stdout) == ["test_c.py", "test_b.py", "test_a.py"], done.stdout
     assert json.loads(record.read_text()).keys() == {"test_a.py", "test_b.py", "test_c.py"}
-
-
-def test_a_skipped_test_fails_where_skips_are_not_wanted(tmp_path: Path) -> None:
-    (tmp_path / "test_one.py").write_text("import pytest\n\ndef test_one():\n    pytest.skip('no engine')\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.suite.skips", "-c", "/dev/null", str(tmp_path)]
-    for options, code in (([], 0), (["--no-skips"], 1)):
-        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == code, done.stdout
-    assert "expected no skipped test, because of --no-skips; Skipped: no engine" in done.stdout

@@ -39,13 +39,6 @@ class Authority:
             ]
         )
 
-    @classmethod
-    def existing(cls, directory: Path) -> Authority:
-        """Open the authority whose keys and certificates are in `directory`, to issue more; nothing is made or checked."""
-        found = cls.__new__(cls)
-        found.directory = directory
-        return found
-
     def file(self, name: str) -> Path:
         """Return where `name` is in the authority's folder, or would be, since nothing is looked up."""
         return self.directory / name

@@ -41,7 +41,7 @@ def go() -> str:
 def linux_root() -> None:
     """Raise PrerequisiteMissing unless this is Linux, we are root, and apt-get and the overlay file system are there.
 
-    Our own node and kind's engine need these.
+    Our own Docker engine needs these.
     """
     if sys.platform != "linux":
         raise PrerequisiteMissing(
@@ -85,12 +85,12 @@ def memory_free(*, needed_gb: float, table: Path = Path("/proc/meminfo")) -> Non
 def networks_free(networks: list[str], *, own_link: str, table: Path = Path("/proc/net/route")) -> None:
     """Raise PrerequisiteMissing if the machine has a route to a part of one of `networks`.
 
-    Routes over `own_link`, the node's own, and the default route do not count.
+    Routes over `own_link`, the engine's own, and the default route do not count.
     """
     for link, taken in routes(table.read_text()):
         for network in networks:
             if link != own_link and taken.prefixlen > 0 and taken.overlaps(ipaddress.IPv4Network(network)):
-                raise PrerequisiteMissing(f"The node wants the network {network}, but this machine has a route to {taken} by {link}")
+                raise PrerequisiteMissing(f"The cluster wants the network {network}, but this machine has a route to {taken} by {link}")
 
 
 def routes(table: str) -> list[tuple[str, ipaddress.IPv4Network]]:

@@ -58,8 +58,6 @@ def down(purge: bool, only_apiserver: bool) -> None:
     """End the cluster and what `up --only-apiserver` left."""
     apiserver.down()
     if not only_apiserver:
-        if purge:
-            cluster.end_others()
         provider = cluster.provider()
         provider.down(purge=purge)
         if provider.name != "given":

@@ -1,32 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one interface to the three providers, for the command line, the demo and the tests.
-
-Choice of the provider: DEVCLUSTER_PROVIDER if set; a cluster given by KUBECONFIG or CLUSTER; kind if a Docker engine answers; our own node.
-"""
+"""The one interface to the cluster, for the command line, the demo and the tests: one that the user gave, or one that kind makes."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 from . import images, programs
-from .errors import DevclusterError
-from .node import config as node_config
-from .own_nodes import OwnNodes
+from .kind import own_engine
+from .kind.engine import kubeconfig
+from .kind.machines_engine import MachinesEngine
+from .kind.nodes import Nodes
+from .kind.own_engine import OwnEngine
 from .progress import run_quiet
 from .providers.given import GivenProvider
 from .providers.kind import KindProvider
-from .providers.kind_engine import KindEngineProvider, restore_left
-from .providers.node import NodeProvider
 
 
 class Provider(Protocol):
-    """A way to a Kubernetes cluster: one given by the user, one by kind, or a real node on this machine."""
+    """A way to a Kubernetes cluster: one given by the user, or one by kind."""
 
     name: str
 
@@ -54,7 +50,7 @@ class Provider(Protocol):
         """Return the path of a kubectl for this cluster; the first call may have to build or copy it."""
         ...
 
-    def own_nodes(self) -> OwnNodes:
+    def own_nodes(self) -> Nodes:
         """Return the means to break its nodes and look beneath them; raise NotOfThisMachine if they run elsewhere."""
         ...
 
@@ -63,49 +59,18 @@ class Provider(Protocol):
         ...
 
 
-def provider_name(environment: Mapping[str, str], *, docker: bool) -> str:
-    """Return DEVCLUSTER_PROVIDER if it is set, unchecked; otherwise `given`, `kind` or `node`.
-
-    CLUSTER, or a KUBECONFIG that is not the node's own, means `given`. Without either `docker` decides, except that the node's own
-    KUBECONFIG means `node`. Nothing outside the arguments is read.
-    """
-    forced = environment.get("DEVCLUSTER_PROVIDER")
-    if forced:
-        return forced
-    ours = {str(node_config.KUBECONFIG)}
-    if environment.get("CLUSTER") or environment.get("KUBECONFIG", "") not in {"", *ours}:
-        return "given"
-    return "kind" if docker and environment.get("KUBECONFIG", "") not in ours else "node"
+def is_given(environment: Mapping[str, str]) -> bool:
+    """Return whether the environment names a cluster of the user's: by CLUSTER, or by a KUBECONFIG that is not kind's own."""
+    ours = {str(kubeconfig(engine)) for engine in (OwnEngine(), MachinesEngine())}
+    return bool(environment.get("CLUSTER")) or environment.get("KUBECONFIG", "") not in {"", *ours}
 
 
 def provider() -> Provider:
-    """Return the provider that suits this machine and environment. First put back what a killed run of kind's engine left.
-
-    Raises:
-        DevclusterError: DEVCLUSTER_PROVIDER is none of the three names.
-    """
-    restore_left()
-    docker = images.docker_answers()
-    name = provider_name(os.environ, docker=docker)
-    if name == "given":
+    """Return the provider that suits this machine and environment. First put back what a killed run of our engine left."""
+    own_engine.restore_left()
+    if is_given(os.environ):
         return GivenProvider()
-    if name == "kind":
-        return KindProvider() if docker else KindEngineProvider()
-    if name == "node":
-        return NodeProvider()
-    raise DevclusterError(f"DEVCLUSTER_PROVIDER is {name!r}; it must be given, kind or node")
-
-
-def end_others() -> None:
-    """End the clusters of our own node and of kind's engine, unless it is the chosen one: they use the same cache.
-
-    Do nothing without root on Linux, where neither can run.
-    """
-    chosen = provider().name
-    if sys.platform == "linux" and os.geteuid() == 0:
-        for other in (NodeProvider(), KindEngineProvider()):
-            if other.name != chosen:
-                other.down(purge=False)
+    return KindProvider(MachinesEngine() if images.docker_answers() else OwnEngine())
 
 
 def prepare(names: tuple[str, ...] = ()) -> None:
@@ -123,7 +88,7 @@ def environment() -> dict[str, str]:
     """Return this process's environment with KUBECONFIG set, and with the folders of kubectl and helm first in PATH.
 
     Clients reach the API server from this machine in any case.
-    Services and pods answer only if our own node has them, or kind on our own engine.
+    Services and pods answer too, where the nodes are on this machine and we are root.
     """
     where = provider()
     folders = [str(where.kubectl().parent), str(programs.helm().parent)]

@@ -9,9 +9,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 
-# The node runs as root, one a machine, so its places are fixed: a later `up` or `down` finds what a killed one left.
-NODE_STATE = Path("/var/lib/diffusion-operator/node")
-NODE_RUN = Path("/run/diffusion-operator/node")
+# Our engine runs as root, one a machine, so its places are fixed: a later `up` or `down` finds what a killed one left.
 KIND_STATE = Path("/var/lib/diffusion-operator/kind")
 IMAGES_RUN = Path("/run/diffusion-operator/images")
 
@@ -28,10 +26,7 @@ def image_store() -> Path:
 
 
 def log_dir() -> Path:
-    """Return the cache's folder for logs of commands, such as builds, and make it if it is missing.
-
-    Programs of the node log in the folder of the node's state.
-    """
+    """Return the cache's folder for logs of commands, such as builds, and make it if it is missing."""
     directory = cache_dir() / "log"
     directory.mkdir(parents=True, exist_ok=True)
     return directory

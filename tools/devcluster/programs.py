@@ -82,7 +82,7 @@ def coredns() -> Path:
 
 
 def pause() -> Path:
-    """Build `pause`, which only waits as pid 1 of a pod or a node, unless the cache has it; return the path of the program."""
+    """Build `pause`, which only waits as pid 1 of a pod or of our engine, unless the cache has it; return the path of the program."""
     return own_program("pause", HERE / "pause", what="pause")
 
 

@@ -56,26 +56,14 @@ IMAGES = Stage(
 )
 SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(apiserver or slow) and not cluster", *ON_TWO)
 # All tests that need a cluster are here; other folders would only cost the import of torch.
-ON_CLUSTER = ("tests/cluster", "tests/devcluster")
-# These are about kind's engine, whose cluster another stage has.
-KIND_ENGINE = "tests/devcluster/kind"
+# The engines' tests come first: they need a machine without a cluster.
+ENGINES = "tests/devcluster/kind"
 # The first test brings the cluster up, whose steps have deadlines of their own: to unpack an image takes minutes on a busy machine.
 NEEDS_CLUSTER = ("-m", "cluster", "-o", "timeout_func_only=true")
-WITHOUT_ENGINE = (*NEEDS_CLUSTER, f"--ignore={KIND_ENGINE}")
-CLUSTER = _tests("cluster", "tests on a cluster with our images", *WITHOUT_ENGINE, paths=ON_CLUSTER)
-WITH_KIND = ("env", "DEVCLUSTER_PROVIDER=kind")
-KIND_SMOKE = _tests(
-    *("kind-smoke", "kind's engine, and the operator on a kind cluster, without the worker's image"),
-    *("--no-skips", *NEEDS_CLUSTER),
-    paths=(KIND_ENGINE, "tests/devcluster/test_real_cluster.py"),
-    before=WITH_KIND,
-)
-# Not a part of `make test`.
-KIND = _tests("kind", "tests on a cluster with our images, on kind", "--no-skips", *WITHOUT_ENGINE, paths=ON_CLUSTER, before=WITH_KIND)
+CLUSTER = _tests("cluster", "tests on a kind cluster with our images", *NEEDS_CLUSTER, paths=(ENGINES, "tests/cluster", "tests/devcluster"))
 # The stages of a group run side by side. A cluster's tests mostly wait, and the slow ones compute.
-GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW, CLUSTER, KIND_SMOKE))
-OF_MAKE_TEST = tuple(stage for group in GROUPS for stage in group)
-STAGES = (*OF_MAKE_TEST, KIND)
+GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW, CLUSTER))
+STAGES = tuple(stage for group in GROUPS for stage in group)
 
 
 class StageRun(msgspec.Struct, frozen=True):

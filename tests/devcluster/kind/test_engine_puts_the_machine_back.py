@@ -2,7 +2,7 @@
 """Restoration of the machine by the next command, after a program of kind's engine was killed.
 
 Real: the engine, the signals, and the machine's own control groups, links, mounts and sysctls, which are read without the provider's help.
-Our own node and builds of container images may run at the same time: what they own is left out.
+Builds of container images may run at the same time: what they own is left out.
 """
 
 import os
@@ -17,15 +17,15 @@ import pytest
 
 from tools.devcluster import cluster
 from tools.devcluster.cache import locked
-from tools.devcluster.kind import engine, machine
-from tools.devcluster.node import config, namespace
-from tools.devcluster.paths import IMAGES_RUN, NODE_RUN, NODE_STATE, REPOSITORY, image_store
-from tools.devcluster.providers.kind_engine import LOCKS, KindEngineProvider
+from tools.devcluster.kind import machine, namespace
+from tools.devcluster.kind.own_engine import LOCKS, MARK, OwnEngine
+from tools.devcluster.paths import IMAGES_RUN, REPOSITORY, image_store
+from tools.devcluster.providers.kind import KindProvider
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DEVCLUSTER = [sys.executable, "-m", "tools.devcluster"]
-ENGINE_ALONE = [sys.executable, "-c", "from tools.devcluster.kind import engine; engine.up()"]
+ENGINE_ALONE = [sys.executable, "-c", "from tools.devcluster.kind.own_engine import OwnEngine; OwnEngine().up()"]
 # These change by themselves.
 VOLATILE = ("random", "ns_last_pid", "pty", "perf_event_max_sample_rate", "ngroups_max")
 START_S = 600.0
@@ -35,8 +35,8 @@ START_S = 600.0
 def no_cluster_of_kind() -> Iterator[None]:
     """Skip where another engine answers or a kind cluster runs; start with a clean engine, and end it afterwards."""
     where = cluster.provider()
-    if not isinstance(where, KindEngineProvider):
-        pytest.skip("kind's engine is another one here: set DEVCLUSTER_PROVIDER=kind where no Docker engine answers")
+    if not (isinstance(where, KindProvider) and isinstance(where.engine, OwnEngine)):
+        pytest.skip("kind's engine is not our own here, since a cluster is given or a Docker engine answers")
     if where.running():
         pytest.skip("a kind cluster runs: `python -m tools.devcluster down` ends it")
     where.prepare()
@@ -47,15 +47,15 @@ def no_cluster_of_kind() -> Iterator[None]:
 def look() -> dict[str, list[str]]:
     """Return what the engine may leave on this machine: sysctls with their values, cgroups, links and mounts.
 
-    Sysctls that change by themselves (VOLATILE) are left out, and so is all that belongs to our own node.
+    Sysctls that change by themselves (VOLATILE) are left out.
     """
     settings = [file for folder in ("vm", "kernel") for file in Path("/proc/sys", folder).rglob("*") if not set(file.parts) & set(VOLATILE)]
     mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    others = (NODE_RUN, NODE_STATE, IMAGES_RUN, image_store())
+    others = (IMAGES_RUN, image_store())
     return {
         "sysctls": [f"{file} {file.read_text()}" for file in sorted(settings) if file.is_file() and file.stat().st_mode & 0o444],
-        "cgroups": sorted(str(folder) for folder in Path("/sys/fs/cgroup").glob("*/*") if folder.is_dir() and folder.name != "kubepods"),
-        "links": sorted(link.name for link in Path("/sys/class/net").iterdir() if link.name != config.MACHINE_LINK),
+        "cgroups": sorted(str(folder) for folder in Path("/sys/fs/cgroup").glob("*/*") if folder.is_dir()),
+        "links": sorted(link.name for link in Path("/sys/class/net").iterdir()),
         "mounts": sorted(mount for mount in mounts if not any(Path(mount).is_relative_to(other) for other in others)),
     }
 
@@ -85,7 +85,7 @@ def find_dockerd() -> int | None:
 def restored_by_the_next_command(before: dict[str, list[str]]) -> None:
     said = subprocess.run([*DEVCLUSTER, "status"], check=True, capture_output=True, text=True, timeout=60).stdout
     assert said == "provider: kind\nrunning: False\n"
-    # Tests on our own node may run beside this one. If a command of theirs came first, it may still be busy.
+    # Another command of devcluster may have come first, and may still be busy.
     eventually("the machine is as before", lambda: not machine.RECORD.exists())
     assert look() == before
 
@@ -103,7 +103,7 @@ def test_after_a_kill_of_the_engines_first_process_the_machine_is_put_back() -> 
     before = look()
     with locked("kind", directory=LOCKS):  # else a command beside this test would take the engine for a leftover
         subprocess.run(ENGINE_ALONE, check=True, timeout=START_S)
-        kill(namespace.first_process(engine.MARK))
+        kill(namespace.first_process(MARK))
     restored_by_the_next_command(before)
 
 

@@ -9,49 +9,42 @@ from pathlib import Path
 
 import pytest
 
-from tools.devcluster import cluster, images, programs
+from tools.devcluster import programs
+from tools.devcluster.cache import locked
 from tools.devcluster.errors import CommandFailed
-from tools.devcluster.kind import engine, kube_images, nodes
-from tools.devcluster.node import config
-from tools.devcluster.providers import kind_engine
-from tools.devcluster.providers.kind import KindProvider
+from tools.devcluster.kind import kube_images, nodes, own_engine
+from tools.devcluster.kind.engine import LINK_NETWORK, POD_NETWORK, SERVICE_NETWORK
+from tools.devcluster.kind.own_engine import OwnEngine
 
 
-@pytest.mark.parametrize(("docker", "expected"), [(True, KindProvider), (False, kind_engine.KindEngineProvider)])
-def test_kind_brings_an_engine_where_none_answers(monkeypatch: pytest.MonkeyPatch, docker: bool, expected: type) -> None:
-    monkeypatch.setenv("DEVCLUSTER_PROVIDER", "kind")
-    monkeypatch.setattr(images, "docker_answers", lambda: docker)
-    assert type(cluster.provider()) is expected
-
-
-def test_kinds_networks_are_apart_from_those_of_our_own_node() -> None:
-    networks = [ipaddress.ip_network(network) for network in (*engine.NETWORKS, *config.NETWORKS)]
+def test_the_clusters_networks_are_apart() -> None:
+    networks = map(ipaddress.ip_network, (LINK_NETWORK, SERVICE_NETWORK, POD_NETWORK))
     assert [pair for pair in itertools.combinations(networks, 2) if pair[0].overlaps(pair[1])] == []
 
 
-def test_kinds_api_server_keeps_the_same_audit_log_as_that_of_our_own_node() -> None:
-    made = nodes.configuration()
+def test_the_api_server_keeps_an_audit_log_and_the_kubelet_accepts_old_control_groups() -> None:
+    made = nodes.configuration(OwnEngine())
     patches = [json.loads(patch) for patch in made["kubeadmConfigPatches"]]  # type: ignore[attr-defined]
     (kubelet, servers) = patches
     assert kubelet["failCgroupV1"] is False
     arguments = {argument["name"]: argument["value"] for argument in servers["apiServer"]["extraArgs"]}
-    assert arguments["audit-log-path"] == "/devcluster/audit.log"
-    assert made["networking"]["apiServerAddress"] == engine.INNER_IP  # type: ignore[index]
+    assert arguments["audit-log-path"] == "/var/log/devcluster/audit.log"
+    assert made["networking"]["apiServerAddress"] == own_engine.INNER_IP  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("held", "ended"), [(True, 0), (False, 1)])
 def test_a_killed_runs_engine_is_left_to_the_command_that_is_at_work_on_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, held: bool, ended: int
 ) -> None:
-    monkeypatch.setattr(kind_engine, "LOCKS", tmp_path)
+    monkeypatch.setattr(own_engine, "LOCKS", tmp_path)
     (tmp_path / "machine.json").touch()
-    monkeypatch.setattr(kind_engine.machine, "RECORD", tmp_path / "machine.json")
-    monkeypatch.setattr(kind_engine, "_READY", tmp_path / "ready")
-    monkeypatch.setattr(kind_engine.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(own_engine.machine, "RECORD", tmp_path / "machine.json")
+    monkeypatch.setattr(OwnEngine, "state", tmp_path)
+    monkeypatch.setattr(own_engine.os, "geteuid", lambda: 0)
     ends: list[None] = []
-    monkeypatch.setattr(kind_engine.engine, "end", lambda: ends.append(None))
-    with kind_engine.locked("kind" if held else "another", directory=tmp_path):
-        kind_engine.restore_left()
+    monkeypatch.setattr(OwnEngine, "end", lambda _: ends.append(None))
+    with locked("kind" if held else "another", directory=tmp_path):
+        own_engine.restore_left()
     assert len(ends) == ended
 
 
@@ -91,11 +84,3 @@ def test_images_of_kubernetes_share_the_layer_of_its_programs(tmp_path: Path) ->
 def test_an_image_that_kubeadm_asks_for_and_we_do_not_make_is_named(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match=r"the image registry.k8s.io/konnectivity:1; expected one of coredns, etcd"):
         kube_images.write(["registry.k8s.io/konnectivity:1"], tmp_path / "images.tar")
-
-
-def test_the_room_for_kind_comes_on_top_of_that_for_our_node(tmp_path: Path) -> None:
-    empty = kind_engine.disk_needed_gb(tmp_path, 14.0)
-    for name in ("docker", "kind-root-0123"):
-        (tmp_path / name).mkdir()
-    assert empty - kind_engine.disk_needed_gb(tmp_path, 14.0) == 16.0
-    assert kind_engine.disk_needed_gb(tmp_path, 14.0) == kind_engine.node_disk_needed_gb(tmp_path)

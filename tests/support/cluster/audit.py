@@ -93,11 +93,9 @@ def granted(role: Document) -> set[Right]:
     return {Right(*one) for rule in rules for one in itertools.product(*rule)}
 
 
-def read_log(log: Path, since: datetime) -> Iterator[Document]:
-    """Read the log's entries since a time, from the rotated file first and then the current one."""
-    for file in sorted(log.parent.glob(f"{log.stem}*{log.suffix}"), key=lambda file: file.stat().st_mtime):
-        with file.open() as lines:
-            yield from (entry for line in lines if datetime.fromisoformat((entry := json.loads(line))["requestReceivedTimestamp"]) >= since)
+def read_log(lines: Iterable[str], since: datetime) -> Iterator[Document]:
+    """Read the log's entries since a time."""
+    yield from (entry for line in lines if datetime.fromisoformat((entry := json.loads(line))["requestReceivedTimestamp"]) >= since)
 
 
 def check_rights(kubectl: Kubectl, *, since: datetime, whole: bool) -> None:
@@ -107,7 +105,7 @@ def check_rights(kubectl: Kubectl, *, since: datetime, whole: bool) -> None:
     Without nodes on this machine, whose audit log it reads, it does nothing.
     """
     try:
-        log = cluster.provider().own_nodes().audit_log
+        log = cluster.provider().own_nodes().audit_log()
     except NotOfThisMachine:
         return
     roles = kubectl.get("roles", "-l", f"app.kubernetes.io/instance={RELEASE}")["items"]

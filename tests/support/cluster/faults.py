@@ -34,13 +34,12 @@ def api_server_stopped() -> Iterator[None]:
 
     Clients see connections that stay open and do not answer, as when its machine swaps.
     """
-    pid = cluster.provider().own_nodes().find_program("kube-apiserver")
-    assert pid is not None, "the node has no kube-apiserver"
-    os.kill(pid, signal.SIGSTOP)
+    nodes = cluster.provider().own_nodes()
+    nodes.signal("kube-apiserver", signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        nodes.signal("kube-apiserver", signal.SIGCONT)
 
 
 @contextmanager

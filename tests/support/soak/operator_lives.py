@@ -117,7 +117,9 @@ class TwoOperators:
         """Read the audit log since the last call; count the changes of leader and the writes. A write by a process that did not lead is
         a fault."""
         since, self._judged = self._judged, datetime.now(UTC)
-        changes, writes, foreign = foreign_writes(read_log(self._log, since), account_of)
+        files = sorted(self._log.parent.glob(f"{self._log.stem}*{self._log.suffix}"), key=lambda file: file.stat().st_mtime)
+        lines = [line for file in files for line in file.read_text().splitlines()]
+        changes, writes, foreign = foreign_writes(read_log(lines, since), account_of)
         outcome.lead_changes += changes - 1
         outcome.writes += writes
         outcome.wrong += foreign

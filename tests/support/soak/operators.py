@@ -60,7 +60,7 @@ class OperatorsSoak(NodeSoak):
         self._delete_leader()
         self._wait_for_operators()
         outcome = super().run(limit_s, rounds)
-        log = read_log(cluster.provider().own_nodes().audit_log, began)
+        log = read_log(cluster.provider().own_nodes().audit_log(), began)
         outcome.lead_changes, outcome.writes, foreign = foreign_writes(log, pods_of(self.rig.kubectl.namespace))
         outcome.wrong += foreign
         if outcome.refused.total() > MOST_REFUSED * outcome.sent:

@@ -13,17 +13,20 @@ from json import dumps, loads
 from pathlib import Path
 
 from ..errors import CommandFailed
-from ..node import namespace
 from ..paths import KIND_STATE, cache_dir
 from ..progress import run_quiet
+from . import namespace
 
 RECORD = KIND_STATE / "machine.json"
 LINK = "devcluster1"
 """The machine's end of the cable to the engine."""
 CGROUP = "docker"
 """Docker's group of every controller, in which the containers' groups are."""
-# A kubelet writes these, for the whole machine. A container has a /proc/sys of its own, so no copy can cover them as on our node.
-_SYSCTLS = tuple(namespace.SYSCTLS.split())
+# A kubelet writes these, for the whole machine.
+_SYSCTLS = (
+    *("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops"),
+    *("kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes"),
+)
 _MODULES = Path("/lib/modules")
 """A folder that kind mounts, so Docker makes it."""
 

@@ -18,7 +18,8 @@ from ..errors import CommandFailed
 from ..images import BASE_SUITE
 from ..paths import HERE, cache_dir, log_dir
 from ..progress import run_logged, run_quiet, step
-from . import engine, kube_images
+from . import kube_images
+from .engine import Engine, docker
 
 _PACKAGES = (
     "systemd,dbus,conntrack,iptables,nftables,iproute2,ethtool,util-linux,mount,kmod,libseccomp2,pigz,e2fsprogs,bash,"
@@ -43,47 +44,49 @@ ctr oci spec | jq '.hooks.createContainer[.hooks.createContainer| length] |= . +
 rm -rf /var/cache/debconf/* /var/cache/apt/* /var/lib/apt/lists/* /var/log/* /usr/share/doc/* /usr/share/man/* /usr/share/locale/*
 """
 # No oom_score_adj below a container's own, which takes CAP_SYS_RESOURCE; images named localhost/… come from the registry by the engine.
-_SET_UP_NODE = f"""
+_SET_UP_NODE = """
 chown root:root /usr/bin/kube; chmod 755 /usr/bin/kube
 for name in kubeadm kubelet kubectl crictl cri-pull; do ln -sf kube /usr/bin/$name; done
-printf v{programs.KUBERNETES} > /kind/version; mkdir -p /kind/manifests /etc/containerd/certs.d/localhost
+printf "v$KUBERNETES" > /kind/version; mkdir -p /kind/manifests /etc/containerd/certs.d/localhost
 sed -i 's/restrict_oom_score_adj = false/restrict_oom_score_adj = true/' /etc/containerd/config.toml
 printf '\\n[plugins."io.containerd.grpc.v1.cri".registry]\\n  config_path = "/etc/containerd/certs.d"\\n' >> /etc/containerd/config.toml
-printf 'server = "http://{engine.REGISTRY}"\\n' > /etc/containerd/certs.d/localhost/hosts.toml
+printf 'server = "http://%s"\\n' "$REGISTRY" > /etc/containerd/certs.d/localhost/hosts.toml
 nohup containerd > /tmp/containerd.log 2>&1 &
 for _ in $(seq 100); do ctr version > /dev/null 2>&1 && exit; sleep 0.1; done; cat /tmp/containerd.log; exit 1
 """
 
 
-def reference() -> str:
+def reference(registry: str) -> str:
     """Return the image's name, tagged with the hash of all that goes in: kind's version, packages, programs and these scripts.
+
+    Images named localhost/… come from `registry`, a host with a port.
 
     The programs are built first if the cache lacks them.
     """
     made = [program.relative_to(cache_dir()) for program in (*_programs(), programs.packet_filters(), _root_archive())]
     scripts = [HERE / "kind/node_image.py", HERE / "kind/kube_images.py"]
-    key = content_hash([*map(str, made), engine.REGISTRY, *scripts], relative_to=HERE)
+    key = content_hash([*map(str, made), registry, *scripts], relative_to=HERE)
     return f"localhost/kind-node:{key}"
 
 
-def build() -> str:
+def build(engine: Engine, registry: str) -> str:
     """Build the image of kind's nodes unless the engine, which must run, has one of this content; return its name.
 
     After a build, all other images of the engine but the base are removed.
     """
-    name = reference()
-    if _exists(name):
+    name = reference(registry)
+    if _exists(engine, name):
         return name
-    base = _base()
+    base = _base(engine)
     with step("kind: image of its nodes (about 30 s, once)"):
-        _remove_container()
+        _remove_container(engine)
         try:
-            _fill(base)
-            engine.docker("commit", "--change", _ENTRYPOINT, _CONTAINER, name, deadline_s=180)
+            _fill(engine, base, registry)
+            docker(engine, "commit", "--change", _ENTRYPOINT, _CONTAINER, name, deadline_s=180)
         finally:
-            _remove_container()
-    for older in set(engine.docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()) - {name, base}:
-        engine.docker("rmi", "--force", older)
+            _remove_container(engine)
+    for older in set(docker(engine, "images", "--format", "{{.Repository}}:{{.Tag}}").split()) - {name, base}:
+        docker(engine, "rmi", "--force", older)
     return name
 
 
@@ -98,35 +101,35 @@ def _programs() -> tuple[Path, ...]:
     return (programs.kube(), programs.coredns(), programs.kubeadms_etcd(), programs.pause(), programs.containerd())
 
 
-def _fill(base: str) -> None:
+def _fill(engine: Engine, base: str, registry: str) -> None:
     archive = cache_dir() / "kind-images.tar"
     names = run_quiet([programs.kube() / "kubeadm", "config", "images", "list", "--kubernetes-version", f"v{programs.KUBERNETES}"]).split()
     cni = (programs.kind_sources() / "pkg/build/nodeimage/const_cni.go").read_text()
     kindnetd = _found(r'const kindnetdImage = "(.+)"', cni)
     sandbox = _found(r'sandbox_image = "(.+)"', (programs.kind_sources() / "images/base/files/etc/containerd/config.toml").read_text())
     kube_images.write([*dict.fromkeys([*names, sandbox, kindnetd])], archive)
-    engine.docker("run", "--detach", "--entrypoint=sleep", "--name", _CONTAINER, "--security-opt=seccomp=unconfined", base, "infinity")
-    engine.docker("cp", programs.kube() / "kube", f"{_CONTAINER}:/usr/bin/kube")
-    _run(_SET_UP_NODE)
+    docker(engine, "run", "--detach", "--entrypoint=sleep", "--name", _CONTAINER, "--security-opt=seccomp=unconfined", base, "infinity")
+    docker(engine, "cp", programs.kube() / "kube", f"{_CONTAINER}:/usr/bin/kube")
+    _run(engine, f"KUBERNETES={programs.KUBERNETES}\nREGISTRY={registry}\n{_SET_UP_NODE}")
     # kind's own manifest. Without one of a storage class, kind makes its older default, which provisions nothing.
     manifest = _found(r"(?s)const defaultCNIManifest = `\n(.+?)\n`\n", cni).replace("` + kindnetdImage + `", kindnetd)
-    engine.docker("exec", "--interactive", _CONTAINER, "cp", "/dev/stdin", "/kind/manifests/default-cni.yaml", stdin=manifest)
-    engine.docker("cp", archive, f"{_CONTAINER}:/images.tar")
+    docker(engine, "exec", "--interactive", _CONTAINER, "cp", "/dev/stdin", "/kind/manifests/default-cni.yaml", stdin=manifest)
+    docker(engine, "cp", archive, f"{_CONTAINER}:/images.tar")
     archive.unlink()
-    _run("ctr --namespace=k8s.io images import --all-platforms --no-unpack --digests /images.tar; rm /images.tar", deadline_s=180)
-    _run("kill $(cat /proc/[0-9]*/stat | awk '$2 == \"(containerd)\" {print $1; exit}'); sleep 1; rm -f /tmp/containerd.log")
+    _run(engine, "ctr --namespace=k8s.io images import --all-platforms --no-unpack --digests /images.tar; rm /images.tar", deadline_s=180)
+    _run(engine, "kill $(cat /proc/[0-9]*/stat | awk '$2 == \"(containerd)\" {print $1; exit}'); sleep 1; rm -f /tmp/containerd.log")
 
 
-def _run(script: str, *, deadline_s: float = 60.0) -> None:
-    engine.docker("exec", "--interactive", _CONTAINER, "bash", "-eu", stdin=script, deadline_s=deadline_s)
+def _run(engine: Engine, script: str, *, deadline_s: float = 60.0) -> None:
+    docker(engine, "exec", "--interactive", _CONTAINER, "bash", "-eu", stdin=script, deadline_s=deadline_s)
 
 
-def _remove_container() -> None:
+def _remove_container(engine: Engine) -> None:
     words = ["docker", "rm", "--force", "--volumes", _CONTAINER]
     subprocess.run(words, env=engine.environment(), capture_output=True, timeout=60)
 
 
-def _exists(name: str) -> bool:
+def _exists(engine: Engine, name: str) -> bool:
     return subprocess.run(["docker", "image", "inspect", name], env=engine.environment(), capture_output=True, timeout=60).returncode == 0
 
 
@@ -137,13 +140,13 @@ def _found(pattern: str, text: str) -> str:
     return match[1]
 
 
-def _base() -> str:
+def _base(engine: Engine) -> str:
     """Import Debian with systemd and kind's files as an image, unless the engine has it; return its name."""
     archive = _root_archive()
     name = f"localhost/kind-base:{archive.parent.name.rpartition('-')[2]}"
-    if not _exists(name):
+    if not _exists(engine, name):
         with step("kind: base image"):
-            engine.docker("import", "--change=ENV container=docker", f"--change={_ENTRYPOINT}", archive, name, deadline_s=300)
+            docker(engine, "import", "--change=ENV container=docker", f"--change={_ENTRYPOINT}", archive, name, deadline_s=300)
     return name
 
 

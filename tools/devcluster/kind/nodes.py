@@ -1,190 +1,191 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kind's nodes on our engine: the cluster's configuration, a second node, and the way from the machine into them."""
+"""kind's nodes: the cluster's configuration, a second node, and ways for tests to break nodes and look beneath them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
+import os
+import shlex
+import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from .. import programs
 from ..apiserver import AUDIT_POLICY, audit_flags
-from ..errors import CommandFailed, NotRunning
-from ..node import namespace
-from ..own_nodes import OwnNodes
-from ..paths import KIND_STATE, cache_dir
+from ..errors import CommandFailed, NotOfThisMachine, NotRunning
+from ..paths import log_dir
 from ..progress import run_logged, run_quiet, step
-from . import engine, node_image
+from .engine import CLUSTER, FIRST, POD_NETWORK, SECOND, SERVICE_NETWORK, Engine, address, docker, kubeconfig
 
-CLUSTER = "diffusion-operator"
-FIRST, SECOND = f"{CLUSTER}-control-plane", f"{CLUSTER}-worker"
-KUBECONFIG = KIND_STATE / "kubeconfig"
-LOGS = KIND_STATE / "log"
-AUDIT_LOG = LOGS / "audit.log"
 READY_S = 120.0
-_IN_NODE = Path("/devcluster")  # LOGS and the audit log's policy, as the node and its API server see them
-_POLICY = "audit-policy.yaml"
+# As the node and its API server see them: the folder of the policy, which is `Engine.state`, and that of the log.
+_POLICY, _LOGS = Path("/devcluster/audit-policy.yaml"), Path("/var/log/devcluster")
 
 
-def create() -> None:
+def create(engine: Engine) -> None:
     """Create the cluster with its first node, wait until that is Ready, and lead this machine's packets for Services and pods to it."""
-    LOGS.mkdir(parents=True, exist_ok=True)  # Docker makes it too, for the container of a killed run
-    (LOGS / _POLICY).write_text(AUDIT_POLICY)
-    file = KIND_STATE / "kind.json"
-    file.write_text(json.dumps(configuration()))
+    shared = engine.state / "node"
+    shared.mkdir(parents=True, exist_ok=True)
+    (shared / _POLICY.name).write_text(AUDIT_POLICY)
+    file, image = engine.state / "kind.json", engine.node_image()
+    file.write_text(json.dumps(configuration(engine)))
     words: list[str | Path] = [
+        programs.kind(),
         "create",
         "cluster",
         "--name",
         CLUSTER,
-        "--image",
-        node_image.build(),
         "--config",
         file,
         "--kubeconfig",
-        KUBECONFIG,
+        kubeconfig(engine),
+        "--wait",
+        "180s",
     ]
-    log = cache_dir() / "log/kind.log"
-    run_logged([programs.kind(), *words, "--wait", "180s"], what="kind cluster", log=log, env=engine.environment(), deadline_s=400)
-    engine.lead_to(_address(FIRST))
+    words += ["--image", image] if image else []
+    log = log_dir() / "kind.log"
+    run_logged(words, what="kind cluster", log=log, env=engine.environment(), deadline_s=900)
+    engine.lead_to(address(engine, FIRST))
 
 
-def configuration() -> dict[str, object]:
+def configuration(engine: Engine) -> dict[str, object]:
     """Return kind's configuration of the cluster: one node, our networks and an audit log. The kubelet accepts cgroup v1."""
-    flags = [flag.removeprefix("--").split("=", 1) for flag in audit_flags(_IN_NODE / _POLICY, _IN_NODE / AUDIT_LOG.name)]
-    volume = {"name": "devcluster", "hostPath": str(_IN_NODE), "mountPath": str(_IN_NODE), "readOnly": False, "pathType": "Directory"}
-    api_server = {"extraArgs": [{"name": name, "value": value} for name, value in flags], "extraVolumes": [volume]}
+    flags = [flag.removeprefix("--").split("=", 1) for flag in audit_flags(_POLICY, _LOGS / "audit.log")]
+    volumes = [
+        {"name": name, "hostPath": str(folder), "mountPath": str(folder), "readOnly": name == "policy", "pathType": "DirectoryOrCreate"}
+        for name, folder in (("policy", _POLICY.parent), ("audit", _LOGS))
+    ]
+    api_server = {"extraArgs": [{"name": name, "value": value} for name, value in flags], "extraVolumes": volumes}
     patches = [{"kind": "KubeletConfiguration", "failCgroupV1": False}, {"kind": "ClusterConfiguration", "apiServer": api_server}]
-    networks = {"serviceSubnet": engine.SERVICE_NETWORK, "podSubnet": engine.POD_NETWORK}
     return {
         "kind": "Cluster",
         "apiVersion": "kind.x-k8s.io/v1alpha4",
-        "networking": {"apiServerAddress": engine.INNER_IP, "apiServerPort": 6443, **networks},
-        "nodes": [{"role": "control-plane", "extraMounts": [{"hostPath": str(LOGS), "containerPath": str(_IN_NODE)}]}],
+        "networking": {**engine.networking, "serviceSubnet": SERVICE_NETWORK, "podSubnet": POD_NETWORK},
+        "nodes": [
+            {
+                "role": "control-plane",
+                "extraMounts": [{"hostPath": str(engine.state / "node"), "containerPath": str(_POLICY.parent), "readOnly": True}],
+            }
+        ],
         "kubeadmConfigPatches": [json.dumps(patch) for patch in patches],
     }
 
 
-def pull(reference: str) -> None:
-    """Have each node pull an image from the registry beside the engine and unpack it; return when all have."""
-    command = ["cri-pull", "--endpoint", "unix:///run/containerd/containerd.sock", reference]
-    log = cache_dir() / "log/kind-pull.log"
-    for node in existing():
-        words = ["docker", "exec", node, *command]
-        run_logged(words, what=f"{node} unpacks {reference}", log=log, env=engine.environment(), deadline_s=1200)
-
-
-def existing() -> list[str]:
+def existing(engine: Engine) -> list[str]:
     """List the containers of kind's nodes by name, except those that have stopped."""
-    return engine.docker("ps", "--format", "{{.Names}}", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}").split()
+    return docker(engine, "ps", "--format", "{{.Names}}", "--filter", f"label=io.x-k8s.kind.cluster={CLUSTER}").split()
 
 
-def add_second() -> str:
-    """Start a second node as kind starts its workers, or find it; return its name. kind itself adds none to a cluster.
-
-    Raises:
-        NotRunning: there is no first node.
-        CommandFailed: it is not Ready in time; nothing of it stays.
-    """
-    if FIRST not in (existing() if engine.alive() else []):
-        raise NotRunning("kind's first node is not running: `python -m tools.devcluster up` starts it")
-    if SECOND in existing():
-        return SECOND
-    with step("kind's second node: Ready"):
-        try:
-            _start_second()
-        except BaseException:
-            remove_second()
-            raise
-    return SECOND
-
-
-def remove_second() -> None:
-    """Remove the second node and its pods from the cluster, and its container; do nothing if there is none or the engine is off."""
-    if not engine.alive():
-        return
-    _kubectl("delete", "node", SECOND, "--ignore-not-found", "--wait=false")
-    with contextlib.suppress(CommandFailed):  # nobody else can say that they are gone
-        _kubectl("delete", "pods", "-A", f"--field-selector=spec.nodeName={SECOND}", "--force", "--grace-period=0")
-    if SECOND in existing():
-        engine.docker("rm", "--force", "--volumes", SECOND)
-
-
-@contextmanager
-def unplugged() -> Iterator[None]:
-    """Take the second node's network link down during the block: it and its pods run on, but nothing reaches them."""
-    index = engine.docker("exec", SECOND, "cat", "/sys/class/net/eth0/iflink").strip()
-    links = json.loads(engine.inside("ip", "-json", "link", "show", "type", "veth"))
-    (cable,) = [link["ifname"] for link in links if link["ifindex"] == int(index)]
-    engine.inside("ip", "link", "set", cable, "down")
-    try:
-        yield
-    finally:
-        engine.inside("ip", "link", "set", cable, "up")
-
-
-class Nodes(OwnNodes):
-    """The nodes of kind's cluster on our engine: the first, and the second if it was added."""
+class Nodes:
+    """The nodes of kind's cluster, the first and the second if it was added, with the means to break them and look beneath them."""
 
     first = FIRST
+    """The first node's name."""
     kubeconfig = Path("/etc/kubernetes/admin.conf")
-    audit_log = AUDIT_LOG
+    """The administrator's kubeconfig, as the first node sees it."""
     kubelet = Path("/var/lib/kubelet")
+    """The kubelet's folder, as the nodes see it."""
     cdi = Path("/var/run/cdi")
+    """The folder in which drivers of devices tell the runtime what a container gets, as the nodes see it."""
 
-    def find_program(self, name: str) -> int | None:
-        return next((pid for pid, words, _ in _processes_of(FIRST) if Path(words[0]).name == name), None)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
-    def command(self, program: Path) -> list[str]:
-        engine.docker("cp", program, f"{FIRST}:/usr/local/bin/{program.name}")
-        first = next(pid for pid, _, pids in _processes_of(FIRST) if len(pids) == 3 and pids[-1] == "1")
-        return [*namespace.ending_with(first), f"/usr/local/bin/{program.name}"]
+    def audit_log(self) -> Iterator[str]:
+        """Yield the lines of the API server's log of who asked what, the older file's first."""
+        oldest_first = f"cat $(ls -tr {_LOGS}/audit*.log)"
+        yield from docker(self._engine, "exec", FIRST, "sh", "-c", oldest_first).splitlines()
+
+    def signal(self, program: str, number: signal.Signals) -> None:
+        """Send a signal to a program of Kubernetes on the first node; raise CommandFailed if it does not run."""
+        docker(self._engine, "exec", FIRST, "pkill", f"-{number.name.removeprefix('SIG')}", "--exact", program)
+
+    @contextmanager
+    def running(self, program: Path, *arguments: str) -> Iterator[None]:
+        """Run a static program of this machine on the first node during the block; its log there is /var/log/NAME."""
+        end = ["exec", FIRST, "pkill", "--exact", program.name[:15]]  # the kernel keeps so many letters
+        docker(self._engine, "cp", program, f"{FIRST}:/usr/local/bin/{program.name}")
+        command = f"exec {shlex.join([program.name, *arguments])} > /var/log/{program.name} 2>&1"
+        docker(self._engine, "exec", "--detach", FIRST, "sh", "-c", command)
+        try:
+            yield
+        finally:
+            docker(self._engine, *end)
+
+    @contextmanager
+    def second_node(self) -> Iterator[str]:
+        """Add the second node, yield its name, and remove it at the end of the block, also if it was there before."""
+        try:
+            yield self.add_second()
+        finally:
+            self.remove_second()
 
     def add_second(self) -> str:
-        return add_second()
+        """Start a second node as kind starts its workers, or find it; return its name once it is Ready. kind itself adds none to a cluster.
+
+        Raises:
+            NotRunning: there is no first node.
+            CommandFailed: it is not Ready in time; nothing of it stays.
+        """
+        if FIRST not in (existing(self._engine) if self._engine.alive() else []):
+            raise NotRunning("kind's first node is not running: `python -m tools.devcluster up` starts it")
+        if SECOND not in existing(self._engine):
+            with step("kind's second node: Ready"):
+                try:
+                    self._start_second()
+                except BaseException:
+                    self.remove_second()
+                    raise
+        return SECOND
 
     def remove_second(self) -> None:
-        remove_second()
+        """Remove the second node and its pods from the cluster, and its container; do nothing if there is none or the engine is off."""
+        if not self._engine.alive():
+            return
+        self._kubectl("delete", "node", SECOND, "--ignore-not-found", "--wait=false")
+        with contextlib.suppress(CommandFailed):  # nobody else can say that they are gone
+            self._kubectl("delete", "pods", "-A", f"--field-selector=spec.nodeName={SECOND}", "--force", "--grace-period=0")
+        if SECOND in existing(self._engine):
+            docker(self._engine, "rm", "--force", "--volumes", SECOND)
 
-    def unplugged(self) -> AbstractContextManager[None]:
-        return unplugged()
+    @contextmanager
+    def unplugged(self) -> Iterator[None]:
+        """Drop all packets from and to the second node during the block; it and its pods run on."""
+        # Of both families: Docker's network for kind has IPv6 as well.
+        arriving = "chain arriving { type filter hook prerouting priority -300; iifname eth0 drop; };"
+        leaving = "chain leaving { type filter hook postrouting priority 300; oifname eth0 drop; };"
+        docker(self._engine, "exec", SECOND, "nft", f"table inet unplugged {{ {arriving} {leaving} }}")
+        try:
+            yield
+        finally:
+            docker(self._engine, "exec", SECOND, "nft", "delete table inet unplugged")
 
-
-def _processes_of(node: str) -> Iterator[tuple[int, list[str], list[str]]]:
-    """Yield each process of a node's container: its pid on the machine, the words of its command, and its pids in all namespaces."""
-    container = engine.docker("inspect", "--format", "{{.Id}}", node).strip()
-    for entry in Path("/proc").glob("[0-9]*"):
+    def check_reachable(self) -> None:
+        """Raise NotOfThisMachine unless this machine sees the processes in the first node and may have routes to it."""
+        pid, container = docker(self._engine, "inspect", "--format", "{{.State.Pid}} {{.Id}}", FIRST).split()
         with contextlib.suppress(OSError):
-            if container in (entry / "cgroup").read_text():
-                words = (entry / "cmdline").read_text().split("\0")
-                pids = re.findall(r"(?m)^NSpid:(.*)$", (entry / "status").read_text())[0].split()
-                yield int(entry.name), words, pids
+            if os.geteuid() == 0 and container in Path(f"/proc/{pid}/cgroup").read_text():
+                return
+        raise NotOfThisMachine("this needs root, and a Docker engine whose containers are processes of this machine")
 
+    def _start_second(self) -> None:
+        labels = [f"--label=io.x-k8s.kind.{key}={value}" for key, value in (("cluster", CLUSTER), ("role", "worker"))]
+        places = ["--tmpfs=/tmp", "--tmpfs=/run", "--volume=/var", "--volume=/lib/modules:/lib/modules:ro"]
+        rights = ["--privileged", "--security-opt=seccomp=unconfined", "--security-opt=apparmor=unconfined", "--cgroupns=private"]
+        words = ["run", "--detach", "--tty", "--name", SECOND, "--hostname", SECOND, "--network=kind", *labels, *places, *rights]
+        docker(self._engine, *words, docker(self._engine, "inspect", "--format", "{{.Config.Image}}", FIRST).strip())
+        join = docker(self._engine, "exec", FIRST, "kubeadm", "token", "create", "--print-join-command").split()
+        join_when_up = "until ctr version > /dev/null 2>&1; do sleep 0.1; done; exec " + " ".join([*join, "--ignore-preflight-errors=all"])
+        docker(self._engine, "exec", SECOND, "sh", "-c", join_when_up, deadline_s=READY_S)
+        ends = time.monotonic() + READY_S
+        ready = 'jsonpath={.status.conditions[?(@.type=="Ready")].status}'
+        while self._kubectl("get", "node", SECOND, "--ignore-not-found", "-o", ready).strip() != "True":
+            if time.monotonic() > ends:
+                raise CommandFailed(f"kind's second node is not Ready after {READY_S:.0f} s; `docker logs {SECOND}` says why")
+            time.sleep(0.3)
 
-def _start_second() -> None:
-    labels = [f"--label=io.x-k8s.kind.{key}={value}" for key, value in (("cluster", CLUSTER), ("role", "worker"))]
-    places = ["--tmpfs=/tmp", "--tmpfs=/run", "--volume=/var", "--volume=/lib/modules:/lib/modules:ro"]
-    rights = ["--privileged", "--security-opt=seccomp=unconfined", "--security-opt=apparmor=unconfined", "--cgroupns=private"]
-    words = ["run", "--detach", "--tty", "--name", SECOND, "--hostname", SECOND, "--network=kind", *labels, *places, *rights]
-    engine.docker(*words, engine.docker("inspect", "--format", "{{.Config.Image}}", FIRST).strip())
-    join = engine.docker("exec", FIRST, "kubeadm", "token", "create", "--print-join-command").split()
-    join_when_up = "until ctr version > /dev/null 2>&1; do sleep 0.1; done; exec " + " ".join([*join, "--ignore-preflight-errors=all"])
-    engine.docker("exec", SECOND, "sh", "-c", join_when_up, deadline_s=READY_S)
-    ends = time.monotonic() + READY_S
-    ready = 'jsonpath={.status.conditions[?(@.type=="Ready")].status}'
-    while _kubectl("get", "node", SECOND, "--ignore-not-found", "-o", ready).strip() != "True":
-        if time.monotonic() > ends:
-            raise CommandFailed(f"kind's second node is not Ready after {READY_S:.0f} s; `docker logs {SECOND}` says why")
-        time.sleep(0.3)
-
-
-def _address(node: str) -> str:
-    return engine.docker("inspect", "--format", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}", node).strip()
-
-
-def _kubectl(*words: str) -> str:
-    return run_quiet([programs.kube() / "kubectl", "--kubeconfig", KUBECONFIG, "--request-timeout=10s", *words])
+    def _kubectl(self, *words: str) -> str:
+        return run_quiet([self._engine.kubectl(), "--kubeconfig", kubeconfig(self._engine), "--request-timeout=10s", *words])

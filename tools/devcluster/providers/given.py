@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import checks, images, programs
 from ..errors import CommandFailed, NotOfThisMachine, NotRunning, PrerequisiteMissing
-from ..own_nodes import OwnNodes
+from ..kind.nodes import Nodes
 from ..paths import cache_dir
 from ..progress import run_quiet, say
 
@@ -77,9 +77,9 @@ class GivenProvider:
         found = shutil.which("kubectl")
         return Path(found) if found else programs.kube() / "kubectl"
 
-    def own_nodes(self) -> OwnNodes:
+    def own_nodes(self) -> Nodes:
         """Raise NotOfThisMachine: nothing here can reach beneath these nodes."""
-        raise NotOfThisMachine("this needs nodes on this machine: set DEVCLUSTER_PROVIDER=node, or leave out the cluster that was given")
+        raise NotOfThisMachine("this needs nodes on this machine: leave out the cluster that was given")
 
     def load_image(self, reference: str) -> str:
         """Push a local image to the registry in the variable REGISTRY, and return its reference there, which the cluster can pull.
