@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signatures in the records of model classes, compared with the installed libraries or renewed.
+"""The signatures in the records of model classes and the facts of pipeline classes, compared with the installed libraries or renewed.
 
-    python -m tools.families            says which records differ from what is installed
-    python -m tools.families --write    writes the installed signatures and versions into the records
+    python -m tools.families            says which records and facts differ from what is installed
+    python -m tools.families --write    writes the installed signatures, versions and facts
     python -m tools.families --new Name prints a record of a class that has none
 
 A test compares too. Look at the model's code before you write: a new or renamed argument may need a role, or another rule.
@@ -25,6 +25,7 @@ import click
 
 from diffusion_worker.runner import families
 from diffusion_worker.runner.families import TESTED_WITH, ModelRecord, merged_methods, models, signature_of
+from tools import pipeline_facts
 
 FOLDER = Path(families.__file__).parent
 WIDTH = 105
@@ -121,14 +122,14 @@ def family_files() -> list[Path]:
 
 
 @click.command()
-@click.option("--write", is_flag=True, help="Write the installed signatures into the records, and the versions into TESTED_WITH.")
+@click.option("--write", is_flag=True, help="Write the installed signatures and versions, and the facts of pipelines.")
 @click.option("--new", metavar="NAME", help="Print a record of a class that has none.")
 def main(*, write: bool, new: str | None) -> None:
-    """Compare the signatures in the records of model classes with the installed libraries; exit 1 if one differs."""
+    """Compare the records of model classes and the facts of pipelines with the installed libraries; exit 1 if one differs."""
     if new:
         click.echo(new_record(new), nl=False)
         return
-    lines = [line for record in models() for line in differences(record)]
+    lines = [line for record in models() for line in differences(record)] + list(pipeline_facts.differences())
     click.echo("\n".join(lines) or "every record has the installed signature")
     if write:
         for path in family_files():
@@ -136,6 +137,7 @@ def main(*, write: bool, new: str | None) -> None:
         versions = ", ".join(f'"{library}": "{version(library)}"' for library in TESTED_WITH)
         record_file = FOLDER / "record.py"
         record_file.write_text(re.sub(r"TESTED_WITH = .*", f"TESTED_WITH = {{{versions}}}", record_file.read_text()))
+        pipeline_facts.PAGE.write_text(pipeline_facts.written(pipeline_facts.table()))
     elif lines:
         raise SystemExit(1)
 

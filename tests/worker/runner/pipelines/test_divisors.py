@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from diffusion_worker.runner.pipelines.description import describe
-from diffusion_worker.runner.pipelines.divisors import written_divisors
 from support.families.rig.all import FAMILIES
 from support.families.rig.family import Family, as_tensor
 
@@ -50,27 +49,6 @@ def test_a_model_makes_every_size_of_its_multiple_and_none_between(name: str) ->
         return
     # QwenImage21 rounds the size down.
     assert between != values * height * width
-
-
-class Checked:
-    """A pipeline whose `check_inputs` has several forms of checks for divisors of the size."""
-
-    class transformer:
-        patch_size = 3
-
-    def check_inputs(self, height: int, width: int, steps: int) -> None:
-        local = 11
-        if height % (self.transformer.patch_size * 2) != 0 or width % 4:
-            raise ValueError
-        if height % local or width % self.unknown or width % (local + 1) or steps % 7:  # type: ignore[attr-defined]
-            raise ValueError
-        if height % 5:
-            print("resized")
-
-
-def test_divisors_of_numbers_and_settings_are_read_where_a_check_refuses_and_others_are_left_alone() -> None:
-    assert sorted(written_divisors(Checked())) == [4, 6]
-    assert written_divisors(object()) == []
 
 
 def test_glm_image_wants_two_patches_of_two_latents_a_side() -> None:

@@ -3,6 +3,7 @@
 
 import sys
 
+from diffusion_worker.runner.families.facts import PipelineFacts, facts_of
 from diffusion_worker.runner.families.record import (
     TESTED_WITH,
     ArgumentRole,
@@ -36,6 +37,7 @@ __all__ = [
     "ArgumentRole",
     "CacheRecord",
     "ModelRecord",
+    "PipelineFacts",
     "PipelineRecord",
     "Positions",
     "Role",
@@ -46,6 +48,7 @@ __all__ = [
     "TokenSplit",
     "Workaround",
     "cache_record",
+    "facts_of",
     "looks_up_times",
     "merged_methods",
     "model_record",

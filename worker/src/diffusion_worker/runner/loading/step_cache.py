@@ -9,7 +9,7 @@ from diffusers.utils.torch_utils import unwrap_module
 
 from diffusion_worker.config import StepCache as Kind
 from diffusion_worker.errors import ConfigError
-from diffusion_worker.runner.families import model_record, models
+from diffusion_worker.runner.families import facts_of, model_record, models
 from diffusion_worker.runner.model_call.components import DIVISIBLE_DENOISERS
 from diffusion_worker.runner.parallel.rows import Parallel
 from diffusion_worker.runner.pipelines.step_support import whole_run_reason
@@ -69,6 +69,8 @@ def supported(kind: Kind) -> list[str]:
 def why_no_pipeline(pipeline: Any) -> str | None:
     """Return the reason why no request of a pipeline can use a step cache; None if they can."""
     kind: Any = type(pipeline)
+    if facts_of(kind) is None:
+        return "its class is no pipeline of diffusers and extends none, so it is not known whether its requests advance by steps"
     whole = whole_run_reason(kind)
     if whole is not None:
         return f"its requests run whole, because it {whole}"

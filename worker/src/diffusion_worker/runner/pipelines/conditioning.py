@@ -16,9 +16,8 @@ from PIL import Image, ImageOps
 
 from diffusion_worker.errors import refused
 from diffusion_worker.messages import ImageInput, RequestSpec, Task
-from diffusion_worker.runner.families import pipeline_record
+from diffusion_worker.runner.families import facts_of, pipeline_record
 from diffusion_worker.runner.pipelines.body import FRAMES, TRUE_GUIDANCE, inputs_of
-from diffusion_worker.runner.pipelines.step_support import source_of
 
 Arguments = dict[str, Any]
 
@@ -139,10 +138,8 @@ def _steps_left(pipeline: Any, steps: int, strength: float) -> int:
 
     Some classes drop a part of a step (Stable Diffusion), others count it as a whole one (Stable Diffusion 3, Flux).
     """
-    timesteps = getattr(type(pipeline), "get_timesteps", None)
-    if timesteps is None or "int(num_inference_steps * strength)" in source_of(timesteps):
-        return int(steps * strength)
-    return steps - int(steps - steps * strength)
+    facts = facts_of(type(pipeline))
+    return steps - int(steps - steps * strength) if facts and facts.counts_parts else int(steps * strength)
 
 
 def _cover(image: Image.Image, size: tuple[int, int], resampling: Image.Resampling) -> Image.Image:

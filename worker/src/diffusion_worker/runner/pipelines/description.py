@@ -4,9 +4,9 @@
 Families have different names for the same thing, so several names are tried for each. Absent ones count as 1 or as unknown.
 """
 
+import functools
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import diffusers
@@ -16,11 +16,11 @@ import torch
 from diffusion_worker.config import RequestDefaults, RequestLimits
 from diffusion_worker.errors import ConfigError
 from diffusion_worker.messages import ModelInfo, Task
+from diffusion_worker.runner.families import facts_of, pipeline_record
 from diffusion_worker.runner.model_call.components import DENOISERS
 from diffusion_worker.runner.pipelines.body import FRAMES, default_guidance, inputs_of
-from diffusion_worker.runner.pipelines.divisors import tokens_side, written_divisors
 from diffusion_worker.runner.pipelines.longest_sides import longest_sides
-from diffusion_worker.runner.pipelines.step_support import inner_classes, source_of, why_impossible
+from diffusion_worker.runner.pipelines.step_support import why_impossible
 from diffusion_worker.runner.pipelines.view import modules_of
 
 # Pixels of one latent, along a side and in time, by the names that pipelines give them.
@@ -29,7 +29,6 @@ TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_
 # The side for models that have no default size; most were trained for about this one.
 SIDE = 512
 PROCESSORS = ("image_processor", "video_processor")
-WITHOUT_HEIGHT = re.compile(r"^ +height = height or (\w+)$", re.MULTILINE)
 # The names of a pipeline's result, and the kind of output that each means.
 KINDS = {
     "images": "image", "image": "image", "rgb": "image",
@@ -39,7 +38,7 @@ KINDS = {
 
 
 def kind_of(pipeline_class: Any) -> str:
-    """Return `image`, `video`, `audio` or `other`: by a custom class's `worker_makes`, or by the name of the class's first result."""
+    """Return `image`, `video`, `audio` or `other`: by the name of the class's first result, or a custom class's `worker_makes`."""
     if said := getattr(pipeline_class, "worker_makes", None):
         return str(said)
     return KINDS.get(_result_name(pipeline_class) or "", "other")
@@ -110,25 +109,27 @@ def size_multiple(pipeline: Any) -> int:
     patch = max(_patch(getattr(pipeline, "patch_size", None)), _patch(_denoiser_config(pipeline, "patch_size", "all_patch_size")))
     latent = _first_number(pipeline, SPATIAL) or 8
     steps = [_number(getattr(getattr(pipeline, name, None), "config", {}).get("vae_scale_factor")) or 1 for name in PROCESSORS]
-    return math.lcm(latent * patch * tokens_side(pipeline), *steps, *written_divisors(pipeline))
+    facts = facts_of(type(pipeline))
+    written = [number for text in (facts.divisors if facts else ()) if (number := _product(pipeline, text))]
+    return math.lcm(latent * patch * pipeline_record(type(pipeline)).packs, *steps, *written)
+
+
+def _product(pipeline: Any, written: str) -> int:
+    """Return the product of numbers and settings of a pipeline that a text names, as `vae_scale_factor * 2`; 0 where one is missing."""
+    factors = [int(each) if each.isdecimal() else _setting(pipeline, each) for each in written.split(" * ")]
+    return math.prod(factor if isinstance(factor, int) else 0 for factor in factors)
+
+
+def _setting(pipeline: Any, path: str) -> Any:
+    return functools.reduce(lambda found, name: getattr(found, name, None), path.split("."), pipeline)
 
 
 def _result_name(pipeline_class: Any) -> str | None:
     if issubclass(pipeline_class, diffusers.ModularPipeline):
         names = [output.name for output in blocks_of(pipeline_class).outputs]
         return next((name for name in ("images", "videos", "audios") if name in names), None)
-    inner = (_result_name(part) for part in inner_classes(pipeline_class))
-    return next((name for name in (*_returned(pipeline_class), *inner) if name in KINDS), None)
-
-
-def _returned(pipeline_class: Any) -> Iterator[str]:
-    """Yield names of the first field of the result, as the source of the class's call writes them, then those of the classes it extends."""
-    for call in (vars(parent)["__call__"] for parent in pipeline_class.__mro__ if "__call__" in vars(parent)):
-        source = source_of(call)
-        if "ImagePipelineOutput(" in source:
-            yield "images"
-        # `return SomeOutput(images=…)`, or before that an output type of this name.
-        yield from re.findall(r"(?:return|output =)\s+\w*Output\w*\(\s*(\w+)", source)
+    facts = facts_of(pipeline_class)
+    return facts.makes if facts else None
 
 
 def blocks_of(pipeline_class: Any) -> Any:
@@ -141,7 +142,8 @@ def _written_side(pipeline: Any, takes: Mapping[str, Any]) -> int | None:
 
     The call names a number, another argument, or the pipeline's default resolution.
     """
-    for written in WITHOUT_HEIGHT.findall(source_of(type(pipeline).__call__)):
+    facts = facts_of(type(pipeline))
+    for written in facts.sides if facts else ():
         said = pipeline.config.get("default_sample_size") if written == "default_resolution" else takes.get(written)
         if side := _number(int(written) if written.isdecimal() else said):
             return side

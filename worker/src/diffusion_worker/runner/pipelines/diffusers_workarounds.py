@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workarounds for faults of diffusers' classes, applied to a request's view without touching the class or the model."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from diffusers.configuration_utils import FrozenDict
 
 from diffusion_worker.runner.families import Workaround, pipeline_record
-from diffusion_worker.runner.pipelines.step_support import source_of
 
 # Stable Diffusion 3's inpainting takes this number of channels for a model whose input is latents without a mask.
 SD3_LATENT_CHANNELS = 16
@@ -41,17 +39,9 @@ def _mend_sd3_inpainting(view: Any) -> None:
     vae, transformer = view.vae, view.transformer
     if transformer.config.in_channels == vae.config.latent_channels:
         transformer.__dict__["config"] = FrozenDict({**transformer.config, "in_channels": SD3_LATENT_CHANNELS})
-    kind: Any = type(view)
     shift = vae.config.shift_factor
-    if shift and _forgets_shift(kind):
+    if shift:
         vae.__dict__["decode"] = _decode_shifted(vae.decode, shift)
-
-
-@functools.cache
-def _forgets_shift(kind: Any) -> bool:
-    """Return whether the installed diffusers still decodes without the VAE's shift in the call of this class, by its source."""
-    source = "".join(source_of(vars(parent)["__call__"]) for parent in kind.__mro__ if "__call__" in vars(parent))
-    return "vae.decode(latents / self.vae.config.scaling_factor, " in source
 
 
 def _decode_shifted(decode: Callable[..., Any], shift: float) -> Callable[..., Any]:
