@@ -130,17 +130,17 @@ def _start(folder: Path, running: list[Process], *, dies_with_us: bool, flags: S
     authority.issue("admin", user="admin", group="system:masters")
     etcd_url, peer_url, server = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}", f"https://127.0.0.1:{api_port}"
     for name, argv in (
-        ("etcd", etcd_command(etcd_binary, folder / "etcd", etcd_url, peer_url)),
+        ("etcd", _etcd_command(etcd_binary, folder / "etcd", etcd_url, peer_url)),
         ("kube-apiserver", [*_command(binaries, authority, etcd_url, api_port), *flags]),
     ):
         running.append(processes.start(name, argv, log=folder / f"{name}.log", dies_with_us=dies_with_us))
         processes.save(running, folder / "processes.json")
     with step("API server"):
-        wait_ready(server, authority, running, folder)
+        _wait_ready(server, authority, running, folder)
     authority.kubeconfig("admin", server=server, target=folder / "kubeconfig")
 
 
-def etcd_command(binary: Path, data: Path, client_url: str, peer_url: str) -> list[str | Path]:
+def _etcd_command(binary: Path, data: Path, client_url: str, peer_url: str) -> list[str | Path]:
     """Return the command of etcd for a single member that syncs nothing to the disk, which saves a third of the start-up time.
 
     Data may be lost when the machine loses power.
@@ -172,7 +172,7 @@ def _command(binaries: Path, authority: Authority, etcd_url: str, port: int) -> 
     ]
 
 
-def wait_ready(server: str, authority: Authority, running: list[Process], logs: Path, *, deadline_s: float = READY_DEADLINE_S) -> None:
+def _wait_ready(server: str, authority: Authority, running: list[Process], logs: Path, *, deadline_s: float = READY_DEADLINE_S) -> None:
     """Wait until the API server answers /readyz, asked with the authority's admin certificate.
 
     Raises:

@@ -36,7 +36,7 @@ _VERSION = "k8s.io/component-base/version"
 _KUBE_LDFLAGS = f"-s -w -X {_VERSION}.gitVersion=v{KUBERNETES} -X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor={KUBERNETES.split('.')[1]}"
 
 # Unpacked beside each other, never installed: Debian would start them as services, now or after the next boot.
-UNPACKED = ("containernetworking-plugins", "docker-registry", "etcd-server", "runc")
+UNPACKED = ("containernetworking-plugins", "docker-registry")
 # For kind. Debian's engine takes the machine's iptables; kind's images are built elsewhere.
 DOCKER = ("containerd", "docker.io", "runc")
 PACKET_FILTERS = (
@@ -47,7 +47,6 @@ PACKET_FILTERS = (
 INSTALLED = {
     "buildah": "buildah",
     "chromium": "chromium",
-    "conntrack": "conntrack",
     "debootstrap": "debootstrap",
     "ip": "iproute2",
     "iptables": "iptables",
@@ -142,23 +141,17 @@ def packet_filters() -> Path:
     return _unpacked("packet-filters", PACKET_FILTERS, what="kube-proxy's tools")
 
 
-def kubeadms_etcd() -> Path:
-    """Build etcd, unless cached, and return the program's path. Debian's etcd is too old for options that kubeadm sets."""
+def etcd() -> Path:
+    """Build etcd, unless cached, and return the program's path. Debian's is too old for options that kubeadm sets."""
     return own_program("etcd", HERE / "etcd", what="etcd (about 2 minutes, once)")
 
 
 def debian() -> Path:
-    """Download Debian's packages of etcd, runc, the CNI plugins and a registry, and unpack them in the cache.
+    """Download Debian's packages of the CNI plugins and a registry, and unpack them in the cache.
 
     Nothing is installed, so no service starts. Programs are below the returned folder as they would be below `/`, such as in `usr/bin`.
     """
-    return _unpacked("debian", UNPACKED, what="etcd, runc")
-
-
-def etcd() -> Path:
-    """Return the path of etcd: the machine's own, else Debian's, unpacked into the cache."""
-    found = shutil.which("etcd")
-    return Path(found) if found else debian() / "usr/bin/etcd"
+    return _unpacked("debian", UNPACKED, what="CNI plugins and a registry")
 
 
 def prometheus(program: str = "prometheus") -> Path:

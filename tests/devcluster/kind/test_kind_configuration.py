@@ -53,7 +53,7 @@ def small_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Replace the builds of Kubernetes, etcd, CoreDNS, pause and packet filters, which would take minutes, by files of a few bytes."""
     (tmp_path / "kube").write_text("all of Kubernetes")
     monkeypatch.setattr(programs, "kube", lambda: tmp_path)
-    for name in ("kubeadms_etcd", "coredns", "pause"):
+    for name in ("etcd", "coredns", "pause"):
         (tmp_path / name).write_text(name)
         monkeypatch.setattr(programs, name, lambda name=name: tmp_path / name)
     (tmp_path / "tree").mkdir()

@@ -51,7 +51,7 @@ def _images() -> dict[str, _Image]:
     names = (*_SERVERS, "kube-proxy", "kindnetd")
     of_kube = _layer({"usr/local/bin/kube": programs.kube() / "kube"}, {f"usr/local/bin/{name}": "kube" for name in names})
     tools = _layer(links={f"usr/sbin/{name}": "xtables-nft-multi" for name in _FILTERS}, tree=programs.packet_filters())
-    alone = {"etcd": programs.kubeadms_etcd(), "coredns": programs.coredns(), "pause": programs.pause()}
+    alone = {"etcd": programs.etcd(), "coredns": programs.coredns(), "pause": programs.pause()}
     return {
         **{name: _Image([of_kube], name) for name in _SERVERS},
         **{name: _Image([tools, of_kube], name) for name in ("kube-proxy", "kindnetd")},

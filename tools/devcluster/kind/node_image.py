@@ -98,7 +98,7 @@ def prepare() -> None:
 
 
 def _programs() -> tuple[Path, ...]:
-    return (programs.kube(), programs.coredns(), programs.kubeadms_etcd(), programs.pause(), programs.containerd())
+    return (programs.kube(), programs.coredns(), programs.etcd(), programs.pause(), programs.containerd())
 
 
 def _fill(engine: Engine, base: str, registry: str) -> None:
