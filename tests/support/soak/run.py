@@ -25,7 +25,6 @@ from support.soak.edge import run_edge
 from support.soak.frame import Outcome
 from support.soak.node import run_node
 from support.soak.operator_lives import TwoOperators
-from support.soak.operator_manifests import run_manifests
 from support.soak.operator_sequences import run_sequences
 from support.soak.operators import run_operators
 from support.soak.sleep import run_sleep
@@ -55,7 +54,6 @@ PARTS: dict[str, tuple[Callable[..., Outcome | list[Outcome]], dict[str, float]]
     "images": (run_images, {"images": 2_000}),
     "signals": (run_signals, {"signals": 500}),
     "sleep": (run_sleep, {"sleep_sequences": 500}),
-    "manifests": (_alone(run_manifests), {"manifests": 5_000}),
     "operator": (_alone(run_sequences), {"operator_sequences": 500}),
     "two-operators": (_alone(run_sequences, audited=True, lives=TwoOperators), {"pair_sequences": 500}),
     "node": (run_node, {}),
