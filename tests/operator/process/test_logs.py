@@ -15,8 +15,11 @@ from kopf._core.actions import lifecycles
 from kopf._core.engines.activities import ActivityError, run_activity
 from kopf._core.engines.indexing import OperatorIndexers
 from kopf._core.intents.causes import Activity
+from kubernetes.aio.client import Configuration
 
 from diffusion_operator.__main__ import configure_logs
+from diffusion_operator.cluster import KubernetesCluster
+from diffusion_operator.connected import Connected
 from diffusion_operator.errors import OperatorError
 from diffusion_operator.handlers import Process, build_kopf_settings, build_registry
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
@@ -82,7 +85,8 @@ async def test_plain_lines_are_sentences_after_the_whole_name_of_their_logger(ro
 
 
 async def test_a_probe_that_passes_writes_no_line_and_one_that_fails_does(root: logging.Logger) -> None:
-    process = Process(Settings(engine_image="i", operator_key=b"k" * 32))
+    settings = Settings(engine_image="i", operator_key=b"k" * 32)
+    process = Process(settings)
 
     async def probe() -> None:
         """Run the probe's handlers as kopf does for each request of the kubelet."""
@@ -98,8 +102,10 @@ async def test_a_probe_that_passes_writes_no_line_and_one_that_fails_does(root: 
     output = collected("plain", root)
     await probe()
     assert output.getvalue() == ""
-    process._tasks = [asyncio.create_task(asyncio.sleep(0), name="listing pods in n")]
-    await asyncio.wait(process._tasks)
+    process.connected = Connected(settings, KubernetesCluster(Configuration()))
+    process.connected._tasks = [asyncio.create_task(asyncio.sleep(0), name="listing pods in n")]
+    await asyncio.wait(process.connected._tasks)
     with contextlib.suppress(ActivityError):
         await probe()
     assert "listing pods in n" in output.getvalue()
+    await process.connected.close()

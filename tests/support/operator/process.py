@@ -20,10 +20,12 @@ from typing import Any
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from diffusion_operator import handlers, metrics
+from diffusion_operator import connected, handlers, metrics
 from diffusion_operator.__main__ import main
 from diffusion_operator.plan.observed import children
+from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key, Result
+from diffusion_operator.reconcile.runtime import Runtime
 from support.operator.fault_points import FaultPoints
 
 TOLD = json.loads(os.environ.get("OPERATOR_UNDER_TEST", "{}"))
@@ -69,11 +71,13 @@ class CountingProcess(handlers.Process, Collector):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.passes: Counter[Key] = Counter()
+        connected.reconcile = self.count
         metrics.REGISTRY.register(self)
 
-    async def _reconcile(self, key: Key) -> Result:
+    async def count(self, runtime: Runtime, key: Key) -> Result:
+        """Count a pass, and make it."""
         self.passes[key] += 1
-        result = await super()._reconcile(key)
+        result = await reconcile(runtime, key)
         if result.gone:
             del self.passes[key]
         return result
@@ -93,16 +97,18 @@ class CountingProcess(handlers.Process, Collector):
 
     def _kept(self) -> Counter[tuple[str, str]]:
         """Count the entries about objects by the place that keeps them and the namespace of the object."""
-        kept = Counter(("queue", key.namespace) for key in list(self.queue._lines if self.queue is not None else ()))
-        if self.runtime is not None:
-            kept.update(("memories", namespace) for namespace, _ in list(self.runtime.memories))
-            kept.update(("ready reasons", key.namespace) for key in list(self.runtime.ready_reasons))
-            kept.update(("statuses", key.namespace) for key in list(self.runtime.statuses))
+        kept: Counter[tuple[str, str]] = Counter()
+        if self.connected is not None:
+            runtime, leading = self.connected.runtime, self.connected.leading
+            kept.update(("queue", key.namespace) for key in list(leading.queue._lines if leading is not None else ()))
+            kept.update(("memories", namespace) for namespace, _ in list(runtime.memories))
+            kept.update(("ready reasons", key.namespace) for key in list(runtime.ready_reasons))
+            kept.update(("statuses", key.namespace) for key in list(runtime.statuses))
         return kept
 
 
 def _wrap_ports() -> None:
-    connect, client = handlers.connect, handlers.HttpWorkerClient
+    connect, client = handlers.connect, connected.HttpWorkerClient
 
     async def connect_wrapped(*given: Any, **more: Any) -> Any:
         return POINTS.wrap(await connect(*given, **more))
@@ -111,7 +117,7 @@ def _wrap_ports() -> None:
         return POINTS.wrap(client(**({"port": TOLD["controlPort"]} if "controlPort" in TOLD else {}), **given))
 
     handlers.connect = connect_wrapped
-    handlers.HttpWorkerClient = client_wrapped  # type: ignore[misc,assignment]
+    connected.HttpWorkerClient = client_wrapped  # type: ignore[misc,assignment]
 
 
 if __name__ == "__main__":
