@@ -58,6 +58,10 @@ class Engine(Protocol):
         """Return the image of kind's nodes, which the engine has; None is kind's own, which it pulls."""
         ...
 
+    def kept_images(self) -> Path | None:
+        """Return a folder for the first node's containerd, so that unpacked images outlast the cluster; None keeps them on the node."""
+        ...
+
     def lead_to(self, node_ip: str) -> None:
         """Lead this machine's packets for Services and pods to the node with this address on Docker's network, where that can be done."""
 

@@ -69,6 +69,9 @@ class MachinesEngine:
         """Return the variable NODE_IMAGE, for an engine that cannot pull kind's own image; None if it is not set."""
         return os.environ.get("NODE_IMAGE")
 
+    def kept_images(self) -> None:
+        """Keep images on the node alone: files of root's in the user's cache could not be removed by the user."""
+
     def lead_to(self, node_ip: str) -> None:
         """Add routes for Services and pods by the node, where we are root on Linux; do nothing elsewhere."""
         if _routes():

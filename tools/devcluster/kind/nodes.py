@@ -31,7 +31,7 @@ def create(engine: Engine) -> None:
     shared.mkdir(parents=True, exist_ok=True)
     (shared / _POLICY.name).write_text(AUDIT_POLICY)
     file, image = engine.state / "kind.json", engine.node_image()
-    file.write_text(json.dumps(configuration(engine)))
+    file.write_text(json.dumps(configuration(engine, engine.kept_images())))
     words: list[str | Path] = [
         programs.kind(),
         "create",
@@ -51,8 +51,10 @@ def create(engine: Engine) -> None:
     engine.lead_to(address(engine, FIRST))
 
 
-def configuration(engine: Engine) -> dict[str, object]:
+def configuration(engine: Engine, kept_images: Path | None = None) -> dict[str, object]:
     """Return kind's configuration of the cluster: one node, our networks and an audit log. The kubelet accepts cgroup v1."""
+    mounts: list[dict[str, object]] = [{"hostPath": str(engine.state / "node"), "containerPath": str(_POLICY.parent), "readOnly": True}]
+    mounts += [{"hostPath": str(kept_images), "containerPath": "/var/lib/containerd"}] if kept_images else []
     flags = [flag.removeprefix("--").split("=", 1) for flag in audit_flags(_POLICY, _LOGS / "audit.log")]
     volumes = [
         {"name": name, "hostPath": str(folder), "mountPath": str(folder), "readOnly": name == "policy", "pathType": "DirectoryOrCreate"}
@@ -64,12 +66,7 @@ def configuration(engine: Engine) -> dict[str, object]:
         "kind": "Cluster",
         "apiVersion": "kind.x-k8s.io/v1alpha4",
         "networking": {**engine.networking, "serviceSubnet": SERVICE_NETWORK, "podSubnet": POD_NETWORK},
-        "nodes": [
-            {
-                "role": "control-plane",
-                "extraMounts": [{"hostPath": str(engine.state / "node"), "containerPath": str(_POLICY.parent), "readOnly": True}],
-            }
-        ],
+        "nodes": [{"role": "control-plane", "extraMounts": mounts}],
         "kubeadmConfigPatches": [json.dumps(patch) for patch in patches],
     }
 

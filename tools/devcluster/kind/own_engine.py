@@ -61,6 +61,14 @@ ip route add default via {MACHINE_IP} dev {_INNER_LINK}
 """
 
 
+_FORGET_CONTAINERS = """
+containerd > /tmp/log 2>&1 &
+until ctr version > /dev/null 2>&1; do kill -0 $!; sleep 0.1; done
+ctr --namespace k8s.io containers list --quiet | xargs --no-run-if-empty ctr --namespace k8s.io containers delete
+kill $!; wait
+"""
+
+
 class OwnEngine:
     """The engine of our own, one a machine. `end` restores the machine and leaves the cache."""
 
@@ -125,6 +133,33 @@ class OwnEngine:
     def node_image(self) -> str:
         """Return the image of kind's nodes, built from our own parts unless the engine has it."""
         return node_image.build(self, REGISTRY)
+
+    def kept_images(self) -> Path:
+        """Return a folder of the cache with what the node's image has for containerd, and with images that earlier clusters unpacked.
+
+        Containers of earlier clusters are forgotten, since a new kubelet would take them for its own.
+        """
+        image, folder = self.node_image(), cache_dir() / "node-images"
+        made_of, inside = folder / "made-of", f"--volume={folder}:/var/lib/containerd"
+        with step("kind: images of earlier clusters"):
+            if not made_of.exists() or made_of.read_text() != image:
+                shutil.rmtree(folder, ignore_errors=True)
+                docker(
+                    self,
+                    "run",
+                    "--rm",
+                    "--entrypoint=cp",
+                    f"--volume={folder}:/kept",
+                    image,
+                    "-a",
+                    "/var/lib/containerd/.",
+                    "/kept",
+                    deadline_s=300,
+                )
+                made_of.write_text(image)
+            else:
+                docker(self, "run", "--rm", "--privileged", "--entrypoint=sh", inside, image, "-euc", _FORGET_CONTAINERS, deadline_s=120)
+        return folder
 
     def lead_to(self, node_ip: str) -> None:
         """Lead packets of this machine for Services and pods through the engine to the node."""
@@ -212,5 +247,5 @@ def disk_needed_gb(cache: Path) -> float:
     The sizes were measured with PyPI's torch: Go's caches and programs, then images as built, in the registry, and unpacked on the nodes.
     Two gigabytes more are for a later build and its logs.
     """
-    missing = {"kube-*": 7.0, "storage": 6.0, "registry": 6.0, "docker": 14.0, "kind-root-*": 2.0}
+    missing = {"kube-*": 7.0, "storage": 6.0, "registry": 6.0, "docker": 8.0, "node-images": 6.0, "kind-root-*": 2.0}
     return 2.0 + sum(size for pattern, size in missing.items() if not any(cache.glob(pattern)))
