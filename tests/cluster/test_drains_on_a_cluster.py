@@ -9,7 +9,7 @@ import pytest
 
 from support.cluster.faults import service_address
 from support.cluster.rig import PROMPT, SERVING, ClusterRig
-from tools.demo.images import DemoImage, Request, ask_once, client_for
+from tools.demo.images import DemoImage, Request, ask, ask_once, client_for
 from tools.demo.kubectl import Document
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -29,6 +29,7 @@ def served(rig: ClusterRig) -> Iterator[ClusterRig]:
 def asking(served: ClusterRig) -> "Iterator[concurrent.futures.Future[DemoImage]]":
     """Send a request that takes seconds, and provide its future once it runs."""
     with concurrent.futures.ThreadPoolExecutor(1) as threads, client_for(service_address(served.kubectl, NAME)) as client:
+        ask(client, Request(PROMPT, 1, NAME, steps=8))  # which waits for kube-proxy: it follows a Service a moment later
         answer = threads.submit(ask_once, client, LONG)
         served.eventually("the request runs", lambda: served.state(NAME)["inFlight"])
         yield answer
