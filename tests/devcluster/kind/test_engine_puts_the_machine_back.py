@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.devcluster import cluster
+from tools.devcluster import cluster, images
 from tools.devcluster.cache import locked
 from tools.devcluster.kind import machine, namespace
+from tools.devcluster.kind.engine import FIRST, docker
 from tools.devcluster.kind.own_engine import LOCKS, MARK, OwnEngine
 from tools.devcluster.paths import IMAGES_RUN, REPOSITORY, image_store
 from tools.devcluster.providers.kind import KindProvider
@@ -117,3 +118,12 @@ def test_a_killed_make_leaves_a_whole_cluster_and_after_a_kill_of_dockerd_the_ma
     assert all(look()[kind] != before[kind] for kind in ("sysctls", "cgroups", "links")), "the cluster changed nothing"
     kill(find_dockerd())
     restored_by_the_next_command(before)
+
+
+def test_images_that_a_cluster_unpacked_are_there_for_the_next_one() -> None:
+    where, image = cluster.provider(), images.build("operator")
+    where.up()
+    where.load_image(image)
+    where.down(purge=False)
+    where.up()
+    assert image in docker(OwnEngine(), "exec", FIRST, "crictl", "inspecti", image)

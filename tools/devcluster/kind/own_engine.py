@@ -140,25 +140,18 @@ class OwnEngine:
         Containers of earlier clusters are forgotten, since a new kubelet would take them for its own.
         """
         image, folder = self.node_image(), cache_dir() / "node-images"
-        made_of, inside = folder / "made-of", f"--volume={folder}:/var/lib/containerd"
+        made_of = folder / "made-of"
+        known = made_of.exists() and made_of.read_text() == image
+        made_of.unlink(missing_ok=True)  # what fails or is killed from here on is made anew by the next call
         with step("kind: images of earlier clusters"):
-            if not made_of.exists() or made_of.read_text() != image:
-                shutil.rmtree(folder, ignore_errors=True)
-                docker(
-                    self,
-                    "run",
-                    "--rm",
-                    "--entrypoint=cp",
-                    f"--volume={folder}:/kept",
-                    image,
-                    "-a",
-                    "/var/lib/containerd/.",
-                    "/kept",
-                    deadline_s=300,
-                )
-                made_of.write_text(image)
+            if known:
+                volume = f"--volume={folder}:/var/lib/containerd"
+                docker(self, "run", "--rm", "--privileged", "--entrypoint=sh", volume, image, "-euc", _FORGET_CONTAINERS, deadline_s=120)
             else:
-                docker(self, "run", "--rm", "--privileged", "--entrypoint=sh", inside, image, "-euc", _FORGET_CONTAINERS, deadline_s=120)
+                shutil.rmtree(folder, ignore_errors=True)
+                copy = [f"--volume={folder}:/kept", image, "-a", "/var/lib/containerd/.", "/kept"]
+                docker(self, "run", "--rm", "--entrypoint=cp", *copy, deadline_s=300)
+        made_of.write_text(image)
         return folder
 
     def lead_to(self, node_ip: str) -> None:
