@@ -6,10 +6,10 @@ from datetime import datetime, timedelta
 import msgspec
 
 from diffusion_operator.errors import ClusterError, ClusterRefused
+from diffusion_operator.pauses import Backoff
 
-FIRST = timedelta(seconds=1)
-LONGEST = timedelta(minutes=5)
-LONGEST_REFUSED = timedelta(minutes=1)
+FAILED = Backoff(first_s=1, longest_s=300)
+REFUSED = Backoff(first_s=1, longest_s=60)
 """For a quota or a policy, which somebody may change at any time."""
 FORGET_AFTER = timedelta(minutes=10)
 
@@ -45,9 +45,9 @@ class Backoffs:
         """
         before = self._waits.get(action)
         failures = before.failures + 1 if before is not None else 1
-        longest = LONGEST_REFUSED if isinstance(error, ClusterRefused) else LONGEST
-        asked = timedelta(seconds=error.retry_after_s) if isinstance(error, ClusterError) else timedelta()
-        pause = max(asked, min(longest, FIRST * 2 ** min(failures - 1, 20)))
+        backoff = REFUSED if isinstance(error, ClusterRefused) else FAILED
+        asked_s = error.retry_after_s if isinstance(error, ClusterError) else 0
+        pause = timedelta(seconds=max(asked_s, backoff.after_s(failures)))
         self._waits = {name: wait for name, wait in self._waits.items() if now - wait.until < FORGET_AFTER}
         self._waits[action] = Wait(failures=failures, until=now + pause, error=str(error) or type(error).__name__)
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 
 from diffusion_operator.errors import OperatorError
+from diffusion_operator.pauses import Backoff
 
 JOIN_S = 0.05
-BACKOFF_FIRST_S = 1.0
-BACKOFF_MAX_S = 300.0
+FAILED = Backoff(first_s=1.0, longest_s=300.0)
 JITTER = 0.1
 FIRST_IN_A_ROW = 3
 """Turns of the first lane, while keys of the other one wait. Half of the passes that may run at once are for the first lane alone."""
@@ -193,7 +193,7 @@ class KeyedQueue:
             return
         delays_s = [result.requeue_after_s] if result is not None and result.requeue_after_s is not None else []
         if failed:
-            delays_s.append(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(line.failures - 1, 20)))
+            delays_s.append(FAILED.after_s(line.failures))
         delay_s = min(delays_s, default=self._resync_s)
         self._in(delay_s * (1 + JITTER * (2 * self._random() - 1)), key, line)
 

@@ -12,16 +12,17 @@ import msgspec
 from diffusion_operator.api.adapter import LoRAAdapter
 from diffusion_operator.api.worker_state import AdapterRecord, RecordState, WireError
 from diffusion_operator.errors import ControlError, ControlRefused
+from diffusion_operator.pauses import Backoff
 from diffusion_operator.plan.adapters.acceptance import DesiredAdapter
 from diffusion_operator.plan.adapters.error_codes import FINAL, RELOAD_LOOP
 from diffusion_operator.plan.adapters.records import error_of, in_memory, in_place, is_coming, is_deferred
 from diffusion_operator.plan.observed.observed import Attempt, AttemptKey
 from diffusion_operator.plan.observed.replica_state import Group
 
-BACKOFF_FIRST_S = 10.0
-BACKOFF_MAX_S = 600.0
-"""The pause after an error that the same bytes would bring again, too: the bytes of a source may become others."""
-SETTLE_S = 5.0  # before a push that was taken, or went unanswered, is made again
+REFUSED = Backoff(first_s=10.0, longest_s=600.0)
+"""The longest pause comes at once after an error that the same bytes would bring again: the bytes of a source may become others."""
+SETTLE = Backoff(first_s=5.0, longest_s=600.0)
+"""Before a push that was taken, or went unanswered, is made again. The first three come at one pace."""
 RACE_RETRY_S = 1.0
 STUCK_GRACE_S = 30.0  # past its deadline the worker itself should have ended a load
 THRASH_WINDOW = timedelta(minutes=10)
@@ -46,7 +47,7 @@ def next_attempt(before: Attempt | None, error: ControlError | None, *, now: dat
     count = before.count + 1
     if not isinstance(error, ControlRefused):
         # Longer each time: a worker that takes it and does not change would be asked every five seconds for ever.
-        pause_s = min(BACKOFF_MAX_S, SETTLE_S * 2 ** max(0, min(count, 10) - 3))
+        pause_s = SETTLE.after_s(max(count - 2, 1))
         return _pushed(before, count=count, next_retry=now + timedelta(seconds=pause_s))
     if error.code in RACES:
         return _pushed(before, count=before.count, next_retry=now + timedelta(seconds=error.retry_after_s or RACE_RETRY_S))
@@ -59,8 +60,7 @@ def failed(attempt: Attempt, error: WireError, *, now: datetime) -> Attempt:
 
     It is 10 minutes at once if the same bytes would be refused again. A longer pause that the worker asks for counts.
     """
-    first_s = BACKOFF_MAX_S if error.code in FINAL else BACKOFF_FIRST_S
-    backoff_s = min(BACKOFF_MAX_S, first_s * 2 ** min(max(attempt.count - 1, 0), 10))
+    backoff_s = REFUSED.longest_s if error.code in FINAL else REFUSED.after_s(max(attempt.count, 1))
     delay_s = max(backoff_s, error.retry_after_seconds or 0)
     wire = WireError(code=error.code, message=error.message, retryable=error.code not in FINAL)
     return msgspec.structs.replace(attempt, error=wire, next_retry=now + timedelta(seconds=delay_s), in_progress=False)

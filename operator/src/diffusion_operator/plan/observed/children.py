@@ -9,6 +9,7 @@ import msgspec
 
 from diffusion_operator.api.meta import Verdict, verdict
 from diffusion_operator.api.names import CONFIG_MAP, NETWORK_POLICY, SECRET, SERVICE, Kind
+from diffusion_operator.pauses import Backoff
 
 NAME_CONFLICT = "NameConflict"
 LEAVING = "EarlierObjectLeaving"
@@ -34,8 +35,7 @@ OPERATORS_PACE = timedelta(seconds=10)
 """The pace for a child that another operator writes: one of another release that watches the same namespace."""
 PAUSES = {NAME_CONFLICT: timedelta(seconds=60), CONTESTED: timedelta(seconds=1), ANOTHER_OPERATOR: timedelta(seconds=1)}
 """Pauses by reason, where they do not grow with the count of tries."""
-RETRY_FIRST = timedelta(seconds=1)
-RETRY_MAX = timedelta(seconds=60)
+RETRY = Backoff(first_s=1, longest_s=60)
 TOLD_AFTER = 3
 """Tries, where the error is one that passes."""
 SILENT_FOR = timedelta(seconds=60)
@@ -97,7 +97,7 @@ def tried(before: ChildTry | None, state: ChildState, *, content: str, now: date
     """
     same = before is not None and before.state.reason == state.reason
     count, since = (before.count + 1, before.since) if before is not None and same else (1, now)
-    wait = PAUSES.get(state.reason) or min(RETRY_MAX, RETRY_FIRST * 2 ** min(count - 1, 10))
+    wait = PAUSES.get(state.reason) or timedelta(seconds=RETRY.after_s(count))
     leaves = state.reason == LEAVING and now - since < SILENT_FOR
     anothers_for_now = state.reason == ANOTHER_OPERATOR and now - since < SILENT_FOR
     silent = leaves or anothers_for_now or (state.passing and count < TOLD_AFTER)

@@ -19,6 +19,7 @@ import msgspec
 from diffusion_operator.api.deployment_spec import DeploymentSpec, ReplicaRecovery
 from diffusion_operator.api.deployment_status import ReplicaState, ReplicaStatus
 from diffusion_operator.api.worker_state import WorkerPhase
+from diffusion_operator.pauses import Backoff
 from diffusion_operator.plan.observed.replica_state import CRASH_LOOP_RESTARTS, STARTUP_ERROR_EXIT, Failures, Group, Problem
 
 UNREACHABLE_FOR = timedelta(minutes=5)
@@ -74,7 +75,7 @@ def due(groups: Sequence[Group], spec: DeploymentSpec, now: datetime) -> Mapping
 
 
 def backoff(recovery: ReplicaRecovery, failures: int) -> timedelta:
-    return timedelta(seconds=min(recovery.backoff_max_seconds, recovery.backoff_seconds * 2 ** min(failures - 1, 30)))
+    return timedelta(seconds=Backoff(recovery.backoff_seconds, recovery.backoff_max_seconds).after_s(failures))
 
 
 def _why_pod_is_replaced(group: Group, spec: DeploymentSpec) -> Reason | None:

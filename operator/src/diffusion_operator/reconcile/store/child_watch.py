@@ -11,15 +11,14 @@ from collections.abc import Callable
 
 from diffusion_operator.cluster import KubernetesCluster
 from diffusion_operator.errors import ClusterError
+from diffusion_operator.pauses import Backoff
 from diffusion_operator.reconcile.store.listing import Listing
 from diffusion_operator.reconcile.store.object_store import ObjectStore
-from diffusion_operator.reconnect import reconnect_s
 from diffusion_operator.watch_stream import Event
 
 REOPEN_S = 0.1
 """Before the next watch, after one that has lived."""
-REOPEN_FIRST_S = 1.0
-REOPEN_MAX_S = 30.0
+REOPEN = Backoff(first_s=1.0, longest_s=30.0)
 """Pauses grow up to it while watches end soon or cannot be opened."""
 LIVED_S = 30.0
 """A watch that ends sooner counts as a failure, though it could be opened."""
@@ -73,7 +72,7 @@ class ChildWatch:
     def _pause_s(self) -> float:
         if not self._failures:
             return REOPEN_S
-        return reconnect_s(self._failures, first_s=REOPEN_FIRST_S, longest_s=REOPEN_MAX_S, random=self._random)
+        return REOPEN.jittered_s(self._failures, self._random)
 
     async def _once(self) -> None:
         """Follow one watch to its end, which the API server sets at some minutes."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from diffusion_operator.errors import ControlError, NotLeading
+from diffusion_operator.pauses import Backoff
 from diffusion_operator.plan.adapters.load_attempts import RACE_RETRY_S, RACES, next_attempt
 from diffusion_operator.plan.results.actions import DrainWorker, PutAdapter, RemoveAdapter, SleepWorker, WakeWorker, WorkerAction
 from diffusion_operator.plan.sleep.next_look import SOON_S
@@ -20,8 +21,7 @@ from diffusion_operator.reconcile.keyed_queue import Key
 from diffusion_operator.reconcile.memory import DeploymentMemory
 from diffusion_operator.reconcile.runtime import Runtime
 
-OPERATION_BACKOFF_FIRST_S = 5.0
-OPERATION_BACKOFF_MAX_S = 60.0
+OPERATION = Backoff(first_s=5.0, longest_s=60.0)
 CALLS_AT_ONCE = 8  # to one worker
 
 _VERBS: dict[type[WorkerAction], str] = {
@@ -142,7 +142,7 @@ async def _send(runtime: Runtime, call: WorkerAction, *, token: str) -> None:
 def _remember(memory: DeploymentMemory, call: WorkerAction, error: ControlError | None, *, now: datetime) -> None:
     match call:
         case SleepWorker() | WakeWorker():
-            delay_s = min(OPERATION_BACKOFF_MAX_S, OPERATION_BACKOFF_FIRST_S * 2 ** min(call.attempt - 1, 10))
+            delay_s = OPERATION.after_s(call.attempt)
             if error is not None and error.code in RACES:
                 delay_s = error.retry_after_s or RACE_RETRY_S
             memory.operation_not_before[retry_key(call)] = now + timedelta(seconds=delay_s)

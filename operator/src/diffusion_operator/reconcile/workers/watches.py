@@ -15,16 +15,15 @@ from diffusion_operator.api.merged_state import merged
 from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.worker_state import WorkerState
 from diffusion_operator.errors import ControlError, NotLeading
+from diffusion_operator.pauses import Backoff
 from diffusion_operator.plan.observed.pods import Pod, read_pod
 from diffusion_operator.plan.results.worker_changes import happened
 from diffusion_operator.reconcile.memory import DeploymentMemory, PollRecord, life_of
 from diffusion_operator.reconcile.runtime import Runtime, deployment_key
-from diffusion_operator.reconnect import reconnect_s
 
 WAIT_S = 30.0
 """For a change. The worker answers then, at the latest."""
-RECONNECT_FIRST_S = 0.5
-RECONNECT_MAX_S = 5.0
+RECONNECT = Backoff(first_s=0.5, longest_s=5.0)
 QUICK_S = 1.0
 """An answer in less time is one of a burst."""
 BURST_STEP_S = 0.05
@@ -126,8 +125,7 @@ class WorkerWatches:
             if changed:
                 self._runtime.wake(deployment_key(*place))
             if record.failures:
-                pause_s = reconnect_s(record.failures, first_s=RECONNECT_FIRST_S, longest_s=RECONNECT_MAX_S, random=self._random)
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(RECONNECT.jittered_s(record.failures, self._random))
                 continue
             quick = quick + 1 if self._monotonic() - begun < QUICK_S else 0
             await asyncio.sleep(min(BURST_PAUSE_MAX_S, BURST_STEP_S * max(0, quick - 1)))
