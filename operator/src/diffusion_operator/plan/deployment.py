@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one pass over a DiffusionDeployment: a table of contents."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime, timedelta
 
 import msgspec
@@ -120,13 +120,8 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         late=late(present, now, deployment.spec.rollout) if progress.done and not paused else None,
         avoided_nodes=nodes,
     )
-    orphans = {pod.uid for pod in observed.pods if pod.orphan}
-    chosen = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
-    sleep = tuple(call for call in chosen if call.worker.pod_uid not in orphans)
-    left_alone = retiring.keys() | {call.worker.pod_uid for call in sleep}
-    others = (*sleep, *(call for call in adapters.calls if call.worker.pod_uid not in left_alone))
-    wanted = (*departure.drain, *(call for call in others if call.worker.pod_uid not in orphans))
-    calls: tuple[WorkerAction, ...] = tuple(call for call in wanted if call.worker.pod_uid not in observed.calling)
+    sleep = plan_sleep(observed, staying, now, rolling=situation.rolling, busy=busy)
+    calls = _calls(observed, departure.drain, sleep, adapters.calls, retiring=retiring.keys())
     pods: tuple[PodAction, ...] = (*adopted, *replicas.create, *trial.check_pods, *routing, *departure.delete)
     acting = bool(calls or pods or retiring or trial.pod)  # the end of a drain is heard from the worker
     return DeploymentPlan(
@@ -143,6 +138,25 @@ def plan_in_slices(observed: Observed, now: datetime, before: AdapterPlan) -> Sl
         told=told,
         look_again_s=_sooner(next_look_s(observed, adapters, progress, acting=acting, now=now), trial, now),
     )
+
+
+def _calls(
+    observed: Observed,
+    drains: Sequence[WorkerAction],
+    sleeps: Sequence[WorkerAction],
+    loads: Sequence[WorkerAction],
+    *,
+    retiring: Set[str],
+) -> tuple[WorkerAction, ...]:
+    """Select the calls to make: of each worker its drain, or else its sleep or wake, or else its loads and removals of adapters.
+
+    A worker whose last call is unanswered gets none, and one whose pod is still another object's is only drained.
+    """
+    none_to = observed.calling
+    no_sleep_to = none_to | {pod.uid for pod in observed.pods if pod.orphan}
+    no_load_to = no_sleep_to | retiring | {call.worker.pod_uid for call in sleeps}
+    barred = ((drains, none_to), (sleeps, no_sleep_to), (loads, no_load_to))
+    return tuple(call for calls, those in barred for call in calls if call.worker.pod_uid not in those)
 
 
 def _sooner(look_again_s: float | None, trial: Trial, now: datetime) -> float | None:
