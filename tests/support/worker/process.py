@@ -137,11 +137,11 @@ class WorkerProcess(contextlib.ExitStack):
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the worker did not end within {timeout_s:g} s\n{self.output}") from None
 
-    def wait_for(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0) -> Any:
+    def wait_for(self, check: Callable[[], Any], *, what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
         """Poll until `check` returns something true, and return it; fail at once when the worker ends."""
         return self.wait_until(check, what=what, timeout_s=timeout_s, lives=True)
 
-    def wait_until(self, check: Callable[[], Any], *, what: str, timeout_s: float = 60.0, lives: bool = False) -> Any:
+    def wait_until(self, check: Callable[[], Any], *, what: str, timeout_s: float = START_TIMEOUT_S, lives: bool = False) -> Any:
         """Poll until `check` returns something true, and return it; the worker may end meanwhile unless `lives` is set."""
         deadline = time.monotonic() + timeout_s
         while not (result := check()):
@@ -214,7 +214,7 @@ class WorkerProcess(contextlib.ExitStack):
         canary.search(answer.text, "/v1/state")
         return dict(answer.json())
 
-    def wait_state(self, state: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait_state(self, state: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
         """Wait until the worker has this state, and return the state document."""
         self.wait_for(lambda: self.state()["state"] == state, what=state, timeout_s=timeout_s)
         return self.state()
