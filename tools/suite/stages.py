@@ -60,7 +60,12 @@ SLOW = _tests("slow", "tests with real ranks, workers and API servers", "-m", "(
 ENGINES = "tests/devcluster/kind"
 # The first test brings the cluster up, whose steps have deadlines of their own: to unpack an image takes minutes on a busy machine.
 NEEDS_CLUSTER = ("-m", "cluster", "-o", "timeout_func_only=true")
-CLUSTER = _tests("cluster", "tests on a kind cluster with our images", *NEEDS_CLUSTER, paths=(ENGINES, "tests/cluster", "tests/devcluster"))
+CLUSTER = _tests(
+    "cluster",
+    "tests on a kind cluster with our images",
+    *NEEDS_CLUSTER,
+    paths=(ENGINES, "tests/cluster", "tests/devcluster/test_real_cluster.py"),
+)
 # The stages of a group run side by side. A cluster's tests mostly wait, and the slow ones compute.
 GROUPS = ((LINT, FAST, FAST_TORCH), (IMAGES,), (SLOW, CLUSTER))
 STAGES = tuple(stage for group in GROUPS for stage in group)
