@@ -164,6 +164,8 @@ class NeedsMore(StableDiffusion3Pipeline):
         raise AssertionError("is never made")
 
 class Sounds(StableDiffusion3Pipeline):
+    worker_makes = "audio"
+
     def __call__(self, prompt):
         return AudioPipelineOutput(audios=[])
 """
