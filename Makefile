@@ -52,8 +52,10 @@ test-fast: venv ## lint and the tests that need neither a cluster nor minutes
 test-slow: preflight venv ## the tests with real ranks, workers and API servers
 	@$(SUITE) images slow
 
-test-cluster test-kind: preflight venv ## the tests on a kind cluster with our images
+test-cluster: preflight venv ## the tests on a kind cluster with our images
 	@$(SUITE) images cluster
+
+test-kind: test-cluster
 
 demo: preflight venv ## from nothing to an image, an adapter, a sleep and a waking
 	@$(PY) -m tools.demo

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind needs of a Docker engine; the machine's own engine and ours each give it in their own way."""
+"""What kind needs of a Docker engine. The machine's engine and ours each have a class that provides it."""
 
 from __future__ import annotations
 
@@ -58,8 +58,11 @@ class Engine(Protocol):
         """Return the image of kind's nodes, which the engine has; None is kind's own, which it pulls."""
         ...
 
-    def kept_images(self) -> Path | None:
-        """Return a folder for the first node's containerd, so that unpacked images outlast the cluster; None keeps them on the node."""
+    def kept_images(self, image: str) -> Path | None:
+        """Return a folder for the containerd of the first node, whose image is given. Unpacked images outlast the cluster there.
+
+        None keeps them on the node.
+        """
         ...
 
     def lead_to(self, node_ip: str) -> None:

@@ -15,7 +15,7 @@ from ..cache import cached, content_hash
 from ..errors import CommandFailed
 from ..paths import cache_dir, log_dir
 from ..progress import run_logged, run_quiet
-from .engine import CLUSTER, FIRST, POD_NETWORK, SERVICE_NETWORK, docker
+from .engine import CLUSTER, FIRST, POD_NETWORK, SERVICE_NETWORK, docker, kubeconfig
 
 # kind's node, both container images and what Docker's builder keeps.
 DISK_FREE_GB = 25
@@ -53,7 +53,7 @@ class MachinesEngine:
     def end(self) -> None:
         """Delete the cluster and the routes, if there are any; the engine runs on."""
         if self.state.exists():
-            delete: list[str | Path] = [programs.kind(), "delete", "cluster", "--name", CLUSTER, "--kubeconfig", self.state / "kubeconfig"]
+            delete: list[str | Path] = [programs.kind(), "delete", "cluster", "--name", CLUSTER, "--kubeconfig", kubeconfig(self)]
             run_logged(delete, what="kind cluster's end", log=log_dir() / "kind-delete.log", deadline_s=300)
         if _routes():
             for network in (SERVICE_NETWORK, POD_NETWORK):
@@ -69,7 +69,7 @@ class MachinesEngine:
         """Return the variable NODE_IMAGE, for an engine that cannot pull kind's own image; None if it is not set."""
         return os.environ.get("NODE_IMAGE")
 
-    def kept_images(self) -> None:
+    def kept_images(self, image: str) -> None:
         """Keep images on the node alone: files of root's in the user's cache could not be removed by the user."""
 
     def lead_to(self, node_ip: str) -> None:

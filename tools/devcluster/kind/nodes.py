@@ -31,7 +31,7 @@ def create(engine: Engine) -> None:
     shared.mkdir(parents=True, exist_ok=True)
     (shared / _POLICY.name).write_text(AUDIT_POLICY)
     file, image = engine.state / "kind.json", engine.node_image()
-    file.write_text(json.dumps(configuration(engine, engine.kept_images())))
+    file.write_text(json.dumps(configuration(engine, engine.kept_images(image) if image else None)))
     words: list[str | Path] = [
         programs.kind(),
         "create",
@@ -127,9 +127,10 @@ class Nodes:
             NotRunning: there is no first node.
             CommandFailed: it is not Ready in time; nothing of it stays.
         """
-        if FIRST not in (existing(self._engine) if self._engine.alive() else []):
+        there = existing(self._engine) if self._engine.alive() else []
+        if FIRST not in there:
             raise NotRunning("kind's first node is not running: `python -m tools.devcluster up` starts it")
-        if SECOND not in existing(self._engine):
+        if SECOND not in there:
             with step("kind's second node: Ready"):
                 try:
                     self._start_second()

@@ -28,7 +28,7 @@ INNER_IP, MACHINE_IP = "198.18.2.1", "198.18.2.254"
 REGISTRY = f"{INNER_IP}:5000"
 LOCKS = Path("/run/diffusion-operator")
 """The folder of the engine's lock, which is the machine's as the engine is, whatever cache a command has."""
-# The tests need nft, and so do the pods' own network namespaces.
+# nft is for tests, which drop packets of pods; openssl is for their API servers.
 NEEDED = ("ip", "iptables", "nft", "nsenter", "openssl", "setpriv", "sysctl")
 ANSWER_S = 30.0
 
@@ -59,8 +59,7 @@ sysctl -qw net.ipv4.ip_forward=1
 ip link set lo up; ip link set {_INNER_LINK} up; ip addr add {INNER_IP}/24 dev {_INNER_LINK}
 ip route add default via {MACHINE_IP} dev {_INNER_LINK}
 """
-
-
+# Run on the node's image, with a folder of images that an earlier cluster left.
 _FORGET_CONTAINERS = """
 containerd > /tmp/log 2>&1 &
 until ctr version > /dev/null 2>&1; do kill -0 $!; sleep 0.1; done
@@ -134,12 +133,12 @@ class OwnEngine:
         """Return the image of kind's nodes, built from our own parts unless the engine has it."""
         return node_image.build(self, REGISTRY)
 
-    def kept_images(self) -> Path:
+    def kept_images(self, image: str) -> Path:
         """Return a folder of the cache with what the node's image has for containerd, and with images that earlier clusters unpacked.
 
         Containers of earlier clusters are forgotten, since a new kubelet would take them for its own.
         """
-        image, folder = self.node_image(), cache_dir() / "node-images"
+        folder = cache_dir() / "node-images"
         made_of = folder / "made-of"
         known = made_of.exists() and made_of.read_text() == image
         made_of.unlink(missing_ok=True)  # what fails or is killed from here on is made anew by the next call

@@ -25,7 +25,7 @@ class PipelineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     sides: tuple[str, ...] = ()
     """The sides that its call makes without a height: numbers, arguments or `default_resolution`."""
     counts_parts: bool = False
-    """Its strength counts a part of a step as a whole one."""
+    """In an edit, a part of a step that the strength asks for counts as a whole step."""
 
 
 def facts_of(pipeline_class: Any) -> PipelineFacts | None:
