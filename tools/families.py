@@ -32,14 +32,15 @@ WIDTH = 105
 
 
 def find_class(name: str) -> Any:
-    """Return the class of this name that diffusers or transformers exports, else one in any module of diffusers; None if there is none."""
+    """Return the class of this name that diffusers or transformers exports, else one in any of their modules; None if there is none."""
     for library in TESTED_WITH:
         if found := getattr(importlib.import_module(library), name, None):
             return found
-    root = Path(importlib.import_module("diffusers").__path__[0])
-    for path in sorted(root.rglob("*.py")):
-        if re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE):
-            return getattr(importlib.import_module(".".join(("diffusers", *path.relative_to(root).with_suffix("").parts))), name)
+    for library in TESTED_WITH:
+        root = Path(importlib.import_module(library).__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            if re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE):
+                return getattr(importlib.import_module(".".join((library, *path.relative_to(root).with_suffix("").parts))), name)
     return None
 
 

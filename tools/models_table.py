@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from diffusion_worker.runner.families import merged_methods
-from diffusion_worker.runner.merging.trust import trust_in
+from diffusion_worker.runner.merging import trust_in
 from diffusion_worker.runner.pipelines.description import blocks_of, kind_of
 from diffusion_worker.runner.pipelines.step_support import missing_libraries, whole_run_reason, why_impossible
 
@@ -75,10 +75,9 @@ to rounding. All others are run by the same mechanism and were judged by reading
 prompts, and images for classes that make an image from text and images. `/v1/models` lists the routes that a loaded model serves.
 A route for videos is not there yet.
 
-*calls*: **tested** means that each model class of the pipeline has a record, so that its calls are merged at once. With **verified** the
-named classes have none. Their calls run alone until the idle worker has [verified them](custom-pipelines.md#merged-calls). The column
-knows the classes that the pipeline declares. A folder may have others, and the state document says what holds for them. With **alone** no
-calls are merged.
+*calls*: **merged** means that each model class of the pipeline has a record, so that requests share its calls. The classes behind **alone**
+have none, so their calls run alone ([merged calls](custom-pipelines.md#merged-calls)). The column knows the classes that the pipeline
+declares. A folder may have others, and the state document says what holds for them. With **alone** by itself no calls are merged.
 
 {counts}
 
@@ -114,7 +113,7 @@ def row_of(name: str, tested: frozenset[str]) -> Row:
 
 def _calls(found: Any) -> str:
     unknown = sorted({kind.__name__ for kind in declared_models(found) if not all(trust_in(kind, one).ok for one in merged_methods(kind))})
-    return f"verified: {', '.join(unknown)}" if unknown else "tested"
+    return f"alone: {', '.join(unknown)}" if unknown else "merged"
 
 
 def declared_models(found: Any) -> list[Any]:
@@ -125,7 +124,8 @@ def declared_models(found: Any) -> list[Any]:
         parameters = inspect.signature(found.__init__).parameters.values()
         declared = [parameter.annotation for parameter in parameters]
     kinds = [kind for hint in declared for kind in (typing.get_args(hint) or (hint,)) if inspect.isclass(kind)]
-    return [kind for kind in kinds if issubclass(kind, torch.nn.Module) and kind not in BASE_MODELS]
+    # A class such as Gemma2PreTrainedModel stands for any model of its kind.
+    return [kind for kind in kinds if issubclass(kind, torch.nn.Module) and kind not in BASE_MODELS and "PreTrained" not in kind.__name__]
 
 
 def _how(name: str, found: Any, makes: str) -> tuple[str, str]:

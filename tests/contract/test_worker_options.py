@@ -73,7 +73,6 @@ ENUMS: dict[str, tuple[type[StrEnum], type[StrEnum], str]] = {
     "engine.offload": (operator_api.Offload, config.Offload, "offload"),
     "engine.quantization": (operator_api.Quantization, config.Quantization, "quantization"),
     "engine.stepCache": (operator_api.StepCache, config.StepCache, "step_cache"),
-    "engine.verifyMerging": (operator_api.VerifyMerging, config.VerifyMerging, "verify_merging"),
     "lora.onMissing": (operator_api.OnMissing, config.OnMissing, "lora_on_missing"),
 }
 

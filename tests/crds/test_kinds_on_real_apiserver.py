@@ -17,7 +17,7 @@ FILLED_IN = """
 model: {source: {path: /m}, pipeline: Auto, dtype: Auto, cache: {emptyDir: {}}}
 engine:
   {pullPolicy: IfNotPresent, maxBatchSize: 8, batchWindowMilliseconds: 0, exact: false, promptCacheSize: 32, vaeTiling: false,
-   loadFormat: Default, compile: Disabled, offload: None, quantization: None, stepCache: None, verifyMerging: Auto,
+   loadFormat: Default, compile: Disabled, offload: None, quantization: None, stepCache: None,
    securityContext: {capabilities: {}}}
 replicas: 1
 parallelism: {ranksPerReplica: 1, tensor: 1, sequence: 1, shard: 1}

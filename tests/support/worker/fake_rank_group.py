@@ -21,10 +21,7 @@ from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.messages import (
     ErrorReport,
     LoadedLoRA,
-    MergeBasis,
-    MergeVerdict,
     ModelInfo,
-    ModelMerging,
     PreparedPart,
     Recipe,
     RpcReply,
@@ -60,20 +57,8 @@ class NothingPrepared:
         """Do nothing, since there is nothing to release."""
 
 
-def merging_by(item: ModelMerging, verdicts: Sequence[MergeVerdict]) -> ModelMerging:
-    """Return a component's merging with the basis and the reason of its verdict, as the runner does; unchanged if it has no verdict."""
-    for verdict in verdicts:
-        if (verdict.component, verdict.method) == (item.component, item.method):
-            basis = MergeBasis.ALONE if verdict.problem else MergeBasis.VERIFIED
-            return ModelMerging(item.component, item.model, item.method, basis, verdict.problem or "verified")
-    return item
-
-
 class FakeRankGroup(FakeRequests):
     """Ranks that load at once unless `loading` is cleared, and step at once unless `stepping` is."""
-
-    # The verdicts of the ranks' verification of merged calls, each rank's in turn.
-    merge_verdicts: ClassVar[list[list[MergeVerdict]]] = [[]]
 
     def __init__(self, ranks: int = 1, *, config_error: str | None = None, step_s: float = 0.0) -> None:
         self.loading, self.stepping, self.calling = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -94,9 +79,6 @@ class FakeRankGroup(FakeRequests):
         self.counts = dict.fromkeys(("warm_up", "fingerprint", "mirror_weights", "synchronize"), 0)
         # The effects of the worker's options, as the ranks report them after their warm-up.
         self.features: dict[str, str] = {}
-        # The verification ends after so many steps. The verdicts are those that the ranks were given.
-        self.merge_steps = 3
-        self.used_verdicts: list[MergeVerdict] = []
         # The times of the warm-up's ticks, as the ranks report them.
         self.warm_ticks: list[WarmTick] = []
         # The checksum of the weights, and the result for a fixed seed, as the ranks report them.
@@ -126,7 +108,6 @@ class FakeRankGroup(FakeRequests):
         self._ticks: asyncio.Queue[tuple[Tick, list[bytes | memoryview]]] = asyncio.Queue()
         # A test may corrupt a rank; the fault ends with the generation.
         self.members = [FakeRank(number) for number in range(self._count)]
-        self._merge_steps_made = 0
         # The state of all ranks; None where each is ready or asleep.
         self._state: RankState | None = RankState.STARTING
 
@@ -235,13 +216,6 @@ class FakeRankGroup(FakeRequests):
                 return self._acked(decode(raw["task"], type=WakeTask), self.wake_errors)
             case "fingerprint":
                 return self._each([rank.fingerprint(self.registered, self.weights_checksum, self.probe) for rank in self.members])
-            case "verify_merging":
-                self._merge_steps_made += 1
-                over = self._merge_steps_made > self.merge_steps or not decode(raw["more"], type=bool)
-                return self._each(self.merge_verdicts * (len(self.members) // len(self.merge_verdicts))) if over else self._replies()
-            case "use_merging":
-                self.used_verdicts = decode(raw["verdicts"], type=list[MergeVerdict])
-                return self._replies([merging_by(item, self.used_verdicts) for item in self.model.merging])
             case "mirror_weights" | "synchronize":
                 return self._replies()
             case "profile":

@@ -155,7 +155,8 @@ def test_ctrl_c_in_a_script_from_standard_input_ends_it_and_its_ranks(folder: Pa
         # A terminal signals all processes of the script at once.
         os.killpg(script.pid, signal.SIGINT)
         assert script.wait(30) in (-signal.SIGINT, 128 + signal.SIGINT)
-        assert (folder / "errors").read_text().rstrip().endswith("KeyboardInterrupt")
+        # On a busy machine the line that a rank was killed follows.
+        assert "KeyboardInterrupt" in (folder / "errors").read_text().splitlines()
         # The fork server follows its parent.
         assert [end for end in ends if not select.select([end], [], [], 10)[0]] == []
         for end in ends:

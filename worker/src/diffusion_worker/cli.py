@@ -32,7 +32,6 @@ from diffusion_worker.config import (
     RequestLimits,
     StartMethod,
     StepCache,
-    VerifyMerging,
     WorkerConfig,
     read_model_index,
     split_import_path,
@@ -79,7 +78,6 @@ KINDS = {
     "offload": Offload,
     "quantization": Quantization,
     "step_cache": StepCache,
-    "verify_merging": VerifyMerging,
     "lora_on_missing": OnMissing,
 }
 LIMITS = {
@@ -250,15 +248,6 @@ def cli() -> None:
     "--step-cache",
     StepCache.NONE,
     "Let a step reuse what earlier steps of the same request computed, unless the request's quality asks for every step.",
-)
-@_choice(
-    "--verify-merging",
-    VerifyMerging.AUTO,
-    (
-        "While idle, verify that several requests may share one model call. It verifies model classes without a valid record "
-        "(auto), all (always), or none (never). Classes that are neither recorded nor verified do not share calls."
-    ),
-    variable=True,
 )
 @click.option(
     "--warmup-steps",

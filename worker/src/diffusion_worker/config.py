@@ -86,14 +86,6 @@ class StepCache(enum.StrEnum):
     MAG_CACHE = "mag-cache"
 
 
-class VerifyMerging(enum.StrEnum):
-    """Model classes whose merged calls an idle worker verifies: those without a valid record, all, or none."""
-
-    AUTO = "auto"
-    ALWAYS = "always"
-    NEVER = "never"
-
-
 class OnMissing(enum.StrEnum):
     """Handling of a request for an adapter that is known but not in memory: refuse it, or let it wait for the load."""
 
@@ -220,7 +212,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool = False
     # The model is compared before and after every run of a request's own code, which costs time at each model call.
     check_sharing: bool = False
-    verify_merging: VerifyMerging = VerifyMerging.AUTO
     # Folder for traces of `profile`; None disables profiling.
     profile_dir: str | None = None
     # Below Kubernetes' default grace of 30 s, so that the server still ends by itself.

@@ -227,45 +227,14 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
     mirror_shared_bytes: int = 0
 
 
-class MergeBasis(enum.StrEnum):
-    """The ground on which model calls of different requests are merged: the model's record, a check by this worker, or none (`alone`)."""
-
-    RECORD = "record"
-    VERIFIED = "verified"
-    ALONE = "alone"
-
-
 class ModelMerging(msgspec.Struct, frozen=True, rename="camel"):
-    """The merging of model calls of `method` of a component: `model` is its class, `basis` the ground, and `why` the reason in words.
-
-    `to_verify` means that the options want it verified, and that there is no verdict yet.
-    """
+    """Whether model calls of `method` of a component are merged with those of other requests: `model` is its class, `why` the reason."""
 
     component: str
     model: str
     method: str
-    basis: MergeBasis
+    merged: bool
     why: str
-    to_verify: bool = False
-
-
-class MergeVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check of whether calls of `method` of a component may be merged into one call.
-
-    It holds for a class with this `signature` whose file has the SHA-256 `source`. `arguments` are the sets of arguments that were seen,
-    as `kinds_of` writes them: only such calls are merged. `problem` is the reason why calls run alone, empty if they may be merged.
-    `apart` is how far a call in company was from the same call alone, and `allowed` what rounding explains, both relative.
-    """
-
-    component: str
-    model: str
-    method: str
-    signature: str
-    source: str
-    arguments: list[str] = []
-    problem: str = ""
-    apart: float = 0.0
-    allowed: float = 0.0
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -302,9 +271,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     # The longest sides that the model has positions for; None where it computes them for any size.
     max_height: int | None = None
     max_width: int | None = None
+    # For each method of each component.
     merging: list[ModelMerging] = []
-    # Libraries and device of the rank, of which verdicts on merging hold.
-    platform: str = ""
 
 
 class WarmTick(msgspec.Struct, frozen=True):

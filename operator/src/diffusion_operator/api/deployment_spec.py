@@ -98,12 +98,6 @@ class StepCache(StrEnum):
     MAG_CACHE = "MagCache"
 
 
-class VerifyMerging(StrEnum):
-    AUTO = "Auto"
-    ALWAYS = "Always"
-    NEVER = "Never"
-
-
 class RolloutType(StrEnum):
     ROLLING_UPDATE = "RollingUpdate"
     RECREATE = "Recreate"
@@ -185,7 +179,6 @@ class EngineSpec(_Spec, frozen=True):
     offload: Offload = Offload.NONE
     quantization: Quantization = Quantization.NONE
     step_cache: StepCache = StepCache.NONE
-    verify_merging: VerifyMerging = VerifyMerging.AUTO
     env: tuple[EnvVar, ...] = ()
     env_from: tuple[EnvFrom, ...] = ()
     volume_mounts: tuple[VolumeMount, ...] = ()

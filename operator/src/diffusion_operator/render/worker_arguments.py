@@ -94,7 +94,6 @@ def _tuning(spec: DeploymentSpec) -> dict[str, Any]:
         "offload": option_word(engine.offload),
         "quantization": option_word(engine.quantization),
         "step-cache": option_word(engine.step_cache),
-        "verify-merging": option_word(engine.verify_merging),
         "exact": engine.exact,
         "vae-tiling": engine.vae_tiling,
         "batch-window-milliseconds": engine.batch_window_milliseconds,

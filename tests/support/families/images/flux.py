@@ -19,12 +19,13 @@ SHAPE = {
 }  # fmt: skip
 
 
-def pipeline(kind: str, *, in_channels: int = 16) -> Any:
+def pipeline(kind: str, *, in_channels: int = 16, controlnets: int = 1) -> Any:
     """Build a tiny Flux pipeline of diffusers' class `kind`, guidance-distilled, with one double and one single block.
 
-    Packing turns the VAE's 4 channels into 16; classes of a ControlNet get one.
+    Packing turns the VAE's 4 channels into 16; classes of a ControlNet get `controlnets`.
     """
-    parts = {"controlnet": diffusers.FluxControlNetModel(in_channels=16, **SHAPE)} if "ControlNet" in kind else {}
+    made = [diffusers.FluxControlNetModel(in_channels=16, **SHAPE) for _ in range(controlnets)]
+    parts = {"controlnet": made[0] if controlnets == 1 else made} if "ControlNet" in kind else {}
     transformer = diffusers.FluxTransformer2DModel(in_channels=in_channels, out_channels=16, **SHAPE)
     return assemble(kind, transformer=transformer, vae=shifted_vae(), scheduler=dynamic_flow(), **parts)
 
@@ -37,6 +38,9 @@ IMAGE_TO_IMAGE = halfway(TEXT_TO_IMAGE, image=pixels(SIDE))
 # Inpainting over the whole schedule.
 INPAINT = more(TEXT_TO_IMAGE, image=pixels(SIDE), mask_image=painted(SIDE), strength=1.0)
 CONTROL = more(TEXT_TO_IMAGE, control_image=pixels(SIDE))
+TWO_IMAGES = [pixels(SIDE), pixels(SIDE, at=50)]
+# The modes are of ControlNets in one file; these have none.
+CONTROL_BY_TWO = more(TEXT_TO_IMAGE, control_image=TWO_IMAGES, control_mode=[None, None], controlnet_conditioning_scale=[0.5, 1.0])
 CONTROL_IMAGE_TO_IMAGE = more(IMAGE_TO_IMAGE, control_image=pixels(SIDE, at=1))
 CONTROL_INPAINT = more(INPAINT, control_image=pixels(SIDE, at=1))
 # A reference image; sizes are kept as they are given.
@@ -57,6 +61,7 @@ FAMILIES = [
     _family("FluxFillPipeline", INPAINT, in_channels=16 + 16 + 16),
     _family("FluxControlPipeline", CONTROL, in_channels=32),
     _family("FluxControlNetPipeline", CONTROL),
+    entry("FluxControlNetPipeline (two ControlNets)", "Flux", partial(pipeline, controlnets=2), CONTROL_BY_TWO, repeats=False),
     _family("FluxControlImg2ImgPipeline", CONTROL_IMAGE_TO_IMAGE, in_channels=32),
     _family("FluxControlInpaintPipeline", CONTROL_INPAINT, in_channels=32),
     _family("FluxControlNetImg2ImgPipeline", CONTROL_IMAGE_TO_IMAGE),

@@ -19,16 +19,20 @@ def _pipeline(kind: Any, channels: int = 4, **parts: Any) -> Any:
     return assemble(kind, transformer=transformer, scheduler=flow, vae=partial(shifted_vae, channels), **parts)
 
 
-_controlnet = partial(_pipeline, controlnet=part("SD3ControlNetModel", **SIZES, num_layers=1))
+_tiny_controlnet = part("SD3ControlNetModel", **SIZES, num_layers=1)
+_controlnet = partial(_pipeline, controlnet=_tiny_controlnet)
+_two_controlnets = partial(_pipeline, controlnet=lambda: [_tiny_controlnet(), _tiny_controlnet()])
 
 PROMPTS = asking(32, **texts(prompt_embeds=(1, 8, 32), pooled_prompt_embeds=(1, 32)))
 IMAGE_TO_IMAGE = halfway(PROMPTS, image=pixels())
 INPAINT = more(PROMPTS, image=pixels(), mask_image=painted(), strength=1.0)
 CONTROLLED = more(PROMPTS, control_image=pixels())
+LED_BY_TWO = more(PROMPTS, control_image=[pixels(), pixels(at=50)], controlnet_conditioning_scale=[0.5, 1.0])
 
 FAMILIES = [
     entry("StableDiffusion3Pipeline", "SD 3", _pipeline, PROMPTS, repeats=False),
     entry("StableDiffusion3Img2ImgPipeline", "SD 3", _pipeline, IMAGE_TO_IMAGE, repeats=False),
     entry("StableDiffusion3InpaintPipeline", "SD 3", partial(_pipeline, channels=WIDE), INPAINT, repeats=False),
     entry("StableDiffusion3ControlNetPipeline", "SD 3", _controlnet, CONTROLLED, repeats=False),
+    entry("StableDiffusion3ControlNetPipeline (two ControlNets)", "SD 3", _two_controlnets, LED_BY_TWO, repeats=False),
 ]

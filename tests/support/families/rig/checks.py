@@ -2,12 +2,12 @@
 """Checks of properties of every family. Each raises AssertionError; `test_families_can_fail.py` shows that they do."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import torch
 
-from diffusion_worker.runner.merging.other_call import leaves, with_leaf
 from diffusion_worker.runner.model_call.call import ModelCall, group_key, merge, split
 from support.families.rig.family import Family, as_tensor
 from support.families.rig.family_rig import JOINING, TRIO, Asked, FamilyRig, apart
@@ -46,6 +46,25 @@ def first_calls(rig: FamilyRig, asked: Asked) -> dict[str, ModelCall]:
         # Merged already, the call may be one whose rows have to stay on one rank.
         found.setdefault(call.component, msgspec.structs.replace(call, whole=False))
     return found
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every value in nested dicts, lists and tuples, with its path of keys and indices; nothing for empty ones."""
+    if isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*path, key))
+    else:
+        yield path, value
+
+
+def with_leaf(value: Any, path: Path, leaf: Any) -> Any:
+    """Copy the containers along `path` and put `leaf` at its end; all else is shared with the original, which stays as it is."""
+    if not path:
+        return leaf
+    if isinstance(value, dict):
+        items = dict(value) | {path[0]: with_leaf(value[path[0]], path[1:], leaf)}
+        return items if type(value) is dict else type(value)(**items)
+    return type(value)(with_leaf(item, path[1:], leaf) if index == path[0] else item for index, item in enumerate(value))
 
 
 def changed(value: Any) -> Any:

@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_read_is_an_error_and_a_digest_that_nobody_wants_a
         digest_of(folder, threading.Event())
 
 
-async def test_it_is_computed_in_a_thread_of_the_lowest_priority(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_computed_in_a_thread_of_the_lowest_priority(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def look(path: Path, stop: threading.Event) -> str:
@@ -73,8 +73,7 @@ async def test_it_is_computed_in_a_thread_of_the_lowest_priority(folder: Path, m
 
     monkeypatch.setattr(model_digest, "digest_of", look)
     digest = ModelDigest(folder)
-    async with asyncio.timeout(DEADLINE_S):
-        await digest.begin()
+    digest.begin().join(DEADLINE_S)
     assert (digest.value, seen) == ("sha256:0", [19])
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
 
@@ -95,16 +94,14 @@ async def test_provenance_and_state_have_no_digest_before_the_load_is_over_and_t
         for thread in set(threading.enumerate()) - others:
             if thread.name == "model-digest":
                 await asyncio.to_thread(thread.join)
-        await asyncio.sleep(0)
         made = await engine.generate(GenerationParams(prompt="p kumquatfen", seed=1))
     assert engine.state_document().model.digest == made.provenance.digest == digest_of(folder, threading.Event())
     assert made.provenance.revision is None
     await engine.terminate()
 
 
-async def test_a_folder_that_cannot_be_read_leaves_the_digest_unknown_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_read_leaves_the_digest_unknown_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     digest = ModelDigest(tmp_path / "nowhere")
-    async with asyncio.timeout(DEADLINE_S):
-        await digest.begin()
+    digest.begin().join(DEADLINE_S)
     assert digest.value is None
     assert "has no digest" in caplog.text

@@ -21,7 +21,6 @@ from diffusion_worker.engine.sleep.policy import SleepRules
 from diffusion_worker.engine.sleep.rank_tasks import SleepingRanks
 from diffusion_worker.engine.sleep.record import SleepNotes, record_key
 from diffusion_worker.engine.sleep.sleeper import Sleeper
-from diffusion_worker.engine.startup.merge_verification import MergeVerification
 from diffusion_worker.engine.startup.model_digest import ModelDigest
 from diffusion_worker.engine.startup.model_fetching import ModelFetch
 from diffusion_worker.engine.startup.preparation import Preparation
@@ -82,9 +81,6 @@ class EngineParts:
         )
         self.verification = Verification(self.rank_calls.call_all, self.adapters.held, self.runner.load_again)
         self.pausing = Pausing(self.steps, self.rank_calls.call_all)
-        self.merging = MergeVerification(
-            config, self.rank_calls.call_all, self.signal, idle=self._nothing_to_do, version=lambda: self.requests.version
-        )
         self.preparation = Preparation(
             config,
             self.life,
@@ -95,7 +91,6 @@ class EngineParts:
             describe=self._describe,
             warmed=self.steps.warmed_up,
             wants_mirrors=lambda: self.rules.wants_mirrors,
-            merging=self.merging,
         )
         self.supervisor = Supervisor(
             self.life,
@@ -135,11 +130,6 @@ class EngineParts:
         self.requests.model = model
         admission.check_defaults(self.config.defaults, self.config.limits, model)
         self.steps.describe(model)
-
-    def _nothing_to_do(self) -> bool:
-        """Return whether the model serves, its steps are not paused by a call, and no request waits for a step or runs."""
-        busy = self.pausing.paused or self.steps.running or self.steps.waiting or self.ranks.loss is not None
-        return self.life.state is EngineState.READY and not busy
 
     def _idle_s(self) -> float:
         """Return the seconds since the last request came or ended, 0 while there is one; before the first, since the state began."""

@@ -110,7 +110,7 @@ class Engine:
                 self._parts.fail(str(error))  # held requests end with it
             raise
         self.life.loaded = True
-        self._parts.merging.begin(self._parts.digest.begin())
+        self._parts.digest.begin()
 
     async def run_until_failure(self) -> str:
         """Block until a failure ends the engine for good, and return its reason; requests that wait or run end with errors then."""
@@ -124,7 +124,6 @@ class Engine:
         """
         self._terminates, self.life.loaded = True, False
         self._parts.digest.end()
-        self._parts.merging.end()
         self._parts.declared.end()
         self._parts.runner.stop(RequestError(ErrorCode.TERMINATING, "the worker is shutting down", retry_after_s=1.0))
         self._accept_nothing()
@@ -281,7 +280,7 @@ class Engine:
                 self._parts.digest.value,
                 self._parts.model_fetch.revision,
                 self._steps.whole,
-                self._parts.merging.merging,
+                model.merging if model else [],
             ),
             ranks=self._parts.ranks.documents(),
             adapters=[],

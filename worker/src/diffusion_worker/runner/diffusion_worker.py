@@ -25,9 +25,7 @@ from diffusion_worker.messages import (
     LoadedLoRA,
     MemoryReport,
     MemoryTag,
-    MergeVerdict,
     ModelInfo,
-    ModelMerging,
     PreparedPart,
     RequestSpec,
     SleepLevel,
@@ -264,20 +262,6 @@ class DiffusionWorker:
             message = "fingerprint: not supported with --shard: it serves to check a wake, and this worker never sleeps"
             raise RequestError(ErrorCode.INVALID_REQUEST, message)
         return self.model_runner.fingerprint(probe=probe, contents=contents)
-
-    def verify_merging(self, *, more: bool) -> list[MergeVerdict] | None:
-        """Take a step of the verification of merged calls, on all ranks together; return this rank's verdicts at its end, None before it.
-
-        With `more` False it ends now. Raises RequestError (Asleep).
-        """
-        return self.model_runner.verify_merging(more=more)
-
-    def use_merging(self, *, verdicts: Sequence[MergeVerdict]) -> list[ModelMerging]:
-        """Follow verdicts, the same on all ranks; return for each method of each component if its calls are merged, and why.
-
-        Verdicts about another class, signature or source are ignored.
-        """
-        return self.model_runner.use_merging(verdicts)
 
     def synchronize(self) -> None:
         """Wait until the GPU has done all queued work; return at once on a CPU.

@@ -27,9 +27,7 @@ from diffusion_worker.messages import (
     LoRAUse,
     MemoryReport,
     MemoryTag,
-    MergeVerdict,
     ModelInfo,
-    ModelMerging,
     PreparedPart,
     RequestSpec,
     SleepLevel,
@@ -45,8 +43,7 @@ from diffusion_worker.runner.loading.pipeline import check_pipeline_class, check
 from diffusion_worker.runner.loading.progress import LoadingProgress, ReportProgress
 from diffusion_worker.runner.loading.replace_weights import replace_weights
 from diffusion_worker.runner.loading.step_cache import make_step_cache
-from diffusion_worker.runner.merging.policy import Merging, platform_of
-from diffusion_worker.runner.merging.verification import MergeTrial
+from diffusion_worker.runner.merging import Merging
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_call.prompt_cache import PromptCache
 from diffusion_worker.runner.parallel.agreement import failures_of_all
@@ -91,9 +88,7 @@ class DiffusionModelRunner:
         self.weights = ModelWeights(home_of(config.offload, device))
         self.loras: DiffusionLoRAManager | None = None
         self._cache: PipelineStepCache | None = None
-        self._merging = Merging({}, config.verify_merging)
-        # The verification of merged calls while it runs.
-        self._verification: MergeTrial | None = None
+        self._merging = Merging({})
         self._kinds: ParallelKinds | None = None
         self._memory = RankMemory(device, ranks=config.ranks, prompts=self._prompts)
 
@@ -142,10 +137,8 @@ class DiffusionModelRunner:
         progress.finish()
         own = ComponentDtypes(dtype, self._config, type(pipeline)).outcome(modules)
         features = info.features | own | self._accelerate(pipeline, modules)
-        self._merging = Merging(modules, self._config.verify_merging)
-        self._model = info = msgspec.structs.replace(
-            info, features=features, merging=self._merging.described(), platform=platform_of(self._device)
-        )
+        self._merging = Merging(modules)
+        self._model = info = msgspec.structs.replace(info, features=features, merging=self._merging.described())
         self._memory.begin(asleep=asleep)
         self.init_lora_manager()
         self._measure_weights()
@@ -283,43 +276,6 @@ class DiffusionModelRunner:
         if contents:
             found = Fingerprint(checksum(self.weights.tensors()), adapter_contents(self.loras.host_copies(), self.loras.misapplied()))
         return found if made is None else msgspec.structs.replace(found, probe=made.digest, cells=made.cells)
-
-    def verify_merging(self, *, more: bool) -> list[MergeVerdict] | None:
-        """Take a step of the verification of merged calls, begun here if none runs; return the verdicts at its end, None before it.
-
-        With `more` False it ends now, with the verdicts that are known. All ranks call this at the same points.
-
-        Raises:
-            RequestError: Asleep.
-        """
-        self._memory.require_awake("verification of merged calls")
-        assert self._model is not None and self._tasks is not None
-        if self._verification is None:
-            modules = modules_of(self.pipeline)
-            self._verification = MergeTrial(self._model, self._tasks, self._parallel, modules, self._compute, self._merging)
-        verdicts: list[MergeVerdict] | None = []
-        try:
-            with self._without_gradients():
-                verdicts = self._verification.step(more=more)
-        finally:
-            if verdicts is not None:
-                self._end_verification()
-        return verdicts
-
-    def _end_verification(self) -> None:
-        if self._verification is not None:
-            self._verification.drop()
-            self._verification = None
-
-    def use_merging(self, verdicts: Sequence[MergeVerdict]) -> list[ModelMerging]:
-        """Follow verdicts on merged calls from now on; return for each method of each component if its calls are merged, and why.
-
-        Verdicts about another class, signature or source are ignored. All ranks call this at the same point with the same verdicts.
-        """
-        assert self._model is not None
-        self._merging.adopt(verdicts)
-        self._model = msgspec.structs.replace(self._model, merging=self._merging.described())
-        return self._model.merging
 
     def _without_gradients(self) -> AbstractContextManager[Any]:
         # Torch gathers sharded weights without gradients. It does so in inference mode too on a CPU, but does not promise it.
@@ -530,7 +486,6 @@ class DiffusionModelRunner:
 
     def drop_all(self) -> None:
         """End every request without a result, and a verification of merged calls if one runs. Adapters and caches stay."""
-        self._end_verification()
         for request_id in list(self._states):
             self._drop(request_id)
 

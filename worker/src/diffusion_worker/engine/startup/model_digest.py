@@ -4,8 +4,6 @@
 A model is large and nobody waits for its digest, so a thread computes it in spare time, after the load.
 """
 
-import asyncio
-import contextlib
 import hashlib
 import logging
 import os
@@ -71,24 +69,16 @@ class ModelDigest:
         self._folder = folder
         self._stop = threading.Event()
 
-    def begin(self) -> "asyncio.Future[str | None]":
-        """Begin to compute the digest in a thread; the future, of the running loop, gets it, or None if that failed."""
-        loop = asyncio.get_running_loop()
-        over: asyncio.Future[str | None] = loop.create_future()
-
-        def keep(found: str | None) -> None:
-            self.value = found
-            over.set_result(found)
+    def begin(self) -> threading.Thread:
+        """Begin to compute the digest, and return the thread that does."""
 
         def run() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-            found = self._compute()
-            # The server may have closed its loop without waiting for this.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(keep, found)
+            self.value = self._compute()
 
-        threading.Thread(target=run, name="model-digest", daemon=True).start()
-        return over
+        thread = threading.Thread(target=run, name="model-digest", daemon=True)
+        thread.start()
+        return thread
 
     def end(self) -> None:
         """Ask the thread to stop, without waiting for it; `value` stays None unless it is done. Harmless at any time."""

@@ -13,7 +13,6 @@ from diffusion_worker.config import WorkerConfig
 from diffusion_worker.engine.adapters.declared import DeclaredAdapters
 from diffusion_worker.engine.adapters.runner import AdapterRunner
 from diffusion_worker.engine.requests.admission import GenerationParams, check_size
-from diffusion_worker.engine.startup.merge_verification import MergeVerification
 from diffusion_worker.engine.startup.wake_verification import Verification
 from diffusion_worker.engine.state.lifecycle import EngineLife
 from diffusion_worker.engine.state.rank_calls import CallAll
@@ -47,7 +46,6 @@ class Preparation:
         describe: Callable[[ModelInfo], None],
         warmed: Callable[[WarmedUp], None],
         wants_mirrors: Callable[[], bool],
-        merging: MergeVerification,
     ) -> None:
         self._config = config
         self._life = life
@@ -58,7 +56,6 @@ class Preparation:
         self._describe = describe
         self._warmed = warmed
         self._wants_mirrors = wants_mirrors
-        self._merging = merging
         self._model: ModelInfo | None = None
         # Set once this generation has run a request.
         self._warm = False
@@ -75,7 +72,9 @@ class Preparation:
         self._model, self._warm = model, False
         check_sizes(self._config, model)
         self._describe(model)
-        await self._merging.describe(model)
+        for item in model.merging:
+            if not item.merged:
+                log.info("calls run alone component=%s model=%s method=%s why=%s", item.component, item.model, item.method, item.why)
         if asleep:
             self._warmed(WarmedUp(model.features))
             return

@@ -153,7 +153,7 @@ class ModelDocument(msgspec.Struct, frozen=True, rename="camel"):
     revision: str | None = None
     # Tasks whose requests run alone, with the change to the shared model that their pipeline was about to make.
     runs_whole: dict[Task, str] = {}
-    # For each method of each component: if requests share its calls, and why.
+    # For each method of each component: whether requests share its calls, and why.
     merging: list[ModelMerging] = []
 
 

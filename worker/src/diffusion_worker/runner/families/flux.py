@@ -42,6 +42,16 @@ RECORDS: tuple[Record, ...] = (
             )
         },
     ),
+    ModelRecord(
+        "FluxMultiControlNetModel",
+        signatures={
+            "forward": (
+                "hidden_states, controlnet_cond, controlnet_mode, conditioning_scale, encoder_hidden_states=None, "
+                "pooled_projections=None, timestep=None, img_ids=None, txt_ids=None, guidance=None, "
+                "joint_attention_kwargs=None, return_dict=True"
+            )
+        },
+    ),
     PipelineRecord("FluxKontextPipeline", references=1, inpaints_by="FluxKontextInpaintPipeline"),
     PipelineRecord("FluxKontextModularPipeline", references=1),
     PipelineRecord("ChromaPipeline", edits_by="ChromaImg2ImgPipeline", inpaints_by="ChromaInpaintPipeline"),

@@ -32,6 +32,15 @@ RECORDS: tuple[Record, ...] = (
             )
         },
     ),
+    ModelRecord(
+        "SD3MultiControlNetModel",
+        signatures={
+            "forward": (
+                "hidden_states, controlnet_cond, conditioning_scale, pooled_projections, encoder_hidden_states=None, "
+                "timestep=None, joint_attention_kwargs=None, return_dict=True"
+            )
+        },
+    ),
     PipelineRecord(
         "StableDiffusion3InpaintPipeline",
         masked_channels=33,

@@ -5,10 +5,12 @@ A fact follows from a failure that all ranks agreed on, or from a call that all 
 """
 
 from collections.abc import Hashable
+from typing import Any
+
+import torch
 
 from diffusion_worker.recent import Recent
 from diffusion_worker.runner.model_call.call import ModelCall
-from diffusion_worker.runner.model_call.kinds import kinds_of
 
 # Sizes of images are part of a kind, and requests choose them.
 MOST_KINDS = 256
@@ -76,4 +78,15 @@ def kind_of(call: ModelCall) -> Hashable:
 
     A class may fail to merge calls with one argument or of one size only.
     """
-    return method_of(call), call.shape[1:], kinds_of(call, numbers=str)
+    return method_of(call), call.shape[1:], _shape_free(call.arguments)
+
+
+def _shape_free(value: Any) -> str:
+    """Return the kind of an argument as text: of a tensor its dtype and dimensions, of a container what its items are."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}[{value.dim()}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(sorted(f"{key}: {_shape_free(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(sorted(set(map(_shape_free, value))))})"
+    return type(value).__name__

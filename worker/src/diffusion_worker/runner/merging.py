@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ground on which calls of a model class may share one: the record for which it was tested, or none.
+"""The decision which calls of a model may share one: those of a class with a valid record. All others run alone.
 
 A record counts only while the class has the signature in it. An argument that a library renamed could otherwise be merged by the wrong
 rule without an error.
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import torch
 
-from diffusion_worker.runner.families import TESTED_WITH, model_record, signature_of
+from diffusion_worker.messages import ModelMerging
+from diffusion_worker.runner.families import TESTED_WITH, merged_methods, model_record, signature_of
+from diffusion_worker.runner.model_call.call import ModelCall
 
 
 class Trust(msgspec.Struct, frozen=True):
@@ -18,6 +22,34 @@ class Trust(msgspec.Struct, frozen=True):
 
     ok: bool
     why: str
+
+
+class Merging:
+    """The decision about each call of the `modules`, by the record of its class."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        self._classes: dict[str, Any] = {name: type(module) for name, module in modules.items()}
+        self._trust: dict[tuple[Any, str], Trust] = {}
+
+    def allows(self, call: ModelCall) -> bool:
+        """Return whether rows of other requests may be in this call, and its own be spread over ranks."""
+        model_class = type(call.module) if call.module is not None else self._classes.get(call.component, type(None))
+        return self._trusted(model_class, call.method).ok
+
+    def described(self) -> list[ModelMerging]:
+        """Return for each method of each component whether its calls are merged, and why."""
+        return [
+            ModelMerging(name, kind.__name__, method, trust.ok, trust.why)
+            for name, kind in self._classes.items()
+            for method in tuple(model_record(kind).signatures) or merged_methods(kind)
+            for trust in [self._trusted(kind, method)]
+        ]
+
+    def _trusted(self, model_class: Any, method: str) -> Trust:
+        key = model_class, method
+        if key not in self._trust:
+            self._trust[key] = trust_in(model_class, method)
+        return self._trust[key]
 
 
 def trust_in(model_class: Any, method: str) -> Trust:
