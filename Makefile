@@ -35,7 +35,7 @@ preflight: # requirements of the machine, checked by the system's Python before 
 	@$(PYTHON) -m tools.devcluster.preflight
 
 venv: ## the one virtual environment, made again when a pin or a dependency changes
-	@PYTHON="$(PYTHON)" tools/make-venv
+	@tools/make-venv
 
 lint: venv ## ruff, mypy strict, the layers
 	@$(PY) -m ruff check .

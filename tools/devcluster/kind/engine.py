@@ -14,6 +14,8 @@ FIRST, SECOND = f"{CLUSTER}-control-plane", f"{CLUSTER}-worker"
 """The two nodes, and the containers that they are."""
 # From the block that is set apart for tests between machines: what people commonly have (10/8, 172.16/12) stays theirs.
 LINK_NETWORK, SERVICE_NETWORK, POD_NETWORK = "198.18.2.0/24", "198.18.128.0/18", "198.19.128.0/17"
+# To end a container took more than a minute on a machine whose tests kept both cores busy.
+DOCKER_S = 180.0
 
 
 class Engine(Protocol):
@@ -86,7 +88,7 @@ def kubeconfig(engine: Engine) -> Path:
     return engine.state / "kubeconfig"
 
 
-def docker(engine: Engine, *words: str | Path, stdin: str | None = None, deadline_s: float = 60.0) -> str:
+def docker(engine: Engine, *words: str | Path, stdin: str | None = None, deadline_s: float = DOCKER_S) -> str:
     """Run a short `docker` command on an engine and return its output; raise CommandFailed if it fails or is not done in time."""
     return run_quiet(["docker", *words], env=engine.environment(), stdin=stdin, deadline_s=deadline_s)
 
