@@ -2,12 +2,10 @@
 """A fake of the parts of server-side apply and of JSON patches that the operator relies on.
 
 Real: nothing; test_cluster_on_real_apiserver.py has the real ones. A field is removed by an apply if an earlier apply of the same
-manager set it. Lists and selectors are taken whole. The ports of a Service are merged by number, so that two of one name can come
-together.
+manager set it. Lists and selectors are taken whole, also the ports of a Service, which a real server merges by number.
 """
 
 import copy
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +28,7 @@ def entry(manifest: Manifest, operation: str, *, manager: str = FIELD_MANAGER) -
 def applied(live: Manifest, manifest: Manifest) -> Manifest:
     """Return the object after a forced apply of `manifest`; the given object stays as it is.
 
-    ClusterConflict if `manifest` has another uid or resourceVersion, and ClusterRefused for two ports of one name.
+    ClusterConflict if `manifest` has another uid or resourceVersion.
     """
     _check_bound(live, manifest["metadata"])
     result, fresh = copy.deepcopy(live), entry(manifest, "Apply")
@@ -41,14 +39,13 @@ def applied(live: Manifest, manifest: Manifest) -> Manifest:
         _remove(result, path)
     _merge(result, manifest)
     result["metadata"]["managedFields"] = [*(one for one in entries if one not in earlier), fresh]
-    check_ports(result)
     return result
 
 
 def patched(live: Manifest, operations: Sequence[Mapping[str, Any]]) -> Manifest:
     """Apply a JSON patch of `test`, `add` and `replace` operations to a copy of the object, and return the copy.
 
-    ClusterRefused if a test fails, a parent is missing or two ports share a name; ClusterConflict for another uid or resourceVersion.
+    ClusterRefused if a test fails or a parent is missing; ClusterConflict for another uid or resourceVersion.
     """
     result = copy.deepcopy(live)
     for one in operations:
@@ -65,15 +62,7 @@ def patched(live: Manifest, operations: Sequence[Mapping[str, Any]]) -> Manifest
         else:
             at[last] = value
     _check_bound(live, result["metadata"])
-    check_ports(result)
     return result
-
-
-def check_ports(manifest: Manifest) -> None:
-    """Raise ClusterRefused (422, Invalid) for a Service in which two ports share a name. Objects of other kinds pass."""
-    names = [port["name"] for port in manifest.get("spec", {}).get("ports", ())] if manifest["kind"] == "Service" else []
-    if len(set(names)) < len(names):
-        raise ClusterRefused(f"Service {manifest['metadata']['name']}: Duplicate value: {names[0]!r}", status=422, reason="Invalid")
 
 
 def _check_bound(live: Manifest, metadata: Mapping[str, Any]) -> None:
@@ -91,7 +80,7 @@ def _member(at: Any, part: str) -> Any:
 def _fields(value: Any, path: Path = ()) -> Manifest:
     if isinstance(value, dict) and path[-1:] != ("selector",):
         return {f"f:{name}": _fields(each, (*path, name)) for name, each in value.items()}
-    return {_port_key(port): {} for port in value} if path == ("spec", "ports") else {}
+    return {}
 
 
 def _paths(fields: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
@@ -99,26 +88,16 @@ def _paths(fields: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
         yield from _paths(below, (*path, name)) if below else [(*path, name)]
 
 
-def _port_key(port: Mapping[str, Any]) -> str:
-    return "k:" + json.dumps({"port": port["port"], "protocol": port["protocol"]})
-
-
 def _remove(manifest: Manifest, path: Path) -> None:
     at: Any = manifest
     for name in path[:-1]:
         at = at.get(name.removeprefix("f:"), {})
-    if path[-1].startswith("k:"):
-        at[:] = [port for port in at if _port_key(port) != path[-1]]
-    else:
-        at.pop(path[-1].removeprefix("f:"), None)
+    at.pop(path[-1].removeprefix("f:"), None)
 
 
-def _merge(result: Manifest, manifest: Mapping[str, Any], path: Path = ()) -> None:
+def _merge(result: Manifest, manifest: Mapping[str, Any]) -> None:
     for name, value in manifest.items():
         if isinstance(value, dict) and isinstance(result.get(name), dict) and name != "selector":
-            _merge(result[name], value, (*path, name))
-        elif (*path, name) == ("spec", "ports") and name in result:
-            keys = {_port_key(port) for port in value}
-            result[name] = [port for port in result[name] if _port_key(port) not in keys] + copy.deepcopy(value)
+            _merge(result[name], value)
         else:
             result[name] = copy.deepcopy(value)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that foreign objects have, children that are refused, and a status that stays true, in virtual time."""
+"""Children that are refused or that fail, and a status that stays true, in virtual time.
+
+Strangers' objects and refusals of a real API server are in `apiserver/test_foreign_children_on_real_apiserver.py`.
+"""
 
 import copy
 from itertools import pairwise
@@ -20,7 +23,6 @@ from diffusion_operator.api.names import (
     Kind,
 )
 from diffusion_operator.errors import ClusterError, ClusterRefused, ClusterUnavailable
-from support.operator.fake_apply import entry
 from support.operator.rig import Rig, deployment, serving
 
 NAMES = {SECRET: "d-control", CONFIG_MAP: "d-desired", SERVICE: "d", NETWORK_POLICY: "d-control", DISRUPTION_BUDGET: "d"}
@@ -42,32 +44,6 @@ async def begun(rig: Rig) -> Rig:
     rig.start_all()
     await rig.run(20)
     return rig
-
-
-@ALL
-async def test_a_strangers_object_is_left_alone_and_named_and_its_name_is_taken_up_when_it_goes(kind: Kind) -> None:
-    rig = Rig()
-    theirs = put(rig, kind, NAMES[kind])
-    await begun(rig)
-    assert rig.cluster.find(kind, NAMES[kind]) == theirs
-    assert rig.condition("ChildrenReady") == ("False", "NameConflict")
-    assert f"{kind.kind} {NAMES[kind]} is not managed by this DiffusionDeployment" in rig.message("ChildrenReady")
-    assert len(rig.cluster.notes("NameConflict")) == 1
-    if kind in MOUNTED:
-        assert rig.cluster.names(POD) == []
-        assert rig.condition("Ready") == ("False", "ChildrenNotReady")
-    elif kind == SERVICE:
-        assert (rig.cluster.names(POD), rig.condition("Ready")) == (["d-0-0"], ("False", "NoService"))
-        assert "url" not in rig.status()["endpoints"] or rig.status()["endpoints"]["url"] is None
-    else:
-        assert rig.condition("Ready") == ("True", "Serving")
-    rig.cluster.remove(kind, NAMES[kind])
-    await rig.run(61)
-    rig.start_all()
-    await rig.run(10)
-    assert rig.cluster.find(kind, NAMES[kind]) != theirs
-    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
-    assert rig.condition("Ready") == ("True", "Serving")
 
 
 @ALL
@@ -96,64 +72,10 @@ async def test_a_child_of_an_earlier_object_is_waited_for_without_a_word_for_a_m
     assert rig.condition("ChildrenReady") == ("True", "AllApplied")
 
 
-@ALL
-async def test_an_orphan_of_ours_is_adopted(kind: Kind) -> None:
-    rig = Rig()
-    body = {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"labels": LABELS}, "spec": {}}
-    managed = [entry(body, "Update", manager="diffusion-operator")]
-    before = put(rig, kind, NAMES[kind], labels=LABELS, managedFields=managed)
-    await begun(rig)
-    after = rig.cluster.find(kind, NAMES[kind]) or {}
-    assert after["metadata"]["uid"] == before["metadata"]["uid"]
-    assert after["metadata"]["ownerReferences"][0]["uid"] == (rig.cluster.find(DEPLOYMENT, "d") or {})["metadata"]["uid"]
-    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
-    assert rig.condition("Ready") == ("True", "Serving")
-
-
 def refusal(kind: Kind) -> ClusterRefused:
     return ClusterRefused(
         f"post {kind.plural}: 403 exceeded quota", status=403, reason="Forbidden", said="exceeded quota: no more of these"
     )
-
-
-@ALL
-async def test_a_refused_child_is_named_and_the_rest_serves(kind: Kind) -> None:
-    rig = Rig()
-    rig.cluster.refuse = lambda verb, manifest: refusal(kind) if manifest["kind"] == kind.kind else None
-    await begun(rig)
-    assert rig.condition("ChildrenReady") == ("False", "Forbidden")
-    assert (
-        rig.message("ChildrenReady")
-        == f"the API server did not accept a write of {kind.kind} {NAMES[kind]}: exceeded quota: no more of these"
-    )
-    assert len(rig.cluster.notes("ChildRefused")) == 1
-    assert all(rig.cluster.names(other) == [name] for other, name in NAMES.items() if other != kind)
-    assert (rig.cluster.names(POD) == []) is (kind in MOUNTED)
-    expected = ("False", "ChildrenNotReady") if kind in MOUNTED else ("False", "NoService") if kind == SERVICE else ("True", "Serving")
-    assert rig.condition("Ready") == expected
-    assert rig.errors == []
-    rig.cluster.refuse = lambda verb, manifest: None
-    await rig.run(61)
-    rig.start_all()
-    await rig.run(10)
-    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
-    assert rig.condition("Ready") == ("True", "Serving")
-
-
-async def test_a_secret_that_is_there_keeps_no_pod_from_being_made_where_no_other_secret_may_be() -> None:
-    """Check that a pod is made while creates of Secrets are refused. A full quota refuses a create even of a Secret that exists."""
-    rig = await serving(1)
-    before = copy.deepcopy(rig.cluster.find(SECRET, NAMES[SECRET]))
-    rig.cluster.refuse = lambda verb, manifest: refusal(SECRET) if (verb, manifest["kind"]) == ("create", "Secret") else None
-    rig.cluster.remove(POD, "d-0-0")
-    await rig.run(10)
-    rig.start_all()
-    await rig.run(10)
-    assert rig.cluster.names(POD) == ["d-0-1"]
-    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
-    assert rig.condition("Ready") == ("True", "Serving")
-    assert rig.cluster.find(SECRET, NAMES[SECRET]) == before
-    assert rig.errors == []
 
 
 @pytest.mark.parametrize("strategy", [{}, {"maxUnavailable": 0, "maxSurge": 1}, {"type": "Recreate"}], ids=["default", "surge", "recreate"])
@@ -188,21 +110,6 @@ async def test_a_secret_that_may_not_be_changed_is_named_with_the_servers_words(
     assert (
         rig.message("ChildrenReady") == f"the API server did not accept a write of Secret {NAMES[SECRET]}: exceeded quota: no more of these"
     )
-
-
-async def test_a_refused_configmap_and_a_deleted_pod_are_not_called_serving() -> None:
-    """Check that a refused ConfigMap and no pod are not called Serving, and show in conditions and an Event. A real cluster had shown
-    Ready=True/Serving."""
-    rig = await serving()
-    rig.cluster.refuse = lambda verb, manifest: refusal(CONFIG_MAP) if manifest["kind"] == CONFIG_MAP.kind else None
-    rig.cluster.remove(CONFIG_MAP, "d-desired")
-    rig.cluster.remove(POD, "d-0-0")
-    await rig.run(10)
-    assert rig.cluster.names(POD) == []
-    assert rig.condition("Ready") == ("False", "ChildrenNotReady")
-    assert "the API server did not accept a write of ConfigMap d-desired: exceeded quota" in rig.message("Ready")
-    assert rig.condition("ChildrenReady") == ("False", "Forbidden")
-    assert rig.cluster.notes("ChildRefused") != []
 
 
 async def test_a_configmap_whose_change_is_refused_keeps_no_pod_from_being_made() -> None:
@@ -296,27 +203,6 @@ async def test_a_pass_that_cannot_plan_claims_nothing(monkeypatch: pytest.Monkey
     assert rig.condition("Ready") == ("True", "Serving")
 
 
-async def test_a_strangers_pod_is_skipped_by_the_next_incarnation_and_told_once() -> None:
-    rig, creates = Rig(), []
-    theirs = [put(rig, POD, name) for name in ("d-0-0", "d-0-1")]
-    create = rig.cluster.create
-
-    async def count(manifest: dict[str, Any]) -> bool:
-        if manifest["kind"] == POD.kind:
-            creates.append(manifest["metadata"]["name"])
-        return await create(manifest)
-
-    rig.cluster.create = count  # type: ignore[method-assign]
-    rig.cluster.put(deployment())
-    await rig.run()
-    rig.start("d-0-2")
-    await rig.run(600)
-    assert creates == ["d-0-0", "d-0-1", "d-0-2"]
-    assert [rig.cluster.find(POD, name) for name in ("d-0-0", "d-0-1")] == theirs
-    assert len(rig.cluster.notes("NameConflict")) == 2
-    assert "pod d-0-0 is not managed by this DiffusionDeployment" in rig.cluster.notes("NameConflict")[0]
-
-
 async def test_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() -> None:
     """Take the label from a pod while no operator runs. The next operator must take the pod up again, and make no other."""
     rig = await serving()
@@ -330,32 +216,3 @@ async def test_a_pod_of_ours_that_lost_its_labels_unseen_is_taken_up_again() -> 
     assert rig.cluster.names(POD) == ["d-0-0"]
     assert pod["metadata"]["uid"] == (rig.cluster.find(POD, "d-0-0") or {})["metadata"]["uid"]
     assert rig.condition("Ready") == ("True", "Serving")
-
-
-async def test_what_a_create_wrote_is_removed_by_later_changes() -> None:
-    rig = await serving(service={"annotations": {"example.com/a": "1"}, "port": 80})
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(service={"port": 8080}))
-    await rig.run()
-    found = rig.cluster.find(SERVICE, "d") or {}
-    assert [port["port"] for port in found["spec"]["ports"]] == [8080]
-    assert "example.com/a" not in found["metadata"]["annotations"]
-    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
-
-
-@pytest.mark.parametrize("applied_before", [False, True], ids=["as it was made", "after a change"])
-async def test_a_service_whose_port_was_edited_is_put_back_as_a_whole(applied_before: bool) -> None:
-    rig = await serving()
-    if applied_before:
-        rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(service={"annotations": {"a": "b"}}))
-        await rig.run()
-    found = rig.cluster.find(SERVICE, "d") or {}
-    uid = found["metadata"]["uid"]
-    found["spec"]["ports"][0] |= {"port": 8080, "nodePort": 30007}
-    found["metadata"]["managedFields"] += [entry({**found, "metadata": {}}, "Update", manager="kubectl-edit")]
-    rig.runtime.child_changed("default", "d", SERVICE.kind, "d")
-    await rig.run(20)
-    after = rig.cluster.find(SERVICE, "d") or {}
-    assert [(port["port"], port["nodePort"]) for port in after["spec"]["ports"]] == [(80, 30007)]
-    assert after["metadata"]["uid"] == uid
-    assert any("put back as a whole" in note for note in rig.cluster.notes("Repaired"))
-    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
