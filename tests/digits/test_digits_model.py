@@ -11,11 +11,11 @@ from support.runner.digit_judge import STYLES
 
 LARGEST_MODEL_BYTES = 8_000_000
 # The first of ten; `make soak` draws with all ten.
-SEEDS = 3
+SEEDS = 1
 
 
 @pytest.mark.slow
-def test_thirty_prompts_for_the_base_and_for_each_adapter_are_drawn_as_the_card_says() -> None:
+def test_ten_prompts_for_the_base_and_for_each_adapter_are_drawn_as_the_card_says() -> None:
     results = {
         adapter: answers(load_pipeline(adapter=LORAS / adapter if adapter else None), questions(SEEDS)) for adapter in (None, *STYLES)
     }
