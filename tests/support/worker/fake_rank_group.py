@@ -22,6 +22,7 @@ from diffusion_worker.messages import (
     ErrorReport,
     LoadedLoRA,
     ModelInfo,
+    ModelMerging,
     PreparedPart,
     Recipe,
     RpcReply,
@@ -73,7 +74,8 @@ class FakeRankGroup(FakeRequests):
         # The most copies of adapters that ranks keep; one more while one replaces another.
         self.max_cached = 16
         # The model as the ranks report it.
-        self.model = ModelInfo(pipeline="FakePipeline", dtype="float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES)
+        merging = [ModelMerging("transformer", "FakeTransformer", "forward", True, "tested with nothing")]
+        self.model = ModelInfo("FakePipeline", "float32", size_multiple=8, weights_bytes=WEIGHTS_BYTES, merging=merging)
         # Methods that were called, over all generations; those of every start and every sleep are only counted.
         self.calls: list[str] = []
         self.counts = dict.fromkeys(("warm_up", "fingerprint", "mirror_weights", "synchronize"), 0)

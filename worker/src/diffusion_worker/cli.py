@@ -483,6 +483,34 @@ def serve(*, host: str, port: int, control_port: int, check_only: bool, **option
     sys.exit(run(config, Listen(host=host, port=port, control_port=control_port), lambda: RankExecutor(config)))
 
 
+@cli.command(context_settings={"show_default": True})
+@click.argument("model", metavar="FOLDER")
+@click.option("--size", metavar="WIDTHxHEIGHT", help="Size of the images; by default the model's own.")
+@click.option("--dtype", "dtypes", multiple=True, metavar="[COMPONENT=]DTYPE", help="As for `serve`; by default bfloat16, as on a GPU.")
+@click.option("--max-loras", type=click.IntRange(0, 1024), default=4, help="Most adapters that running requests use at once.")
+@click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, help="Largest rank that an adapter may have.")
+def memory(model: str, size: str | None, dtypes: tuple[str, ...], max_loras: int, max_lora_rank: int) -> None:
+    """Print the memory that a model needs on a GPU, by the headers of its files; no weights are read."""
+    place = locate_model(model, "")
+    if place.source is not None:
+        raise ConfigError(f"expected a local diffusers folder, found {model!r}; fetch the model first")
+    wanted = parse_size(size, "--size") if size else None
+    config = WorkerConfig(model=place.folder, served_name="model", max_loras=max_loras, max_lora_rank=max_lora_rank, **parse_dtypes(dtypes))
+    from diffusion_worker.runner.memory_estimate import estimate
+
+    found = estimate(config, wanted)
+    weights = sum(found.weights.values())
+    rows: list[tuple[str, int | None]] = [(f"weights of {name}", size_bytes) for name, size_bytes in found.weights.items()]
+    rows.append((f"weights in {found.dtype}, in all", weights))
+    rows.append((f"slots for {max_loras} adapters of rank {max_lora_rank}, at most", found.slots))
+    rows.append((f"decoding an image of {found.width}x{found.height}", found.decode))
+    rows.append(("together, without CUDA's own memory", weights + found.slots + (found.decode or 0)))
+    for what, size_bytes in rows:
+        click.echo(f"{what:50} " + ("   unknown" if size_bytes is None else f"{size_bytes / 1e9:7.3f} GB"))
+    click.echo("These figures are computed, and none was measured on a GPU. A step of the denoiser mostly needs less than the decoding.")
+    click.echo("A worker reports what its images needed: the metric diffusion_worker_image_peak_bytes.")
+
+
 def the_model(argument: str | None, option: str | None) -> str:
     """Return the model's source, which is given as an argument or as an option.
 

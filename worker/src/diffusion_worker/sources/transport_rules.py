@@ -65,9 +65,10 @@ def _why_never(address: Address) -> str | None:
 def _why_out_of_reach(address: Address, reach: Reach) -> str | None:
     if address.is_loopback:
         return _LOOPBACK_NEEDS[reach]
-    # Versions of Python differ about the last two.
+    # Versions of Python differ about these three. What a 6to4 address leads to has been judged.
     local = isinstance(address, ipaddress.IPv6Address) and (address.is_site_local or address in LOCAL_NAT64)
-    if (local or not address.is_global) and reach < Reach.PRIVATE:
+    leads_on = isinstance(address, ipaddress.IPv6Address) and address.sixtofour is not None
+    if (local or not (address.is_global or leads_on)) and reach < Reach.PRIVATE:
         return f"a private address, {_NEEDS_TOKEN}"
     return None
 

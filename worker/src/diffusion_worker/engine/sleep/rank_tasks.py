@@ -51,9 +51,9 @@ class SleepingRanks:
 
     async def tell(self, task: SleepTask | WakeTask, *, timeout_s: float | None = None) -> list[TaskAck]:
         """Give a task to all ranks and return their answers; raise one RequestError that names the failed ranks, or GroupFailed."""
-        kind = "sleep" if isinstance(task, SleepTask) else "wake"
+        kind, method = ("sleep", "handle_sleep_task") if isinstance(task, SleepTask) else ("wake", "handle_wake_task")
         limit_s = self.call_timeout_s if timeout_s is None else timeout_s
-        replies = await self._call_all(f"handle_{kind}_task", timeout_s=limit_s, task=task)
+        replies = await self._call_all(method, timeout_s=limit_s, task=task)
         acks = [msgspec.msgpack.decode(reply.result or b"", type=TaskAck) for reply in replies]
         failed = [ack for ack in acks if ack.status is TaskStatus.ERROR]
         if failed:
