@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 
 from diffusion_worker.config import WorkerConfig
-from diffusion_worker.engine.state.record_file import write_record
 from diffusion_worker.messages import Fingerprint, SleepLevel
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class SleepNotes:
             return
         record = SleepRecord(self._key(), level, self._fingerprints())
         try:
-            write_record(self._path, record)
+            _write(self._path, record)
         except OSError as error:
             log.error("the record of the sleep cannot be written, so a restart would load the model path=%s: %s", self._path, error)
 
@@ -81,3 +80,10 @@ def record_key(config: WorkerConfig, *, version: str, revision: str | None) -> s
     model = config.model_source or config.model
     parts = [version, revision, msgspec.structs.replace(config, model=model)]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def _write(path: Path, record: SleepRecord) -> None:
+    part = path.with_suffix(".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.write_bytes(msgspec.json.encode(record))
+    part.replace(path)
