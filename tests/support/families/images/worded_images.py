@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny image pipelines whose prompts are words: a tokenizer of letters and tiny text encoders before the denoiser.
 
-OmniGen and LongCat-Image take no embeddings; Flux and Qwen-Image are called as the images API calls them.
+OmniGen, LongCat-Image and Bria Fibo take no embeddings; Flux and Qwen-Image are called as the images API calls them.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from support.families.images import flux
 from support.families.rig.family import Arguments, dynamic_flow, shifted_vae, tiny_vae
 from support.families.rig.tables import asking, assemble, entry, more
 from support.families.rig.texts import letters
+from support.families.videos.wan import tiny_wan_vae
 
 # Pixels. The VAE halves them and a patch has 2 x 2: 16 tokens.
 SIDE = 16
@@ -62,6 +63,23 @@ def longcat(kind: str) -> Any:
     return pipeline
 
 
+def fibo(kind: str) -> Any:
+    """Build a Bria Fibo pipeline: a tiny SmolLM3 encodes letters, and each block of the transformer gets another of its layers."""
+    language = transformers.SmolLM3Config(
+        vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    transformer = diffusers.BriaFiboTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
+        axes_dims_rope=[8, 4, 4], text_encoder_dim=16,
+    )  # fmt: skip
+    parts = {"vae": tiny_wan_vae(), "text_encoder": transformers.SmolLM3ForCausalLM(language), "tokenizer": letters()}
+    pipeline = assemble(kind, scheduler=dynamic_flow(), transformer=transformer, **parts)
+    # The released VAE shrinks images by sixteen, the tiny one by eight.
+    pipeline.vae_scale_factor = 8
+    return pipeline
+
+
 def worded_flux(kind: str) -> Any:
     """Build a Flux pipeline that takes prompts as words, by a tiny CLIP and a tiny T5.
 
@@ -87,10 +105,13 @@ OF_ONE_LENGTH = asking(64, prompt=lambda seed: f"{PROMPTS[seed % 3]:24}")
 # The words for CLIP, which take 24 letters, and for T5.
 SHORT = more(TEXT_TO_IMAGE, max_sequence_length=32)
 # Prompts are not rewritten, which would make the language model generate.
+# The empty negative prompt would be a token that the tiny model has not.
+GUIDED = asking(64, prompt=lambda seed: f"{PROMPTS[seed % 3]:24}", negative_prompt="blurry")
 AS_WRITTEN = more(TEXT_TO_IMAGE, enable_prompt_rewrite=False, negative_prompt="blurry")
 
 FAMILIES = [
     entry("OmniGenPipeline", "OmniGen", omnigen, OF_ONE_LENGTH),
     entry("FluxPipeline (words)", "Flux", worded_flux, SHORT),
+    entry("BriaFiboPipeline", "Bria Fibo", fibo, GUIDED),
     entry("LongCatImagePipeline", "LongCat-Image", longcat, AS_WRITTEN),
 ]

@@ -17,6 +17,15 @@ RECORDS: tuple[Record, ...] = (
         step_caches=frozenset({StepCache.TAYLOR_SEER}),
     ),
     ModelRecord(
+        "BriaFiboTransformer2DModel",
+        signatures={
+            "forward": (
+                "hidden_states, encoder_hidden_states=None, text_encoder_layers=None, pooled_projections=None, "
+                "timestep=None, img_ids=None, txt_ids=None, guidance=None, joint_attention_kwargs=None, return_dict=True"
+            )
+        },
+    ),
+    ModelRecord(
         "BriaFibo2Transformer2DModel",
         signatures={
             "forward": (
