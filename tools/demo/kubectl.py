@@ -12,7 +12,8 @@ from typing import Any
 from .errors import DemoFailed, TookTooLong
 
 Document = dict[str, Any]
-POLL_S = 0.5
+# A call takes a fifth of a second of a core.
+POLL_S = 1.0
 # Reasons that do not pass by themselves; a moment of them is normal, while a pull or a restart is retried.
 HOPELESS = frozenset(
     {"ModelError", "GPUUnavailable", "ImagePullError", "ContainerError", "CrashLooping", "PodsRefused", "NotAccepted", "SourceError"}

@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import torch
 
-from support.families.rig.all import FAMILIES, every_family
+from support.families.rig.all import FAMILIES, every_family, some_families
 from support.families.rig.checks import check_trio
 from support.families.rig.family import Family
 from support.families.rig.family_rig import Asked, FamilyRig, apart
@@ -48,7 +48,7 @@ def test_a_request_alone_is_bit_equal_to_diffusers(family: Family) -> None:
     assert_equal(served, one_alone(family.name))
 
 
-@every_family
+@some_families
 def test_an_exact_request_in_company_is_bit_equal_to_diffusers(family: Family) -> None:
     served, _ = rig_of(family.name).together(Asked(ONE.seed, ONE.steps, exact=True), OTHER)
     assert_equal(served, one_alone(family.name))

@@ -86,23 +86,21 @@ def test_a_worker_terminated_while_its_ranks_start_leaves_no_process() -> None:
 def broken_model(folder: Path, kind: str) -> Path:
     """Return the folder of a copy of the digits model with a fault of this kind, which only loading can find.
 
-    For another kind the copy has no fault.
+    Tests of `runner/loading` have the other faults.
     """
     model = folder / kind
     shutil.copytree(DIGITS_MODEL, model)
     weights = model / "transformer" / "diffusion_pytorch_model.safetensors"
-    if kind == "no-weights":
-        weights.unlink()
-    elif kind == "cut-weights":
+    if kind == "cut-weights":
         weights.write_bytes(weights.read_bytes()[:10_000])
-    elif kind == "unknown-class":
+    else:
         index = model / "model_index.json"
         index.write_text(index.read_text().replace("StableDiffusion3Pipeline", "NoSuchPipeline"))
     return model
 
 
 # Each reason names the model's path and this.
-BROKEN = {"no-weights": "transformer", "cut-weights": "transformer", "unknown-class": "NoSuchPipeline", "unknown-option": "OtherPipeline"}
+BROKEN = {"cut-weights": "transformer", "unknown-class": "NoSuchPipeline"}
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +113,8 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
     with ExitStack() as stack:
         started = {}
         for kind in BROKEN:
-            options = ("--pipeline=OtherPipeline",) if kind == "unknown-option" else ()
             model = broken_model(folder, kind)
-            worker = WorkerProcess(model, served_name="digits", options=options)
+            worker = WorkerProcess(model, served_name="digits")
             stack.callback(worker.close)
             worker.launch()
             started[kind] = (str(model), worker)

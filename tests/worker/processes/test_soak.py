@@ -37,7 +37,7 @@ def test_traffic_is_the_same_from_the_same_seed_and_has_all_kinds() -> None:
 def test_generated_requests_leave_nothing_behind_and_killed_ranks_cost_no_image(short_path: Path) -> None:
     soak, killed = run_both(short_path, seed=1, requests=30, kill_requests=12, kill_every_s=4.0, limit_s=60, images=8)
     assert (soak.wrong, killed.wrong) == ([], [])
-    assert soak.answered > 10 and soak.refused_as_they_should > 1
+    assert soak.answered > 10 and soak.refused_as_they_should > 0
     assert killed.answered > 5 and killed.restarts > 0
 
 
