@@ -143,7 +143,7 @@ class ClusterRig:
         end = time.monotonic() + deadline_s
         while not (found := look()):
             assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-            time.sleep(0.3)
+            time.sleep(0.6)
         return found
 
 

