@@ -20,6 +20,8 @@ def main(standbys: int) -> int:
         start_method=StartMethod.SPAWN,
         standby_ranks=standbys,
         max_restarts=1_000,
+        # Without adapters there is no fork server for their loads.
+        max_loras=0,
     )
     return run(config, Listen(host=LOOPBACK, port=0, control_port=0), lambda: RankExecutor(config))
 

@@ -15,9 +15,9 @@ from support.sample import sample
 # An operator that died forgets these Events before it writes them: a deleted adapter, and a child that another client changed.
 MAY_BE_LOST = {"AdapterUnloaded", "Repaired"}
 # `make test` takes so many of the places and of the rows of deaths.
-PLACES = 20
-ROWS = 5
-OVERLAPS = 8
+PLACES = 15
+ROWS = 4
+OVERLAPS = 4
 
 
 async def undisturbed() -> tuple[Told, list[str]]:
@@ -68,7 +68,7 @@ async def test_the_operator_may_die_again_and_again() -> None:
 async def test_two_operators_at_once_do_nothing_twice() -> None:
     expected, _ = await undisturbed()
     writes: Counter[int] = Counter()
-    for seed in range(OVERLAPS):
+    for seed in sample(range(20), OVERLAPS):
         told = await Teller(second=random.Random(seed)).tell()
         _check_or_name(told, expected, f"with seed {seed}")
         writes[told.status_writes] += 1

@@ -15,6 +15,7 @@ from support.families.rig.all import FAMILIES
 from support.rehearsal.fake_cuda import rehearse
 from support.rehearsal.family_trial import COMPANY, try_family
 from support.rehearsal.records import Records
+from support.sample import sample
 
 pytestmark = pytest.mark.slow
 Fault = Callable[[torch.Tensor], torch.Tensor]
@@ -120,7 +121,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
     return plant
 
 
-@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("name", sample(list(WAITS), 3))
 def test_a_wait_in_a_steady_step_is_found_with_its_line(name: str, planted: Callable[[Fault], None]) -> None:
     planted(WAITS[name])
     trial = try_family(FAMILY)
@@ -129,7 +130,7 @@ def test_a_wait_in_a_steady_step_is_found_with_its_line(name: str, planted: Call
     assert len(found) == 1 and set(found.values()) == {trial.ticks}, trial.causes()
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("name", sample(list(ERRORS), 1))
 def test_an_operation_that_cuda_refuses_fails_the_request(name: str, planted: Callable[[Fault], None]) -> None:
     fault, message = ERRORS[name]
     planted(fault)
@@ -137,7 +138,7 @@ def test_an_operation_that_cuda_refuses_fails_the_request(name: str, planted: Ca
         try_family(FAMILY)
 
 
-@pytest.mark.parametrize("name", RACES)
+@pytest.mark.parametrize("name", sample(list(RACES), 2))
 def test_a_use_of_a_value_that_may_not_be_there_is_found(name: str, planted: Callable[[Fault], None]) -> None:
     fault, message = RACES[name]
     planted(fault)

@@ -29,6 +29,6 @@ def test_configurations_are_the_same_from_the_same_seed(tmp_path: Path) -> None:
 
 
 def test_configurations_are_loaded_or_refused_as_peft_would_and_cost_others_nothing(short_path: Path) -> None:
-    outcome = run_configurations(short_path, 16, seed=1, limit_s=600.0)
+    outcome = run_configurations(short_path, 8, seed=1, limit_s=600.0)
     assert outcome.wrong == []
-    assert outcome.done == 16 and outcome.loaded and outcome.refused and outcome.images
+    assert outcome.done == 8 and outcome.loaded and outcome.refused and outcome.images
