@@ -17,18 +17,16 @@ from tools.devcluster import programs
 
 PATH = Path(__file__).parents[2] / "charts" / "diffusion-operator" / "files" / "dashboard.json"
 PANELS = json.loads(PATH.read_text())["panels"]
-EXPRESSIONS = [
-    pytest.param(line["expr"], id=f"{panel['title']}: {line['legendFormat']}") for panel in PANELS for line in panel.get("targets", [])
-]
+LINES = {f"{panel['title']}: {line['legendFormat']}": line["expr"] for panel in PANELS for line in panel.get("targets", [])}
 
 
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@pytest.mark.parametrize("expression", LINES.values(), ids=LINES)
 def test_an_expression_looks_at_metrics_that_there_are_by_labels_that_they_have(expression: str) -> None:
     assert wrong_names(expression) == []
 
 
 def test_prometheus_takes_every_expression(tmp_path: Path) -> None:
-    lines = [line["expr"].replace("$__rate_interval", "5m") for panel in PANELS for line in panel.get("targets", [])]
+    lines = [line.replace("$__rate_interval", "5m") for line in LINES.values()]
     rules = [{"record": f"line_{number}", "expr": line} for number, line in enumerate(lines)]
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     done = subprocess.run(

@@ -108,6 +108,21 @@ def _choice(option: str, default: enum.StrEnum, text: str, *, variable: bool = F
     return click.option(option, type=click.Choice(values), default=default.value, help=text, **(_variable(option) if variable else {}))
 
 
+# Options of `serve` and of `memory`.
+_MAX_LORAS = click.option(
+    "--max-loras",
+    type=click.IntRange(0, 1024),
+    default=4,
+    help="Most adapters that running requests use at once; 0: none can be loaded.",
+)
+_MAX_LORA_RANK = click.option(
+    "--max-lora-rank",
+    type=click.IntRange(1, 4096),
+    default=64,
+    help="Largest rank (inner dimension) that an adapter may have.",
+)
+
+
 @click.group()
 @click.version_option(package_name="diffusion-worker")
 def cli() -> None:
@@ -324,12 +339,7 @@ def cli() -> None:
     help="An origin, as https://app.example, whose web pages may call the data port from a browser, or * for any; may be repeated.",
 )
 @click.option("--ui/--no-ui", default=True, help="Serve a web page for trying out the model, at / of the data port.")
-@click.option(
-    "--max-loras",
-    type=click.IntRange(0, 1024),
-    default=4,
-    help="Most adapters that running requests use at once; 0: none can be loaded.",
-)
+@_MAX_LORAS
 @click.option(
     "--max-cached-loras",
     type=click.IntRange(0, 100_000),
@@ -340,12 +350,7 @@ def cli() -> None:
     type=click.IntRange(1, 64),
     help="Most adapters that one request may mix; by default 4, or --max-loras if that is less.",
 )
-@click.option(
-    "--max-lora-rank",
-    type=click.IntRange(1, 4096),
-    default=64,
-    help="Largest rank (inner dimension) that an adapter may have.",
-)
+@_MAX_LORA_RANK
 @click.option(
     "--lora-target-module",
     "lora_target_modules",
@@ -487,10 +492,10 @@ def serve(*, host: str, port: int, control_port: int, check_only: bool, **option
 @click.argument("model", metavar="FOLDER")
 @click.option("--size", metavar="WIDTHxHEIGHT", help="Size of the images; by default the model's own.")
 @click.option("--dtype", "dtypes", multiple=True, metavar="[COMPONENT=]DTYPE", help="As for `serve`; by default bfloat16, as on a GPU.")
-@click.option("--max-loras", type=click.IntRange(0, 1024), default=4, help="Most adapters that running requests use at once.")
-@click.option("--max-lora-rank", type=click.IntRange(1, 4096), default=64, help="Largest rank that an adapter may have.")
+@_MAX_LORAS
+@_MAX_LORA_RANK
 def memory(model: str, size: str | None, dtypes: tuple[str, ...], max_loras: int, max_lora_rank: int) -> None:
-    """Print the memory that a model needs on a GPU, by the headers of its files; no weights are read."""
+    """Print the memory that a model needs on a GPU, by the headers of its files."""
     place = locate_model(model, "")
     if place.source is not None:
         raise ConfigError(f"expected a local diffusers folder, found {model!r}; fetch the model first")

@@ -228,7 +228,10 @@ class MemoryReport(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ModelMerging(msgspec.Struct, frozen=True, rename="camel"):
-    """Whether model calls of `method` of a component are merged with those of other requests: `model` is its class, `why` the reason."""
+    """A method of a component, and whether its calls are merged with those of other requests.
+
+    `model` is the component's class, and `why` gives the reason.
+    """
 
     component: str
     model: str

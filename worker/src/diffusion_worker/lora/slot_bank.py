@@ -176,12 +176,17 @@ class Segment:
         return torch.equal(found, expected)
 
 
+def aligned(width: int) -> int:
+    """Return the columns that a part of this width takes, with those that are left empty before the next part."""
+    return -(-width // ALIGNMENT) * ALIGNMENT
+
+
 def _layout(widths: Sequence[Widths]) -> tuple[list[Columns], int]:
     """Return the columns of each part, and the number of columns in all."""
     starts, end = [], 0
     for width in (*(each.a for each in widths), *(each.b for each in widths)):
         starts.append(end)
-        end += -(-width // ALIGNMENT) * ALIGNMENT
+        end += aligned(width)
     a, b = starts[: len(widths)], starts[len(widths) :]
     columns = [Columns(slice(at, at + each.a), slice(bt, bt + each.b)) for each, at, bt in zip(widths, a, b, strict=True)]
     return columns, end

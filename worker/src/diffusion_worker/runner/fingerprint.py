@@ -20,7 +20,7 @@ import torch
 
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.memory.checksum import checksum
-from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec, Task
+from diffusion_worker.messages import ErrorReport, ModelInfo, RequestSpec
 from diffusion_worker.runner.parallel.agreement import failures_of_all
 from diffusion_worker.runner.parallel.rows import Parallel
 from diffusion_worker.runner.pipelines.tasks import TaskPipelines
@@ -130,16 +130,16 @@ class Probe:
         return made
 
 
-def probe_requests(model: ModelInfo, tasks: TaskPipelines, probe: RequestSpec = PROBE, task: Task | None = None) -> Iterator[WarmUpRequest]:
+def probe_requests(model: ModelInfo, tasks: TaskPipelines) -> Iterator[WarmUpRequest]:
     """Yield requests to try in turn: the smallest size with one step and with two, then the default size with one and two.
 
-    A deployment whose default size is smaller gets the default size alone, as its limits may allow no more. Other fields are as in `probe`.
-    They are for `task`, by default that of the warm-up; a model without any task gets no requests.
+    A deployment whose default size is smaller gets the default size alone, as its limits may allow no more. Other fields are as in `PROBE`.
+    They are for the task of the warm-up; a model without any task gets no requests.
     """
     smallest, usual = _smallest(model), (model.default_width, model.default_height, None)
     small = (model.default_width or smallest[0]) * (model.default_height or smallest[1]) < smallest[0] * smallest[1]
     for (width, height, frames), steps in itertools.product([usual] if small else [smallest, usual], STEPS):
-        request = own_request(msgspec.structs.replace(probe, width=width, height=height, frames=frames, steps=steps), model, task)
+        request = own_request(msgspec.structs.replace(PROBE, width=width, height=height, frames=frames, steps=steps), model)
         if request is None:
             return
         [plain] = plain_variants(tasks.pipeline_of(request.spec.task), request.spec.task)

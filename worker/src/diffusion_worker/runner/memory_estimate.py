@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that a model needs on its device, by the headers of its files: weights, slots of adapters, and the decoding of an image.
 
-No weights are read. The decoder runs on torch's meta device, which computes shapes and nothing else, while the bytes of all tensors that
-live at once are counted. Workspaces of kernels and the device's own memory are not in it.
+Weights stay in their files, but for components that only their library can load. The decoder runs on torch's meta device, which computes
+shapes and nothing else, while the bytes of all tensors that live at once are counted. Workspaces of kernels and the device's own memory are
+not in it.
 """
 
 import weakref
@@ -19,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_worker.config import WorkerConfig
 from diffusion_worker.errors import ConfigError
-from diffusion_worker.lora.slot_bank import ALIGNMENT
+from diffusion_worker.lora.slot_bank import aligned
 from diffusion_worker.memory.module_tensors import weights_bytes
 from diffusion_worker.memory.placeholders import Placeholders
 from diffusion_worker.runner.loading.adapter_layers import adapted_components
 from diffusion_worker.runner.loading.component_dtypes import dtype_of
 from diffusion_worker.runner.loading.pipeline import load_pipeline
-from diffusion_worker.runner.pipelines.description import SPATIAL, describe
+from diffusion_worker.runner.pipelines.description import describe, latent_pixels
 from diffusion_worker.runner.pipelines.view import modules_of
 
 # The number of channels of a latent, by the names in the configurations of VAEs.
@@ -72,7 +73,7 @@ def slot_columns(modules: Mapping[str, nn.Module]) -> int:
     parts = [part for module in adapted_components(modules).values() for part in module.modules()]
     weights = [part.weight for part in parts if isinstance(part, nn.Linear | nn.Conv2d)]
     widths = [width for weight in weights for width in (weight[0].numel(), len(weight))]
-    return sum(-(-width // ALIGNMENT) * ALIGNMENT for width in widths)
+    return sum(map(aligned, widths))
 
 
 def decode_bytes(pipeline: Any, width: int, height: int, frames: int) -> int | None:
@@ -85,7 +86,7 @@ def decode_bytes(pipeline: Any, width: int, height: int, frames: int) -> int | N
     channels = next((config[name] for name in CHANNELS if name in config), None)
     if channels is None:
         return None
-    latent = next((number for name in SPATIAL if isinstance(number := getattr(pipeline, name, None), int)), 8)
+    latent = latent_pixels(pipeline)
     vae.to("meta")
     still = (1, channels, height // latent, width // latent)
     for shape in (still, (*still[:2], frames, *still[2:])):

@@ -38,12 +38,12 @@ class Merging:
 
     def described(self) -> list[ModelMerging]:
         """Return for each method of each component whether its calls are merged, and why."""
-        return [
-            ModelMerging(name, kind.__name__, method, trust.ok, trust.why)
-            for name, kind in self._classes.items()
-            for method in tuple(model_record(kind).signatures) or merged_methods(kind)
-            for trust in [self._trusted(kind, method)]
-        ]
+        found = []
+        for name, kind in self._classes.items():
+            for method in tuple(model_record(kind).signatures) or merged_methods(kind):
+                trust = self._trusted(kind, method)
+                found.append(ModelMerging(name, kind.__name__, method, trust.ok, trust.why))
+        return found
 
     def _trusted(self, model_class: Any, method: str) -> Trust:
         key = model_class, method

@@ -485,7 +485,7 @@ class DiffusionModelRunner:
             raise
 
     def drop_all(self) -> None:
-        """End every request without a result, and a verification of merged calls if one runs. Adapters and caches stay."""
+        """End every request without a result. Adapters and caches stay."""
         for request_id in list(self._states):
             self._drop(request_id)
 

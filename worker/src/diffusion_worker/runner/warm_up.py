@@ -105,9 +105,9 @@ def warm_up_requests(config: WorkerConfig, model: ModelInfo) -> Iterator[WarmUpR
             log.warning("no warm-up: %s serves no task, so that no warm-up request can be made", model.pipeline)
 
 
-def own_request(spec: RequestSpec, model: ModelInfo, task: Task | None = None) -> WarmUpRequest | None:
-    """Return a request of a task, the warm-up's by default: from text, or from a grey image; None if the model serves no task."""
-    task = task or task_of(model)
+def own_request(spec: RequestSpec, model: ModelInfo) -> WarmUpRequest | None:
+    """Return a request of the warm-up's task: from text, or from a grey image; None if the model serves no task."""
+    task = task_of(model)
     if task is None:
         return None
     return WarmUpRequest(spec, []) if task is Task.GENERATE else _from_image(spec, task, model)

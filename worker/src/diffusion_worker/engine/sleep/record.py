@@ -40,8 +40,11 @@ class SleepNotes:
         if self._path is None:
             return
         record = SleepRecord(self._key(), level, self._fingerprints())
+        part = self._path.with_suffix(".part")
         try:
-            _write(self._path, record)
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(record))
+            part.replace(self._path)
         except OSError as error:
             log.error("the record of the sleep cannot be written, so a restart would load the model path=%s: %s", self._path, error)
 
@@ -80,10 +83,3 @@ def record_key(config: WorkerConfig, *, version: str, revision: str | None) -> s
     model = config.model_source or config.model
     parts = [version, revision, msgspec.structs.replace(config, model=model)]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
-
-
-def _write(path: Path, record: SleepRecord) -> None:
-    part = path.with_suffix(".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part.write_bytes(msgspec.json.encode(record))
-    part.replace(path)

@@ -71,7 +71,7 @@ def describe(pipeline: Any, dtype: torch.dtype, weights_bytes: int) -> ModelInfo
         raise ConfigError(f"--pipeline: {type(pipeline).__name__} {impossible}")
     takes = inputs_of(pipeline)
     side = _written_side(pipeline, takes) or _default_side(pipeline)
-    longest = longest_sides(denoiser_of(pipeline), _first_number(pipeline, SPATIAL) or 8)
+    longest = longest_sides(denoiser_of(pipeline), latent_pixels(pipeline))
     return ModelInfo(
         pipeline=type(pipeline).__name__,
         dtype=str(dtype).removeprefix("torch."),
@@ -107,11 +107,16 @@ def with_deployments_size(info: ModelInfo, defaults: RequestDefaults, limits: Re
 def size_multiple(pipeline: Any) -> int:
     """Return the number of pixels that must divide width and height: whole latents, whole patches, and the pipeline's own checks."""
     patch = max(_patch(getattr(pipeline, "patch_size", None)), _patch(_denoiser_config(pipeline, "patch_size", "all_patch_size")))
-    latent = _first_number(pipeline, SPATIAL) or 8
+    latent = latent_pixels(pipeline)
     steps = [_number(getattr(getattr(pipeline, name, None), "config", {}).get("vae_scale_factor")) or 1 for name in PROCESSORS]
     facts = facts_of(type(pipeline))
     written = [number for text in (facts.divisors if facts else ()) if (number := _product(pipeline, text))]
     return math.lcm(latent * patch * pipeline_record(type(pipeline)).packs, *steps, *written)
+
+
+def latent_pixels(pipeline: Any) -> int:
+    """Return the pixels of one latent along a side; 8 for a pipeline that does not say."""
+    return _first_number(pipeline, SPATIAL) or 8
 
 
 def _product(pipeline: Any, written: str) -> int:
@@ -153,7 +158,7 @@ def _written_side(pipeline: Any, takes: Mapping[str, Any]) -> int | None:
 def _default_side(pipeline: Any) -> int | None:
     """Return the side in pixels that the model was trained for, which most pipelines make by default; None where it is unknown."""
     latents = _number(getattr(pipeline, "default_sample_size", None)) or _number(_denoiser_config(pipeline, "sample_size"))
-    return latents * (_first_number(pipeline, SPATIAL) or 8) if latents else None
+    return latents * latent_pixels(pipeline) if latents else None
 
 
 def _denoiser_config(pipeline: Any, *names: str) -> Any:

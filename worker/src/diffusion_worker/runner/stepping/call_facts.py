@@ -78,15 +78,15 @@ def kind_of(call: ModelCall) -> Hashable:
 
     A class may fail to merge calls with one argument or of one size only.
     """
-    return method_of(call), call.shape[1:], _shape_free(call.arguments)
+    return method_of(call), call.shape[1:], _argument_kind(call.arguments)
 
 
-def _shape_free(value: Any) -> str:
+def _argument_kind(value: Any) -> str:
     """Return the kind of an argument as text: of a tensor its dtype and dimensions, of a container what its items are."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}[{value.dim()}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(sorted(f"{key}: {_shape_free(item)}" for key, item in value.items())) + "}"
+        return "{" + ", ".join(sorted(f"{key}: {_argument_kind(item)}" for key, item in value.items())) + "}"
     if isinstance(value, list | tuple):
-        return f"{type(value).__name__}({', '.join(sorted(set(map(_shape_free, value))))})"
+        return f"{type(value).__name__}({', '.join(sorted(set(map(_argument_kind, value))))})"
     return type(value).__name__

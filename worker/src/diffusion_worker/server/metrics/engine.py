@@ -45,11 +45,12 @@ class EngineCollector(Collector):
         yield gauge("load_bytes", "Bytes of weights loaded so far, all ranks.", document.load.bytes_done)
         yield gauge("load_bytes_expected", "Bytes of weights to load, all ranks.", document.load.bytes_total)
         yield from _rank_memory(document.ranks)
+        merged = {f"{item.component}.{item.method}": int(item.merged) for item in document.model.merging}
         yield by_state(
             "model_calls_merged",
             "1 for a method of a component whose calls are merged with those of other requests, 0 for one whose calls run alone.",
-            [f"{item.component}.{item.method}" for item in document.model.merging],
-            {f"{item.component}.{item.method}": int(item.merged) for item in document.model.merging},
+            merged,
+            merged,
             label="method",
         )
         yield from self._steps()
