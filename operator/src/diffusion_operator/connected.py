@@ -5,23 +5,25 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Any
 
 from diffusion_operator import metrics
+from diffusion_operator.api.meta import ObjectMeta
 from diffusion_operator.api.names import ADAPTER, DEPLOYMENT, FIELD_MANAGER, GROUP, LABEL_DEPLOYMENT, LABEL_MANAGED_BY, POD, Kind
 from diffusion_operator.api.published_schema import missing_fields
 from diffusion_operator.cluster import KubernetesCluster, Manifest
 from diffusion_operator.election.elector import Elector
 from diffusion_operator.election.gated import GatedCluster, GatedWorkers
 from diffusion_operator.election.leadership import Leadership
-from diffusion_operator.errors import ClusterRefused, KindsOutdated, WatchStale
+from diffusion_operator.errors import ClusterRefused, KindsOutdated, NotLeading, OperatorError, WatchStale
+from diffusion_operator.plan.results.events import EventType, PlannedEvent
 from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.keyed_queue import Key, KeyedQueue, Result
+from diffusion_operator.reconcile.report import report
 from diffusion_operator.reconcile.runtime import Runtime, adapter_key, deployment_key
-from diffusion_operator.reconcile.scope_events import tell_refusals
 from diffusion_operator.reconcile.store.child_watch import ChildWatch
 from diffusion_operator.reconcile.store.listing import Listing, Scope
 from diffusion_operator.reconcile.store.object_store import ObjectStore
@@ -29,7 +31,7 @@ from diffusion_operator.reconcile.store.parsing import deployment_named
 from diffusion_operator.reconcile.store.watched_cluster import CHILD_KINDS, DECLARED_KINDS, WATCHED, WatchedCluster
 from diffusion_operator.reconcile.workers.calls import WorkerCalls
 from diffusion_operator.reconcile.workers.watches import WorkerWatches
-from diffusion_operator.settings import Settings
+from diffusion_operator.settings import ElectionSettings, Settings
 from diffusion_operator.worker_client import HttpWorkerClient
 
 PUBLISHED_WITHIN_S = 10.0
@@ -37,6 +39,7 @@ PUBLISHED_WITHIN_S = 10.0
 LOOK_AGAIN_S = 1.0
 
 FORBIDDEN = 403
+NAMESPACE_REFUSED = "NamespaceRefused"
 PATIENCE_S = 5.0
 """For the passes that run when SIGTERM comes. The Lease is kept meanwhile."""
 
@@ -283,6 +286,34 @@ def _scopes(settings: Settings) -> list[Scope]:
         for namespace in settings.namespaces or ("",)
         for kind in WATCHED
     ]
+
+
+async def tell_refusals(runtime: Runtime, election: ElectionSettings | None, listings: Sequence[Listing]) -> None:
+    """Report each namespace that cannot be listed, in an Event about this process's pod. Do nothing without an election.
+
+    No OperatorError is raised: the metric, the alert and the log say it too.
+    """
+    if election is None or "_" not in election.identity:
+        return
+    name, _, uid = election.identity.partition("_")
+    own_pod = ObjectMeta(name=name, namespace=election.namespace, uid=uid, creation_timestamp=runtime.now())
+    try:
+        await report(runtime, tuple(_refusals(runtime, listings)), kind=POD, about=own_pod)
+    except NotLeading:
+        return  # the process that leads next reports them
+    except OperatorError as error:
+        log.warning("Event not written reason=%s error=%s", NAMESPACE_REFUSED, error)
+
+
+def _refusals(runtime: Runtime, listings: Sequence[Listing]) -> Iterator[PlannedEvent]:
+    """Yield an Event for each namespace that is set aside; it is the same Event within an hour."""
+    for namespace in sorted({one.scope.namespace for one in listings if one.refusal}):
+        error = next(one.refusal for one in listings if one.refusal and one.scope.namespace == namespace)
+        message = (
+            f"the operator cannot list objects in namespace {namespace} and tries again every 30 s; other namespaces are served: {error}"
+        )
+        key = f"{namespace}-{runtime.now():%Y-%m-%dT%H}"
+        yield PlannedEvent(type=EventType.WARNING, reason=NAMESPACE_REFUSED, message=message[:1000], key=key)
 
 
 async def require_kinds(cluster: KubernetesCluster) -> None:
