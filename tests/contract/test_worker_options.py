@@ -21,8 +21,9 @@ from diffusion_operator.plan.replicas.revision import template_of
 from diffusion_operator.render.check_pod import check_pod
 from diffusion_operator.render.pod import pod
 from diffusion_operator.render.worker_arguments import option_word, worker_arguments
-from diffusion_worker import cli, config
+from diffusion_worker import config
 from diffusion_worker.config import RequestDefaults, RequestLimits, WorkerConfig
+from diffusion_worker.options import check_options
 from support.operator.worker_driver import config_of_arguments
 from support.worker.process import DIGITS_MODEL, REPOSITORY
 
@@ -59,7 +60,7 @@ def config_of(spec: Spec) -> WorkerConfig:
 )
 def test_the_worker_would_start_with_the_arguments_of_its_pod(spec: Spec) -> None:
     found = config_of(spec)
-    cli.check_options(found)
+    check_options(found)
     source = spec.get("model", {}).get("source", SOURCE)
     assert (json.loads(found.model_source) if found.model_source else {"path": found.model}) == source
     assert (found.secrets_dir, found.claims_dir, found.cache_dir) == (SECRETS_DIR, CLAIMS_DIR, CACHE_DIR)

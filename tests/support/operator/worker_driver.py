@@ -23,6 +23,7 @@ from diffusion_operator.plan.results.actions import PutAdapter, RemoveAdapter, S
 from diffusion_operator.worker_client import HttpWorkerClient
 from diffusion_worker import cli
 from diffusion_worker.config import WorkerConfig
+from diffusion_worker.options import config_of
 from support.worker.process import DIGITS, POD_UID, WorkerProcess
 
 IP = "127.0.0.1"
@@ -109,4 +110,4 @@ def config_of_arguments(arguments: list[str]) -> WorkerConfig:
     assert command is not None
     context = command.make_context("serve", arguments[1:])
     others = ("host", "port", "control_port", "check_only")
-    return cli.config_of({name: value for name, value in context.params.items() if name not in others})
+    return config_of({name: value for name, value in context.params.items() if name not in others})

@@ -10,6 +10,7 @@ import pytest
 from diffusion_worker import cli
 from diffusion_worker.config import Device, Dtype, OnMissing, RequestDefaults, RequestLimits, StartMethod, WorkerConfig
 from diffusion_worker.errors import ConfigError
+from diffusion_worker.options import parse_loras
 from support.worker.process import DIGITS, DIGITS_MODEL
 
 
@@ -162,9 +163,9 @@ def test_a_model_path_that_is_no_diffusers_folder_is_refused_with_what_was_found
 
 
 def test_adapters_are_parsed_with_equals_signs_in_their_path() -> None:
-    assert cli.parse_loras(("a=/x=y", "b.c-d_1=z")) == {"a": "/x=y", "b.c-d_1": "z"}
+    assert parse_loras(("a=/x=y", "b.c-d_1=z")) == {"a": "/x=y", "b.c-d_1": "z"}
     with pytest.raises(ConfigError, match="expected a name of"):
-        cli.parse_loras(("=x",))
+        parse_loras(("=x",))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from diffusers import ModularPipeline
 
-from diffusion_worker import cli
 from diffusion_worker.config import Dtype, LoadFormat, WorkerConfig, read_model_index
 from diffusion_worker.errors import ConfigError, RequestError
+from diffusion_worker.options import check
 from diffusion_worker.runner.loading.pipeline import load_pipeline
 from diffusion_worker.runner.pipelines.description import describe
 from diffusion_worker.runner.pipelines.view import modules_of
@@ -88,7 +88,7 @@ def test_a_custom_pipeline_that_is_not_there_is_one_clear_error_at_load(custom_m
 )
 def test_options_of_loading_that_cannot_work_are_refused_at_start_without_torch(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as error:
-        cli.check(config_of(**change))
+        check(config_of(**change))
     assert says in str(error.value)
 
 
@@ -171,7 +171,7 @@ def modular_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_with_a_modular_index_alone_is_a_model_folder(modular_folder: Path) -> None:
     assert read_model_index(str(modular_folder))["_class_name"] == "StableDiffusion3ModularPipeline"
-    cli.check(config_of(model=str(modular_folder)))
+    check(config_of(model=str(modular_folder)))
 
 
 def test_a_modular_pipeline_is_loaded_from_its_folder_whatever_its_index_points_to(modular_folder: Path) -> None:

@@ -22,6 +22,7 @@ from diffusion_worker.engine.state.state_document import AdapterCall, AdapterSta
 from diffusion_worker.errors import ConfigError, RequestError, refused
 from diffusion_worker.lora.request import LoRARequest
 from diffusion_worker.messages import Task
+from diffusion_worker.options import ADAPTER_NAME, check, parse_loras
 from diffusion_worker.server.encoding.input_images import decoded
 from diffusion_worker.sources.options import locate_model, lora_defaults
 from diffusion_worker.sources.parsing import parse_source
@@ -40,7 +41,7 @@ Scales = float | Sequence[float] | None
 def worker_config(
     model: str | PathLike[str], ranks: int, loras: Mapping[str, str | PathLike[str]], options: Mapping[str, object]
 ) -> WorkerConfig:
-    """Make an engine's settings from a script's arguments, checked as by `cli.check`; raise ConfigError with the name of a wrong option."""
+    """Make an engine's settings from a script's arguments, checked by `check`; raise ConfigError with the name of a wrong option."""
     allowed = set(WorkerConfig.__struct_fields__) - NOT_HERE - GIVEN
     if unknown := sorted(set(options) - allowed):
         raise ConfigError(f"{unknown[0]}: unknown option of the engine, expected one of {', '.join(sorted(allowed))}")
@@ -58,9 +59,9 @@ def worker_config(
     except msgspec.ValidationError as error:
         raise ConfigError(described(error)) from None
     _check_ranges(fields, config)
-    loaded = cli.parse_loras(tuple(f"{name}={fspath(path)}" for name, path in loras.items()))
+    loaded = parse_loras(tuple(f"{name}={fspath(path)}" for name, path in loras.items()))
     config = msgspec.structs.replace(config, preload_loras=loaded)
-    cli.check(config)
+    check(config)
     return config
 
 
@@ -121,7 +122,7 @@ def _wanted(asked: object, scale: float | None) -> WantedAdapter:
         return WantedAdapter(asked, None, scale)
     if not isinstance(asked, LoRARequest):
         raise refused("lora_request", "the name of an adapter, a LoRARequest, or a list of them", type(asked).__name__)
-    if not isinstance(asked.lora_name, str) or not cli.ADAPTER_NAME.fullmatch(asked.lora_name):
+    if not isinstance(asked.lora_name, str) or not ADAPTER_NAME.fullmatch(asked.lora_name):
         raise refused(
             "lora_request",
             "a lora_name of a-z, 0-9, '.', '_' and '-', first and last a letter or digit, at most 63 long",

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from PIL.Image import Image
 
-from diffusion_worker.cli import parse_size
 from diffusion_worker.engine.engine import Engine
 from diffusion_worker.engine.requests.admission import GenerationParams
 from diffusion_worker.engine.state.request_events import Generation, RequestEvent
@@ -30,6 +29,7 @@ from diffusion_worker.offline.arguments import (
 from diffusion_worker.offline.engine_thread import EngineThread
 from diffusion_worker.offline.generated_image import GeneratedImage
 from diffusion_worker.offline.progress import StepCounts, load_bar, step_bar
+from diffusion_worker.options import parse_size
 from diffusion_worker.ranks.executor import RankExecutor
 
 

@@ -64,33 +64,24 @@ class DeclaredAdapters:
         Raises:
             ConfigError: an option's source cannot be read.
         """
-        options = {name: _call(self._config, source) for name, source in self._config.preload_loras.items()}
-        await self._follow_file(options)
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=deadline_s)
-            if late:
-                log.error(
-                    "not all adapters were loaded within the %.0f s that the start allows: the others are loaded while the model serves",
-                    deadline_s,
-                )
+        await self._follow({name: _call(self._config, source) for name, source in self._config.preload_loras.items()}, deadline_s)
 
     async def follow(self, deadline_s: float) -> None:
         """Apply the files where they changed, and wait for loads of new adapters, for at most `deadline_s` seconds; late ones go on."""
-        before = set(self._tasks)
-        await self._follow_file({})
-        if loading := self._tasks - before:
-            _, late = await asyncio.wait(loading, timeout=deadline_s)
-            if late:
-                # Their fetches go on, and the adapters are loaded while the model serves.
-                log.error(
-                    "not all adapters of the desired files were loaded after %.1f s: the others are loaded while the model serves",
-                    deadline_s,
-                )
+        await self._follow({}, deadline_s)
 
     def end(self) -> None:
         """Begin no further load; a load that runs goes on (see `AdapterRunner.stop`)."""
         for task in self._tasks:
             task.cancel()
+
+    async def _follow(self, options: dict[str, AdapterCall], deadline_s: float) -> None:
+        before = set(self._tasks)
+        await self._follow_file(options)
+        if loading := self._tasks - before:
+            _, late = await asyncio.wait(loading, timeout=deadline_s)
+            if late:
+                log.error("not all declared adapters were loaded within %.1f s: the others are loaded while the model serves", deadline_s)
 
     async def _follow_file(self, options: dict[str, AdapterCall]) -> None:
         """Apply the changes since the file was last read, and begin to load; a file that is missing or cannot be read changes nothing."""
