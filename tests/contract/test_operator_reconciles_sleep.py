@@ -142,14 +142,6 @@ async def test_every_change_of_the_policy_reaches_a_sleeping_worker() -> None:
         assert told.worker.state()["policy"] == "AlwaysAwake"
 
 
-async def test_an_awake_model_that_is_to_sleep_sleeps_at_the_level_asked_for() -> None:
-    async with story(sleep={"level": "Discard"}) as told:
-        await until_state(told, "ready")
-        told.change(sleep={"policy": "Asleep"})
-        await until_state(told, "asleep")
-        assert last_operation(told)["level"] == "Discard"
-
-
 async def test_how_many_are_held_is_told_to_a_worker_that_runs() -> None:
     async with story(sleep=IDLE) as told:
         await until_state(told, "asleep")
@@ -219,14 +211,6 @@ async def test_a_wake_that_lacks_memory_is_tried_again_until_it_works() -> None:
         assert last_operation(told)["error"] is None
 
 
-async def test_a_request_is_held_over_a_wake_that_lacks_memory() -> None:
-    env = {"FAKE_WORKER": json.dumps({"wakeErrors": ["InsufficientMemory"]})}
-    async with story(env=env, sleep=IDLE) as told:
-        await until_state(told, "asleep")
-        assert (await answer(told)).status_code == 200
-        await told.wait(lambda: told.rig.condition("Awake")[0] == "True", told.rig.status)
-
-
 # An operator that is restarted in the middle
 
 
@@ -262,19 +246,17 @@ async def test_an_operator_restarted_while_the_model_sleeps_leaves_it_asleep_and
         await told.wait(lambda: told.rig.cluster.events().count("Woke") == 1, told.rig.cluster.events)
 
 
-@pytest.mark.parametrize("kind", ["sleeping", "waking"])
-async def test_an_operator_restarted_while_memory_goes_or_comes_waits_for_its_end(kind: str) -> None:
-    slow = {"FAKE_WORKER": json.dumps({"sleepSeconds": 0.5, "wakeSeconds": 0.5})}
+async def test_an_operator_restarted_while_memory_comes_waits_for_its_end() -> None:
+    slow = {"FAKE_WORKER": json.dumps({"wakeSeconds": 0.5})}
     async with story(env=slow) as told:
         await until_state(told, "ready")
         told.change(sleep={"policy": "Asleep"})
-        if kind == "waking":
-            await until_state(told, "asleep")
-            told.change(sleep={"policy": "AlwaysAwake"})
-        await told.wait(lambda: state(told) == kind, told.worker.state)
+        await until_state(told, "asleep")
+        told.change(sleep={"policy": "AlwaysAwake"})
+        await told.wait(lambda: state(told) == "waking", told.worker.state)
         operation = told.worker.state()["operation"]["operationId"]
         told.rig.restart_operator()
-        await until_state(told, "asleep" if kind == "sleeping" else "ready")
+        await until_state(told, "ready")
         assert last_operation(told)["operationId"] == operation
         assert told.rig.errors == []
 

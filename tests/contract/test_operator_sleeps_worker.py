@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx2
 import pytest
 
-from diffusion_operator.api.deployment_spec import DrainMode, SleepLevel, SleepPolicy
+from diffusion_operator.api.deployment_spec import SleepLevel, SleepPolicy
 from diffusion_operator.api.worker_state import Operation, WorkerPhase, WorkerState
 from diffusion_operator.plan.adapters.load_attempts import RACES
 from support.operator.worker_driver import TOKEN, Driver, refusal
@@ -98,38 +98,6 @@ async def test_the_policy_of_a_sleep_is_the_workers_from_then_on(driver: Driver,
     assert (await driver.wait_for(WorkerPhase.ASLEEP)).policy is policy
 
 
-async def test_under_on_idle_a_request_wakes_a_sleeping_worker_and_is_served(driver: Driver, web: httpx2.AsyncClient) -> None:
-    await driver.sleep(policy=SleepPolicy.ON_IDLE)
-    await driver.wait_for(WorkerPhase.ASLEEP)
-    answer = await ask(web)
-    assert answer.status_code == 200, answer.text
-    state = await driver.wait_for(WorkerPhase.READY)
-    assert (last(state).kind, last(state).error, state.held.current) == ("wake", None, 0)
-
-
-@pytest.mark.parametrize("policy", [SleepPolicy.ASLEEP, SleepPolicy.ALWAYS_AWAKE])
-async def test_under_another_policy_a_request_is_refused_and_nothing_wakes(
-    driver: Driver, web: httpx2.AsyncClient, policy: SleepPolicy
-) -> None:
-    await driver.sleep(policy=policy)
-    await driver.wait_for(WorkerPhase.ASLEEP)
-    answer = await ask(web)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (422 if policy is SleepPolicy.ASLEEP else 503, "Asleep")
-    assert (await driver.state()).state is WorkerPhase.ASLEEP
-
-
-async def test_a_policy_changes_while_the_worker_sleeps(driver: Driver, web: httpx2.AsyncClient) -> None:
-    """Send sleep calls to a sleeping worker. Each sets the new policy and does nothing else."""
-    await driver.sleep(policy=SleepPolicy.ON_IDLE)
-    before = last(await driver.wait_for(WorkerPhase.ASLEEP))
-    await driver.sleep(policy=SleepPolicy.ASLEEP)
-    assert (await ask(web)).status_code == 422
-    await driver.sleep(policy=SleepPolicy.ON_IDLE)
-    state = await driver.state()
-    assert (state.policy, state.state, last(state).freed_bytes) == (SleepPolicy.ON_IDLE, WorkerPhase.ASLEEP, before.freed_bytes)
-    assert (await ask(web)).status_code == 200
-
-
 # Idleness by the worker's own clock
 
 
@@ -137,40 +105,13 @@ async def test_a_worker_that_was_used_a_moment_ago_refuses_to_sleep_for_idleness
     assert (await ask(web)).status_code == 200
     error = await refusal(driver.sleep(policy=SleepPolicy.ON_IDLE, if_idle_since_s=60))
     assert (error.code, error.status) == ("Busy", 503)
+    assert error.code in RACES
     state = await driver.state()
     assert (state.state, state.operation) == (WorkerPhase.READY, None)
     assert state.last_request_age_seconds is not None and state.last_request_age_seconds < 60
 
 
-async def test_a_worker_that_is_idle_for_so_long_sleeps(driver: Driver, web: httpx2.AsyncClient) -> None:
-    assert (await ask(web)).status_code == 200
-    await driver.until(lambda state: (state.last_request_age_seconds or 0) > 1)
-    await driver.sleep(policy=SleepPolicy.ON_IDLE, if_idle_since_s=1)
-    await driver.wait_for(WorkerPhase.ASLEEP)
-
-
-async def test_a_request_that_runs_keeps_its_worker_from_sleeping_for_idleness(driver: Driver, web: httpx2.AsyncClient) -> None:
-    request = await begun(driver, web)
-    error = await refusal(driver.sleep(policy=SleepPolicy.ON_IDLE, if_idle_since_s=1))
-    assert (error.code, error.status) == ("Busy", 503)
-    assert (await request).status_code == 200
-
-
 # Overlapping operations
-
-
-async def test_a_wake_cancels_a_sleep_that_waits_for_its_requests(driver: Driver, web: httpx2.AsyncClient) -> None:
-    request = await begun(driver, web)
-    await driver.sleep(operation_id="sleep-cancelled")
-    assert (await driver.state()).state is WorkerPhase.DRAINING
-    await driver.wake(operation_id="wake-cancels")
-    state = await driver.wait_for(WorkerPhase.READY)
-    assert (await request).status_code == 200
-    told = last(state)
-    assert told.operation_id in ("sleep-cancelled", "wake-cancels")
-    if told.operation_id == "sleep-cancelled":
-        assert told.error is not None and told.error.code == "Cancelled"
-    assert all(rank.state == "ready" for rank in state.ranks)
 
 
 async def test_a_request_of_a_draining_worker_is_served_under_on_idle(driver: Driver, web: httpx2.AsyncClient) -> None:
@@ -179,14 +120,6 @@ async def test_a_request_of_a_draining_worker_is_served_under_on_idle(driver: Dr
     await driver.sleep(policy=SleepPolicy.ON_IDLE)
     late = await ask(web)
     assert (late.status_code, (await running).status_code) == (200, 200)
-
-
-async def test_an_aborted_request_gets_a_code_that_may_be_tried_again(driver: Driver, web: httpx2.AsyncClient) -> None:
-    request = await begun(driver, web)
-    await driver.sleep(DrainMode.ABORT)
-    await driver.wait_for(WorkerPhase.ASLEEP)
-    answer = await request
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "Asleep")
 
 
 async def test_another_sleep_during_a_sleep_is_the_same_and_a_repeated_call_too(driver: Driver, web: httpx2.AsyncClient) -> None:
@@ -201,27 +134,7 @@ async def test_another_sleep_during_a_sleep_is_the_same_and_a_repeated_call_too(
     assert last(await driver.wait_for(WorkerPhase.ASLEEP)).operation_id == "sleep-3-1"
 
 
-async def test_what_the_operator_meets_in_a_race_is_a_race_to_it(driver: Driver, web: httpx2.AsyncClient) -> None:
-    assert (await ask(web)).status_code == 200
-    assert (await refusal(driver.sleep(if_idle_since_s=60))).code in RACES
-
-
 # Adapters of a sleeping worker
-
-
-async def test_adapters_of_a_sleeping_worker_are_taken_deferred_and_there_when_it_serves(driver: Driver, web: httpx2.AsyncClient) -> None:
-    await driver.put("old", driver.lora("old"))
-    await driver.sleep(policy=SleepPolicy.ON_IDLE)
-    await driver.wait_for(WorkerPhase.ASLEEP)
-    await driver.remove("old")
-    await driver.put("new", driver.lora("new"))
-    # A deleted adapter is dropped from the ranks' memory when they wake.
-    assert {one.name: one.state for one in (await driver.state()).adapters} == {"old": "Draining", "new": "Deferred"}
-    assert (await ask(web, SHORT | {"model": "old"})).status_code == 404
-    assert (await driver.state()).state is WorkerPhase.ASLEEP, "a request for what is not there wakes nobody"
-    answer = await ask(web, SHORT | {"model": "new"})
-    assert answer.status_code == 200, answer.text
-    assert [(one.name, one.state) for one in (await driver.state()).adapters] == [("new", "Loaded")]
 
 
 async def test_adapters_that_a_deep_sleep_dropped_are_loaded_again_before_the_worker_serves(driver: Driver) -> None:

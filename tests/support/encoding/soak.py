@@ -25,27 +25,26 @@ CALLERS = 3
 # For one edit. The deadline of a decode is 60 s, since the machine may be busy.
 MOST_S = 75.0
 MOST_IMAGE_S = 10.0
-ORDINARY = 60
+MOST_ORDINARY = 300
 # The ratio of the two percentiles is meaningful from so many requests on.
 MANY = 1_000
 MOST_RATIO = 1.5
 
 
 def run_images(_: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Send `count` hostile files to a real worker, or as many as `limit_s` seconds allow, and return the outcome.
-
-    Ordinary files come before, for at most a quarter of that time more. The first argument is not used.
-    """
-    others = {"p99_ordinary_s": 0.0, "p99_hostile_s": 0.0, "p99_ratio": 0.0, "slowest_s": 0.0, "slowest": ""}
-    outcome = Outcome(seed, counts="made images", tallies="refused kinds", **others)
+    """Start a worker for `send_images`. The first argument is not used."""
     with WorkerProcess() as worker:
         worker.wait_ready()
-        _send_all(worker, outcome, count, limit_s)
-    return outcome
+        return send_images(worker, count, seed=seed, limit_s=limit_s)
 
 
-def _send_all(worker: WorkerProcess, outcome: Outcome, count: int, limit_s: float) -> None:
-    rng = Random(outcome.seed)
+def send_images(worker: WorkerProcess, count: int, *, seed: int, limit_s: float) -> Outcome:
+    """Send `count` hostile files to a real worker, or as many as `limit_s` seconds allow, and return the outcome.
+
+    Ordinary files come before, for at most a quarter of that time more.
+    """
+    others = {"p99_ordinary_s": 0.0, "p99_hostile_s": 0.0, "p99_ratio": 0.0, "slowest_s": 0.0, "slowest": ""}
+    outcome, rng = Outcome(seed, counts="made images", tallies="refused kinds", **others), Random(seed)
     ordinary = HostileImage("ordinary", image_file("PNG", rng), True)
     _edit(worker, ordinary)
     before = footprint(worker)
@@ -59,7 +58,7 @@ def _send_all(worker: WorkerProcess, outcome: Outcome, count: int, limit_s: floa
                 yield from callers.map(lambda file: _edit(worker, file), [draws() for _ in range(min(CALLERS, many - number))])
 
         with _beside(worker, outcome) as seconds:
-            for _ in in_turns(lambda: ordinary, min(ORDINARY + count // 10, 300), limit_s / 4):
+            for _ in in_turns(lambda: ordinary, min(count, MOST_ORDINARY), limit_s / 4):
                 pass
         outcome.p99_ordinary_s = float(np.percentile(seconds, 99))
         began = time.monotonic()
@@ -72,6 +71,7 @@ def _send_all(worker: WorkerProcess, outcome: Outcome, count: int, limit_s: floa
     if outcome.done >= MANY and outcome.p99_ratio > MOST_RATIO:
         outcome.wrong.append(f"images beside them took {outcome.p99_ratio:.2f} times as long as beside ordinary files")
     outcome.wrong += left_over(worker, before)
+    return outcome
 
 
 def _edit(worker: WorkerProcess, file: HostileImage) -> tuple[HostileImage, httpx2.Response, float]:

@@ -12,9 +12,14 @@ from support.worker.process import WorkerProcess
 
 
 def run_configurations(folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
-    """Put `count` adapters with hostile peft configurations to a new worker, or as many as there is time for. Wrong answers are faults."""
-    outcome, rng, numbers = outcome_of_puts(seed), random.Random(seed), itertools.count()
+    """Start a worker for `put_configurations`."""
     with WorkerProcess(options=("--max-cached-loras=64",)) as worker:
         worker.wait_ready()
-        put_all(worker, outcome, count, limit_s, draw=lambda: hostile_configurations.draw(rng, folder / f"configuration-{next(numbers)}"))
+        return put_configurations(worker, folder, count, seed=seed, limit_s=limit_s)
+
+
+def put_configurations(worker: WorkerProcess, folder: Path, count: int, *, seed: int, limit_s: float) -> Outcome:
+    """Put `count` adapters with hostile peft configurations to a worker, or as many as there is time for. Wrong answers are faults."""
+    outcome, rng, numbers = outcome_of_puts(seed), random.Random(seed), itertools.count()
+    put_all(worker, outcome, count, limit_s, draw=lambda: hostile_configurations.draw(rng, folder / f"configuration-{next(numbers)}"))
     return outcome

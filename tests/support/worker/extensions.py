@@ -195,6 +195,10 @@ class Gated:
             time.sleep(0.005)
 
 
+class Troubled(Gated, Cramped, Poisoned):
+    """All three at once, for a worker that tests share."""
+
+
 class Gates(NamedTuple):
     """The test's side of `Gated`: it closes and opens gates."""
 

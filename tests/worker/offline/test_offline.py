@@ -130,16 +130,6 @@ def test_an_adapter_that_a_call_brings_is_loaded_once_and_used_at_its_strength(
     assert base.provenance.adapters == [] and base.image.tobytes() != image.image.tobytes()
 
 
-def test_several_adapters_of_a_call_have_a_strength_each_for_every_prompt(engine: DiffusionEngine, loras: Path) -> None:
-    asked: Any = ["stripes", LoRARequest("style", 1, loras / "style")]  # type: ignore[arg-type]
-    images = engine.generate(["a red one", "a blue one"], steps=2, lora_request=asked, lora_scale=[0.8, -1])
-    uses = [
-        AppliedAdapter(name, fake_digest(str(path)), scale, fake_identity(str(path)))
-        for name, path, scale in (("stripes", STRIPES, 0.8), ("style", loras / "style", -1.0))
-    ]
-    assert [image.provenance.adapters for image in images] == [uses, uses]
-
-
 def test_another_path_under_a_name_replaces_its_adapter_and_another_id_does_not(
     engine: DiffusionEngine, groups: Groups, loras: Path
 ) -> None:
@@ -149,15 +139,6 @@ def test_another_path_under_a_name_replaces_its_adapter_and_another_id_does_not(
         digests += [adapter.digest for adapter in image.provenance.adapters]
     one, two = fake_digest(str(loras / "one")), fake_digest(str(loras / "two"))
     assert digests == [one, one, two, two] and groups.made[0].calls.count("add_lora") == 3
-
-
-def test_a_file_that_has_changed_is_another_adapter(engine: DiffusionEngine, groups: Groups, loras: Path) -> None:
-    style = LoRARequest("style", 1, str(loras / "style"))
-    engine.generate("a red digit seven", steps=1, lora_request=style)
-    (loras / "style" / "adapter_model.safetensors").write_bytes(b"other bytes")
-    for _ in range(2):
-        engine.generate("a red digit seven", steps=1, lora_request=style)
-    assert groups.made[0].calls.count("add_lora") == 3  # once at the construction, and once for each content
 
 
 def test_an_adapter_that_a_call_brings_and_that_cannot_be_loaded_is_an_error_with_its_code(

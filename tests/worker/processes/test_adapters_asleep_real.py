@@ -82,7 +82,7 @@ def test_a_replacement_whose_file_is_gone_at_the_wake_leaves_the_old_one_serving
     assert image(worker, "style") == stripes
 
 
-@pytest.mark.parametrize(("kind", "code"), [("missing", "SourceNotFound"), ("garbage", "InvalidAdapter"), ("cut", "InvalidAdapter")])
+@pytest.mark.parametrize(("kind", "code"), [("missing", "SourceNotFound"), ("garbage", "InvalidAdapter")])
 def test_what_is_no_adapter_is_refused_while_the_model_sleeps(
     worker: WorkerProcess, bad_adapters: dict[str, Path], kind: str, code: str
 ) -> None:

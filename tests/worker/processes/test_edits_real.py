@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OpenAI SDK's `images.edit` on a real worker of two ranks with the digits model."""
 
-import concurrent.futures
 import io
-import os
-import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ import openai
 import pytest
 from PIL import Image
 
-from support.worker.process import DIGITS, WorkerProcess, decode_image
+from support.worker.process import WorkerProcess, decode_image
 
 pytestmark = pytest.mark.slow
 
@@ -23,16 +19,14 @@ ASKED = {"prompt": "a green digit three", "extra_body": {"seed": 4, "num_inferen
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    with WorkerProcess(ranks=2, loras={"stripes": DIGITS / "loras" / "stripes"}) as worker:
-        worker.wait_ready()
-        yield worker
+def editor(worker_of_two: WorkerProcess) -> WorkerProcess:
+    return worker_of_two
 
 
 @pytest.fixture(scope="module")
-def seven(worker: WorkerProcess) -> Image.Image:
+def seven(editor: WorkerProcess) -> Image.Image:
     """Provide a red seven that the model made."""
-    return worker.image(prompt="a red digit seven", seed=1, num_inference_steps=12, guidance_scale=3.0)
+    return editor.image(prompt="a red digit seven", seed=1, num_inference_steps=12, guidance_scale=3.0)
 
 
 def png(image: Image.Image) -> bytes:
@@ -67,8 +61,8 @@ def images_of(answer: Any) -> list[Image.Image]:
     return [decode_image(item.b64_json) for item in answer.data]
 
 
-def test_the_sdk_edits_an_image_by_its_strength_and_with_an_adapter(worker: WorkerProcess, seven: Image.Image) -> None:
-    with worker.openai() as client:
+def test_the_sdk_edits_an_image_by_its_strength_and_with_an_adapter(editor: WorkerProcess, seven: Image.Image) -> None:
+    with editor.openai() as client:
         [near] = images_of(client.images.edit(image=png(seven), **asked(strength=0.1)))
         [far] = images_of(client.images.edit(image=png(seven), size="64x64", **asked(strength=0.9)))
         [striped] = images_of(client.images.edit(image=[png(seven)], model="stripes", **asked(strength=0.9)))
@@ -78,8 +72,8 @@ def test_the_sdk_edits_an_image_by_its_strength_and_with_an_adapter(worker: Work
     assert card.to_dict()["tasks"] == ["generate", "edit", "inpaint"]
 
 
-def test_the_sdk_inpaints_what_its_mask_leaves_transparent(worker: WorkerProcess, seven: Image.Image) -> None:
-    with worker.openai() as client:
+def test_the_sdk_inpaints_what_its_mask_leaves_transparent(editor: WorkerProcess, seven: Image.Image) -> None:
+    with editor.openai() as client:
         answer = client.images.edit(image=png(seven), mask=left_mask(), n=2, output_format="webp", **asked(strength=1.0))
         with pytest.raises(openai.BadRequestError, match="image: expected one image for StableDiffusion3Pipeline, found 2"):
             client.images.edit(image=[png(seven), png(seven)], **asked())
@@ -89,9 +83,9 @@ def test_the_sdk_inpaints_what_its_mask_leaves_transparent(worker: WorkerProcess
         assert apart(made, seven, slice(0, 32)) > 10
 
 
-def test_the_sdk_streams_an_inpainting_with_previews_that_keep_what_the_mask_keeps(worker: WorkerProcess, seven: Image.Image) -> None:
+def test_the_sdk_streams_an_inpainting_with_previews_that_keep_what_the_mask_keeps(editor: WorkerProcess, seven: Image.Image) -> None:
     request = asked(strength=0.9) | {"image": png(seven), "mask": left_mask()}
-    with worker.openai() as client:
+    with editor.openai() as client:
         events = [event.to_dict() for event in client.images.edit(stream=True, partial_images=2, **request)]
         [alone] = images_of(client.images.edit(**request))
     previews = [decode_image(str(event["b64_json"])) for event in events if event["type"] == "image_edit.partial_image"]
@@ -102,30 +96,18 @@ def test_the_sdk_streams_an_inpainting_with_previews_that_keep_what_the_mask_kee
     assert decode_image(str(events[-1]["b64_json"])).tobytes() == alone.tobytes()
 
 
-def test_uploads_that_end_before_they_are_whole_leave_nothing(worker: WorkerProcess, seven: Image.Image) -> None:
+def test_uploads_that_end_before_they_are_whole_leave_nothing(editor: WorkerProcess, seven: Image.Image) -> None:
     def open_files() -> int:
-        return len(list(Path(f"/proc/{worker.pid}/fd").iterdir()))
+        return len(list(Path(f"/proc/{editor.pid}/fd").iterdir()))
 
     before = open_files()
-    host, _, port = worker.url.removeprefix("http://").partition(":")
+    host, _, port = editor.url.removeprefix("http://").partition(":")
     head = b"POST /v1/images/edits HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
     head += b"Content-Length: 9000000\r\n\r\n"
     part = b'--b\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n' + bytes(3_000_000)
     for _ in range(5):
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(head + part)
-    worker.wait_for(lambda: open_files() <= before, what="rid of what was sent to it", timeout_s=20)
-    with worker.openai() as client:
+    editor.wait_for(lambda: open_files() <= before, what="rid of what was sent to it", timeout_s=20)
+    with editor.openai() as client:
         assert len(images_of(client.images.edit(image=png(seven), **asked()))) == 1
-
-
-def test_an_edit_is_made_again_with_its_image_when_a_rank_dies(worker: WorkerProcess, seven: Image.Image) -> None:
-    request = asked(strength=0.9, num_inference_steps=50)
-    with worker.openai() as client, concurrent.futures.ThreadPoolExecutor(1) as threads:
-        [expected] = images_of(client.images.edit(image=png(seven), mask=left_mask(), **request))
-        waiting = threads.submit(client.images.edit, image=png(seven), mask=left_mask(), **request)
-        worker.wait_for(lambda: worker.state()["inFlight"] == 1, what="at work")
-        os.kill(worker.rank_pids()[1], signal.SIGKILL)
-        [found] = images_of(waiting.result(60))
-    assert worker.state()["generation"] == 2
-    np.testing.assert_array_equal(pixels(found), pixels(expected))

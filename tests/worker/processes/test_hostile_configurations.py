@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sample of the configurations of `make soak`, with a fixed seed: loaded or refused as by peft, at no cost to others."""
 
-import random
 from pathlib import Path
 
 import pytest
 
-from support.lora.hostile_configurations import BASE, ORDINARY, draw, fits
-from support.soak.configurations import run_configurations
+from support.lora.hostile_configurations import BASE, ORDINARY, fits
+from support.soak.configurations import put_configurations
+from support.worker.process import WorkerProcess
 
 # A busy machine may take minutes to start a worker, besides the time of the sample.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -19,16 +19,7 @@ def test_peft_finds_that_ordinary_patterns_fit_and_that_hostile_ones_take_for_ev
     assert fits(BASE | {"rank_pattern": {"to_q": 4}}) is False
 
 
-def test_configurations_are_the_same_from_the_same_seed(tmp_path: Path) -> None:
-    drawn = []
-    for name in ("one", "again"):
-        rng = random.Random(1)
-        (tmp_path / name).mkdir()
-        drawn.append([draw(rng, tmp_path / name / str(number)).kind.partition(":")[0] for number in range(30)])
-    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 6
-
-
-def test_configurations_are_loaded_or_refused_as_peft_would_and_cost_others_nothing(short_path: Path) -> None:
-    outcome = run_configurations(short_path, 8, seed=1, limit_s=600.0)
+def test_configurations_are_loaded_or_refused_as_peft_would_and_cost_others_nothing(worker: WorkerProcess, tmp_path: Path) -> None:
+    outcome = put_configurations(worker, tmp_path, 8, seed=1, limit_s=600.0)
     assert outcome.wrong == []
     assert outcome.done == 8 and outcome.loaded and outcome.refused and outcome.images

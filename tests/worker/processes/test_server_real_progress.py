@@ -5,7 +5,6 @@ import base64
 import io
 import json
 import threading
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,34 +85,3 @@ def test_what_an_image_says_it_was_made_by_makes_it_again(worker: WorkerProcess)
     ).json()["data"][0]
     assert np.array_equal(pixels(again["b64_json"]), pixels(made["b64_json"]))
     assert again["provenance"]["digest"] == worker.state()["model"]["digest"] == digest_of(DIGITS_MODEL, threading.Event())
-
-
-def test_images_that_are_finished_when_the_model_goes_to_sleep_or_the_server_ends_are_not_lost() -> None:
-    with WorkerProcess(ranks=1) as worker:
-        worker.wait_ready()
-        answers: list[int] = []
-
-        def ask(seed: int) -> None:
-            answers.append(worker.request_images(**ASKED | {"seed": seed, "n": 4}).status_code)
-
-        def both_came(answered: int) -> bool:
-            state = worker.state()
-            return state["inFlight"] > 0 and (state["inFlight"] + state["queued"] > 4 or len(answers) > answered)
-
-        def begin() -> list[threading.Thread]:
-            threads = [threading.Thread(target=ask, args=(seed,)) for seed in (10, 20)]
-            for thread in threads:
-                thread.start()
-            worker.wait_until(partial(both_came, len(answers)), what="an image that is being made, and both requests")
-            return threads
-
-        asked = begin()
-        worker.sleep()
-        for thread in asked:
-            thread.join(60)
-        worker.wake()
-        asked = begin()
-        worker.terminate()
-        for thread in asked:
-            thread.join(60)
-        assert answers == [200] * 4

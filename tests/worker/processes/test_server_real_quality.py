@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality by request, and the prompt cache, through the real server on the digits model."""
+"""Quality by request, the prompt cache, and a user's own pipeline class, through the real server on the digits model."""
 
 import base64
 import concurrent.futures
 import io
 import re
+import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,23 @@ pytestmark = pytest.mark.slow
 BODY: dict[str, Any] = {"prompt": "a red digit seven", "seed": 101, "size": "64x64", "num_inference_steps": 28, "guidance_scale": 4.0}
 
 
+MINE = """
+from diffusers import StableDiffusion3Pipeline
+
+class Mine(StableDiffusion3Pipeline):
+    def __call__(self, prompt, **kwargs):
+        if "secret" in prompt:
+            raise ValueError("prompt: expected no secrets")
+        return super().__call__(prompt.replace("crimson", "blue"), **kwargs)
+"""
+
+
 @pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    with WorkerProcess(options=("--step-cache", "first-block")) as worker:
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    folder = tmp_path_factory.mktemp("pipelines")
+    (folder / "my_pipelines.py").write_text(MINE)
+    options = ("--step-cache=first-block", "--load-format=custom-pipeline", "--pipeline=my_pipelines:Mine")
+    with WorkerProcess(options=options, env={"PYTHONPATH": str(folder)}) as worker:
         worker.wait_ready()
         yield worker
 
@@ -80,3 +96,40 @@ def test_a_prompt_that_is_asked_again_is_answered_by_the_prompt_cache_and_none_i
     assert [int(one - other) for one, other in zip(between, before, strict=True)] == [0, 4, 0]
     assert [int(one - other) for one, other in zip(after, between, strict=True)] == [4, 0, 0]
     assert after[2] == 0
+
+
+def test_a_custom_pipeline_of_the_command_line_makes_the_images_and_refuses_by_its_own_words(worker: WorkerProcess) -> None:
+    swapped, asked = (ask(worker, prompt=f"a {colour} digit two", num_inference_steps=3)[0] for colour in ("crimson", "blue"))
+    np.testing.assert_array_equal(swapped, asked)
+    refused = worker.request_images(**BODY | {"prompt": "a secret digit kumquatfen"})
+    assert refused.status_code == 400
+    assert "expected no secrets" in refused.text
+
+
+def test_images_that_are_finished_when_the_model_goes_to_sleep_or_the_server_ends_are_not_lost(worker: WorkerProcess) -> None:
+    answers: list[int] = []
+
+    def ask(seed: int) -> None:
+        answers.append(worker.request_images(**BODY | {"num_inference_steps": 6, "seed": seed, "n": 4}).status_code)
+
+    def both_came(answered: int) -> bool:
+        state = worker.state()
+        return state["inFlight"] > 0 and (state["inFlight"] + state["queued"] > 4 or len(answers) > answered)
+
+    def begin() -> list[threading.Thread]:
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in (10, 20)]
+        for thread in threads:
+            thread.start()
+        worker.wait_until(partial(both_came, len(answers)), what="an image that is being made, and both requests")
+        return threads
+
+    asked = begin()
+    worker.sleep()
+    for thread in asked:
+        thread.join(60)
+    worker.wake()
+    asked = begin()
+    worker.terminate()
+    for thread in asked:
+        thread.join(60)
+    assert answers == [200] * 4

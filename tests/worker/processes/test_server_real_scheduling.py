@@ -11,7 +11,7 @@ from support.worker.process import WorkerProcess
 # A start of a real worker imports torch for ten seconds.
 pytestmark = pytest.mark.slow
 
-LARGE = {"prompt": "a red digit seven", "seed": 1, "size": "192x192", "num_inference_steps": 60}
+LARGE = {"prompt": "a red digit seven", "seed": 1, "size": "192x192", "num_inference_steps": 24}
 SMALL = {"prompt": "a blue digit four", "seed": 2, "size": "64x64", "num_inference_steps": 2}
 
 

@@ -24,7 +24,7 @@ from diffusion_worker.ranks.launch import NewProcess
 from diffusion_worker.ranks.rank_main import IMPORTED
 from diffusion_worker.ranks.standbys import STANDBY_BYTES, Standbys, wanted_standbys
 from support.worker.extensions import write_limit
-from support.worker.process import WorkerProcess, descendants, process_exists
+from support.worker.process import process_exists
 from support.worker.real_ranks import image, pids_of, ranks
 
 DEADLINE_S = 240.0
@@ -138,25 +138,3 @@ async def test_standbys_that_do_not_all_fit_below_the_limit_of_memory_are_not_ma
     assert not any(map(process_exists, pids)) and spare_pids() == []
     spares.keep()
     assert spare_pids() == []  # it has ended
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_worker_that_ends_takes_its_standby_along_even_one_that_still_imports() -> None:
-    with WorkerProcess(options=("--start-method=spawn", "--standby-ranks=1")) as worker:
-        worker.wait_ready()
-
-        def spare() -> list[int]:
-            """Return the pids of the worker's spawned descendants that are no ranks; multiprocessing's tracker does not count."""
-            pids = [pid for pid in descendants(worker.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-            return [pid for pid in pids if pid not in worker.rank_pids()]
-
-        worker.wait_for(spare, what="making a standby")
-        assert "standbyRanks" in worker.state()
-        assert "diffusion_worker_standby_ranks" in worker.get("/metrics").text
-        pids = descendants(worker.pid)
-        # The first adapter need not wait for the fork server.
-        assert any("forkserver" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
-        assert worker.terminate() == 0
-        worker.wait_until(lambda: not any(map(process_exists, pids)), what="gone", timeout_s=60)
-        assert "Traceback" not in worker.output

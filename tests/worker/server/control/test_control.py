@@ -189,22 +189,6 @@ async def test_sleep_of_a_sleeper_and_wake_of_an_awake_one_have_nothing_to_do(ed
     assert "handle_wake_task" not in edge.ranks.calls
 
 
-async def test_a_second_operation_conflicts_with_the_one_in_progress_and_names_it(edge: Edge) -> None:
-    edge.ranks.calling.clear()
-    await edge.operate("sleep", operationId="op-1")
-    await edge.wait_state(state="sleeping")
-    answer = await edge.operate("wake", operationId="op-2")
-    assert (answer.status_code, answer.json()["code"]) == (409, "Conflict")
-    assert "op-1" in answer.json()["message"]
-
-
-@pytest.mark.parametrize("kind", ["sleep", "wake"])
-async def test_an_operation_for_another_boot_is_refused(edge: Edge, kind: str) -> None:
-    answer = await edge.operate(kind, bootId="boot-0")
-    assert (answer.status_code, answer.json()["code"]) == (409, "WrongBoot")
-    assert edge.ranks.calls == []
-
-
 async def test_sleep_waits_for_a_running_request_and_refuses_new_ones(edge: Edge) -> None:
     edge.ranks.stepping.clear()
     running = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
@@ -214,45 +198,6 @@ async def test_sleep_waits_for_a_running_request_and_refuses_new_ones(edge: Edge
     assert (await edge.request_images(prompt="p kumquatfen")).json()["error"]["code"] == "Asleep"
     edge.ranks.stepping.set()
     assert (await running).status_code == 200
-    await edge.wait_state(state="asleep")
-
-
-async def test_sleep_with_abort_ends_a_running_request_with_a_code(edge: Edge) -> None:
-    edge.ranks.stepping.clear()
-    running = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
-    await edge.wait_state(inFlight=1)
-    await edge.operate("sleep", mode="Abort")
-    answer = await running
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "Asleep")
-    edge.ranks.stepping.set()
-    await edge.wait_state(state="asleep")
-
-
-async def test_a_level_is_told_to_the_ranks_and_shown_with_how_the_sleep_ended(edge: Edge) -> None:
-    await edge.operate("sleep", level="Discard")
-    document = await edge.wait_state(state="asleep")
-    assert document["lastOperation"].items() >= {"level": "Discard", "freedBytes": 2 * 1_000_000, "error": None}.items()
-    assert [rank["memory"]["level"] for rank in document["ranks"]] == ["Discard", "Discard"]
-
-
-async def test_a_wake_of_some_tags_serves_nothing_until_the_last_one_is_there(edge: Edge) -> None:
-    await edge.operate("sleep")
-    await edge.wait_state(state="asleep")
-    await edge.operate("wake", tags=["weights", "caches"])
-    document = await edge.wait_state(operation=None)
-    assert (document["state"], [rank["memory"]["asleep"] for rank in document["ranks"]]) == ("asleep", [["adapters"], ["adapters"]])
-    assert (await edge.request_images(prompt="p kumquatfen")).json()["error"]["code"] == "Asleep"
-    await edge.operate("wake", tags=["adapters"])
-    await edge.wait_state(state="ready")
-    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
-
-
-async def test_a_sleep_of_an_idle_model_is_refused_where_a_request_came_lately(edge: Edge) -> None:
-    await edge.request_images(prompt="p kumquatfen")
-    answer = await edge.operate("sleep", ifIdleSince=60)
-    assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (503, "Busy", True)
-    assert (await edge.state())["state"] == "ready"
-    assert (await edge.operate("sleep", ifIdleSince=0)).status_code == 202
     await edge.wait_state(state="asleep")
 
 
@@ -459,13 +404,6 @@ async def test_another_source_replaces_an_adapter_without_a_gap(edge: Edge) -> N
     assert (await edge.request_images(prompt="p kumquatfen", seed=1, model="style")).json()["data"] != before
 
 
-async def test_a_replacement_that_fails_leaves_the_old_one_serving(edge: Edge) -> None:
-    await edge.put_adapter("style", "/loras/one")
-    answer = await edge.put_adapter("style", "/loras/two", digest="sha256:" + "0" * 64)
-    assert (answer.status_code, answer.json()["code"]) == (409, "DigestMismatch")
-    assert (await edge.request_images(prompt="p kumquatfen", model="style")).status_code == 200
-
-
 async def test_an_adapter_that_is_none_is_refused_and_recorded_as_failed(edge: Edge) -> None:
     edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "adapter 'b': no adapter_config.json")
     answer = await edge.put_adapter("broken", "/loras/broken")
@@ -487,16 +425,6 @@ async def test_a_load_over_its_deadline_is_a_timeout(edge: Edge) -> None:
     edge.ranks.calling.clear()
     answer = await edge.put_adapter("style", "/loras/style", deadlineSeconds=0.05)
     assert (answer.status_code, answer.json()["code"]) == (504, "Timeout")
-
-
-async def test_a_deleted_adapter_is_unknown_from_then_on(edge: Edge) -> None:
-    await edge.put_adapter("style", "/loras/style")
-    answer = await edge.delete_adapter("style")
-    assert (answer.status_code, answer.json()) == (200, {"name": "style"})
-    assert (await edge.request_images(prompt="p kumquatfen", model="style")).status_code == 404
-    assert (await edge.state())["adapters"] == []
-    again = await edge.delete_adapter("style")
-    assert (again.status_code, again.json()["code"]) == (404, "NotFound")
 
 
 async def test_a_delete_lets_running_requests_finish_and_refuses_new_ones(edge: Edge) -> None:
@@ -524,12 +452,6 @@ async def test_a_delete_ends_requests_that_outlast_the_drain(edge: Edge) -> None
     assert (await edge.delete_adapter("style", drainSeconds=0)).status_code == 200
     answer = await running
     assert (answer.status_code, answer.json()["error"]["code"]) == (410, "AdapterRemoved")
-
-
-async def test_adapter_calls_for_another_boot_are_refused(edge: Edge) -> None:
-    put = await edge.put_adapter("style", "/loras/style", bootId="boot-0")
-    delete = await edge.delete_adapter("style", bootId="boot-0")
-    assert [(answer.status_code, answer.json()["code"]) for answer in (put, delete)] == [(409, "WrongBoot")] * 2
 
 
 async def test_an_adapter_with_the_models_own_name_is_refused(edge: Edge) -> None:

@@ -39,18 +39,6 @@ def problem(answer: httpx2.Response) -> tuple[int, str, str | None]:
     return answer.status_code, told["code"], told["details"].get("field")
 
 
-async def test_an_adapter_is_loaded_used_and_unloaded_as_with_vllm(edge: Edge) -> None:
-    answer = await load(edge, lora_name="stripes", lora_path=STRIPES)
-    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'stripes' added successfully.")
-    assert answer.headers["content-type"].startswith("text/plain")
-    [adapter] = (await edge.state())["adapters"]
-    assert (adapter["name"], adapter["source"], adapter["state"]) == ("stripes", {"path": STRIPES}, "Loaded")
-    assert (await edge.request_images(prompt="p kumquatfen", model="stripes")).status_code == 200
-    answer = await unload(edge, lora_name="stripes", lora_int_id=1)
-    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'stripes' removed successfully.")
-    assert (await edge.request_images(prompt="p kumquatfen", model="stripes")).status_code == 404
-
-
 async def test_a_name_that_is_there_already_is_refused_unless_loaded_in_place(edge: Edge) -> None:
     await load(edge, lora_name="stripes", lora_path=STRIPES)
     assert problem(await load(edge, lora_name="stripes", lora_path="/loras/other")) == (400, "InvalidRequest", "lora_name")

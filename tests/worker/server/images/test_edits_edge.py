@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`/v1/images/edits` over a fake rank group: requests of the OpenAI SDK, the inputs of the ranks, and refusals by name."""
 
-import asyncio
 import base64
 import io
 import json
@@ -195,14 +194,6 @@ async def test_adapters_that_an_sdk_took_apart_into_fields_are_refused_with_what
     async with sdk(edge) as client:
         with pytest.raises(openai.BadRequestError, match="lora: expected a JSON text"):
             await client.images.edit(image=red(), prompt="p kumquatfen", extra_body={"lora": {"name": "stripes"}})
-
-
-async def test_a_stream_of_an_edit_has_the_sdks_events(edge: Edge) -> None:
-    async with sdk(edge) as client:
-        stream = await client.images.edit(image=red(), prompt="p kumquatfen", stream=True, partial_images=1, extra_body={"seed": 1})
-        kinds = [event.type async for event in stream]
-    assert kinds.count("image_edit.partial_image") == 1
-    assert kinds[-1] == "image_edit.completed"
 
 
 @pytest.mark.parametrize(
@@ -511,19 +502,3 @@ async def test_a_route_that_the_model_cannot_serve_is_refused_with_the_reason(ta
         assert SECRET not in answer.text
         cards = (await edge.data.get("/v1/models")).json()["data"]
         assert cards[0]["tasks"] == tasks
-
-
-async def test_an_edit_is_replayed_with_its_images_when_its_ranks_are_lost() -> None:
-    async with serving_edge(model=model()) as edge:
-        expected = image_of(await edit(edge))
-        edge.ranks.stepping.clear()
-        waiting = asyncio.create_task(edit(edge))
-
-        async def running() -> bool:
-            return bool((await edge.state())["inFlight"])
-
-        await edge.wait_for(running, pause_s=0.01)
-        edge.ranks.lose("rank 0 is gone")
-        edge.ranks.stepping.set()
-        assert image_of(await waiting).tobytes() == expected.tobytes()
-        assert edge.ranks.generation == 2

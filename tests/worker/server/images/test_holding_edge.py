@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import io
 import random
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from diffusion_worker.errors import ErrorCode, GroupFailed
 from diffusion_worker.messages import ErrorReport, RequestSpec, Task
 from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
 from support.worker.process import decode_image
-from support.worker.server_edge import DEADLINE_S, Client, Edge, code, fall_asleep, serving_edge, sleeping_edge
+from support.worker.server_edge import DEADLINE_S, Edge, code, fall_asleep, serving_edge, sleeping_edge
 from support.worker.sleep_rig import write_desired
 
 KILLED = "rank 0 was ended by SIGKILL"
@@ -96,40 +95,6 @@ async def test_an_image_with_its_own_mask_is_edited_by_a_model_that_was_not_know
 # They wait
 
 
-async def test_a_request_wakes_a_sleeping_model_by_itself_and_is_served(tmp_path: Path) -> None:
-    async with sleeping_edge(tmp_path) as edge:
-        request = asyncio.create_task(edge.request_images(prompt="p kumquatfen", seed=3, timings=True))
-        await edge.wait_held(1)
-        began = time.monotonic()
-        await edge.wait_state(state="waking")
-        assert (await edge.state())["lastRequestAgeSeconds"] == 0.0
-        held_s = time.monotonic() - began
-        edge.ranks.calling.set()
-        answer = await request
-        assert answer.status_code == 200
-        [image] = answer.json()["data"]
-        assert decode_image(image["b64_json"]).tobytes() == fake_pixels(RequestSpec(request_id="", prompt="p kumquatfen", seed=3))
-        assert image["timings"]["queue"] >= held_s
-        document = await edge.wait_state(state="ready")
-        assert document["held"]["current"] == 0 and 0 <= document["lastRequestAgeSeconds"] < 10
-
-
-async def test_held_requests_reach_the_ranks_in_the_order_in_which_they_came(tmp_path: Path) -> None:
-    async with sleeping_edge(tmp_path, settings={"max_batch_size": 1}) as edge:
-        answered: list[int] = []
-
-        async def ask(number: int) -> None:
-            assert (await edge.request_images(prompt=f"p {number} kumquatfen", num_inference_steps=2)).status_code == 200
-            answered.append(number)
-
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(8):
-                tasks.create_task(ask(number))
-                await edge.wait_held(number + 1)
-            edge.ranks.calling.set()
-        assert answered == list(range(8))
-
-
 @pytest.mark.parametrize("during", ["draining", "sleeping"])
 async def test_a_request_that_races_with_the_decision_to_sleep_is_served(tmp_path: Path, during: str) -> None:
     async with serving_edge(desired_path=write_desired(tmp_path, "OnIdle")) as edge:
@@ -167,15 +132,6 @@ async def test_requests_of_a_restart_are_held_up_to_the_limit_and_those_with_the
 # They do not wait for ever
 
 
-async def test_a_held_request_that_waits_too_long_has_the_code_of_the_state_and_a_time_to_come_back(tmp_path: Path) -> None:
-    async with sleeping_edge(tmp_path, holdTimeoutSeconds=0.05) as edge:
-        answer = await edge.request_images(prompt="p kumquatfen")
-        assert (code(answer), answer.json()["error"]["retryable"]) == ((503, "Busy"), True)
-        assert float(answer.headers["retry-after"]) >= 1 and "0.05 s" in answer.json()["error"]["message"]
-        await edge.wait_held(0)
-        edge.ranks.calling.set()
-
-
 async def test_with_the_mode_reject_a_sleeping_model_is_woken_for_those_that_come_back(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path, mode="Reject") as edge:
         edge.ranks.calling.set()
@@ -194,19 +150,6 @@ async def test_a_sleep_that_somebody_asked_for_is_not_ended_by_a_request(tmp_pat
         assert (await edge.state())["state"] == "asleep"
 
 
-async def test_a_client_that_goes_away_frees_its_place_at_once(tmp_path: Path) -> None:
-    async with sleeping_edge(tmp_path, maxHeld=1) as edge:
-        leaving = Client(edge.data_application, stream=True)
-        await edge.wait_held(1)
-        leaving.gone.set()
-        await edge.wait_held(0)
-        staying = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
-        await edge.wait_held(1)
-        edge.ranks.calling.set()
-        assert (await staying).status_code == 200
-        await leaving.end()
-
-
 async def test_a_held_request_can_be_cancelled_by_its_id(tmp_path: Path) -> None:
     async with sleeping_edge(tmp_path) as edge:
         held = asyncio.create_task(
@@ -216,17 +159,6 @@ async def test_a_held_request_can_be_cancelled_by_its_id(tmp_path: Path) -> None
         assert (await edge.data.delete("/v1/requests/mine")).status_code == 204
         assert (await held).json()["error"]["code"] == "Cancelled"
         await edge.wait_held(0)
-
-
-async def test_a_worker_that_is_told_to_end_ends_held_requests_at_once_and_not_after_the_drain(tmp_path: Path) -> None:
-    async with sleeping_edge(tmp_path) as edge:
-        held = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
-        await edge.wait_held(1)
-        ending = asyncio.create_task(edge.engine.terminate())
-        answer = await held
-        assert code(answer) == (503, "Terminating") and answer.headers["retry-after"] == "1"
-        edge.ranks.calling.set()
-        await ending
 
 
 async def test_a_group_that_is_lost_for_good_ends_held_requests(tmp_path: Path) -> None:

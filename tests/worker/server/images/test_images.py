@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from diffusion_worker.engine.state.state_document import EngineState
-from diffusion_worker.errors import ErrorCode
-from diffusion_worker.messages import ErrorReport, RequestSpec
+from diffusion_worker.messages import RequestSpec
 from diffusion_worker.server.app import MAX_BODY_BYTES
-from support.worker.fake_rank_group import FakeRankGroup, fake_pixels
+from support.worker.fake_rank_group import fake_pixels
 from support.worker.process import decode_image
 from support.worker.server_edge import Client, Edge, serving_edge
 
@@ -148,61 +147,6 @@ async def test_an_unknown_model_is_not_found_and_never_the_base(edge: Edge) -> N
     answer = await edge.request_images(prompt="p kumquatfen", model="nobody")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert "'nobody'" in answer.json()["error"]["message"]
-
-
-async def test_an_adapter_is_served_under_its_name_and_listed(edge: Edge) -> None:
-    await edge.put_adapter("stripes", "/loras/stripes")
-    answer = await edge.request_images(prompt="p kumquatfen", seed=1, model="stripes")
-    base = await edge.request_images(prompt="p kumquatfen", seed=1)
-    assert answer.status_code == 200
-    assert answer.json()["data"] != base.json()["data"]
-    models = (await edge.data.get("/v1/models")).json()
-    assert models["object"] == "list"
-    assert [(model["id"], model.get("parent")) for model in models["data"]] == [("digits", None), ("stripes", "digits")]
-    assert models["data"][1]["digest"].startswith("sha256:")
-
-
-async def test_the_strength_of_an_adapter_can_be_given_per_request(edge: Edge) -> None:
-    await edge.put_adapter("stripes", "/loras/stripes")
-    strong, weak = [await edge.request_images(prompt="p kumquatfen", seed=1, model="stripes", lora_scale=scale) for scale in (1.0, 0.25)]
-    assert strong.json()["data"] != weak.json()["data"]
-
-
-async def test_an_adapter_that_failed_to_load_is_refused_with_the_reason(edge: Edge) -> None:
-    edge.ranks.adapter_errors["/loras/broken"] = ErrorReport(ErrorCode.INVALID_ADAPTER, "no adapter_config.json")
-    await edge.put_adapter("broken", "/loras/broken")
-    answer = await edge.request_images(prompt="p kumquatfen", model="broken")
-    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (422, "AdapterNotLoaded", False)
-    assert "no adapter_config.json" in answer.json()["error"]["message"]
-    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
-
-
-async def test_a_worker_that_loads_is_not_ready_for_the_kubelet_and_keeps_its_requests() -> None:
-    edge = Edge(FakeRankGroup())
-    edge.ranks.loading.clear()
-    starting = asyncio.create_task(edge.engine.start())
-    early = asyncio.create_task(edge.request_images(prompt="p kumquatfen"))
-    await edge.wait_held(1)
-    assert (await edge.data.get("/healthz")).status_code == 200
-    ready = await edge.data.get("/readyz")
-    assert (ready.status_code, ready.json()["error"]["code"]) == (503, "Starting")
-    edge.ranks.loading.set()
-    await starting
-    assert (await edge.data.get("/readyz")).status_code == 200
-    assert (await early).status_code == 200
-    await edge.engine.terminate()
-    assert (await edge.data.get("/readyz")).json()["error"]["code"] == "Terminating"
-
-
-async def test_a_sleeping_model_refuses_requests_but_stays_ready_for_the_kubelet(edge: Edge) -> None:
-    await edge.operate("sleep")
-    await edge.wait_state(state="asleep")
-    answer = await edge.request_images(prompt="p kumquatfen")
-    assert (answer.status_code, answer.json()["error"]["code"], answer.json()["error"]["retryable"]) == (503, "Asleep", True)
-    assert (await edge.data.get("/readyz")).status_code == 200
-    await edge.operate("wake")
-    await edge.wait_state(state="ready")
-    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
 
 
 async def test_a_group_that_is_lost_for_good_fails_the_requests_that_wait_for_it() -> None:
