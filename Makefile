@@ -22,7 +22,7 @@ GPU ?=
 SOAK ?=
 # `make test` has a sample of the cases of these, and `make soak` has all.
 SAMPLED := tests/worker/families tests/worker/runner/step_cache/test_step_cache_families.py tests/operator/process/test_fault_points.py tests/tools/test_gpu_run.py
-SAMPLED += tests/worker/rehearsal/test_step_caches_rehearsed.py tests/worker/processes/test_errors_of_sdks.py tests/worker/processes/test_oldest_torch.py
+SAMPLED += tests/worker/rehearsal/test_step_caches_rehearsed.py tests/worker/processes/test_errors_of_sdks.py tests/worker/processes/test_oldest_torch.py tests/worker/options/test_withheld.py
 CANARY ?=
 
 .PHONY: help preflight venv lint test test-fast test-slow test-cluster test-kind demo cluster cluster-down digits bench soak canary gpu gpu-wheels

@@ -53,7 +53,7 @@ def lose_a_rank(worker: WorkerProcess) -> None:
     """Kill a rank while a request runs, and check that the request is made again and answered."""
     answers: list[int] = []
     asking = threading.Thread(
-        target=lambda: answers.append(worker.request_images(prompt=f"a digit, {SECRET}", num_inference_steps=200, seed=2).status_code)
+        target=lambda: answers.append(worker.request_images(prompt=f"a digit, {SECRET}", num_inference_steps=60, seed=2).status_code)
     )
     asking.start()
     worker.wait_for(lambda: worker.state()["inFlight"], what="a request that runs")

@@ -16,6 +16,7 @@ import torch
 
 from diffusion_worker import withheld
 from diffusion_worker.errors import ConfigError
+from support.sample import sample
 
 TESTS = Path(__file__).parents[2]
 SECRET = "velvet-armadillo"
@@ -114,6 +115,8 @@ def test_before_the_load_is_over_everything_is_told(log: io.StringIO) -> None:
 
 @pytest.mark.slow
 def test_300_words_of_a_prompt_are_in_no_log_of_any_text_encoder_also_where_it_fails() -> None:
+    # The program takes the same sample of its own list.
+    encoders = sample(ENCODERS, 6)
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     command = [sys.executable, "-m", "support.worker.wordy_encoders"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": path})
@@ -123,6 +126,6 @@ def test_300_words_of_a_prompt_are_in_no_log_of_any_text_encoder_also_where_it_f
     written = (outcomes + run.stderr).casefold()
     assert [word for word in words.split() if word in written] == []
     # Without the filter the words would be there: diffusers warns of each truncation, and each failure is logged.
-    assert written.count("is withheld, as it may quote a request") >= 10, written
-    for encoder in ENCODERS:
+    assert written.count("is withheld, as it may quote a request") >= len(encoders), written
+    for encoder in encoders:
         assert f"served {encoder}" in written and f"failed {encoder}" in written

@@ -291,16 +291,6 @@ def test_a_worker_that_is_gone_is_told_as_such(open_page: Callable[..., Page]) -
     expect(page.locator("#state-text")).to_have_text("the worker does not answer")
 
 
-def test_a_worker_without_the_page_answers_404(open_page: Callable[..., Page]) -> None:
-    with WorkerProcess(program=FAKE_PROGRAM, options=("--no-ui",)) as worker:
-        worker.wait_ready()
-        page = open_page(worker, expected_errors="404")
-        assert "there is no such route" in page.locator("body").inner_text()
-        assert worker.get("/v1/status").status_code == 404
-        assert worker.get("/v1/models").status_code == 200
-        page.close()
-
-
 def test_where_there_is_no_chromium_its_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(chromium.checks, "SYSTEM_PATH", str(tmp_path))
     with pytest.raises(PrerequisiteMissing, match="apt-get install chromium"):

@@ -28,10 +28,11 @@ def _metadata(**settings: Any) -> dict[str, str]:
     return {"lora_adapter_metadata": json.dumps({"transformer.r": 2, "transformer.lora_alpha": 2} | settings)}
 
 
-def _costly(folder: Path, pattern: str = r"(\w|\w\w)+\d!") -> Path:
+def _costly(folder: Path) -> Path:
     """Write an adapter file whose alpha pattern takes for ever to match its module's name; return the file's path."""
     folder.parent.mkdir(exist_ok=True)
-    return write_file(folder, nn.ModuleDict({"a" * 60: nn.Linear(8, 8)}), metadata=_metadata(**{"transformer.alpha_pattern": {pattern: 3}}))
+    patterns = {r"(\w|\w\w)+\d!": 3}
+    return write_file(folder, nn.ModuleDict({"a" * 60: nn.Linear(8, 8)}), metadata=_metadata(**{"transformer.alpha_pattern": patterns}))
 
 
 def _fields(pid: int | str) -> list[str]:
@@ -86,9 +87,8 @@ async def test_a_load_leaves_its_adapter_with_the_rank_and_nothing_with_anybody_
     assert (_loads(), _memories()) == ({}, 0)
 
 
-@pytest.mark.parametrize("pattern", [r"(\w|\w\w)+\d!", r"((a|b|\w)*)*c?(x+x+)+y", r"(.*)*(.*)*(.*)*!"])
-async def test_patterns_that_take_for_ever_end_their_own_load_within_seconds(pattern: str, tmp_path: Path) -> None:
-    costly, loads = _costly(tmp_path / "style", pattern), LoadProcesses()
+async def test_a_pattern_that_takes_for_ever_ends_its_own_load_within_seconds(tmp_path: Path) -> None:
+    costly, loads = _costly(tmp_path / "style"), LoadProcesses()
     other = write_file(tmp_path / "other", blocks())
     await _prepare(loads, other, manager_of(blocks()))
     error, *_ = await asyncio.gather(_refusal(loads, costly), _prepare(loads, other, manager_of(blocks())))
