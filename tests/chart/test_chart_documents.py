@@ -60,11 +60,6 @@ def test_selectors_are_a_subset_of_the_labels_they_select(documents: list[Docume
         assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
 
 
-def test_the_test_pod_is_not_taken_for_the_operator(documents: list[Document]) -> None:
-    selector = the_only(documents, "Deployment")["spec"]["selector"]["matchLabels"]
-    assert not selector.items() <= the_only(documents, "Pod")["metadata"]["labels"].items()
-
-
 def test_an_upgrade_makes_a_new_pod_of_the_operator_before_an_old_one_goes(documents: list[Document]) -> None:
     spec = the_only(documents, "Deployment")["spec"]
     assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from support.cluster.rig import ADAPTER_READY, SERVING, ClusterRig
+from support.cluster.rig import ADAPTER_READY, ANY_USER, SERVING, ClusterRig
 from support.cluster.store import (
     ACCESS_KEY,
     STORE,
@@ -43,7 +43,8 @@ WEIGHTS = Path(__file__).resolve().parents[2] / "examples" / "digits" / "loras" 
 def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRig]:
     """Serve a model from a claim on the node, beside a pod with a bucket and a hub; all is removed in the end.
 
-    Adapters may name the Secrets KEYS and TRUST, but KEYS has yet to be made.
+    Adapters may name the Secrets KEYS and TRUST, but KEYS has yet to be made. The worker has a user id that its container image does not
+    know.
     """
     apply(rig, *claim_on_the_node(rig.kubectl.namespace, CLAIM))
     fill = f"rm -rf {FOLDER} && mkdir {FOLDER} && cp -r /models/digits /models/loras/frame {FOLDER}"
@@ -56,6 +57,7 @@ def rig_with_sources(rig: ClusterRig, tmp_path_factory: pytest.TempPathFactory) 
         },
         engine={"env": worker_environment(rig)},
         lora={"secrets": [KEYS, TRUST], "claims": [CLAIM]},
+        securityContext={"runAsUser": ANY_USER, "runAsGroup": ANY_USER, "fsGroup": ANY_USER},
     )
     rig.wait(DD, SERVING)
     yield rig

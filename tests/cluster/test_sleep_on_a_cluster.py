@@ -81,10 +81,6 @@ def set_sleep(rig: ClusterRig, **fields: object) -> None:
     rig.kubectl.patch(DD, {"spec": {"sleep": fields}})
 
 
-def awake_replicas(rig: ClusterRig) -> int:
-    return int(rig.kubectl.get(DD)["status"]["awakeReplicas"])
-
-
 def routable(rig: ClusterRig) -> list[str]:
     return sorted(
         pod["metadata"]["name"] for pod in rig.pods(NAME) if pod["metadata"]["labels"].get("diffusion-operator.dev/routable") == "true"
@@ -180,41 +176,18 @@ def asleep_in_another_life(rig: ClusterRig, before: Document) -> Document | None
 def test_a_model_that_somebody_sent_to_sleep_refuses_and_a_deep_sleep_ends_with_the_same_image(rig_on_idle: ClusterRig) -> None:
     """Send the worker to a deep sleep, and compare the images before and after. Leave it asleep under OnIdle."""
     rig = rig_on_idle
-    before = rig.image(NAME)
+    before = [rig.image(NAME).png, rig.image(NAME, STYLE).png]
     set_sleep(rig, policy="Asleep", level="Discard")
     rig.wait(DD, Wanted("Ready", "False", ["SleepRequested"]), deadline_s=60)
     rig.wait(DD, ALL_ASLEEP, deadline_s=60)
-    refused = rig.refusal(NAME)
-    assert (refused.status, refused.code) == (422, "Asleep")
+    for model in (NAME, STYLE):
+        refused = rig.refusal(NAME, model)
+        assert (refused.status, refused.code) == (422, "Asleep")
     assert rig.state(NAME)["lastOperation"]["level"] == "Discard"
     set_sleep(rig, policy="OnIdle", level="HostMemory")
     rig.wait(DD, WAKEABLE, deadline_s=30)
-    assert rig.image(NAME).png == before.png
+    assert [rig.image(NAME).png, rig.image(NAME, STYLE).png] == before
     send_to_sleep(rig)
-
-
-def test_replicas_come_and_go_while_others_sleep_and_one_stays_awake_where_one_shall(rig_on_idle: ClusterRig) -> None:
-    """Scale to two replicas of which one must stay awake, and back to one. Leave that replica asleep."""
-    rig = rig_on_idle
-    set_sleep(rig, minAwake=1, idleSeconds=IDLE_S)
-    rig.kubectl.text("scale", DD, "--replicas=2")
-    rig.eventually(
-        "one awake, one asleep", lambda: len(rig.pods(NAME)) == 2 and awake_replicas(rig) == 1 and sleeping(rig) == 1, deadline_s=START_S
-    )
-    waker = rig.eventually("the one that is awake has the Service", lambda: routable(rig) if len(routable(rig)) == 1 else None)
-    assert_right(rig.image(NAME))
-    assert (awake_replicas(rig), routable(rig)) == (1, waker)
-
-    set_sleep(rig, minAwake=0)
-    rig.wait(DD, ALL_ASLEEP, deadline_s=IDLE_S + 2 * NOTICE_S)
-    assert routable(rig) == sorted(pod["metadata"]["name"] for pod in rig.pods(NAME))
-    rig.kubectl.text("scale", DD, "--replicas=1")
-    rig.eventually("one pod", lambda: len(rig.pods(NAME)) == 1, deadline_s=30)
-    assert rig.state(NAME)["state"] == "asleep", "nobody woke to be deleted, or to take over"
-
-
-def sleeping(rig: ClusterRig) -> int:
-    return int(rig.kubectl.get(DD)["status"].get("asleepReplicas", 0))
 
 
 def test_a_sleeping_deployment_is_deleted_without_waking_and_without_waiting(rig_on_idle: ClusterRig) -> None:

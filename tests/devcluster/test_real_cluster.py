@@ -10,16 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tools.demo.errors import DemoFailed
-from tools.demo.installation import RELEASE, ROOT, Images, helm_install, run_helm
-from tools.demo.kubectl import Kubectl
-from tools.devcluster import cluster, images, programs
+from tools.devcluster import cluster, images
 from tools.devcluster.connect import connect
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NAMESPACE = "devcluster-test"
-QUICKSTART = ROOT / "examples" / "quickstart" / "deployment.yaml"
 
 
 def apply(*documents: dict[str, object]) -> None:
@@ -94,23 +90,3 @@ def test_nodes_can_be_given_an_extended_resource(image: str) -> None:
     (node, *_) = json.loads(cluster.kubectl("get", "nodes", "--output", "json"))["items"]
     assert node["status"]["allocatable"]["example.com/toy-gpu"] == "3"
     cluster.patch_node_resource("example.com/toy-gpu", 0)
-
-
-def test_the_chart_is_installed_and_a_deployment_gets_its_pods(image: str) -> None:
-    chosen = Images(operator=image, worker="registry.invalid/worker:1")
-    helm, kubeconfig = programs.helm(), cluster.provider().kubeconfig()
-    helm_install(helm, kubeconfig, namespace=NAMESPACE, images=chosen, deadline_s=90)
-    kubectl = Kubectl((str(cluster.provider().kubectl()), "--kubeconfig", str(kubeconfig)), NAMESPACE)
-    try:
-        with pytest.raises(DemoFailed, match=r"spec\.replicas.*should be greater than or equal to 0"):
-            kubectl.text("apply", "-f", "-", stdin=QUICKSTART.read_text().replace("replicas: 1", "replicas: -1"))
-        kubectl.text("apply", "-f", str(QUICKSTART))
-        ends = time.monotonic() + 30
-        while not (pods := kubectl.get("pods", "-l", "diffusion-operator.dev/deployment=digits")["items"]):
-            assert time.monotonic() < ends, "the deployment has no pod"
-            time.sleep(0.2)
-        assert [container["image"] for pod in pods for container in pod["spec"]["containers"]] == [chosen.worker]
-        assert pods[0]["metadata"]["ownerReferences"][0]["kind"] == "DiffusionDeployment"
-    finally:
-        kubectl.text("delete", "dd", "--all", "--wait", "--timeout=30s")
-        run_helm(helm, kubeconfig, "uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout", "60s", deadline_s=60)

@@ -6,6 +6,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from support.gpu.machine import make_machine
 from support.sample import WHOLE
+from tools.devcluster.paths import cache_dir
 from tools.gpu.items import ITEMS
 from tools.gpu.report import PASSED, SKIPPED
 from tools.gpu.wheels import JUDGE
@@ -26,15 +28,9 @@ RUN = tuple(item for item in ITEMS if (WHOLE or item.process in ("device", "wan"
 SECONDS = 1700
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> tuple[Path, Path]:
-    """Provide a Python with nothing but what the machine has, and the folder of the carried packages."""
-    return make_machine(tmp_path)
-
-
 @pytest.mark.slow
-def test_the_machine_has_nothing_of_our_environment_but_what_is_carried(machine: tuple[Path, Path]) -> None:
-    python, carried = machine
+def test_the_machine_has_nothing_of_our_environment_but_what_is_carried(tmp_path: Path) -> None:
+    python, carried = make_machine(tmp_path)
     names = ("torch", "pytest", "diffusers", "msgspec", "hypothesis", "sklearn", "kopf", "diffusion_worker", "torchao", "bitsandbytes")
     source = f"import importlib.util as u; print(*[n for n in {names!r} if u.find_spec(n)])"
 
@@ -48,16 +44,20 @@ def test_the_machine_has_nothing_of_our_environment_but_what_is_carried(machine:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_items_run_tiny_on_a_cpu_with_the_carried_packages_alone(machine: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_items_run_tiny_on_a_cpu_with_the_carried_packages_alone(tmp_path: Path) -> None:
     import numpy as np
 
     from support.runner.digit_judge import classifier
     from tools.gpu.judge import parts_of
 
-    python, carried = machine
+    # The same folder in each run, so that the bytecode of a run before is found: to compile the libraries takes longer than the items.
+    folder = cache_dir() / "gpu-machine" / ROOT.name
+    shutil.rmtree(folder, ignore_errors=True)
+    python, carried = make_machine(folder)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment["PYTHONPYCACHEPREFIX"] = str(cache_dir() / "compiled")
     np.savez_compressed(tmp_path / JUDGE, **parts_of(classifier()))
     words = ["--device", "cpu", "--tiny", "--packages", carried, "--wheels", tmp_path, "--output", tmp_path / "output"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     ended = subprocess.run(
         [python, "-m", "tools.gpu", *words, "--patience", "15", "--seconds", str(SECONDS), *(item.name for item in RUN)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS + 40,

@@ -55,7 +55,8 @@ def chosen(names: list[str], *, tiny: bool) -> list[Item]:
 def environment(options: argparse.Namespace, compiled: Path, *packages: Path) -> dict[str, str]:
     """Return the environment for the items' processes: `packages` and our own code come first in PYTHONPATH, and no model is downloaded.
 
-    Bytecode is kept in the folder `compiled`. Without it each process would compile the sources of all libraries.
+    Bytecode is kept where this process keeps it, or else in the folder `compiled`. Without it each process would compile the sources of all
+    libraries.
     """
     judge = options.wheels / JUDGE
     path = [*map(str, packages), str(ROOT), str(ROOT / "worker" / "src"), str(ROOT / "tests")]
@@ -63,7 +64,7 @@ def environment(options: argparse.Namespace, compiled: Path, *packages: Path) ->
     return {
         **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "PYTHONPATH": os.pathsep.join(path),
-        "PYTHONPYCACHEPREFIX": str(compiled),
+        "PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", str(compiled)),
         "DIFFUSION_GPU_JUDGE": str(judge.resolve()),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",

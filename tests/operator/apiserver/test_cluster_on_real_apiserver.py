@@ -26,7 +26,6 @@ from diffusion_operator.plan.observed.ownership import (
     replace_whole,
     secret_is_leaving,
     secret_is_ours,
-    was_posted,
 )
 from diffusion_operator.plan.replicas.template_trial import answer_of
 from support.apiserver.real_apiserver import kubectl
@@ -192,22 +191,6 @@ async def test_a_look_by_name_finds_it_whole_or_nothing(cluster: KubernetesClust
     await cluster.create(service("looked"))
     live = await found(cluster, SERVICE, "looked")
     assert (live["kind"], live["metadata"]["managedFields"][0]["operation"]) == ("Service", "Update")
-
-
-async def test_what_a_create_wrote_is_removed_by_an_apply_only_after_its_fields_are_the_applys(cluster: KubernetesCluster) -> None:
-    for name, expected in (("not-upgraded", None), ("upgraded", ([8080], {"y": "2"}))):
-        await cluster.create(service(name, 80, x="1", y="2"))
-        live = await found(cluster, SERVICE, name)
-        if expected is not None:
-            assert was_posted(live)
-            live = await cluster.patch(SERVICE, NAMESPACE, name, as_if_applied(live))
-            assert not was_posted(live)
-            await cluster.apply(bound(service(name, 8080, y="2"), live, "uid"))
-            after = await found(cluster, SERVICE, name)
-            assert ([port["port"] for port in after["spec"]["ports"]], after["metadata"]["annotations"]) == expected
-        else:
-            with pytest.raises(ClusterRefused, match="Duplicate value"):
-                await cluster.apply(bound(service(name, 8080, y="2"), live, "uid"))
 
 
 async def test_an_edited_port_cannot_be_merged_and_is_replaced_as_a_whole(

@@ -24,14 +24,14 @@ from support.soak.operator_truth import untrue
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
 # With this seed the leader is first killed and then ended.
 SEED_OF_DEATHS = 4
-EDITS, EDITS_WITHIN_S, EDITORS = 300, 30.0, 8
+EDITS, EDITS_WITHIN_S, EDITORS = 100, 30.0, 8
 MIB = 2**20
 
 
 async def test_random_sequences_come_to_what_was_asked_for_however_often_the_operator_dies(kubeconfig: Path, tmp_path: Path) -> None:
-    outcome = await run_sequences(tmp_path, kubeconfig, seed=5, count=12, limit_s=600, at_once=12, strangers_s=5.0)
+    outcome = await run_sequences(tmp_path, kubeconfig, seed=5, count=6, limit_s=600, at_once=6, strangers_s=5.0)
     assert outcome.wrong == []
-    assert outcome.obstructed > 3
+    assert outcome.obstructed > 1
     assert outcome.killed + sum(outcome.died_at.values()) >= 2
 
 

@@ -21,19 +21,6 @@ async def loops(rig: Rig, pod: str, times: int, *, code: int = 70) -> None:
     await rig.run(5)
 
 
-async def test_a_container_that_ends_once_is_started_in_place_and_told() -> None:
-    rig = await serving(1)
-    dies(rig, "d-0-0", restarts=0)
-    await rig.run(5)
-    assert rig.condition("Ready")[0] == "False"
-    rig.restart_container("d-0-0", code=137, message="killed")
-    await rig.run(10)
-    assert rig.condition("Ready") == ("True", "Serving")
-    assert rig.cluster.names(POD) == ["d-0-0"]
-    assert any("exit code 137" in note for note in rig.cluster.notes("ReplicaRestarted"))
-    assert rig.status()["replicaStates"][0]["failures"] == 1
-
-
 async def test_a_loop_gets_a_new_pod_after_a_pause_and_then_one_every_ten_minutes_or_after_an_edit() -> None:
     rig = await serving(1)
     await loops(rig, "d-0-0", 3)
@@ -74,30 +61,6 @@ async def test_a_model_that_cannot_be_loaded_is_left_to_the_kubelet() -> None:
     rig.restart_container("d-0-0", code=1)
     await rig.run(30)
     assert rig.condition("Ready") == ("True", "Serving"), "the kubelet's next try finds what was missing"
-
-
-async def test_evicted_again_and_again_comes_back_slower_and_slower_and_is_never_given_up() -> None:
-    rig = await serving(1)
-    lives: list[float] = []
-    for incarnation in range(5):
-        [name] = rig.cluster.names(POD)
-        assert name == f"d-0-{incarnation}"
-        rig.cluster.pod_status(name, phase="Failed", reason="Evicted", message="The node was low on memory")
-        for second in range(200):
-            await rig.run(1)
-            if rig.cluster.names(POD) != [name]:
-                lives.append(second)
-                break
-    assert [round(life, -1) for life in lives] == [10, 20, 40, 80]
-    await rig.run(380)
-    assert rig.cluster.names(POD) == ["d-0-4"]
-    assert rig.condition("Ready") == ("False", "CrashLooping")
-    assert "The node was low on memory" in rig.message("Ready")
-    await rig.run(60)
-    assert rig.cluster.names(POD) == ["d-0-5"]
-    rig.start_all()
-    await rig.run(10)
-    assert rig.condition("Ready") == ("True", "Serving")
 
 
 async def test_the_count_of_failures_outlives_a_quota_that_refuses_the_next_pod() -> None:

@@ -20,7 +20,7 @@ from support.operator.fake_kubelet import FakeKubelet
 from support.operator.sole_operator import Namespaces, adapter, complaints, deployment, eventually_nothing, running
 
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
-ROUNDS = 6
+ROUNDS = 4
 BROUGHT_WITHIN_S = 3.0
 LOOKS_EVERY_S = 0.1
 

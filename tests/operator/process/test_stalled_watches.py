@@ -19,9 +19,10 @@ from support.soak.operator_process import OperatorProcess
 pytestmark = [pytest.mark.apiserver, pytest.mark.slow]
 MIB = 2**20
 REOPENS_AFTER_S = float(build_kopf_settings().watching.inactivity_timeout or 0)
+SOONER_S = 20.0
 RESYNC_S = 2.0
 DEAD_S = 4.0
-SILENT_S = 45.0
+SILENT_S = 25.0
 KEPT = 20
 """Connections that may be open afterwards: each concurrent pass keeps one for its next call. A leak would add one for each call."""
 KINDS = ("DiffusionDeployment", "LoRAAdapter", "Pod", "Service")
@@ -61,12 +62,12 @@ async def test_watches_that_stall_are_opened_anew_and_tell_what_changed_came_and
 ) -> None:
     """Stall all watches, and check that the operator learns of all changes without a listing.
 
-    A watch is opened again when it brought nothing, not even a bookmark, for its time limit.
+    A watch is opened again when it brought nothing, not even a bookmark, for its time limit, which is shorter here.
     """
     names = ("edited", "deleted", "made", "bereft")
     there = Namespaces(client, kubelet, *names)
     await there.make()
-    with running(tmp_path, proxy.kubeconfig(tmp_path), control_port=kubelet.port) as operator:
+    with running(tmp_path, proxy.kubeconfig(tmp_path), control_port=kubelet.port, reopens_after_s=SOONER_S) as operator:
         for name in set(names) - {"made"}:
             await client.create(DEPLOYMENT, name, deployment())
         await client.create(ADAPTER, "deleted", adapter())
@@ -81,7 +82,7 @@ async def test_watches_that_stall_are_opened_anew_and_tell_what_changed_came_and
         await client.delete(SERVICE, "bereft", "d")
         await asyncio.sleep(5)
         assert (await there.untrue()).keys() == set(names), "nobody has heard"
-        while time.monotonic() - begun < REOPENS_AFTER_S - 10:
+        while time.monotonic() - begun < SOONER_S - 10:
             assert await health(operator) == 200
             await asyncio.sleep(5)
         await there.settle(within_s=25)
@@ -133,7 +134,7 @@ async def test_what_listings_alone_find_is_acted_on_and_a_watch_that_stays_stall
 async def test_an_api_server_that_does_what_it_is_asked_for_and_stays_silent_brings_nothing_about_twice(
     tmp_path: Path, proxy: StallingProxy, client: RestClient, kubelet: FakeKubelet
 ) -> None:
-    """Silence the API server for longer than a node's Lease while the operator writes. The same process must catch up afterwards, and
+    """Silence the API server for longer than a leader's Lease while the operator writes. The same process must catch up afterwards, and
     make no pod of a living deployment twice."""
     names = [f"silent-{number}" for number in range(6)]
     there = Namespaces(client, kubelet, *names)

@@ -5,7 +5,7 @@ import pytest
 
 from diffusion_operator.api.names import DEPLOYMENT, POD, SECRET
 from diffusion_operator.errors import ClusterRefused
-from support.operator.rig import Rig, deployment, serving, with_adapter
+from support.operator.rig import Rig, deployment, serving
 
 QUOTA = 'pods "d-0-0" is forbidden: exceeded quota: q'
 POLICY = 'pods "d-0-0" is forbidden: violates PodSecurity "restricted:latest"'
@@ -61,11 +61,6 @@ async def test_a_suspend_and_its_end_are_events() -> None:
     assert (len(rig.cluster.notes("Suspended")), len(rig.cluster.notes("Resumed"))) == (2, 1)
 
 
-async def test_a_deployment_that_begins_is_not_resumed() -> None:
-    rig = await serving(1)
-    assert not {"Suspended", "Resumed"} & set(rig.cluster.events())
-
-
 async def test_the_control_secret_is_there_before_each_pod_is_made() -> None:
     rig = await serving(1)
     rig.cluster.remove(SECRET, "d-control")
@@ -80,24 +75,3 @@ async def test_the_control_secret_is_there_before_each_pod_is_made() -> None:
     await rig.run()
     assert there == [True]
     assert rig.cluster.names(SECRET) == ["d-control"]
-
-
-async def test_a_deleted_control_secret_comes_back_within_seconds_where_a_pod_waits_for_its_volumes() -> None:
-    rig = await serving(1)
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
-    await rig.run(30)
-    rig.cluster.remove(SECRET, "d-control")
-    rig.cluster.waiting("d-1-0", "ContainerCreating")
-    await rig.run(10)
-    assert rig.cluster.names(SECRET) == ["d-control"]
-
-
-async def test_loaded_everywhere_is_never_said_beside_a_replica_that_lacks_the_adapter() -> None:
-    rig = await with_adapter()
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
-    await rig.run()
-    assert rig.adapter_condition("Ready") == ("True", "LoadedWhereAwake")
-    assert rig.adapter_message("Ready") == "loaded on 1 of 2 replicas"
-    rig.start_all()
-    await rig.run()
-    assert rig.adapter_condition("Ready") == ("True", "LoadedEverywhere")

@@ -26,19 +26,6 @@ async def scale(rig: Rig, replicas: int, seconds: float = 10) -> None:
     await rig.run(seconds)
 
 
-async def test_a_busy_replica_is_drained_before_its_pod_is_deleted() -> None:
-    rig, worker = await busy(1)
-    await scale(rig, 0)
-    assert worker.calls == ["drain 300"]
-    assert rig.cluster.names(POD) == ["d-0-0"]
-    assert rig.states() == ["Terminating"]
-    await rig.run(200)
-    assert rig.cluster.names(POD) == ["d-0-0"], "its request still runs"
-    worker.in_flight = 0
-    await rig.run(2)
-    assert rig.cluster.names(POD) == []
-
-
 async def test_a_replica_that_was_idle_is_drained_too_and_its_pod_deleted_at_once() -> None:
     rig, worker = await busy(1)
     worker.in_flight = 0

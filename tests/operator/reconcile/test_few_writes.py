@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing is written twice: one write for a child and one for a status, none at rest, none by an operator that only restarts."""
 
-from diffusion_operator.api.names import ADAPTER, ANNOTATION_APPLIED, POD, SECRET, SERVICE, Kind
+from diffusion_operator.api.names import ADAPTER, ANNOTATION_APPLIED, POD, SERVICE, Kind
 from diffusion_operator.reconcile.dispatch import reconcile
 from diffusion_operator.reconcile.runtime import deployment_key
 from support.operator.fake_cluster import Manifest
@@ -27,14 +27,6 @@ async def test_a_new_deployment_costs_one_write_a_child_and_one_status() -> None
     await rig.run(60)
     kinds = ("ConfigMap d-desired", "NetworkPolicy d-control", "PodDisruptionBudget d", "Secret d-control", "Service d")
     assert written(places) == sorted(["apply_status DiffusionDeployment d", "create Pod d-0-0", *("create " + kind for kind in kinds)])
-
-
-async def test_an_operator_that_starts_again_writes_nothing() -> None:
-    rig = await serving(2)
-    rig.restart_operator()
-    places = count_writes(rig)
-    await rig.run(300)
-    assert written(places) == []
 
 
 async def with_five_adapters() -> Rig:
@@ -91,15 +83,6 @@ async def test_at_rest_only_the_secret_that_cannot_be_read_is_looked_at_again() 
     assert written(places) == [*(2 * ["create Secret d-control"]), *(2 * ["patch Secret d-control"])]
 
 
-async def test_another_key_is_applied_though_the_secret_is_never_read() -> None:
-    rig = await serving()
-    before = _secret(rig)
-    rig.keys = (b"n" * 32, *rig.keys)
-    rig.restart_operator()
-    await rig.run()
-    assert _secret(rig)["data"] != before["data"]
-
-
 async def test_what_was_taken_from_a_spec_while_the_operator_was_away_is_taken_from_the_child() -> None:
     rig = await serving(service={"annotations": {"example.com/a": "1"}})
     before = _service(rig)["metadata"]["annotations"]
@@ -112,10 +95,6 @@ async def test_what_was_taken_from_a_spec_while_the_operator_was_away_is_taken_f
     after = _service(rig)["metadata"]["annotations"]
     assert "example.com/a" not in after
     assert after[ANNOTATION_APPLIED] != before[ANNOTATION_APPLIED]
-
-
-def _secret(rig: Rig) -> Manifest:
-    return rig.cluster.find(SECRET, "d-control") or {}
 
 
 def _service(rig: Rig) -> Manifest:

@@ -5,7 +5,6 @@ from typing import Any
 
 from diffusion_operator.api.names import CONFIG_MAP, DEPLOYMENT, EVENT, POD, SECRET, SERVICE
 from diffusion_operator.api.worker_state import LoadReport, LossReport, WireError, WorkerPhase
-from diffusion_operator.errors import ClusterRefused, ClusterUnavailable
 from support.operator.rig import Rig, deployment, serving
 
 
@@ -39,24 +38,6 @@ async def test_a_new_deployment_gets_its_children_and_serves() -> None:
     assert rig.cluster.events() == ["ReplicaReady", "ReplicaReady"]
 
 
-async def test_nothing_is_written_while_nothing_changes() -> None:
-    rig = await serving(2)
-    writes = rig.cluster.status_writes
-    await rig.run(120)
-    assert rig.cluster.status_writes == writes
-    assert rig.errors == []
-
-
-async def test_scaling_up_fills_free_indices_and_scaling_down_takes_the_least_useful() -> None:
-    rig = await serving(2)
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=4))
-    await rig.run()
-    assert rig.cluster.names(POD) == ["d-0-0", "d-1-0", "d-2-0", "d-3-0"]
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
-    await rig.run()
-    assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"], "the ones that never started go first"
-
-
 async def test_scaling_down_spares_the_busy_replica_and_unroutes_the_victim_first() -> None:
     rig = await serving(2)
     rig.workers.at("10.0.0.1").in_flight = 0
@@ -68,35 +49,6 @@ async def test_scaling_down_spares_the_busy_replica_and_unroutes_the_victim_firs
     await rig.run()
     assert rig.cluster.names(POD) == ["d-1-0"]
     assert rig.condition("Ready") == ("True", "Serving")
-
-
-async def test_zero_replicas_are_not_ready_and_leave_no_pod() -> None:
-    rig = await serving(1)
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=0))
-    await rig.run()
-    assert rig.cluster.names(POD) == []
-    assert rig.condition("Ready") == ("False", "NoReplicas")
-    assert rig.status()["replicas"] == 0
-
-
-async def test_a_deleted_pod_comes_back_under_the_next_incarnation() -> None:
-    rig = await serving(1)
-    rig.cluster.remove(POD, "d-0-0")
-    await rig.run()
-    assert rig.cluster.names(POD) == ["d-0-1"]
-    assert rig.states() == ["Pending"]
-
-
-async def test_a_deleted_service_and_a_changed_configmap_are_repaired() -> None:
-    rig = await serving(1)
-    rig.cluster.remove(SERVICE, "d")
-    config = rig.cluster.find(CONFIG_MAP, "d-desired")
-    assert config is not None
-    config["data"] = {"desired.json": "{}"}
-    rig.runtime.child_changed("default", "d", "ConfigMap", "d-desired")
-    await rig.run()
-    assert rig.cluster.names(SERVICE) == ["d"]
-    assert rig.desired()["sleep"]["policy"] == "AlwaysAwake"
 
 
 async def test_a_changed_template_replaces_the_replicas_one_by_one() -> None:
@@ -137,16 +89,6 @@ async def test_a_template_that_cannot_start_leaves_the_other_replicas_alone_and_
     rig.start_all()
     await rig.run()
     assert rig.condition("Ready") == ("True", "Serving")
-
-
-async def test_a_change_of_sleep_service_or_replicas_replaces_no_pod() -> None:
-    rig = await serving(1)
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(service={"port": 8080}, sleep={"drainTimeoutSeconds": 5}))
-    await rig.run()
-    assert rig.cluster.names(POD) == ["d-0-0"]
-    service = rig.cluster.find(SERVICE, "d")
-    assert service is not None
-    assert service["spec"]["ports"][0]["port"] == 8080
 
 
 async def test_the_default_image_stays_over_edits_that_are_taken_back_until_a_restart_by_annotation() -> None:
@@ -192,17 +134,6 @@ async def test_a_model_that_does_not_exist_is_told_in_the_workers_own_words() ->
     assert rig.condition("Ready") == ("False", "ModelError"), "another try does not hide the reason"
 
 
-async def test_a_replica_that_keeps_dying_is_crash_looping_with_its_exit_code() -> None:
-    rig = await serving(1)
-    rig.cluster.crashed("d-0-0", code=70, message="rank 1 was ended by SIGKILL", restarts=3)
-    await rig.run()
-    assert rig.condition("Ready") == ("False", "CrashLooping")
-    assert rig.condition("Degraded") == ("True", "CrashLooping")
-    assert "exit code 70" in rig.message("Ready")
-    assert "rank 1 was ended by SIGKILL" in rig.message("Ready")
-    assert rig.routable() == []
-
-
 async def test_a_restarted_container_is_a_new_boot_and_keeps_its_last_failure() -> None:
     rig = await serving(1)
     rig.restart_container("d-0-0", code=70, message="rank 0 died")
@@ -211,52 +142,6 @@ async def test_a_restarted_container_is_a_new_boot_and_keeps_its_last_failure() 
     assert (group["state"], group["bootId"], group["restarts"], group["incarnation"]) == ("Awake", "boot-2", 1, 0)
     assert (group["lastFailure"]["exitCode"], group["lastFailure"]["message"]) == (70, "rank 0 died")
     assert rig.condition("Ready") == ("True", "Serving")
-
-
-async def test_a_pod_without_a_gpu_waits_with_the_schedulers_words() -> None:
-    rig = Rig()
-    rig.cluster.put(deployment(resources={}))
-    await rig.run()
-    rig.cluster.unschedulable("d-0-0", "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
-    await rig.run()
-    assert rig.condition("Ready") == ("False", "WaitingForGPU")
-    assert rig.condition("Scheduled") == ("False", "InsufficientGPU")
-    assert "1 Insufficient nvidia.com/gpu" in rig.message("Scheduled")
-    assert rig.states() == ["Pending"]
-
-
-async def test_a_pod_that_fits_no_node_is_unschedulable() -> None:
-    rig = Rig()
-    rig.cluster.put(deployment())
-    await rig.run()
-    rig.cluster.unschedulable("d-0-0", "0/1 nodes are available: 1 Insufficient cpu.")
-    await rig.run()
-    assert rig.condition("Ready") == ("False", "Unschedulable")
-    assert rig.condition("Scheduled") == ("False", "Unschedulable")
-
-
-async def test_a_refused_pod_is_told_and_tried_again() -> None:
-    rig = Rig()
-    quota = ClusterRefused('pods "d-0-0" is forbidden: exceeded quota: q', status=403)
-    rig.cluster.refuse = lambda verb, manifest: quota if manifest["kind"] == POD.kind else None
-    rig.cluster.put(deployment())
-    await rig.run(30)
-    assert rig.condition("Scheduled") == ("False", "QuotaExceeded")
-    assert "exceeded quota" in rig.message("Ready")
-    rig.cluster.refuse = lambda verb, manifest: None
-    await rig.run(30)
-    assert rig.cluster.names(POD) == ["d-0-0"]
-    assert rig.condition("Scheduled") == ("Unknown", "Scheduling")
-
-
-async def test_an_evicted_pod_is_made_again_after_a_while() -> None:
-    rig = await serving(1)
-    await rig.run(60)
-    rig.cluster.pod_status("d-0-0", phase="Failed", reason="Evicted", message="The node was low on memory")
-    await rig.run(5)
-    assert rig.cluster.names(POD) == ["d-0-0"]
-    await rig.run(15)
-    assert rig.cluster.names(POD) == ["d-0-1"]
 
 
 async def test_the_load_is_shown_while_it_lasts() -> None:
@@ -323,19 +208,6 @@ async def test_going_to_sleep_and_waking_up_is_told_at_every_step() -> None:
     assert rig.cluster.events().count("Woke") == 2
 
 
-async def test_each_sleep_and_wake_is_asked_for_once() -> None:
-    rig = await serving(1)
-    rig.workers.at("10.0.0.1").slow = True
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(sleep={"policy": "Asleep"}))
-    await rig.run(30)
-    [call] = rig.workers.at("10.0.0.1").calls
-    assert call.startswith("sleep sleep-2-1-")
-    rig.workers.at("10.0.0.1").finish()
-    rig.restart_operator()
-    await rig.run(30)
-    assert rig.workers.at("10.0.0.1").calls == [call]
-
-
 async def test_a_wake_that_fails_is_told_and_tried_again_under_another_id() -> None:
     rig = await serving(1, sleep={"policy": "Asleep"})
     worker = rig.workers.at("10.0.0.1")
@@ -352,16 +224,6 @@ async def test_a_wake_that_fails_is_told_and_tried_again_under_another_id() -> N
     assert len(set(worker.calls)) == 3
     assert rig.cluster.events().count("WakeFailed") == 1, "not with every try"
     assert rig.condition("Ready") == ("True", "Serving")
-
-
-async def test_a_new_pod_of_a_sleeping_deployment_ends_asleep() -> None:
-    rig = await serving(1, sleep={"policy": "Asleep"})
-    rig.cluster.remove(POD, "d-0-0")
-    await rig.run()
-    rig.start("d-0-1", phase=WorkerPhase.ASLEEP)
-    await rig.run()
-    assert rig.states() == ["Asleep"]
-    assert rig.condition("Ready") == ("False", "SleepRequested")
 
 
 async def test_one_failed_poll_changes_nothing_and_three_over_fifteen_seconds_are_told() -> None:
@@ -443,17 +305,6 @@ async def test_the_operator_restarts_without_a_trace() -> None:
     assert rig.cluster.status_writes == writes
     assert calls == [rig.workers.at(ip).calls for ip in ("10.0.0.1", "10.0.0.2")]
     assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"]
-
-
-async def test_an_api_server_that_is_away_is_waited_for() -> None:
-    rig = await serving(1)
-    rig.cluster.broken = ClusterUnavailable("connection refused")
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=2))
-    await rig.run(10)
-    assert rig.errors
-    rig.cluster.broken = None
-    await rig.run(10)
-    assert len(rig.cluster.names(POD)) == 2
 
 
 async def test_a_deployment_made_again_under_the_same_name_avoids_the_names_of_old_pods() -> None:

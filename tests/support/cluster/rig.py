@@ -35,6 +35,11 @@ SERVING = Wanted("Ready", "True", ["Serving"])
 ROLLED_OUT = Wanted("Progressing", "True", ["RolloutComplete"])
 ADAPTER_READY = Wanted("Ready", "True", ["LoadedEverywhere"])
 START_S = 480.0
+# A user id that no container image knows.
+ANY_USER = 1_000_700_000
+# A deployment and an adapter that the files of the main path and of faults share.
+STEADY, STRIPED = "steady", "striped"
+MANY_STEPS = 1000
 PROMPT = "a red digit seven"
 # Levels of 255, since a batch of another size rounds its sums in another order.
 TOLERANCE = 1.0
@@ -63,6 +68,13 @@ class ClusterRig:
             "resources": {"gpuResourceName": "none", "requests": {"cpu": "100m", "memory": "512Mi"}, "sharedMemory": "128Mi"},
         }
         self.apply("DiffusionDeployment", name, base | spec)
+
+    def serve_steady(self) -> None:
+        """Serve the digits model on two ranks with one adapter, unless an earlier file has left it serving."""
+        # So many steps that an image is unfinished when its rank is killed, even on a slow machine.
+        self.serve(STEADY, ranks=2, requests={"limits": {"maxSteps": MANY_STEPS}})
+        self.adapt(STRIPED, STEADY, "/models/loras/stripes")
+        self.wait(f"lora/{STRIPED}", ADAPTER_READY)
 
     def adapt(self, name: str, deployment: str, path: str) -> None:
         """Apply a LoRAAdapter called `name` for a deployment, with the source `path`."""

@@ -4,8 +4,9 @@
 Real: the program, except its two ports, which are wrapped where the process makes them. `OPERATOR_UNDER_TEST` in the environment is a JSON
 object with these fields. `dieAt` is the number of the place to die at. `diedAt` is a file of the kinds of places where it died before. It
 dies once at each other kind, and starts again as a new process. `controlPort` is the workers' port, and `settings` are values for the
-operator's settings. After `strangersS` seconds, instead of a minute, it looks again at another owner's object. The metrics include the
-number of each kind of action begun, the number of kept objects, and the most passes of an object.
+operator's settings; `reopens_after_s` among them is the limit for a watch that brings nothing. After `strangersS` seconds, instead
+of a minute, it looks again at another owner's object. The metrics include the number of each kind of action begun, the number of kept
+objects, and the most passes of an object.
 """
 
 import json
@@ -17,10 +18,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from diffusion_operator import connected, handlers, metrics
+from diffusion_operator import connected, handlers, metrics, watch_stream
 from diffusion_operator.__main__ import main
 from diffusion_operator.plan.observed import children
 from diffusion_operator.reconcile.dispatch import reconcile
@@ -129,6 +131,12 @@ if __name__ == "__main__":
     import diffusion_operator.__main__ as program
 
     program.Process = CountingProcess  # type: ignore[misc]
+    if (reopens_after_s := TOLD.get("settings", {}).pop("reopens_after_s", None)) is not None:
+        settings = handlers.build_kopf_settings()
+        assert settings.watching.inactivity_timeout == watch_stream.TIMEOUT.sock_read == 70
+        settings.watching.inactivity_timeout = reopens_after_s
+        program.build_kopf_settings = lambda: settings
+        watch_stream.TIMEOUT = aiohttp.ClientTimeout(sock_connect=10, sock_read=reopens_after_s)
     made = program.Settings
     program.Settings = lambda **given: made(**given | TOLD.get("settings", {}))  # type: ignore[misc,assignment]
     main()

@@ -13,36 +13,16 @@ from diffusion_operator.api.names import (
     LABEL_DEPLOYMENT,
     LABEL_MANAGED_BY,
     NETWORK_POLICY,
-    SERVICE,
     Kind,
 )
-from diffusion_operator.errors import ClusterRefused
 from diffusion_operator.plan.observed.control_security import PolicyOutcome, control_secured
 from support.operator.plan_builders import made
-from support.operator.rig import Rig, deployment, serving
+from support.operator.rig import deployment, serving
 
 OFF: Mapping[Kind, dict[str, Any]] = {
     NETWORK_POLICY: {"control": {"networkPolicy": "None"}},
     DISRUPTION_BUDGET: {"podDisruptionBudget": "None"},
 }
-ON: Mapping[Kind, dict[str, Any]] = {
-    NETWORK_POLICY: {"control": {"networkPolicy": "Managed"}},
-    DISRUPTION_BUDGET: {"podDisruptionBudget": "Auto"},
-}
-
-
-@pytest.mark.parametrize("kind", OFF, ids=lambda kind: kind.kind)
-async def test_it_comes_and_goes_with_the_spec_and_the_replicas_stay(kind: Kind) -> None:
-    rig = await serving()
-    (name,) = rig.cluster.names(kind)
-    pods = rig.routable()
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(OFF[kind]))
-    await rig.run()
-    assert rig.cluster.names(kind) == []
-    rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(ON[kind]))
-    await rig.run()
-    assert rig.cluster.names(kind) == [name]
-    assert rig.routable() == pods
 
 
 @pytest.mark.parametrize("kind", OFF, ids=lambda kind: kind.kind)
@@ -112,19 +92,6 @@ async def test_a_strangers_with_our_labels_and_name_is_left_and_named_where_the_
     assert rig.condition("ChildrenReady") == ("True", "AllApplied")
 
 
-@pytest.mark.parametrize("kind", OFF, ids=lambda kind: kind.kind)
-async def test_one_that_somebody_deletes_or_edits_is_as_it_was_in_the_next_pass(kind: Kind) -> None:
-    rig = await serving()
-    (name,) = rig.cluster.names(kind)
-    before = (rig.cluster.find(kind, name) or {})["spec"]
-    rig.cluster.change(kind, name, lambda spec: spec.clear())
-    await rig.run()
-    assert (rig.cluster.find(kind, name) or {})["spec"] == before
-    rig.cluster.remove(kind, name)
-    await rig.run()
-    assert rig.cluster.names(kind) == [name]
-
-
 async def test_what_guards_the_control_port_is_told() -> None:
     rig = await serving()
     assert rig.condition("ControlSecured") == ("True", "TokenAndPolicy")
@@ -134,38 +101,7 @@ async def test_what_guards_the_control_port_is_told() -> None:
     assert rig.condition("ControlSecured") == ("True", "TokenOnly")
 
 
-async def test_a_cluster_that_refuses_both_serves_all_the_same_and_the_condition_says_why() -> None:
-    """Check that a deployment serves while NetworkPolicies and PodDisruptionBudgets are refused, as by an older Role."""
-
-    def refuse(verb: str, manifest: dict[str, Any]) -> ClusterRefused | None:
-        refused = manifest["kind"] in (NETWORK_POLICY.kind, DISRUPTION_BUDGET.kind)
-        return ClusterRefused(f"{verb}: 403 forbidden", status=403, reason="Forbidden", said="forbidden") if refused else None
-
-    rig = Rig()
-    rig.cluster.refuse = refuse
-    rig.cluster.put(deployment())
-    await rig.run()
-    rig.start_all()
-    await rig.run(30)
-    assert rig.condition("Ready") == ("True", "Serving")
-    assert rig.condition("ControlSecured") == ("False", "PolicyRefused")
-    assert "the API server did not accept a write of NetworkPolicy d-control: forbidden" in rig.message("ControlSecured")
-    assert rig.condition("ChildrenReady") == ("False", "Forbidden")
-    rig.cluster.refuse = lambda verb, manifest: None
-    await rig.run(60)
-    assert rig.condition("ChildrenReady") == ("True", "AllApplied")
-    assert rig.condition("ControlSecured") == ("True", "TokenAndPolicy")
-    assert rig.cluster.names(DISRUPTION_BUDGET) == ["d"]
-
-
 async def test_an_operator_outside_the_cluster_makes_no_policy_that_would_shut_it_out() -> None:
     verdict = control_secured(made().spec, PolicyOutcome(possible=False))
     assert (verdict.status, verdict.reason) == ("True", "TokenOnly")
     assert "--operator-namespace" in verdict.message
-
-
-async def test_everything_goes_with_the_deployment() -> None:
-    rig: Rig = await serving()
-    rig.cluster.remove(DEPLOYMENT, "d")
-    await rig.run()
-    assert [rig.cluster.names(kind) for kind in (NETWORK_POLICY, DISRUPTION_BUDGET, SERVICE)] == [[], [], []]

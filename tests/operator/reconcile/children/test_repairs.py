@@ -120,14 +120,6 @@ async def test_a_deleted_child_is_made_again_and_told(kind: Kind, name: str) -> 
     ]
 
 
-async def test_a_pod_that_was_deleted_is_told_and_its_place_taken() -> None:
-    rig = await serving(1)
-    rig.cluster.remove(POD, "d-0-0")
-    await rig.run()
-    assert rig.cluster.names(POD) == ["d-0-1"]
-    assert rig.cluster.notes("Repaired") == ["pod d-0-0 was deleted by another client; the operator repairs it"]
-
-
 async def test_a_pod_that_the_cluster_preempted_is_not_said_to_be_deleted_by_a_client() -> None:
     rig = await serving(1)
     rig.cluster.graceful = True
@@ -146,26 +138,6 @@ async def test_a_scale_down_is_an_event_that_says_which_pod_goes_and_why() -> No
     rig.cluster.change(DEPLOYMENT, "d", lambda spec: spec.update(replicas=1))
     await rig.run(30)
     assert rig.cluster.notes("PodDeleted") == ["pod d-1-0 is deleted: there are more replicas than the spec asks for"]
-
-
-async def test_a_pod_that_lost_its_label_while_no_operator_ran_gets_it_back_and_goes_on() -> None:
-    """Take the label from a pod while no operator runs. The next one restores it; otherwise the pod would hold its GPU beside its
-    successor."""
-    rig = await serving(2)
-    edit(rig, POD, "d-0-0", lambda live: live["metadata"]["labels"].pop(LABEL_DEPLOYMENT))
-    rig.restart_operator()
-    await rig.run()
-    assert rig.cluster.names(POD) == ["d-0-0", "d-1-0"]
-    assert rig.condition("Ready") == ("True", "Serving")
-
-
-async def test_a_pod_that_lost_its_label_gets_it_back_and_goes_on() -> None:
-    rig = await serving(1)
-    edit(rig, POD, "d-0-0", lambda live: live["metadata"]["labels"].pop(LABEL_DEPLOYMENT))
-    await rig.run()
-    assert rig.cluster.names(POD) == ["d-0-0"]
-    assert rig.condition("Ready") == ("True", "Serving")
-    assert rig.cluster.notes("Repaired") == ["labels of pod d-0-0 were changed by another client; the operator repairs it"]
 
 
 async def test_the_routable_label_is_put_back() -> None:
