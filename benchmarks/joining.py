@@ -40,7 +40,7 @@ class Size(msgspec.Struct, frozen=True):
     plan: Plan = Plan(wanted=7, within_s=120)
 
 
-TINY = Size(requests=32, large_requests=2, plan=TINY_PLAN)
+TINY = Size(requests=18, large_requests=1, plan=TINY_PLAN)
 
 
 def measure(*, tiny: bool = False) -> Measured:

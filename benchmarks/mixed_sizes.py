@@ -32,17 +32,22 @@ TARGETS = {"small_p99_gain": ">= 10", "large_p99_ratio": ">= 0.8", "throughput_r
 
 
 class Size(msgspec.Struct, frozen=True):
-    """The size of a run: arrivals on real steps, arrivals on measured costs, requests made alone, and the plan for the pairs."""
+    """The size of a run: arrivals on real steps, arrivals on measured costs, requests made alone, and the plan for the pairs.
+
+    `large` are the pixels of a large request's side, and its steps. `cost_steps` are those that a cost is the median of, and two more.
+    """
 
     arrivals: int = 320
     virtual: int = 5000
     # Requests made alone, to know what one takes.
     alone: int = 5
+    large: tuple[int, int] = LARGE
+    cost_steps: int = 7
     plan: Plan = Plan(wanted=5, at_most=15, within_s=360)
 
 
 # The least that has both kinds in it.
-TINY = Size(arrivals=24, virtual=48, alone=1, plan=TINY_PLAN)
+TINY = Size(arrivals=24, virtual=48, alone=1, large=(48, 8), cost_steps=3, plan=TINY_PLAN)
 
 
 def measure(*, tiny: bool = False) -> Measured:
@@ -52,9 +57,9 @@ def measure(*, tiny: bool = False) -> Measured:
     """
     size = TINY if tiny else Size()
     with TinyDevice() as device:
-        for side, steps in (SMALL, LARGE):
+        for side, steps in (SMALL, size.large):
             device.run_together([request("warm", side=side, steps=steps)])
-        service_s = {kind: _service_s(device, *kind, rounds=size.alone) for kind in (SMALL, LARGE)}
+        service_s = {kind: _service_s(device, *kind, rounds=size.alone) for kind in (SMALL, size.large)}
         arrivals = _arrivals(size.arrivals, service_s, seed=7)
         pairs = take_pairs(
             "first come, first served",
@@ -63,7 +68,7 @@ def measure(*, tiny: bool = False) -> Measured:
             by="busy_s",
             plan=size.plan,
         )
-        virtual = _virtual(_costs(device), service_s, size.virtual)
+        virtual = _virtual(_costs(device, size), service_s, size.virtual)
     figures = {name: 1 / pairs.ratio(of) for name, of in RATIOS.items()}
     figures |= {f"virtual_{name}": value for name, value in virtual.items()}
     return Measured({name: round(value, 3) for name, value in figures.items()}, TARGETS, [*pairs.samples(), virtual], [pairs])
@@ -76,12 +81,13 @@ def _service_s(device: TinyDevice, side: int, steps: int, *, rounds: int) -> flo
 
 def _arrivals(count: int, service_s: dict[tuple[int, int], float], *, seed: int) -> list[Arrival]:
     rng = random.Random(seed)
-    mean_s = ((1 - LARGE_SHARE) * service_s[SMALL] + LARGE_SHARE * service_s[LARGE]) / LOAD
+    small, large = service_s
+    mean_s = ((1 - LARGE_SHARE) * service_s[small] + LARGE_SHARE * service_s[large]) / LOAD
     arrivals, now_s = [], 0.0
     for number in range(count):
         now_s += rng.expovariate(1 / mean_s)
-        kind = LARGE if rng.random() < LARGE_SHARE else SMALL
-        name = f"{'large' if kind is LARGE else 'small'}-{number}"
+        kind = large if rng.random() < LARGE_SHARE else small
+        name = f"{'large' if kind is large else 'small'}-{number}"
         arrivals.append(Arrival(now_s, request(name, side=kind[0], steps=kind[1], seed=number)))
     return arrivals
 
@@ -111,15 +117,15 @@ def _p99(outcome: Outcome, kind: str) -> float:
     return percentile([seconds for name, seconds in outcome.latency_s.items() if name.startswith(kind)], 0.99)
 
 
-def _costs(device: TinyDevice) -> dict[tuple[int, int], float]:
+def _costs(device: TinyDevice, size: Size) -> dict[tuple[int, int], float]:
     """Measure the duration of a step for each image size and batch size.
 
     Returns median seconds, keyed by the image's side in pixels and the number of requests. Ticks at either end of a run do not count.
     """
     costs = {}
-    for side, _ in (SMALL, LARGE):
+    for side, _ in (SMALL, size.large):
         for batch in range(1, BATCH + 1):
-            reports = device.run_together([request(f"{batch}-{n}", side=side, steps=7) for n in range(batch)])
+            reports = device.run_together([request(f"{batch}-{n}", side=side, steps=size.cost_steps) for n in range(batch)])
             costs[side, batch] = statistics.median(done.seconds for done in reports[1:-1])
     return costs
 

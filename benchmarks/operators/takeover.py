@@ -2,7 +2,8 @@
 """The take-over of P17: seconds from the death of the operator's leader to the first pod of an object that was applied at that moment.
 
 Two processes of the operator look after 1,000 deployments. The leader is killed, or stopped, by turns. Each time another deployment is
-applied in the same moment, and a new process joins in the end. There is no kubelet and no worker, so each pass is as short as it can be.
+applied in the same moment, and a new process joins before the next time. There is no kubelet and no worker, so each pass is as short as
+it can be.
 
 `python -m benchmarks.operators.takeover` runs it alone.
 """
@@ -35,7 +36,7 @@ class Size(msgspec.Struct, frozen=True):
     faults: int = 6
 
 
-TINY = Size(deployments=3, faults=1)
+TINY = Size(deployments=1, faults=1)
 
 
 def take_over(*, tiny: bool = False) -> dict[str, float]:
@@ -55,7 +56,6 @@ async def _turn(place: Place, *, size: Size) -> list[float]:
         await crew.leader()
         for first in range(0, size.deployments, STEP):
             await place.apply_all(changes, range(first, min(first + STEP, size.deployments)))
-        await crew.join()
         return [await lose_leader(place, changes, crew, stopped=number % 2 == 1) for number in range(size.faults)]
 
 
@@ -99,10 +99,11 @@ class Crew:
 
 
 async def lose_leader(place: Place, changes: KubeChanges, crew: Crew, *, stopped: bool) -> float:
-    """Kill the leader, or suspend it with `stopped`, and create a deployment at once; return the seconds until its pod is there.
+    """Let another process join, kill the leader, or suspend it with `stopped`, and create a deployment at once.
 
-    Afterwards the old leader is killed and another process has joined, so there are as many as before.
+    Returns the seconds until the deployment's pod is there. Afterwards the old leader is killed, and one process is left.
     """
+    await crew.join()
     leader, pods = await crew.leader(), changes.added(POD)
     begun = time.monotonic()
     if stopped:
@@ -114,7 +115,6 @@ async def lose_leader(place: Place, changes: KubeChanges, crew: Crew, *, stopped
     seconds = time.monotonic() - begun
     leader.kill()
     crew.members.remove(leader)
-    await crew.join()
     return seconds
 
 

@@ -71,7 +71,7 @@ class Size(msgspec.Struct, frozen=True):
     passes: int = 100
 
 
-TINY = Size(deployments=6, busy=2, hosts=1, cut=2, changes=4, changes_s=1.0, seconds=2.0, settle_s=60.0, quiet_s=0.5, adapters=5, passes=3)
+TINY = Size(deployments=3, busy=1, hosts=1, cut=1, changes=2, changes_s=0.2, seconds=0.5, settle_s=60.0, quiet_s=0.2, adapters=2, passes=2)
 
 Sample = dict[str, float]
 

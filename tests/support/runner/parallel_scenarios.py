@@ -31,6 +31,7 @@ from support.lora.adapters import write_adapter
 from support.runner.rank_processes import Rank
 from support.runner.rig import OneRank, request
 from support.runner.scenarios import calls_of, tiles
+from support.sample import sample
 
 MODULES = (flux, flux2, ltx, qwen, stable_diffusion, stable_diffusion_3, wan, worded_images)
 # Latents, since decoding is independent of these kinds.
@@ -40,17 +41,20 @@ ADAPTER = LoRAUse(7, 1.0)
 
 SEQUENCE_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline", "WanPipeline", "LTXPipeline", "StableDiffusion3Pipeline")
 # The same families with other arguments: reference images, a time for each token, a second denoiser.
-MORE_SEQUENCE_FAMILIES = (
+OTHER_ARGUMENTS = (
     "FluxKontextPipeline",
     "Flux2Pipeline (two references)",
     "QwenImageEditPipeline",
     "WanPipeline (a time for each token)",
-    "WanPipeline (two experts)",
     "LTXImageToVideoPipeline",
 )
+MORE_SEQUENCE_FAMILIES = (*sample(OTHER_ARGUMENTS, 2), "WanPipeline (two experts)")
 TENSOR_FAMILIES = ("FluxPipeline", "Flux2Pipeline", "QwenImagePipeline")
 # The roles of OmniGen's arguments depend on the name of its model's class, which sharding changes.
-SHARDED_FAMILIES = (*SEQUENCE_FAMILIES, "StableDiffusionPipeline", "OmniGenPipeline")
+SHARDED_FAMILIES = (*sample(SEQUENCE_FAMILIES, 1), "StableDiffusionPipeline", "OmniGenPipeline")
+# Over four ranks the kinds are joined. What is split in a family is the same.
+FOUR_RANKS_SEQUENCE_FAMILIES = sample(SEQUENCE_FAMILIES, 2)
+FOUR_RANKS_TENSOR_FAMILIES = sample(TENSOR_FAMILIES, 1)
 # Rows of two requests with guidance share calls from the second step on.
 REQUESTS = (Asked(1, 3, 5.0), Asked(2, 2, 3.0))
 WITH_ADAPTER = (replace(REQUESTS[0], loras=[ADAPTER]), *REQUESTS[1:])
@@ -149,8 +153,10 @@ def two(rank: Rank) -> dict[str, Any]:
 def four(rank: Rank) -> dict[str, Any]:
     """Run families with rows spread as well, or with two kinds at once, over four ranks. Return the differences by case, and the
     `places`."""
-    found: dict[str, Any] = {f"{name} sequence 2 x rows 2": difference(rank, BY_NAME[name], sequence=2) for name in SEQUENCE_FAMILIES}
-    for name in TENSOR_FAMILIES:
+    found: dict[str, Any] = {
+        f"{name} sequence 2 x rows 2": difference(rank, BY_NAME[name], sequence=2) for name in FOUR_RANKS_SEQUENCE_FAMILIES
+    }
+    for name in FOUR_RANKS_TENSOR_FAMILIES:
         found[f"{name} tensor 2 x rows 2"] = difference(rank, BY_NAME[name], tensor=2)
         found[f"{name} tensor 4"] = difference(rank, with_config(BY_NAME[name], num_attention_heads=4), WITH_ADAPTER, tensor=4)
     found["QwenImagePipeline sequence 4"] = difference(rank, with_config(BY_NAME["QwenImagePipeline"], num_attention_heads=4), sequence=4)

@@ -4,16 +4,15 @@
 In float64 the rounding of another batch size is far below the effect of any mistake, so one bound fits all.
 """
 
-import functools
-
 import diffusers
 import pytest
 import torch
 
-from support.families.rig.all import FAMILIES, every_family, some_families
+from support.families.rig.all import FAMILIES, ONE_OF_EACH, for_each, some_families
 from support.families.rig.checks import check_trio
 from support.families.rig.family import Family
 from support.families.rig.family_rig import Asked, FamilyRig, apart
+from support.sample import sample
 
 pytestmark = pytest.mark.slow
 
@@ -24,17 +23,8 @@ PROMISED = {
     *("AuraFlow", "Chroma", "CogVideoX", "Flux", "Flux 2", "Flux 2 Klein", "Flux Kontext", "HiDream", "HunyuanVideo", "Kolors", "LTX"),
     *("Lumina 2", "Mochi", "PixArt", "Qwen-Image", "Qwen-Image-Edit", "SD 1.5", "SD 3", "SDXL", "Sana", "Wan 2.1", "Wan 2.2", "Z-Image"),
 }
-BY_NAME = {family.name: family for family in FAMILIES}
-
-
-@functools.cache
-def rig_of(name: str) -> FamilyRig:
-    return FamilyRig(BY_NAME[name])
-
-
-@functools.cache
-def one_alone(name: str) -> torch.Tensor:
-    return rig_of(name).alone(ONE)
+OTHERS = [family for family in ONE_OF_EACH if family.family not in PROMISED]
+IN_COMPANY = [family for family in ONE_OF_EACH if family.family in PROMISED] + sample(OTHERS, 10)
 
 
 def assert_equal(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -42,19 +32,21 @@ def assert_equal(one: torch.Tensor, other: torch.Tensor) -> None:
     assert int((one != other).sum()) == 0, f"{apart(one, other):.1e} apart"
 
 
-@every_family
+@for_each([family for family in OTHERS if family not in IN_COMPANY])
 def test_a_request_alone_is_bit_equal_to_diffusers(family: Family) -> None:
-    (served,) = rig_of(family.name).together(ONE)
-    assert_equal(served, one_alone(family.name))
+    rig = FamilyRig(family)
+    (served,) = rig.together(ONE)
+    assert_equal(served, rig.alone(ONE))
 
 
 @some_families
 def test_an_exact_request_in_company_is_bit_equal_to_diffusers(family: Family) -> None:
-    served, _ = rig_of(family.name).together(Asked(ONE.seed, ONE.steps, exact=True), OTHER)
-    assert_equal(served, one_alone(family.name))
+    rig = FamilyRig(family)
+    served, _ = rig.together(Asked(ONE.seed, ONE.steps, exact=True), OTHER)
+    assert_equal(served, rig.alone(ONE))
 
 
-@every_family
+@for_each(IN_COMPANY)
 def test_three_requests_that_join_at_different_times_equal_the_three_alone(family: Family) -> None:
     check_trio(family, FamilyRig(family, family.compared_in))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variants of six files of families on the rehearsal's device, through the model runner.
+"""Variants of four files of families on the rehearsal's device, through the model runner.
 
 Results are those of the CPU, nothing is used before it is there, and steady steps wait for nothing but what is allowed. `make soak` has all
 variants.
@@ -18,7 +18,7 @@ from support.sample import WHOLE, sample
 
 pytestmark = pytest.mark.slow
 FILES = [[family for family in families if family.name not in BEYOND] for families in BY_FILE.values()]
-SAMPLE = [family for families in sample(FILES, 6) for family in sample(families, 1)]
+SAMPLE = [family for families in sample(FILES, 4) for family in sample(families, 1)]
 
 
 @functools.cache

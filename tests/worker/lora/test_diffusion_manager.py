@@ -171,6 +171,15 @@ def test_of_the_callers_list_none_goes_that_is_in_use_or_shares_its_memory_with_
     assert rig.manager.add_adapter(rig.request(6), LoadOptions(evict=[4, 2])).evicted == [2, 4]
 
 
+def test_where_nobody_may_go_a_new_version_has_room_beside_the_old_one_and_no_third(rig: Rig) -> None:
+    rig.add(1, 2, 3)
+    assert rig.manager.add_adapter(rig.request(4), LoadOptions(evict=[])).evicted == []
+    with pytest.raises(RequestError) as refused:
+        rig.manager.add_adapter(rig.request(5), LoadOptions(evict=[]))
+    assert refused.value.code is ErrorCode.CAPACITY_EXCEEDED
+    assert rig.manager.list_adapters() == [1, 2, 3, 4]
+
+
 def test_a_copy_of_two_names_stays_until_the_pin_of_each_has_ended(rig: Rig) -> None:
     rig.add(1, 2)
     rig.manager.add_adapter(rig.request(3, seed=2))

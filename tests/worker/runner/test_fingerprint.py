@@ -14,7 +14,7 @@ from diffusion_worker.config import Compile, StepCache
 from diffusion_worker.errors import ErrorCode, RequestError
 from diffusion_worker.lora.request import LoadOptions, LoRARequest
 from diffusion_worker.lora.slot_bank import Segment
-from diffusion_worker.messages import Fingerprint, LoRAUse, MemoryTag, ModelInfo, RequestSpec, SleepLevel, Task, Tick
+from diffusion_worker.messages import Fingerprint, LoRAUse, MemoryTag, ModelInfo, RequestSpec, Task, Tick
 from diffusion_worker.runner.fingerprint import SMALLEST_SIDE, probe_requests
 from diffusion_worker.runner.model_call.call import ModelCall
 from diffusion_worker.runner.model_runner import DiffusionModelRunner
@@ -52,15 +52,6 @@ def of(rig: RunnerRig) -> Fingerprint:
     return rig.runner.fingerprint(probe=True)
 
 
-@pytest.mark.parametrize("level", SleepLevel)
-def test_it_is_the_same_after_a_sleep(rig: RunnerRig, level: SleepLevel) -> None:
-    before = of(rig)
-    assert before.probe is not None
-    rig.runner.release(level)
-    rig.runner.restore()
-    assert of(rig) == before
-
-
 def test_a_flipped_bit_of_a_weight_is_seen_by_the_checksum_and_a_large_change_by_the_probe_too(rig: RunnerRig) -> None:
     before = of(rig)
     Corrupter(rig.runner).flip_weight()
@@ -90,18 +81,6 @@ def test_every_tensor_of_the_model_counts(rig: RunnerRig) -> None:
         flip(tensor)
 
 
-def test_a_mirror_that_changed_is_seen_after_the_wake_and_not_before(rig: RunnerRig) -> None:
-    before = of(rig)
-    Corrupter(rig.runner).flip_mirror()
-    assert of(rig) == before
-    rig.runner.release()
-    rig.runner.restore()
-    assert of(rig).weights != before.weights
-    Corrupter(rig.runner).flip_mirror()
-    rig.runner.release()
-    rig.runner.restore()
-
-
 def test_an_adapter_is_known_by_its_file_and_by_what_is_kept_of_it(rig: RunnerRig) -> None:
     before = of(rig)
     loaded = rig.runner.add_lora(STRIPES, LoadOptions())
@@ -109,7 +88,7 @@ def test_an_adapter_is_known_by_its_file_and_by_what_is_kept_of_it(rig: RunnerRi
     try:
         with_it = of(rig)
         assert (with_it.weights, with_it.probe) == (before.weights, before.probe)
-        assert list(with_it.adapters) == [1] and with_it.adapters[1].startswith(loaded.identity)
+        assert with_it.adapters == {1: f"{loaded.identity} {loaded.checksum}"}
         rig.run(request("a", loras=[LoRAUse(1, 1.0)]))
         assert of(rig) == with_it
         Corrupter(rig.runner).flip_adapter(1)
@@ -158,16 +137,6 @@ def test_a_wake_after_which_adapters_are_in_no_slot_is_seen(rig: RunnerRig, monk
         rig.runner.release()
         rig.runner.restore()
         assert of(rig) == known
-    finally:
-        rig.runner.loras.remove_adapter(1)
-
-
-def test_what_a_load_tells_of_an_adapter_is_what_is_found_later(rig: RunnerRig) -> None:
-    """Load an adapter, and compare its identity and checksum with the fingerprint, with which the first wake compares it too."""
-    loaded = rig.runner.add_lora(STRIPES, LoadOptions())
-    assert rig.runner.loras is not None
-    try:
-        assert of(rig).adapters == {1: f"{loaded.identity} {loaded.checksum}"}
     finally:
         rig.runner.loras.remove_adapter(1)
 

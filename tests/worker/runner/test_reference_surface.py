@@ -134,12 +134,6 @@ def test_a_request_is_refused_while_another_has_the_model_for_itself_which_runs_
     assert fresh.execute_model(request("between")).shape == (32, 32, 3)
 
 
-def test_a_worker_refuses_a_request_whose_adapter_is_not_loaded(fresh: DiffusionWorker) -> None:
-    with pytest.raises(RequestError) as refused:
-        fresh.execute_model(STYLED)
-    assert refused.value.code is ErrorCode.ADAPTER_NOT_LOADED
-
-
 def test_a_new_manager_of_adapters_has_none_of_them_and_the_layers_are_the_models_own(fresh: DiffusionWorker) -> None:
     base = fresh.execute_model(request("base"))
     assert (wrapped(fresh), fresh.memory().adapter_slots_bytes) == (0, 0)

@@ -112,12 +112,6 @@ def test_a_model_that_cannot_be_loaded_says_why(change: dict[str, Any], says: st
         load_pipeline(config, torch.float32)
 
 
-def test_the_dtype_of_the_weights_can_be_chosen() -> None:
-    rig = RunnerRig(dtype=Dtype.BFLOAT16)
-    assert rig.model.dtype == "bfloat16"
-    assert rig.model.weights_bytes < 7_000_000
-
-
 def test_components_can_have_dtypes_of_their_own_and_the_state_says_which() -> None:
     rig = RunnerRig(dtype=Dtype.BFLOAT16, component_dtypes={"vae": Dtype.FLOAT32, "text_encoder": Dtype.BFLOAT16})
     parts = rig.runner.pipeline.components

@@ -76,13 +76,6 @@ def joined(rig: RunnerRig) -> Any:
     rig.runner.drop_all()
 
 
-def test_the_same_seed_is_the_same_image_and_another_seed_another_one_whoever_else_runs(rig: RunnerRig) -> None:
-    first, _ = rig.run(request("a", seed=5, exact=True))
-    second, _ = rig.run(request("b", seed=6), request("a", seed=5, exact=True), request("c", seed=7), joining=[0, 1, 0])
-    np.testing.assert_array_equal(first["a"], second["a"])
-    assert levels_apart(second["a"], second["b"]) > 20
-
-
 def test_numbers_drawn_without_a_generator_are_the_requests_own(rig: RunnerRig, joined: Any) -> None:
     def draw() -> torch.Tensor:
         model: Any = SuspendingModule("transformer", Double())
@@ -97,15 +90,6 @@ def test_numbers_drawn_without_a_generator_are_the_requests_own(rig: RunnerRig, 
 
     alone, company = drawn("a"), drawn("b", "a")
     assert torch.equal(alone["a"], company["a"])
-
-
-def test_guidance_may_differ_inside_one_call_and_each_image_is_its_own(rig: RunnerRig, plain: Any) -> None:
-    requests = [request(f"g{scale}", guidance_scale=scale) for scale in (2.0, 5.0, 9.0)]
-    images, _ = rig.run(*requests)
-    assert [call.rows for call in rig.denoiser_calls()] == [6, 6, 6]
-    for spec in requests:
-        assert levels_apart(images[spec.request_id], image_of_diffusers(plain, spec)) <= 1
-    assert levels_apart(images["g2.0"], images["g9.0"]) > 5
 
 
 def test_an_exact_request_in_company_is_bit_equal_to_diffusers_and_its_rows_stay_together(rig: RunnerRig, plain: Any) -> None:
@@ -185,14 +169,6 @@ def test_requests_with_another_batch_key_never_share_a_call(rig: RunnerRig, join
     assert sorted(call.rows for call in rig.parallel.calls) == [1, 2]
 
 
-def test_a_request_is_found_from_its_first_tick_to_its_end(rig: RunnerRig) -> None:
-    rig.runner.execute_stepwise(Tick(1, [request("a", steps=2)]))
-    assert rig.runner._states["a"].steps_done == 1
-    rig.runner.execute_stepwise(Tick(2))
-    assert list(rig.runner.execute_stepwise(Tick(3)).images) == ["a"]
-    assert rig.runner._states == {}
-
-
 def test_only_the_requests_that_a_tick_names_advance_and_unknown_names_are_passed_over(rig: RunnerRig) -> None:
     rig.runner.execute_stepwise(Tick(1, [request("a", steps=4), request("b", steps=4)], advance=["a"]))
     rig.runner.execute_stepwise(Tick(2, advance=["a", "gone"]))
@@ -223,12 +199,6 @@ def test_a_tick_that_fails_takes_back_only_its_new_requests(rig: RunnerRig, monk
     rig.runner.drop_all()
 
 
-def test_one_request_at_a_time_is_what_the_steps_make_bit_for_bit(rig: RunnerRig) -> None:
-    spec = request("one", steps=4)
-    stepped, _ = rig.run(spec)
-    np.testing.assert_array_equal(rig.runner.execute_model(spec), stepped["one"])
-
-
 def test_one_request_at_a_time_needs_a_prompt(rig: RunnerRig) -> None:
     with pytest.raises(RequestError, match="prompt: expected some text"):
         rig.runner.execute_model(request("one", prompt=""))
@@ -243,17 +213,6 @@ def test_a_pipeline_that_returns_no_image_is_refused_by_its_name(rig: RunnerRig,
     monkeypatch.setattr("diffusion_worker.runner.pipelines.tasks.make_body", lambda pipeline, spec, **_: lambda: "a string")
     with pytest.raises(RequestError, match="StableDiffusion3Pipeline returned str, expected an image"):
         rig.runner.execute_model(request("one"))
-
-
-def test_models_run_without_gradients_and_sharded_ones_outside_inference_mode(rig: RunnerRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setattr(rig.parallel, "before", lambda call: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled())))
-    rig.run(request("one"))
-    assert set(seen) == {(False, True)}
-    seen.clear()
-    monkeypatch.setattr(rig.runner, "_config", type(rig.config)(model="x", served_name="x", shard=2))
-    rig.run(request("one"))
-    assert set(seen) == {(False, False)}
 
 
 def test_a_precision_of_one_request_is_not_the_others(rig: RunnerRig, joined: Any) -> None:

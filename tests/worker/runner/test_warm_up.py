@@ -21,7 +21,7 @@ from diffusion_worker.runner.stepping.step_output import StepOutput
 from diffusion_worker.runner.warm_up import Variant, compiled_variants, warm_up, warm_up_requests
 from support.runner.rig import RunnerRig
 from support.worker.fake_rank_group import FakeRankGroup
-from support.worker.process import REPOSITORY, START_TIMEOUT_S, WorkerProcess
+from support.worker.process import WorkerProcess
 from support.worker.server_edge import Edge
 
 MODEL = ModelInfo(pipeline="P", dtype="float32", size_multiple=8, weights_bytes=1)
@@ -281,30 +281,23 @@ def test_the_warm_up_calls_every_model_and_leaves_nothing_behind(pipeline: str) 
 
 
 @pytest.mark.slow
-def test_real_ranks_are_warm_before_they_are_ready_and_again_after_one_is_killed() -> None:
-    with WorkerProcess(ranks=2, options=("--warmup-steps=2", "--warmup-size=64x64", "--warmup-size=32x32")) as worker:
+def test_real_ranks_on_a_machine_without_a_compiler_are_warm_before_they_are_ready_and_again_after_one_is_killed(tmp_path: Path) -> None:
+    # The worker's container image has no g++ either.
+    env = {"PATH": str(tmp_path), "CXX": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    options = ("--compile=default", "--max-loras=0", "--warmup-steps=2", "--warmup-size=64x64", "--warmup-size=32x32")
+    with WorkerProcess(ranks=2, options=options, env=env) as worker:
         worker.wait_ready()
         before = worker.state()
         assert worker.output.count("warmed up steps=2") == 1
         assert (before["load"]["stage"], before["inFlight"], before["lastRequestAgeSeconds"]) == ("Done", 0, None)
         assert 'route="/v1/images/generations"' not in worker.get("/metrics").text
+        assert before["features"]["compile"].startswith("none: compilation failed: "), before["features"]
+        assert worker.output.count("--compile default: JointTransformerBlock cannot be compiled") == 2
+        assert worker.image(prompt="a red digit seven", seed=1, num_inference_steps=2).size == (64, 64)
         os.kill(worker.rank_pids()[1], signal.SIGKILL)
         worker.wait_for(lambda: worker.state()["restarts"] == 1, what="a new generation")
         worker.wait_state("ready")
         assert worker.output.count("warmed up steps=2") == 2
-
-
-@pytest.mark.slow
-def test_a_model_that_makes_no_image_never_becomes_ready_and_the_worker_ends_with_1(tmp_path: Path) -> None:
-    module = "from diffusers import StableDiffusion3Pipeline\n\n\nclass Broken(StableDiffusion3Pipeline):\n"
-    module += "    def encode_prompt(self, *args, **kwargs):\n        raise IndexError('no such layer')\n"
-    (tmp_path / "broken_pipeline.py").write_text(module)
-    options = ("--load-format=custom-pipeline", "--pipeline=broken_pipeline:Broken")
-    with WorkerProcess(options=options, env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY / 'worker' / 'src'}"}) as worker:
-        assert worker.wait_exit(START_TIMEOUT_S) == 1
-        said = worker.termination_log.read_text()
-    assert f"{WARM_UP_FAILED}RequestFailed: warm-up: generate with 2 steps in the default size by Broken: " in said
-    assert "IndexError: no such layer" in said
 
 
 # --- parts --------------------------------------------------------------------------------------------------------------

@@ -502,16 +502,6 @@ async def test_a_source_of_the_file_that_stalls_does_not_cost_the_wake(tmp_path:
         await edge.wait_for(lambda: _has(edge, ("b", "Loaded")))
 
 
-async def test_a_file_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "desired.json"
-    write(path, wanted("a"))
-    async with serving_edge(desired_path=str(path)) as edge:
-        await sleep(edge)
-        path.write_text("{")
-        await wake(edge)
-        assert states(edge) == [("a", "Loaded")]
-
-
 async def test_a_worker_that_comes_back_asleep_knows_its_adapters_and_its_ranks_hear_of_them_at_the_wake(tmp_path: Path) -> None:
     path = tmp_path / "desired.json"
     write(path, wanted("a"), wanted("later", residency=Residency.ON_DEMAND), policy=SleepPolicy.ASLEEP)

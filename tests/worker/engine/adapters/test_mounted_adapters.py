@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diffusion_worker.engine.state.state_document import DesiredSleep, Residency, SleepCall, SleepPolicy, WakeCall
+from diffusion_worker.engine.state.state_document import Residency, SleepCall, WakeCall
 from diffusion_worker.sources.source import HuggingFaceSource, Source
 from support.worker.fake_rank_group import FakeRankGroup
 from support.worker.mounted_folder import MountedFolder, wanted
@@ -87,15 +87,6 @@ async def _wake(edge: Edge, operation_id: str = "w") -> None:
     await edge.engine.operation_over(operation_id)
 
 
-async def test_a_wake_follows_the_file(folder: MountedFolder) -> None:
-    async with serving_edge(desired_path=folder.write(wanted("same"), wanted("gone"), age_s=60)) as edge:
-        await _sleep(edge)
-        folder.write(wanted("added"), wanted("same"))
-        await _wake(edge)
-        assert states(edge) == {"same": "Loaded", "added": "Loaded"}
-        assert edge.fetcher.fetches.count("/same") == 1
-
-
 async def test_what_a_call_said_meanwhile_is_newer_than_a_file_that_is_late(folder: MountedFolder) -> None:
     """Let a start run out of time while its adapters are fetched, and put one of them by a call.
 
@@ -134,12 +125,3 @@ async def test_files_that_came_later_count_where_a_start_still_has_adapters_to_l
         assert record.source == Source(path="/s4")
         assert "org/s5" not in edge.fetcher.fetches
         await edge.engine.terminate()
-
-
-async def test_a_worker_that_starts_asleep_knows_the_adapters_of_its_file(folder: MountedFolder) -> None:
-    path = folder.write(wanted("a"), wanted("b"), wanted("c"), sleep=DesiredSleep(policy=SleepPolicy.ASLEEP))
-    settings: dict[str, Any] = {"desired_path": path, "state_dir": str(folder.folder), "max_loras": 1, "max_cached_loras": 2}
-    async with serving_edge(**settings):
-        pass
-    async with serving_edge(**settings) as edge:
-        assert states(edge) == {"a": "Deferred", "b": "Deferred", "c": "Cached"}

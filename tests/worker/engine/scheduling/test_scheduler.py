@@ -145,33 +145,6 @@ def test_the_window_never_delays_what_runs_nor_what_joins_it() -> None:
     assert outcome.latency_s["other"] >= 0.5
 
 
-def test_an_aborted_request_that_waits_never_joins() -> None:
-    scheduler = scheduler_with(spec("a"))
-    scheduler.remove("a")
-    assert scheduler.next_tick(0.0) is None
-    assert (scheduler.running, scheduler.waiting) == (0, 0)
-
-
-def test_an_aborted_request_that_runs_leaves_with_the_next_tick_and_its_place_is_taken() -> None:
-    scheduler = scheduler_with(spec("a"), spec("b"), size=1)
-    scheduler.next_tick(0.0)
-    scheduler.remove("a")
-    tick = scheduler.next_tick(0.0)
-    assert tick is not None
-    assert (tick.leave, [item.request_id for item in tick.join], tick.advance) == (["a"], ["b"], ["b"])
-
-
-def test_an_aborted_request_leaves_even_where_nobody_else_is() -> None:
-    scheduler = scheduler_with(spec("a"))
-    step(scheduler)
-    scheduler.remove("a")
-    tick = scheduler.next_tick(0.0)
-    assert tick is not None
-    assert (tick.leave, tick.advance) == (["a"], [])
-    scheduler.observe(done(tick), 0.0)
-    assert scheduler.next_tick(0.0) is None
-
-
 def test_a_report_of_a_request_that_was_removed_does_not_end_a_new_one_of_its_name() -> None:
     scheduler = scheduler_with(spec("a"))
     tick = scheduler.next_tick(0.0)

@@ -35,18 +35,14 @@ async def test_a_sleep_gives_the_memory_of_all_ranks_back_and_a_wake_serves_the_
     slept = await rig.sleep(level=level)
     assert (slept.error, slept.freed_bytes, slept.level) == (None, 2 * WEIGHTS_BYTES, level)
     assert (rig.engine.state, rig.asleep) == ("asleep", [ALL, ALL])
-    woken = await rig.wake()
-    assert (woken.error, woken.freed_bytes, woken.level) == (None, None, level)
-    assert rig.engine.state == "ready"
-    assert (await rig.image()).images[0].pixels == before.images[0].pixels
-
-
-async def test_each_rank_s_acknowledgement_of_the_last_operation_can_be_told(rig: SleepRig) -> None:
-    await rig.sleep()
     assert [(ack.rank, ack.freed_bytes, ack.resident_bytes) for ack in rig.engine.last_acks] == [
         (0, WEIGHTS_BYTES, 0),
         (1, WEIGHTS_BYTES, 0),
     ]
+    woken = await rig.wake()
+    assert (woken.error, woken.freed_bytes, woken.level) == (None, None, level)
+    assert rig.engine.state == "ready"
+    assert (await rig.image()).images[0].pixels == before.images[0].pixels
 
 
 async def test_a_warm_up_is_made_once_by_each_generation_of_ranks(rig: SleepRig) -> None:
@@ -133,18 +129,6 @@ async def test_a_sleep_while_it_wakes_conflicts_and_names_the_wake(rig: SleepRig
     await rig.over("wake")
 
 
-async def test_while_the_model_loads_or_is_started_again_an_operation_is_to_come_later(rig: SleepRig) -> None:
-    rig.ranks.loading.clear()
-    rig.ranks.lose(KILLED)
-    await rig.until("restarting")
-    for begin in (rig.begin_sleep, rig.begin_wake):
-        with pytest.raises(RequestError) as refused:
-            begin()
-        assert refused.value.code is ErrorCode.BUSY
-    rig.ranks.loading.set()
-    await rig.until("ready")
-
-
 async def test_a_sleep_is_refused_with_the_option_that_excludes_it() -> None:
     async with sleep_rig(offload=Offload.MODEL) as rig:
         with pytest.raises(RequestError, match="sleep: not supported with --offload model"):
@@ -226,15 +210,11 @@ async def test_a_partly_woken_model_does_not_serve_until_the_last_tag_which_veri
     with pytest.raises(RequestError) as refused:
         await rig.image()
     assert (refused.value.code, rig.ranks.counts["fingerprint"]) == (ErrorCode.ASLEEP, verified)
-    await rig.wake(tags=[MemoryTag.ADAPTERS, MemoryTag.CACHES])
-    assert (rig.engine.state, rig.ranks.counts["fingerprint"]) == ("ready", verified + 1)
-
-
-async def test_a_partly_woken_model_can_be_put_to_sleep_again(rig: SleepRig) -> None:
-    await rig.sleep()
-    await rig.wake(tags=[MemoryTag.WEIGHTS])
     assert (await rig.sleep()).freed_bytes == 2 * WEIGHTS_BYTES
     assert rig.asleep == [ALL, ALL]
+    await rig.wake(tags=[MemoryTag.WEIGHTS])
+    await rig.wake(tags=[MemoryTag.ADAPTERS, MemoryTag.CACHES])
+    assert (rig.engine.state, rig.ranks.counts["fingerprint"]) == ("ready", verified + 1)
 
 
 async def test_a_wake_of_everything_conflicts_with_one_of_some_tags_in_progress(rig: SleepRig) -> None:
@@ -268,16 +248,6 @@ async def test_a_start_that_fails_is_known_to_those_that_wait_for_it() -> None:
 
 
 # Adapters
-
-
-async def test_after_a_discard_the_adapters_are_loaded_again_before_the_model_serves(rig: SleepRig) -> None:
-    await rig.put("style")
-    before = (await rig.image(model="style")).images[0].pixels
-    await rig.sleep(level=SleepLevel.DISCARD)
-    assert (rig.adapters(), rig.ranks.registered) == ({"style": "Deferred"}, {})
-    assert (await rig.wake()).error is None
-    assert rig.adapters() == {"style": "Loaded"}
-    assert (await rig.image(model="style")).images[0].pixels == before
 
 
 async def test_the_end_of_the_server_in_the_middle_of_anything_is_an_end_in_time() -> None:

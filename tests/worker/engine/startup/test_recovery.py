@@ -225,47 +225,6 @@ async def test_an_adapter_that_drains_when_the_group_is_lost_serves_its_requests
 # Sleep and wake
 
 
-async def test_a_group_that_is_lost_asleep_goes_back_to_sleep_and_refuses_all_the_while(edge: Edge) -> None:
-    await edge.operate("sleep")
-    await edge.wait_state(state="asleep")
-    edge.ranks.loading.clear()
-    edge.ranks.lose(KILLED)
-    await edge.wait_state(state="restarting")
-    assert (await edge.request_images(prompt="p kumquatfen")).json()["error"]["code"] == "Asleep"
-    edge.ranks.loading.set()
-    document = await edge.wait_state(generation=2, state="asleep")
-    assert [rank["memory"]["weightsResidentBytes"] for rank in document["ranks"]] == [0, 0]
-
-
-async def test_a_sleep_during_which_the_group_is_lost_is_finished_by_the_next_one_without_its_loading_anything(edge: Edge) -> None:
-    edge.ranks.killers["handle_sleep_task"] = KILLED
-    await edge.operate("sleep", operationId="op-1")
-    document = await edge.wait_state(generation=2, state="asleep", operation=None)
-    assert document["lastOperation"].items() >= {"operationId": "op-1", "kind": "sleep", "error": None}.items()
-    assert edge.ranks.starts_asleep == [False, True]
-
-
-async def test_a_drain_during_which_the_group_is_lost_waits_for_the_replayed_requests(edge: Edge) -> None:
-    (task,) = await asked(edge)
-    await edge.operate("sleep", operationId="op-1")
-    await edge.wait_state(state="draining")
-    edge.ranks.lose(KILLED)
-    await edge.wait_state(generation=2, state="draining")
-    edge.ranks.stepping.set()
-    assert (await task).status_code == 200
-    await edge.wait_state(state="asleep")
-
-
-async def test_a_wake_during_which_the_group_is_lost_ends_with_an_awake_one(edge: Edge) -> None:
-    await edge.operate("sleep")
-    await edge.wait_state(state="asleep")
-    edge.ranks.killers["handle_wake_task"] = KILLED
-    await edge.operate("wake", operationId="op-2")
-    document = await restarted(edge, operation=None)
-    assert document["lastOperation"].items() >= {"operationId": "op-2", "kind": "wake", "error": None}.items()
-    assert (await edge.request_images(prompt="p kumquatfen")).status_code == 200
-
-
 # When it is no use
 
 
@@ -321,16 +280,6 @@ async def test_ranks_that_every_request_loses_are_given_up_although_each_request
             assert "lost too often" in await edge.engine.run_until_failure()
 
 
-async def test_a_group_that_is_lost_too_often_fails_the_engine() -> None:
-    async with serving_edge(max_restarts=2) as edge:
-        for generation in (2, 3):
-            edge.ranks.lose(KILLED)
-            await restarted(edge, generation)
-        edge.ranks.lose(KILLED)
-        async with asyncio.timeout(30):
-            assert "lost too often" in await edge.engine.run_until_failure()
-
-
 def test_restarts_count_for_ten_minutes() -> None:
     budget = RestartBudget(2)
     assert [budget.spend(number, at) for number, at in enumerate((0.0, 1.0, 2.0))] == [True, True, False]
@@ -342,15 +291,6 @@ def test_explained_losses_give_their_restarts_back() -> None:
     assert budget.spend(1, 0.0)
     budget.explain({1, 2})
     assert [budget.spend(number, 1.0) for number in (3, 4)] == [True, False]
-
-
-async def test_an_engine_that_ends_while_its_group_is_started_again_ends(edge: Edge) -> None:
-    edge.ranks.loading.clear()
-    edge.ranks.lose(KILLED)
-    await edge.wait_state(state="restarting")
-    async with asyncio.timeout(30):
-        await edge.engine.terminate()
-    assert edge.ranks.stopped
 
 
 async def test_an_engine_that_ends_while_it_loads_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:

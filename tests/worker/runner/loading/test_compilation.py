@@ -21,7 +21,7 @@ from diffusion_worker.runner.loading.offloading import Offloading
 from diffusion_worker.runner.model_call.call import ModelCall
 from support.lora.adapters import layers_of, load, merged, random_factors, run
 from support.runner.rig import RunnerRig, levels_apart, request
-from support.worker.process import DIGITS, WorkerProcess
+from support.worker.process import DIGITS
 
 CPU = torch.device("cpu")
 
@@ -267,19 +267,15 @@ def test_neither_rows_nor_adapters_that_come_and_go_nor_a_sleep_compile_anything
 
     # A recompilation would be an error of torch, and the runner would fall back for good.
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for count in (3, 5):
-            both(count)
+        both(3)
         both(1, guidance=1.0)
         change(add=("stripes", 1))
         both(1, 1, guidance=1.0)
-        both(3, 1)
         change(add=("frame", 2))
-        both(2, 2)
         both(1, 1, 2)
         both(3, 2, 1)
         change(remove=1)
         change(add=("paper", 3))
-        both(4, 3)
         rig.runner.release()
         rig.runner.restore()
         both(2, 3)
@@ -332,12 +328,13 @@ def test_a_size_that_cannot_be_compiled_while_serving_is_answered_and_its_tick_t
     ]
 
 
-# --- with a code generator, and without its compiler --------------------------------------------------------------------
+# --- with a code generator --------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not any(Path(folder, "g++").exists() for folder in ("/usr/bin", "/usr/local/bin")), reason="no g++: what happens then is below"
+    not any(Path(folder, "g++").exists() for folder in ("/usr/bin", "/usr/local/bin")),
+    reason="no g++: what happens then is in test_warm_up.py",
 )
 def test_generated_code_computes_what_the_blocks_do_for_one_row_and_for_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -379,15 +376,3 @@ def test_generated_code_has_any_adapters_in_each_row_and_is_generated_once(tmp_p
             torch.testing.assert_close(run(layers, model, x, uses), adapted(base, uses, x, adapters), atol=1e-5, rtol=1e-5)
     assert compilation.features == {"compile": "default (regional, 3 blocks)"}
     torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_without_a_compiler_on_the_machine_the_worker_serves_and_its_state_says_that_nothing_is_compiled(tmp_path: Path) -> None:
-    # The worker's container image has no g++ either.
-    env = {"PATH": str(tmp_path), "CXX": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    with WorkerProcess(options=("--compile=default", "--max-loras=0"), env=env) as worker:
-        worker.wait_ready()
-        said = worker.state()["features"]["compile"]
-        assert said.startswith("none: compilation failed: "), said
-        assert worker.image(prompt="a red digit seven", seed=1, num_inference_steps=2).size == (64, 64)
-        assert worker.output.count("--compile default: JointTransformerBlock cannot be compiled") == 1

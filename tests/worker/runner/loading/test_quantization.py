@@ -19,7 +19,7 @@ from support.worker.process import DIGITS
 
 pytestmark = pytest.mark.slow
 DIGIT = {"height": 64, "width": 64, "steps": 12, "guidance_scale": 4.0}
-ASKED = [("red", 7, "seven"), ("blue", 3, "three"), ("green", 0, "zero"), ("yellow", 4, "four")]
+ASKED = [("red", 7, "seven"), ("blue", 3, "three")]
 
 
 @pytest.fixture(scope="module")

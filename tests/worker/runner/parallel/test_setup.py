@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from support.runner import rank_processes
-from support.runner.parallel_scenarios import MORE_SEQUENCE_FAMILIES, SEQUENCE_FAMILIES, SHARDED_FAMILIES, TENSOR_FAMILIES
+from support.runner.parallel_scenarios import (
+    FOUR_RANKS_SEQUENCE_FAMILIES,
+    FOUR_RANKS_TENSOR_FAMILIES,
+    MORE_SEQUENCE_FAMILIES,
+    SEQUENCE_FAMILIES,
+    SHARDED_FAMILIES,
+    TENSOR_FAMILIES,
+)
 
 # A start of rank processes imports torch and diffusers for ten seconds.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -53,21 +60,21 @@ def test_sharded_weights_give_bit_for_bit_what_whole_ones_give(two: list[dict[st
     assert sum(rank[f"{family} shard"].weights for rank in two) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("family", SEQUENCE_FAMILIES)
+@pytest.mark.parametrize("family", FOUR_RANKS_SEQUENCE_FAMILIES)
 def test_tokens_over_two_of_four_ranks_with_rows_over_the_others_give_what_one_rank_gives(four: list[dict[str, Any]], family: str) -> None:
     for found in (rank[f"{family} sequence 2 x rows 2"] for rank in four):
         assert found.apart <= TOLERANCE
         assert found.tokens == 0.5
 
 
-@pytest.mark.parametrize("family", TENSOR_FAMILIES)
+@pytest.mark.parametrize("family", FOUR_RANKS_TENSOR_FAMILIES)
 def test_layers_over_two_of_four_ranks_with_rows_over_the_others_give_what_one_rank_gives(four: list[dict[str, Any]], family: str) -> None:
     for found in (rank[f"{family} tensor 2 x rows 2"] for rank in four):
         assert found.apart <= TOLERANCE
         assert found.weights < 0.8
 
 
-@pytest.mark.parametrize("family", TENSOR_FAMILIES)
+@pytest.mark.parametrize("family", FOUR_RANKS_TENSOR_FAMILIES)
 def test_adapters_on_layers_over_four_ranks_give_what_one_rank_gives(four: list[dict[str, Any]], family: str) -> None:
     for found in (rank[f"{family} tensor 4"] for rank in four):
         assert found.apart <= TOLERANCE

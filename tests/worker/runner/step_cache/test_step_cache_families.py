@@ -106,7 +106,7 @@ def _in_context(module: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any
         _set_cache_context(module, None)
 
 
-@pytest.mark.parametrize(("kind", "name"), sample(CASES, 12), ids=lambda value: str(value))
+@pytest.mark.parametrize(("kind", "name"), sample(CASES, 7), ids=lambda value: str(value))
 def test_alone_it_is_what_diffusers_gives_with_its_own_hook_and_in_company_the_same(
     kind: StepCache, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

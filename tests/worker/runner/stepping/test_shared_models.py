@@ -129,6 +129,16 @@ def run_in_company(rig: RunnerRig, guilty: RequestSpec, *others: RequestSpec) ->
     return images, rig.replays
 
 
+OTHERS = [request("exact", steps=5, exact=True), request("other", seed=2, steps=4, exact=True)]
+
+
+@pytest.fixture(scope="module")
+def others_alone() -> list[Any]:
+    """Provide the images of OTHERS, made by diffusers alone."""
+    rig = RunnerRig()
+    return [plain(rig, spec) for spec in OTHERS]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "what"),
@@ -143,15 +153,15 @@ def run_in_company(rig: RunnerRig, guilty: RequestSpec, *others: RequestSpec) ->
         ("OfHooks", "changes transformer.proj_out._forward_hooks"),
     ],
 )
-def test_a_request_that_would_change_the_model_is_made_alone_and_all_images_are_as_alone(rig_of: Any, name: str, what: str) -> None:
+def test_a_request_that_would_change_the_model_is_made_alone_and_all_images_are_as_alone(
+    rig_of: Any, others_alone: list[Any], name: str, what: str
+) -> None:
     rig, asked = rig_of(name), request("guilty", seed=3)
-    others = [request("exact", steps=5, exact=True), request("other", seed=2, steps=4, exact=True)]
-    images, replays = run_in_company(rig, asked, *others)
+    images, replays = run_in_company(rig, asked, *OTHERS)
     assert replays == {"guilty": what}
     np.testing.assert_array_equal(images["guilty"], plain(rig, asked))
-    usual = RunnerRig()
-    for spec in others:
-        np.testing.assert_array_equal(images[spec.request_id], plain(usual, spec))
+    for spec, alone in zip(OTHERS, others_alone, strict=True):
+        np.testing.assert_array_equal(images[spec.request_id], alone)
 
 
 @pytest.mark.slow
