@@ -22,7 +22,7 @@ GPU ?=
 SOAK ?=
 # `make test` has a sample of the cases of these, and `make soak` has all.
 SAMPLED := tests/worker/families tests/worker/runner/step_cache/test_step_cache_families.py tests/operator/process/test_fault_points.py tests/tools/test_gpu_run.py
-SAMPLED += tests/worker/runner/parallel/test_setup.py
+SAMPLED += tests/worker/runner/parallel/test_setup.py tests/operator/reconcile/test_adapter_storm.py
 SAMPLED += tests/worker/rehearsal/test_step_caches_rehearsed.py tests/worker/processes/test_errors_of_sdks.py tests/worker/processes/test_oldest_torch.py tests/worker/options/test_withheld.py
 CANARY ?=
 
