@@ -358,7 +358,8 @@ def test_a_worker_terminated_while_it_drains_gives_what_runs_its_time_and_ends_w
 def test_the_desired_file_names_adapters_and_lets_the_worker_fall_asleep_by_itself_and_end_asleep_with_0(
     of_all: Faulty, bad_adapters: dict[str, Path]
 ) -> None:
-    """Start the worker that the last test ended again, with other files."""
+    """End the worker, if no other test did, and start it again with other files."""
+    of_all.terminate()
     adapters = [
         {"name": "frame", "source": {"path": str(DIGITS / "loras" / "frame")}, "digest": None, "scale": 0.5},
         {"name": "broken", "source": {"path": str(bad_adapters["garbage"])}, "digest": None, "scale": 1.0},
