@@ -181,7 +181,7 @@ class KubernetesCluster:
         path, request = self._resources[kind].path(namespace=namespace), f"watch {kind.plural} {namespace}/*"
         try:
             response = await self._client.request(
-                "get", path, serialize=False, _request_timeout=watch_stream.TIMEOUT, watch="true", timeout_seconds=watch_stream.WATCH_S,
+                "get", path, serialize=False, _request_timeout=watch_stream.limits(), watch="true", timeout_seconds=watch_stream.WATCH_S,
                 resource_version=since, label_selector=_selector(labels), query_params=[("allowWatchBookmarks", "true")],
             )  # fmt: skip
             try:

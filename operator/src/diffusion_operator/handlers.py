@@ -12,6 +12,7 @@ from typing import Any
 
 import kopf
 
+from diffusion_operator import watch_stream
 from diffusion_operator.api.names import GROUP, Kind
 from diffusion_operator.cluster import PAGE, Manifest, connect
 from diffusion_operator.connected import Connected
@@ -106,9 +107,9 @@ def build_kopf_settings() -> kopf.OperatorSettings:
     result.networking.connect_timeout = 10
     result.networking.request_timeout = 60
     result.networking.error_backoffs = EndlessBackoffs()  # kopf begins it again for each request
-    result.watching.server_timeout = 600
-    result.watching.client_timeout = 660
-    result.watching.inactivity_timeout = 70  # the API server sends a bookmark about once a minute
+    result.watching.server_timeout = watch_stream.WATCH_S
+    result.watching.client_timeout = watch_stream.CLIENT_S
+    result.watching.inactivity_timeout = watch_stream.SILENT_S
     result.watching.chunk_size = PAGE
     # Each object with news has a task, which keeps the last event until it ends; handlers take no time here.
     result.queueing.idle_timeout = 0.2

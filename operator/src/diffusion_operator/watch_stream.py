@@ -11,7 +11,10 @@ from diffusion_operator.errors import ClusterUnavailable
 
 WATCH_S = 600
 """After which the API server ends a watch."""
-TIMEOUT = aiohttp.ClientTimeout(total=WATCH_S + 60, sock_connect=10, sock_read=70)  # a bookmark comes about once a minute
+CLIENT_S = WATCH_S + 60
+"""After which our side does."""
+SILENT_S = 70
+"""After which a watch that brings nothing is opened again; a bookmark comes about once a minute."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -20,6 +23,11 @@ class Event(msgspec.Struct, frozen=True):
     type: str
     """ADDED, MODIFIED, DELETED or BOOKMARK. A bookmark has a version alone."""
     object: dict[str, Any]
+
+
+def limits() -> aiohttp.ClientTimeout:
+    """Return the time limits of a watch."""
+    return aiohttp.ClientTimeout(total=CLIENT_S, sock_connect=10, sock_read=SILENT_S)
 
 
 async def read_events(request: str, content: aiohttp.StreamReader) -> AsyncIterator[Event]:

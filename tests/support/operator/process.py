@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -132,11 +131,8 @@ if __name__ == "__main__":
 
     program.Process = CountingProcess  # type: ignore[misc]
     if (reopens_after_s := TOLD.get("settings", {}).pop("reopens_after_s", None)) is not None:
-        settings = handlers.build_kopf_settings()
-        assert settings.watching.inactivity_timeout == watch_stream.TIMEOUT.sock_read == 70
-        settings.watching.inactivity_timeout = reopens_after_s
-        program.build_kopf_settings = lambda: settings
-        watch_stream.TIMEOUT = aiohttp.ClientTimeout(sock_connect=10, sock_read=reopens_after_s)
+        assert handlers.build_kopf_settings().watching.inactivity_timeout == watch_stream.limits().sock_read == 70
+        watch_stream.SILENT_S = reopens_after_s
     made = program.Settings
     program.Settings = lambda **given: made(**given | TOLD.get("settings", {}))  # type: ignore[misc,assignment]
     main()

@@ -115,10 +115,9 @@ def test_before_the_load_is_over_everything_is_told(log: io.StringIO) -> None:
 
 @pytest.mark.slow
 def test_300_words_of_a_prompt_are_in_no_log_of_any_text_encoder_also_where_it_fails() -> None:
-    # The program takes the same sample of its own list.
     encoders = sample(ENCODERS, 6)
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    command = [sys.executable, "-m", "support.worker.wordy_encoders"]
+    command = [sys.executable, "-m", "support.worker.wordy_encoders", *encoders]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": path})
     outcomes, _, words = run.stdout.partition("\nWORDS ")
     assert run.returncode == 0, run.stderr

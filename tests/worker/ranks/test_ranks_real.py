@@ -181,13 +181,12 @@ async def test_frames_that_are_no_message_change_nothing_and_a_rank_killed_in_a_
         assert executor.dropped_frames == (0, 8)
 
 
-async def test_a_rank_that_dies_before_it_has_loaded_is_told_with_its_exit_code() -> None:
-    executor = RankExecutor(
-        WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", ranks=2, worker_extension="support.worker.extensions:EarlyDeath")
-    )
+async def fail_to_start(error: type[Exception], match: str, **settings: Any) -> None:
+    """Start ranks, expect the error within a minute, and no process of theirs afterwards."""
+    executor = RankExecutor(WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", **settings))
     try:
         async with asyncio.timeout(60):
-            with pytest.raises(GroupFailed, match=r"rank 1 \(pid \d+\) exited with code 9"):
+            with pytest.raises(error, match=match):
                 await executor.start()
         pids = pids_of(executor)
     finally:
@@ -195,24 +194,17 @@ async def test_a_rank_that_dies_before_it_has_loaded_is_told_with_its_exit_code(
     assert [pid for pid in pids if process_exists(pid)] == []
 
 
+async def test_a_rank_that_dies_before_it_has_loaded_is_told_with_its_exit_code() -> None:
+    extension = "support.worker.extensions:EarlyDeath"
+    await fail_to_start(GroupFailed, r"rank 1 \(pid \d+\) exited with code 9", ranks=2, worker_extension=extension)
+
+
 async def test_a_start_over_its_time_limit_says_so_and_leaves_no_process() -> None:
-    executor = RankExecutor(WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", startup_timeout_s=0.01))
-    try:
-        with pytest.raises(LoadTimeout, match=r"the ranks did not load the model within 0.01 s"):
-            await executor.start()
-        pids = pids_of(executor)
-    finally:
-        await executor.stop()
-    assert [pid for pid in pids if process_exists(pid)] == []
+    await fail_to_start(LoadTimeout, r"the ranks did not load the model within 0.01 s", startup_timeout_s=0.01)
 
 
 async def test_an_extension_that_cannot_be_imported_is_a_configuration_error() -> None:
-    executor = RankExecutor(WorkerConfig(model=str(DIGITS_MODEL), served_name="digits", worker_extension="nothing:There"))
-    try:
-        with pytest.raises(ConfigError, match="--worker-extension 'nothing:There'"):
-            await executor.start()
-    finally:
-        await executor.stop()
+    await fail_to_start(ConfigError, "--worker-extension 'nothing:There'", worker_extension="nothing:There")
 
 
 async def test_ranks_meet_where_they_are_told_to() -> None:

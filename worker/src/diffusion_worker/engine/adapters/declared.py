@@ -76,15 +76,16 @@ class DeclaredAdapters:
             task.cancel()
 
     async def _follow(self, options: dict[str, AdapterCall], deadline_s: float) -> None:
-        before = set(self._tasks)
-        await self._follow_file(options)
-        if loading := self._tasks - before:
-            _, late = await asyncio.wait(loading, timeout=deadline_s)
+        if (loading := await self._follow_file(options)) is not None:
+            _, late = await asyncio.wait([loading], timeout=deadline_s)
             if late:
                 log.error("not all declared adapters were loaded within %.1f s: the others are loaded while the model serves", deadline_s)
 
-    async def _follow_file(self, options: dict[str, AdapterCall]) -> None:
-        """Apply the changes since the file was last read, and begin to load; a file that is missing or cannot be read changes nothing."""
+    async def _follow_file(self, options: dict[str, AdapterCall]) -> asyncio.Task[None] | None:
+        """Apply the changes since the file was last read, and return the task that loads, if there is anything to load.
+
+        A file that is missing or cannot be read changes nothing.
+        """
         written_s, after = _written_s(self._config.desired_path), None
         try:
             after = mounted_adapters(self._config.desired_path)
@@ -99,8 +100,7 @@ class DeclaredAdapters:
         calls = {each.name: _desired_call(each) for each in put if self._is_older(each.name, written_s)}
         self.called_at_s = {name: at_s for name, at_s in self.called_at_s.items() if at_s >= written_s}
         chosen = self._known(calls | {name: call for name, call in options.items() if name not in calls})
-        if chosen:
-            self._in_background(self._put(chosen, written_s))
+        return self._in_background(self._put(chosen, written_s)) if chosen else None
 
     def _is_older(self, name: str, written_s: float) -> bool:
         """Return whether the last call about a name is older than the files; True if there was none."""
